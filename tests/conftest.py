@@ -1,0 +1,70 @@
+"""What tests share: where the real data lies, a tiny tokenizer, a tiny run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reached for the hub would hang where there is none
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real comparisons, which are never part of the repository; the test is skipped where they are not."""
+    folder = Path(os.environ.get("TREEWARD_SHARED_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("the shared data folder is not here (TREEWARD_SHARED_DATA names it)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE of 600 tokens trained on the bundled data, with the default chat template."""
+    from treeward.config.data import DatasetConfig
+    from treeward.data.datasets import open_dataset
+    from treeward.data.tokenizers import texts_of, train_tokenizer
+
+    stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="validation"))
+    return train_tokenizer(texts_of([stream]), vocab_size=600)
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> Callable[..., Any]:
+    """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on the command line."""
+    from treeward.config.load import load_config
+
+    def make(*overrides: str) -> Any:
+        file = tmp_path / "run.yaml"
+        file.write_text(TINY_RUN.format(folder=tmp_path), encoding="utf-8")
+        return load_config(file, overrides)
+
+    return make
+
+
+TINY_RUN = """
+rm: {{max_num_steps: 6, val_period: 2, val_batches: 2, val_global_batch_size: 8, seed: 7}}
+policy:
+  model_config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+                 num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, max_position_embeddings: 512}}
+  tokenizer: {{vocab_size: 600}}
+  train_global_batch_size: 8
+  train_micro_batch_tokens: 512
+  max_total_sequence_length: 512
+  precision: float32
+  optimizer: {{kwargs: {{lr: 1.0e-3}}}}
+data:
+  train: {{dataset_name: Bundled, split: validation}}
+  validation:
+    - {{dataset_name: Bundled, split: length_controlled, name: held_out}}
+  cache_dir: {folder}/cache
+checkpointing: {{checkpoint_dir: {folder}/checkpoints, save_period: 2, keep_top_k: 2,
+                metric_name: "val:validation-held_out_accuracy"}}
+logger: {{log_dir: {folder}/logs}}
+"""

@@ -1,0 +1,574 @@
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import (
+    BinaryPreferenceDataset,
+    HelpSteer3,
+    HelpSteer3Dataset,
+    HHTranscripts,
+    PreferenceDataset,
+    RowDataset,
+    TaskDataSpec,
+    Tulu3Preference,
+    Tulu3PreferenceDataset,
+    open_dataset,
+    register_dataset,
+)
+from treeward.data.formats import from_transcripts, parse_transcript, split_common_prefix
+from treeward.data.preference import Preference, preference_from_dict
+from treeward.data.sources import Row, read_rows
+from treeward.errors import ConfigError, DataError
+
+REAL = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def rank_row(better: str = "4", worse: str = "5", **more: Any) -> dict[str, Any]:
+    completions = [{"rank": rank, "completion": [assistant(text)]} for rank, text in ((0, better), (1, worse))]
+    return {"context": [user("2 + 2?")], "completions": completions, **more}
+
+
+def write_jsonl(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def parse(tmp_path: Path, dataset_name: str, row: dict[str, Any], **more: Any) -> Preference:
+    path = write_jsonl(tmp_path / "rows.jsonl", row)
+    ((preference, where),) = open_dataset(DatasetConfig(dataset_name=dataset_name, data_path=path, **more))
+    assert where == f"{path}:1"
+    return preference
+
+
+def binary(tmp_path: Path, row: dict[str, Any], **more: Any) -> Preference:
+    return parse(tmp_path, "BinaryPreferenceDataset", row, **more)
+
+
+def shape(preference: Preference) -> tuple[list[Any], dict[int, list[Any]]]:
+    return list(preference.context), {each.rank: list(each.messages) for each in preference.completions}
+
+
+# --- PreferenceDataset -----------------------------------------------------------------------------------------------
+
+
+def test_rank_format(tmp_path: Path) -> None:
+    row = rank_row(task_name="maths", margin=0.5)
+    row["completions"][1]["score"] = 2
+    preference = parse(tmp_path, "PreferenceDataset", row)
+    assert shape(preference) == ([user("2 + 2?")], {0: [assistant("4")], 1: [assistant("5")]})
+    assert (preference.task_name, preference.margin, preference.completions[1].score) == ("maths", 0.5, 2.0)
+    assert parse(tmp_path, "PreferenceDataset", rank_row()).task_name == "PreferenceDataset"
+
+
+def test_rank_format_in_csv_and_parquet(tmp_path: Path) -> None:
+    rows = [rank_row(margin=1.5), rank_row("vier", "fünf")]
+    with (tmp_path / "rows.csv").open("w", newline="") as handle:
+        writer = csv.DictWriter(handle, ["context", "completions", "margin"])
+        writer.writeheader()
+        writer.writerows(
+            {key: value if key == "margin" else json.dumps(value) for key, value in r.items()} for r in rows
+        )
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    expected = [preference_from_dict(row, task_name="PreferenceDataset") for row in rows]
+    for name in ("rows.csv", "rows.parquet"):
+        stream = open_dataset(DatasetConfig(data_path=str(tmp_path / name)))
+        assert [preference for preference, _ in stream] == expected
+        assert list(stream) == list(stream)
+
+
+def test_arrow_gives_every_message_every_key_and_they_are_dropped(tmp_path: Path) -> None:
+    row = rank_row()
+    row["context"].insert(0, {"role": "system", "content": "Be brief.", "name": "owner"})
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    ((preference, _),) = open_dataset(DatasetConfig(data_path=str(tmp_path / "rows.parquet")))
+    assert preference == preference_from_dict(row, task_name="PreferenceDataset")
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "words"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "context", "BinaryPreferenceDataset"),
+        (rank_row(context="2 + 2?"), "context", "BinaryPreferenceDataset"),
+        (rank_row(context='[{"role": "user", '), "context", "not valid JSON"),
+        (rank_row(completions='[{"rank": 0}, {"rank": 1}]'), "completions[0].completion", "no messages"),
+        (rank_row(margin="wide"), "margin", "finite"),
+        (rank_row(margin=float("nan")), "margin", "finite"),
+    ],
+)
+def test_bad_rank_rows(tmp_path: Path, row: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        parse(tmp_path, "PreferenceDataset", row)
+    assert caught.value.field == field and str(caught.value.where).endswith("rows.jsonl:1")
+
+
+# --- BinaryPreferenceDataset -----------------------------------------------------------------------------------------
+
+CONTEXT = [user("Hi"), assistant("Hello"), user("2 + 2?")]
+PLAIN = (CONTEXT, {0: [assistant("4")], 1: [assistant("5")]})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": CONTEXT, "chosen": "4", "rejected": "5"},
+        {"prompt": json.dumps(CONTEXT), "chosen": "4", "rejected": json.dumps([assistant("5")])},
+        {"prompt": CONTEXT, "chosen": [assistant("4")], "rejected": [assistant("5")]},
+        {"prompt": CONTEXT, "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
+        {"prompt": CONTEXT[:1], "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
+        {"prompt": "2 + 2? ", "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
+        {"chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
+        {"prompt": None, "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
+    ],
+)
+def test_forms_of_a_pair(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert shape(binary(tmp_path, row)) == PLAIN
+
+
+def test_a_prompt_of_text_and_named_keys(tmp_path: Path) -> None:
+    row = {"q": "[1, 2, 3]", "good": "4", "bad": "5", "margin": 2, "task_name": "lists"}
+    preference = binary(tmp_path, row, prompt_key="q", chosen_key="good", rejected_key="bad")
+    assert shape(preference) == ([user("[1, 2, 3]")], {0: [assistant("4")], 1: [assistant("5")]})
+    assert (preference.margin, preference.task_name) == (2.0, "lists")
+
+
+def test_conversations_that_part_early(tmp_path: Path) -> None:
+    chosen = [user("Hi"), assistant("Hello"), user("2 + 2?"), assistant("4")]
+    rejected = [user("Hi"), assistant("What?")]
+    context, completions = shape(binary(tmp_path, {"chosen": chosen, "rejected": rejected}))
+    assert (context, completions) == ([user("Hi")], {0: chosen[1:], 1: rejected[1:]})
+
+
+def test_a_completion_of_several_messages(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    chosen = [call, {"role": "tool", "content": "4"}, assistant("4")]
+    row = {"prompt": "2 + 2?", "chosen": chosen, "rejected": [assistant("5")]}
+    assert shape(binary(tmp_path, row))[1] == {0: chosen, 1: [assistant("5")]}
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "words"),
+    [
+        ({"prompt": "a", "choosen": "b", "rejected": "c"}, "chosen", "is it choosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "rejected", "null"),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "prompt", "'question'"),
+        ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "prompt", "set prompt_key"),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "prompt", "HHTranscripts"),
+        ({"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen", "neither text nor"),
+        ({"prompt": "a", "chosen": {"role": "assistant"}, "rejected": "c"}, "chosen", "neither text nor"),
+        ({"prompt": [], "chosen": "b", "rejected": "c"}, "prompt", "empty"),
+        ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen", "empty"),
+        ({"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "c"}, "chosen[0].content", "no text"),
+        ({"prompt": "a", "chosen": [user("x"), assistant("b")], "rejected": "c"}, "chosen[0].role", "not contain"),
+        ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"}, "chosen[0].role", "other answer"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin", "finite"),
+    ],
+)
+def test_bad_pairs(tmp_path: Path, row: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        binary(tmp_path, row)
+    assert caught.value.field == field and str(caught.value.where).endswith("rows.jsonl:1")
+
+
+_messages = st.lists(st.builds(user, st.sampled_from("ab")) | st.builds(assistant, st.sampled_from("ab")), min_size=1)
+
+
+@given(_messages.map(tuple), _messages.map(tuple))
+def test_the_common_prefix_is_the_longest(chosen: Any, rejected: Any) -> None:
+    context, better, worse = split_common_prefix(chosen, rejected)
+    assert context + better == chosen and context + worse == rejected
+    assert better and worse
+    assert better[0] != worse[0] or len(better) == 1 or len(worse) == 1
+
+
+# --- HelpSteer3, Tulu 3 ----------------------------------------------------------------------------------------------
+
+
+def steer(preference: Any, context: Any = "2 + 2?") -> dict[str, Any]:
+    return {"context": context, "response1": "one", "response2": "two", "overall_preference": preference}
+
+
+@pytest.mark.parametrize(
+    ("grade", "ranked"),
+    [
+        (-3, [(0, "one"), (1, "two")]),
+        (-1.0, [(0, "one"), (1, "two")]),
+        (0, [(0, "one"), (0, "two")]),
+        (2, [(0, "two"), (1, "one")]),
+        ("3", [(0, "two"), (1, "one")]),
+    ],
+)
+def test_helpsteer3(tmp_path: Path, grade: Any, ranked: list[Any]) -> None:
+    preference = parse(tmp_path, "HelpSteer3", steer(grade))
+    assert [(each.rank, each.messages[0]["content"]) for each in preference.completions] == ranked
+    assert preference.task_name == "HelpSteer3" and list(preference.context) == [user("2 + 2?")]
+    assert list(parse(tmp_path, "HelpSteer3", steer(grade, CONTEXT)).context) == CONTEXT
+
+
+@pytest.mark.parametrize("grade", [4, -3.5, float("nan"), "good", True, None])
+def test_helpsteer3_refuses_other_grades(tmp_path: Path, grade: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        parse(tmp_path, "HelpSteer3", steer(grade))
+    assert caught.value.field == "overall_preference"
+
+
+def test_tulu3(tmp_path: Path) -> None:
+    row = {"prompt": "another text", "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]}
+    assert shape(parse(tmp_path, "Tulu3Preference", row)) == PLAIN
+    assert HelpSteer3Dataset is HelpSteer3 and Tulu3PreferenceDataset is Tulu3Preference
+
+
+def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load_dataset(path: str, name: str | None = None, *, split: str | None, streaming: bool) -> Any:
+        calls.append((path, name, split))
+        return datasets.Dataset.from_list([steer(-1 if split == "train" else 1)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    ((train, where),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3"))
+    ((held, _),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3", name="default"))
+    assert calls == [("nvidia/HelpSteer3", "preference", "train"), ("nvidia/HelpSteer3", "preference", "validation")]
+    assert where == "nvidia/HelpSteer3[train]:row 1"
+    assert (train.completions[0].messages[0], held.completions[0].messages[0]) == (assistant("one"), assistant("two"))
+    assert set(HelpSteer3().formatted_ds) == {"train", "validation"}
+    assert HelpSteer3().formatted_ds["validation"][0]["completions"][0]["completion"] == [assistant("two")]
+    assert set(Tulu3Preference().formatted_ds) == {"train"}
+    with pytest.raises(ConfigError, match="no data of its own for validation"):
+        open_dataset(DatasetConfig(dataset_name="Tulu3Preference", name="default"))
+    calls.clear()
+    list(open_dataset(DatasetConfig(dataset_name="HelpSteer3", data_path="me/copy", split="x", subset="y")))
+    assert calls == [("me/copy", "y", "x")]
+
+
+# --- transcripts -----------------------------------------------------------------------------------------------------
+
+
+def join(messages: Any) -> str:
+    speakers = {"user": "Human", "assistant": "Assistant"}
+    return "".join(f"\n\n{speakers[message['role']]}: {message['content']}" for message in messages)
+
+
+def hh(chosen: Any, rejected: Any) -> Preference:
+    return from_transcripts({"chosen": chosen, "rejected": rejected}, "x:1")
+
+
+def test_transcripts(tmp_path: Path) -> None:
+    row = {"chosen": join([*CONTEXT, assistant("4")]), "rejected": join([*CONTEXT, assistant("5")])}
+    for name in ("HHTranscripts", "hh-rlhf"):
+        assert shape(parse(tmp_path, name, row)) == PLAIN
+
+
+def test_an_empty_answer_is_an_answer() -> None:
+    preference = hh("\n\nHuman: Hi\n\nAssistant: ", "\n\nHuman: Hi\n\nAssistant: Hello")
+    assert shape(preference) == ([user("Hi")], {0: [assistant("")], 1: [assistant("Hello")]})
+    assert parse_transcript("\n\nHuman: Hi\n\nAssistant:")[1] == assistant("")
+
+
+def test_speakers_named_inside_a_turn_stay_inside() -> None:
+    text = "\n\nHuman: Is\nHuman: a tag?\n\nAssistant: Yes.  Human: Why?\n\nAssistant: Because  \n\nHuman: Ok"
+    messages = parse_transcript(text)
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert messages[1]["content"] == "Yes.  Human: Why?\n\nAssistant: Because  "
+    assert join(messages) == text
+
+
+def test_transcripts_that_part_early_or_not_at_all() -> None:
+    start = [user("Hi"), assistant("Hello")]
+    longer = [*start, user("More"), assistant("Done")]
+    assert shape(hh(join(longer), join(start))) == ([user("Hi")], {0: longer[1:], 1: start[1:]})
+    other = [*start, user("Less"), assistant("Done")]
+    assert shape(hh(join(longer), join(other))) == (start, {0: longer[2:], 1: other[2:]})
+    assert shape(hh(join(start), join(start))) == ([user("Hi")], {0: start[1:], 1: start[1:]})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("Hi", "does not begin"), ("", "does not begin"), ("x\n\nHuman: Hi", "does not begin"), ([user("a")], "not text")],
+)
+def test_bad_transcripts(text: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        hh(text, "\n\nHuman: Hi\n\nAssistant: Hello")
+    assert (caught.value.field, caught.value.where) == ("chosen", "x:1")
+
+
+def test_transcripts_that_end_with_the_human_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = {"chosen": join([user("a"), assistant("b")]), "rejected": join([user("a"), assistant("c")])}
+    odd = {**good, "rejected": join([user("a"), assistant("c"), user("d")])}
+    path = write_jsonl(tmp_path / "rows.jsonl", good, odd, good, odd)
+    with caplog.at_level(logging.WARNING):
+        assert len(list(open_dataset(DatasetConfig(dataset_name="hh-rlhf", data_path=path)))) == 4
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        f"{path}: in 2 of 4 comparisons a completion does not end with an assistant message (the first is {path}:2)"
+    ]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), min_size=1, max_size=5))
+def test_a_transcript_joins_again(texts: list[str]) -> None:
+    transcript = join([(assistant if i % 2 else user)(text) for i, text in enumerate(texts)])
+    assert join(parse_transcript(transcript)) == transcript
+
+
+@pytest.mark.parametrize(("part", "num_rows"), [("train", 1700), ("validation", 300)])
+def test_real_transcripts(part: str, num_rows: int) -> None:
+    path = REAL / "hh_harmless" / f"{part}.jsonl.gz"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    stream = open_dataset(DatasetConfig(dataset_name="HHTranscripts", data_path=str(path)))
+    count = 0
+    for row, (preference, where) in zip(read_rows(str(path)), stream, strict=True):
+        count += 1
+        assert where == row.where == f"{path}:{count}"
+        for key, completion in zip(("chosen", "rejected"), preference.completions, strict=True):
+            conversation = (*preference.context, *completion.messages)
+            assert join(conversation) == row.values[key]
+            assert [message["role"] for message in completion.messages] == ["assistant"]
+            assert [message["role"] for message in conversation] == ["user", "assistant"] * (len(conversation) // 2)
+    assert count == num_rows
+
+
+# --- prompt files ----------------------------------------------------------------------------------------------------
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Answer in \\boxed{{}}: {}")
+    (tmp_path / "system.txt").write_text("Be brief.")
+    path = write_jsonl(tmp_path / "rows.jsonl", {"prompt": CONTEXT, "chosen": "{4}", "rejected": "5"})
+    files = {"prompt_file": str(tmp_path / "prompt.txt"), "system_prompt_file": str(tmp_path / "system.txt")}
+    config = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=path, **files)
+    ((preference, _),) = open_dataset(config)
+    filled = user("Answer in \\boxed{}: 2 + 2?")
+    assert list(preference.context) == [{"role": "system", "content": "Be brief."}, *CONTEXT[:2], filled]
+    assert preference.completions[0].messages == (assistant("{4}"),)
+    dataset = BinaryPreferenceDataset(path, **files)
+    assert dataset.formatted_ds["train"][0]["context"] == CONTEXT
+    assert dataset.task_spec == TaskDataSpec("BinaryPreferenceDataset", **files)
+    before = open_dataset(config).fingerprint
+    (tmp_path / "system.txt").write_text("Be long.")
+    assert open_dataset(config).fingerprint != before
+
+
+def test_prompt_files_leave_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("<{}>")
+    (tmp_path / "system.txt").write_text("Be brief.")
+    context = [{"role": "system", "content": "Own."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    files = {"prompt_file": str(tmp_path / "prompt.txt"), "system_prompt_file": str(tmp_path / "system.txt")}
+    preference = parse(tmp_path, "PreferenceDataset", rank_row(context=context), **files)
+    assert list(preference.context) == [context[0], {"role": "user", "content": [{"type": "text", "text": "<Hi>"}]}]
+    with pytest.raises(DataError, match="no user message"):
+        parse(tmp_path, "PreferenceDataset", rank_row(context=[]), **files)
+
+
+@pytest.mark.parametrize("text", ["no place", "{} and {}", "{name}", "{", "\\boxed{}: {}"])
+def test_bad_templates(tmp_path: Path, text: str) -> None:
+    (tmp_path / "prompt.txt").write_text(text)
+    with pytest.raises(ConfigError, match="exactly one {}"):
+        parse(tmp_path, "PreferenceDataset", rank_row(), prompt_file=str(tmp_path / "prompt.txt"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse(tmp_path, "PreferenceDataset", rank_row(), system_prompt_file=str(tmp_path / "none.txt"))
+
+
+# --- the contract of the classes -------------------------------------------------------------------------------------
+
+
+def test_classes_offer_the_contract(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "a.jsonl", rank_row(), rank_row("vier"))
+    held = write_jsonl(tmp_path / "b.jsonl", rank_row("quatre"))
+    dataset = PreferenceDataset(train, held, "train", None)
+    assert set(dataset.formatted_ds) == {"train", "validation"}
+    rows = dataset.formatted_ds["train"]
+    assert len(rows) == 2 and rows[1]["completions"][0] == {"rank": 0, "completion": [assistant("vier")]}
+    assert list(rows) == [rows[0], rows[-1]] == rows[:]
+    assert dataset.formatted_ds["validation"][0] == rank_row("quatre", task_name="PreferenceDataset")
+    assert dataset.task_spec.task_name == dataset.task_name == "PreferenceDataset"
+    assert list(dataset.dataset) == list(rows)
+    assert list(PreferenceDataset(data_path=train, split="train").dataset) == list(rows)
+    assert HHTranscripts().task_name == "HHTranscripts"
+    with pytest.raises(ConfigError, match="needs a path"):
+        PreferenceDataset()
+    with pytest.raises(ConfigError, match="contradict"):
+        PreferenceDataset(train, data_path=held)
+
+
+def test_formatted_ds_is_lazy(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", rank_row(), {"context": []})
+    rows = PreferenceDataset(path).formatted_ds["train"]
+    assert next(iter(rows))["context"] == [user("2 + 2?")]
+    with pytest.raises(DataError, match="a.jsonl:2"):
+        len(rows)
+
+
+def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    digests = [
+        open_dataset(DatasetConfig(dataset_name=name, data_path=path, **more)).fingerprint
+        for name, more in (
+            ("BinaryPreferenceDataset", {}),
+            ("BinaryPreferenceDataset", {"prompt_key": "chosen"}),
+            ("PreferenceDataset", {}),
+        )
+    ]
+    assert len(set(digests)) == 3
+    config = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=path)
+    assert open_dataset(config).fingerprint == digests[0]
+    write_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "d"})
+    assert open_dataset(config).fingerprint != digests[0]
+
+
+# --- the registry ----------------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_dataset(DatasetConfig(dataset_name="HelpSteer"))
+    assert caught.value.fix == "did you mean HelpSteer3?" and "Tulu3Preference" in str(caught.value.need)
+
+
+def test_registered_datasets(tmp_path: Path) -> None:
+    @register_dataset("Arithmetic", "arithmetic")
+    class Arithmetic(RowDataset):
+        def to_preference(self, row: Row) -> Preference:
+            return preference_from_dict(rank_row(row.values["good"], row.values["bad"]), where=row.where)
+
+    for name in ("Arithmetic", "arithmetic"):
+        assert shape(parse(tmp_path, name, {"good": "4", "bad": "5"})) == shape(preference_from_dict(rank_row()))
+    with pytest.raises(ConfigError, match="same name"):
+        register_dataset("Arithmetic")(PreferenceDataset)
+
+
+# --- classes by dotted path ------------------------------------------------------------------------------------------
+
+_MODULE = """
+class Spec:
+    def __init__(self, task_name, prompt_file=None):
+        self.task_name, self.prompt_file = task_name, prompt_file
+
+def rows(word):
+    answers = [[{"role": "assistant", "content": text}] for text in (word, "no")]
+    completions = [{"rank": rank, "completion": answer} for rank, answer in enumerate(answers)]
+    return [{"context": [{"role": "user", "content": "Hi"}], "completions": completions}]
+
+class Old:
+    def __init__(self, word="yes", prompt_file=None):
+        self.formatted_ds = {"train": rows(word), "validation": rows("held"), "none": None}
+        self.task_spec = Spec("old", prompt_file)
+
+class WithPath:
+    def __init__(self, train_data_path, train_split=None):
+        self.formatted_ds = {"train": rows(train_data_path + str(train_split))}
+        self.task_spec = Spec("path")
+
+class New:
+    def __init__(self, data_path, subset=None, **more):
+        self.dataset, self.task_name = rows(f"{data_path} {subset} {sorted(more.items())}"), "new"
+
+class Closed:
+    def __init__(self):
+        self.dataset, self.task_name = rows("closed"), "closed"
+
+class NoRows: task_name = "x"
+class NoTask: formatted_ds = {"train": rows("x")}
+class NotDict(NoRows): formatted_ds = rows("x")
+class OneShot(NoRows): dataset = iter(rows("x"))
+class Empty(NoRows): dataset = []
+class Bad(NoRows): dataset = rows("x") + [{"context": []}]
+function = len
+"""
+
+
+@pytest.fixture
+def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = f"custom_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+
+
+def first_word(path: str, **more: Any) -> str:
+    preference, where = next(iter(open_dataset(DatasetConfig(dataset_name=path, **more))))
+    assert path in where and where.endswith(":row 1")
+    return str(preference.completions[0].messages[0]["content"])
+
+
+def test_custom_classes(custom: str) -> None:
+    assert first_word(f"{custom}.Old") == "yes"
+    assert first_word(f"{custom}.Old", name="default") == "held"
+    assert first_word(f"{custom}.Old", split="validation") == "held"
+    assert first_word(f"{custom}.Old", kwargs={"word": "other"}) == "other"
+    assert first_word(f"{custom}.WithPath", data_path="a.jsonl") == "a.jsonlNone"
+    assert first_word(f"{custom}.WithPath", data_path="a.jsonl", name="default", split="held") == "a.jsonlheld"
+    assert first_word(f"{custom}.New", data_path="a", subset="b", split="c") == "a b [('split', 'c')]"
+    stream = open_dataset(DatasetConfig(dataset_name=f"{custom}.Old"))
+    assert list(stream) == list(stream)
+    assert stream.name == f"{custom}.Old[train]"
+    assert next(iter(stream))[0].task_name == "old"
+    other = open_dataset(DatasetConfig(dataset_name=f"{custom}.Old", kwargs={"word": "other"}))
+    assert stream.fingerprint != other.fingerprint
+
+
+def test_a_prompt_file_is_applied_once(custom: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("<{}>")
+    stream = open_dataset(DatasetConfig(dataset_name=f"{custom}.Old", prompt_file=str(tmp_path / "prompt.txt")))
+    assert next(iter(stream))[0].context == (user("<Hi>"),)
+
+
+def test_ours_by_dotted_path(tmp_path: Path) -> None:
+    preference = parse(tmp_path, "treeward.data.datasets.PreferenceDataset", rank_row())
+    assert shape(preference) == shape(preference_from_dict(rank_row()))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("Oold", {}, "did you mean .*Old"),
+        ("function", {}, "no class function"),
+        ("Old", {"kwargs": {"wordy": 1}}, "wordy"),
+        ("WithPath", {}, "missing a required argument: 'train_data_path'"),
+        ("Closed", {"data_path": "x"}, "takes no data_path"),
+        ("Closed", {"subset": "x"}, "takes no subset"),
+        ("Closed", {"split": "x"}, "takes no split"),
+        ("Old", {"split": "test"}, "train, validation"),
+        ("Old", {"split": "none"}, "no rows for none"),
+        ("NoRows", {}, "offers no rows"),
+        ("NoTask", {}, "no task name"),
+        ("NotDict", {}, "not a dict"),
+        ("OneShot", {}, "again and again"),
+    ],
+)
+def test_bad_custom_classes(custom: str, name: str, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_dataset(DatasetConfig(dataset_name=f"{custom}.{name}", **more))
+
+
+def test_custom_rows_are_checked(custom: str) -> None:
+    with pytest.raises(DataError, match="no rows"):
+        list(open_dataset(DatasetConfig(dataset_name=f"{custom}.Empty")))
+    with pytest.raises(DataError, match=r"Bad:row 2"):
+        list(open_dataset(DatasetConfig(dataset_name=f"{custom}.Bad")))
+
+
+@pytest.mark.parametrize("name", ["no_such_module.Dataset", "treeward.no_such.Dataset"])
+def test_modules_that_are_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="PYTHONPATH"):
+        open_dataset(DatasetConfig(dataset_name=name))

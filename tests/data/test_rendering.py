@@ -1,0 +1,458 @@
+"""Rendering: real chat templates over locally trained tokenizers, one BOS, and truncation that spares the answers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import importlib.util
+import logging
+import pickle
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from treeward.data.rendering import _STRFTIME, DEFAULT_CHAT_TEMPLATE, Renderer
+from treeward.errors import ConfigError, DataError
+
+SENTENCES = [
+    "What is the capital of France? Paris is the capital of France.",
+    "I would like to bake bread at home; how much flour do I need for two loaves?",
+    "Mix 500 grams of flour, water, salt and yeast, then let the dough rest.",
+    "Ünïcode, 数字 and emoji 🙂 survive too.",
+]
+TEMPLATES = (
+    sorted(p.name.removesuffix(".jinja") for p in (importlib.resources.files("trl") / "chat_templates").iterdir()
+           if p.name.endswith(".jinja"))
+    if importlib.util.find_spec("trl") else []
+)  # fmt: skip
+# What each family's tokenizer calls its BOS and EOS, and whether it adds BOS by itself.
+FAMILIES: dict[str, tuple[str | None, str, bool]] = {
+    "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", True),
+    "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", True),
+    "diffusion_gemma": ("<bos>", "<turn|>", True),
+    "gemma4": ("<bos>", "<turn|>", True),
+    "gemma": ("<bos>", "<eos>", True),
+    "glm4moe": (None, "<|endoftext|>", False),
+    "gptoss": ("<|startoftext|>", "<|return|>", False),
+    "idefics3": ("<|begin_of_text|>", "<end_of_utterance>", True),
+    "lfm2": ("<|startoftext|>", "<|im_end|>", True),
+    "llama3": ("<|begin_of_text|>", "<|eot_id|>", True),
+    "llava_next": ("<s>", "</s>", True),
+    "muse_glimmer": ("<|begin_of_text|>", "<|eot|>", True),
+    "nemotron": ("<s>", "<|im_end|>", False),
+    "phi3": ("<s>", "<|endoftext|>", False),
+    "qwen": (None, "<|im_end|>", False),
+    "smolvlm": ("<|im_start|>", "<end_of_utterance>", False),
+}
+# LLaVA writes a space after `</s>`, GLM-4 writes no end of turn.
+LAST_OTHER = {"llava_next", "llava_next_training", "glm4moe", "glm4moe_training"}
+NEWLINE_LAST = ("gemma", "diffusion_gemma", "qwen", "nemotron", "lfm2", "smolvlm", "idefics3")
+SPECIAL = re.compile(
+    r"<[|｜][^<>|｜\s'\"]+[|｜]>|<(?:start|end)_of_turn>|<end_of_utterance>|<\|turn>|<turn\|>|<BOS_TOKEN>|</?s>"
+)
+LLAMA2_TEMPLATE = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] | trim + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+CHAT = [
+    user("What is the capital of France?"),
+    assistant("Paris."),
+    user("And of Ünïland?"),
+    assistant("数字 🙂, then?"),
+]
+
+
+@functools.cache
+def byte_bpe(
+    special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"),
+    bos: str | None = None,
+    eos: str | None = "<|im_end|>",
+    adds_bos: bool = False,
+) -> PreTrainedTokenizerFast:
+    own = [token for token in (bos, eos) if token is not None and token not in special]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=450,
+        special_tokens=[*special, *dict.fromkeys(own)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos)
+
+
+def llama2_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=600, special_tokens=special[:3], show_progress=False)
+    )
+    tokenizer.add_tokens(special[3:])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def bert_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]"
+    )
+
+
+def template_source(name: str) -> str:
+    return (importlib.resources.files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def family_renderer(name: str) -> Renderer:
+    source = template_source(name)
+    bos, eos, adds_bos = next(value for prefix, value in FAMILIES.items() if name.startswith(prefix))
+    special = dict.fromkeys(token for token in SPECIAL.findall(source) if not token.startswith("<|' "))
+    return Renderer(byte_bpe(tuple(special), bos, eos, adds_bos), chat_template=source)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_real_template_gives_one_bos_shared_prefixes_and_its_end_of_turn(name: str) -> None:
+    renderer = family_renderer(name)
+    tokenizer = renderer.tokenizer
+    context, answers = CHAT[:3], ("Paris it is.", "Sorry, that I do not know.")
+    rows = renderer.encode_many([[*context, assistant(answer)] for answer in answers])
+    bos = tokenizer.bos_token_id
+    for row, answer in zip(rows, answers, strict=True):
+        if renderer.adds_bos:
+            assert row[0] == bos
+        if bos is not None and tokenizer.bos_token not in ("<|im_start|>",):
+            assert row.count(bos) == int(row[0] == bos)
+        text = tokenizer.decode(row)
+        assert answer in text and all(message["content"] in text for message in context)
+        if name in LAST_OTHER:
+            expected = "other"
+        elif name.startswith(NEWLINE_LAST):
+            expected = "newline"
+        else:
+            expected = "eos"
+        assert renderer.end_of_turn(row) == expected
+    shared = common_prefix(*rows)
+    assert tokenizer.decode(rows[0][shared:]).lstrip().startswith("Paris it")  # they part where the answers do
+    assert context[-1]["content"] in tokenizer.decode(rows[0][:shared])
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if "strftime_now" not in template_source(name)])
+def test_ids_are_those_of_plain_transformers(name: str) -> None:
+    renderer = family_renderer(name)
+    tokenizer = renderer.tokenizer
+    in_parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in CHAT]
+    messages = in_parts if name.startswith(("idefics3", "llava_next", "smolvlm")) else CHAT
+    plain = tokenizer.apply_chat_template(messages, chat_template=template_source(name), return_dict=False)
+    bos = [tokenizer.bos_token_id] if renderer.adds_bos and plain[0] != tokenizer.bos_token_id else []
+    assert renderer.encode(CHAT) == bos + plain
+
+
+def test_bos_is_added_once_and_doubles_collapse() -> None:
+    tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True)
+    bos = tokenizer.bos_token_id
+    for written in (0, 1, 2, 3):
+        ids = Renderer(tokenizer, chat_template="<s>" * written + CHATML).encode(CHAT)
+        assert ids[0] == bos and ids.count(bos) == 1
+
+
+def test_bos_is_not_added_where_the_tokenizer_does_not() -> None:
+    gpt2 = byte_bpe((), "<|endoftext|>", "<|endoftext|>", False)
+    bos = gpt2.bos_token_id
+    assert bos not in Renderer(gpt2, chat_template=CHATML).encode(CHAT)
+    ids = Renderer(gpt2, chat_template="<|endoftext|><|endoftext|>" + CHATML).encode(CHAT)
+    assert ids.count(bos) == 1 == ids[:1].count(bos)
+
+
+def test_sentencepiece_style_tokenizer() -> None:
+    renderer = Renderer(llama2_tokenizer(), chat_template=LLAMA2_TEMPLATE)
+    ids = renderer.encode(CHAT)
+    assert ids == renderer.tokenizer(renderer.render(CHAT), add_special_tokens=False)["input_ids"]
+    assert ids[:2].count(1) == 1 and ids.count(1) == 2  # this template writes BOS before every user turn
+    assert renderer.end_of_turn(ids) == "eos" and renderer.kind == "decoder"
+
+
+def test_encoder_is_framed_once() -> None:
+    tokenizer = bert_tokenizer()
+    for template in (None, "[CLS]{{ messages[0]['content'] }} {{ messages[-1]['content'] }}[SEP]"):
+        renderer = Renderer(tokenizer, chat_template=template)
+        ids = renderer.encode([user("What is the capital?"), assistant("Paris")])
+        assert renderer.kind == "encoder"
+        assert (ids[0], ids[-1], ids.count(2), ids.count(3)) == (2, 3, 1, 1)
+
+
+def test_default_template_ends_at_eos(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_bpe((), None, "</s>", False)
+    with caplog.at_level(logging.WARNING):
+        renderer = Renderer(tokenizer)
+    assert sum("no chat template" in record.message for record in caplog.records) == 1
+    text = renderer.render([{"role": "system", "content": "Be brief."}, *CHAT[:2]])
+    assert text == ("<|system|>\nBe brief.\n<|user|>\nWhat is the capital of France?\n<|assistant|>\nParis.</s>")
+    assert renderer.end_of_turn(renderer.encode(CHAT)) == "eos"
+    without_eos = Renderer(byte_bpe((), None, None, False))
+    assert without_eos.render(CHAT[:2]).endswith("<|assistant|>\nParis.")
+
+
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
+    tokenizer = pickle.loads(pickle.dumps(byte_bpe()))
+    path = tmp_path / "chat.jinja"
+    path.write_text(CHATML, encoding="utf-8")
+    from_file, from_text = (Renderer(tokenizer, chat_template=given) for given in (str(path), CHATML))
+    assert from_file.encode(CHAT) == from_text.encode(CHAT)
+    assert Renderer(tokenizer, chat_template="default").chat_template == DEFAULT_CHAT_TEMPLATE
+    tokenizer.chat_template = {"default": CHATML, "shout": CHATML.replace("m['content']", "m['content'] | upper")}
+    assert Renderer(tokenizer, chat_template="default").render(CHAT) == from_text.render(CHAT)
+    assert "PARIS" in Renderer(tokenizer, chat_template="shout").render(CHAT)
+    with pytest.raises(ConfigError, match=r"neither a file nor a template(?s:.*)missing\.jinja"):
+        Renderer(tokenizer, chat_template="missing.jinja")
+    with pytest.raises(ConfigError, match=r"cannot be parsed(?s:.*)\{% if %\}"):
+        Renderer(tokenizer, chat_template="hello\n{% if %}")
+
+
+def test_generation_tags_and_variables_reach_the_template() -> None:
+    tagged = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{{ tone }}{% endfor %}"
+    assert Renderer(byte_bpe(), chat_template=tagged, chat_template_kwargs={"tone": "!"}).render(CHAT[:2]) == (
+        "What is the capital of France?!Paris.!"
+    )
+    with pytest.raises(ConfigError, match="chat_template_kwargs.add_generation_prompt"):
+        Renderer(byte_bpe(), chat_template=tagged, chat_template_kwargs={"add_generation_prompt": True})
+
+
+def test_the_clock_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    source = (
+        "\n  {% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{% macro iso() %}{{ strftime_now('%Y-%m-%d') }}{% endmacro %}"
+        "{{ date_string }} {{ iso() }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    with caplog.at_level(logging.WARNING):
+        renderer = Renderer(byte_bpe(), chat_template=source)
+    assert "26 Jul 2024" in caplog.text
+    assert renderer.render(CHAT[:1]) == "\n26 Jul 2024 2024-07-26 What is the capital of France?"
+    today = datetime.now().strftime("%d %b %Y")
+    plain = renderer.tokenizer.apply_chat_template(CHAT[:1], chat_template=source, tokenize=False)
+    assert plain.replace(today, "26 Jul 2024").startswith("\n26 Jul 2024")  # the same but for the date
+    caplog.clear()
+    pinned = Renderer(byte_bpe(), chat_template=source, chat_template_kwargs={"date_string": "1 Jan 2000"})
+    assert pinned.render(CHAT[:1]).startswith("\n1 Jan 2000 2024-07-26") and not caplog.records
+    saved = Renderer(byte_bpe(), chat_template=renderer.chat_template)  # an exported model's template stays as it is
+    assert saved.fingerprint == renderer.fingerprint and not caplog.records
+
+
+def test_the_fixed_date_is_a_real_one() -> None:
+    day = datetime(2024, 7, 26)
+    assert {code: day.strftime(code) for code in _STRFTIME} == _STRFTIME
+
+
+def test_a_refused_conversation_names_row_roles_and_reason() -> None:
+    renderer = Renderer(llama2_tokenizer(), chat_template=LLAMA2_TEMPLATE)
+    with pytest.raises(DataError) as caught:
+        renderer.encode([user("Hello"), user("Again"), assistant("Yes?")], where="train.jsonl:17")
+    message = str(caught.value)
+    assert message.startswith("train.jsonl:17: the chat template refused the conversation: roles must alternate")
+    assert "user > user > assistant" in message and "policy.tokenizer.chat_template" in message
+    with pytest.raises(DataError, match="b.jsonl:2"):
+        renderer.encode_many([CHAT, [assistant("Hm.")]], where=["b.jsonl:1", "b.jsonl:2"])
+    with pytest.raises(DataError, match="no messages"):
+        renderer.encode([])
+
+
+def test_a_missing_content_is_an_error_not_an_empty_turn() -> None:
+    calls = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(DataError, match="refused"):
+        Renderer(byte_bpe((), None, "</s>", False)).encode([user("Call f."), calls])
+    with pytest.raises(DataError, match="rendered nothing"):
+        Renderer(byte_bpe(), chat_template="{{ messages[0]['text'] }}").encode(CHAT)
+
+
+def test_content_parts() -> None:
+    parts = [user([{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]), assistant("Wait.")]
+    plain = [user("What now?"), assistant("Wait.")]
+    text_only = Renderer(byte_bpe(), chat_template=CHATML)
+    assert text_only.render(parts) == text_only.render(plain)
+    listing = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}|{% endfor %}"
+    vision = Renderer(byte_bpe(), chat_template=listing)  # given text it would write two bars and no word
+    assert vision.render(parts) == vision.render(plain) == "What now?|Wait.|"
+    with pytest.raises(DataError, match=r"reads text only(?s:.*)image"):
+        text_only.encode([user([{"type": "image", "url": "a.png"}])], where="a.jsonl:1")
+
+
+def test_end_of_turn() -> None:
+    renderer = Renderer(byte_bpe(), chat_template=CHATML)
+    ids = renderer.encode(CHAT)
+    assert [renderer.end_of_turn(ids[:n]) for n in (len(ids), len(ids) - 1, len(ids) - 2)] == [
+        "newline",
+        "eos",
+        "other",
+    ]
+    assert renderer.last_token_report(ids) == "the last token is 'Ċ' after '<|im_end|>' (newline)"
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+LONG = [SYSTEM, user("first " * 30), assistant("second " * 30), user("What is the capital of France?")]
+ANSWERS = [[assistant("Paris is the capital.")], [assistant("Paris is not what I know.")]]
+
+
+def fitting(max_length: int, truncation: Any, template: str = CHATML, adds_bos: bool = True) -> Renderer:
+    tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", adds_bos)
+    return Renderer(tokenizer, chat_template=template, max_length=max_length, truncation=truncation)
+
+
+def test_too_long_is_dropped_or_an_error() -> None:
+    assert fitting(50, "drop").fit(LONG, ANSWERS) is None
+    fitted = fitting(10_000, "drop").fit(LONG, ANSWERS)
+    assert fitted is not None and not fitted.truncated
+    with pytest.raises(DataError) as caught:
+        fitting(50, "error").fit(LONG, ANSWERS, where="a.jsonl:3")
+    tokens = max(len(fitting(50, "error").encode([*LONG, *answer])) for answer in ANSWERS)
+    assert "a.jsonl:3" in str(caught.value) and f"{tokens} tokens" in str(caught.value)
+    assert "at most 50" in str(caught.value)
+
+
+@pytest.mark.parametrize("kept", [LONG[2:], LONG[3:]])
+def test_oldest_messages_go_first_whole(kept: list[dict[str, Any]]) -> None:
+    shortened = fitting(10_000, "truncate_left").encode_many([[SYSTEM, *kept, *answer] for answer in ANSWERS])
+    for limit in (max(map(len, shortened)), max(map(len, shortened)) + 5):
+        fitted = fitting(limit, "truncate_left").fit(LONG, ANSWERS)
+        assert fitted is not None and fitted.truncated and list(fitted.token_ids) == shortened
+
+
+def test_a_refused_beginning_is_passed_over() -> None:
+    tokenizer = llama2_tokenizer()
+    whole = Renderer(tokenizer, chat_template=LLAMA2_TEMPLATE)
+    kept = whole.encode_many([[LONG[3], *answer] for answer in ANSWERS])
+    limit = max(map(len, kept)) + 5
+    fitted = Renderer(tokenizer, chat_template=LLAMA2_TEMPLATE, max_length=limit, truncation="truncate_left").fit(
+        LONG[1:], ANSWERS
+    )
+    assert fitted is not None and list(fitted.token_ids) == kept  # assistant-first would have been refused
+
+
+def test_tokens_are_cut_when_the_question_alone_is_too_long() -> None:
+    renderer = fitting(60, "truncate_left")
+    context = [user("flour " * 100)]
+    fitted = renderer.fit(context, ANSWERS)
+    whole = renderer.encode_many([[*context, *answer] for answer in ANSWERS])
+    assert fitted is not None and max(map(len, fitted.token_ids)) == 60
+    removed = {len(full) - len(cut) for full, cut in zip(whole, fitted.token_ids, strict=True)}
+    assert len(removed) == 1
+    for full, cut in zip(whole, fitted.token_ids, strict=True):
+        assert cut[0] == renderer.tokenizer.bos_token_id and cut[1:] == full[-len(cut) + 1 :]
+
+
+def test_answers_are_never_cut_even_where_they_begin_alike() -> None:
+    # All but the last word of these answers is a common prefix of the two rows; only the question may be cut.
+    beginning = "the dough and the flour and the water and the salt and the yeast " * 3
+    answers = [[assistant(beginning + word)] for word in ("rise", "fall")]
+    context = [user("flour?")]
+    whole = fitting(10_000, "truncate_left").encode_many([[*context, *answer] for answer in answers])
+    question = len(fitting(10_000, "truncate_left").encode(context))
+    for limit in range(max(map(len, whole)) - question - 3, max(map(len, whole))):
+        fitted = fitting(limit, "truncate_left").fit(context, answers)
+        needed = len(whole[0]) - question
+        assert fitted is None or min(map(len, fitted.token_ids)) > needed
+        if fitted is not None:
+            assert all(cut[-needed:] == full[-needed:] for cut, full in zip(fitted.token_ids, whole, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    context=st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.integers(0, 25)), max_size=5),
+    answers=st.lists(st.text("abc é🙂\n", max_size=30), min_size=2, max_size=4, unique=True),
+    max_length=st.integers(1, 150),
+    adds_bos=st.booleans(),
+)
+def test_truncation_spares_every_answer(
+    context: list[tuple[str, int]], answers: list[str], max_length: int, adds_bos: bool
+) -> None:
+    messages = [{"role": role, "content": "bread " * words + "?"} for role, words in context]
+    completions = [[assistant(answer)] for answer in answers]
+    renderer = fitting(max_length, "truncate_left", adds_bos=adds_bos)
+    whole = renderer.encode_many([[*messages, *completion] for completion in completions])
+    tails = [renderer.encode(completion)[int(adds_bos) :] for completion in completions]
+    fitted = renderer.fit(messages, completions)
+    if max(map(len, whole)) <= max_length:
+        assert fitted is not None and list(fitted.token_ids) == whole
+    elif fitted is None:  # nothing less would do: even the last message's last token is too much
+        assert max(map(len, tails)) + int(adds_bos) + 1 > max_length or not messages
+    else:
+        assert fitted.truncated and max(map(len, fitted.token_ids)) <= max_length
+        cuts = {len(full) - len(cut) for full, cut in zip(whole, fitted.token_ids, strict=True)}
+        assert len(cuts) == 1
+        for cut, tail in zip(fitted.token_ids, tails, strict=True):
+            assert cut[-len(tail) :] == tail and len(cut) > len(tail)
+            assert not adds_bos or (cut[0] == renderer.tokenizer.bos_token_id and len(cut) > len(tail) + 1)
+
+
+def test_fingerprint_follows_what_changes_the_ids() -> None:
+    tokenizer = byte_bpe()
+    base = Renderer(tokenizer, chat_template=CHATML)
+    others = [
+        Renderer(tokenizer, chat_template=CHATML + " "),
+        Renderer(tokenizer, chat_template=CHATML, chat_template_kwargs={"enable_thinking": False}),
+        Renderer(tokenizer, chat_template=CHATML, max_length=10),
+        Renderer(tokenizer, chat_template=CHATML, truncation="error"),
+        Renderer(byte_bpe(("<|im_end|>", "<|im_start|>")), chat_template=CHATML),
+        Renderer(byte_bpe(eos=None), chat_template=CHATML),
+    ]
+    assert len({renderer.fingerprint for renderer in [base, *others]}) == 7
+    padded = pickle.loads(pickle.dumps(tokenizer))
+    padded.pad_token = "<|im_end|>"
+    before, after = (Renderer(padded, chat_template=CHATML) for _ in range(2))
+    assert before.fingerprint != base.fingerprint
+    padded(["a", "a b c"], padding=True, truncation=True, max_length=3)
+    assert after.fingerprint == before.fingerprint
+
+
+def test_a_renderer_can_be_pickled() -> None:
+    renderer = Renderer(byte_bpe(), chat_template=CHATML, max_length=20)
+    copy = pickle.loads(pickle.dumps(renderer))
+    assert copy.encode(CHAT) == renderer.encode(CHAT) and copy.fingerprint == renderer.fingerprint
+
+
+def test_batch_equals_singles() -> None:
+    renderer = Renderer(byte_bpe(), chat_template=CHATML)
+    conversations = [CHAT[:n] for n in range(1, 5)]
+    assert renderer.encode_many(conversations) == [renderer.encode(messages) for messages in conversations]
+    assert renderer.encode_many([]) == []

@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from treeward.data.sources import fingerprint, parse_json_line, read_jsonl_stream, read_rows
+from treeward.errors import DataError
+
+ROWS = [
+    {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+    {"prompt": "Ça?", "chosen": "Oui\n\u2028☃", "rejected": ""},
+]
+KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as the suffix says; `.arrow` is the IPC stream format, `.feather` the file format."""
+    kind = path.name.removesuffix(".gz").rpartition(".")[2]
+    table, binary, text = pa.Table.from_pylist(rows), io.BytesIO(), io.StringIO(newline="")
+    if kind in ("jsonl", "ndjson"):
+        text.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    elif kind == "json":
+        text.write(json.dumps(rows, indent=1))
+    elif kind in ("csv", "tsv"):
+        writer = csv.DictWriter(text, list(rows[0]), dialect="excel" if kind == "csv" else "excel-tab")
+        writer.writeheader()
+        writer.writerows(rows)
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(table, binary, row_group_size=2)
+    else:
+        make = pyarrow.ipc.new_stream if kind == "arrow" else pyarrow.ipc.new_file
+        with make(binary, table.schema) as sink:
+            sink.write_table(table, max_chunksize=2)
+    raw = binary.getvalue() or text.getvalue().encode("utf-8")
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    return path
+
+
+def values(path: Path | str, **kwargs: Any) -> list[dict[str, Any]]:
+    return [row.values for row in read_rows(str(path), **kwargs)]
+
+
+def refused(path: Path | str, **kwargs: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        list(read_rows(str(path), **kwargs))
+    return caught.value
+
+
+# --- every kind of file ----------------------------------------------------------------------------------------------
+
+_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+_name = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(names=st.lists(_name, min_size=1, max_size=3, unique=True), data=st.data())
+def test_round_trip(tmp_path: Path, kind: str, packed: str, names: list[str], data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.fixed_dictionaries({name: _text for name in names}), min_size=1, max_size=5))
+    path = write(tmp_path / f"rows.{kind}{packed}", rows)
+    assert values(path) == rows
+    assert values(path, split="train") == rows
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow", "feather"])
+def test_nested_values_and_places(tmp_path: Path, kind: str) -> None:
+    rows = [{"context": [{"role": "user", "content": str(i)}], "margin": i / 2} for i in range(5)]
+    path = write(tmp_path / f"rows.{kind}", rows)
+    read = list(read_rows(str(path)))
+    assert [row.values for row in read] == rows
+    place = "{}" if kind == "jsonl" else "row {}"
+    assert [row.where for row in read] == [f"{path}:{place.format(i)}" for i in range(1, 6)]
+
+
+def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n   \n{"a": 2}')
+    assert [(row.values, row.where) for row in read_rows(str(path))] == [
+        ({"a": 1}, f"{path}:1"),
+        ({"a": 2}, f"{path}:4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"a": 1}, {"a": 2}]',
+        '{"data": [{"a": 1}, {"a": 2}]}',
+        '{"version": 1,\n "rows": [{"a": 1},\n {"a": 2}]}',
+        '{"a": 1}\n{"a": 2}\n',
+        '\ufeff\n{"a": 1}\n\n{"a": 2}',
+    ],
+)
+def test_layouts_of_json(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text, "utf-8")
+    assert values(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_line_with_a_data_list_is_a_row_if_more_lines_follow(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"data": [1]}\n{"data": [2]}\n')
+    assert values(path) == [{"data": [1]}, {"data": [2]}]
+
+
+def test_csv_names_the_line_where_a_row_begins(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'\xef\xbb\xbfa,b\r\n"x\ny",1\r\n\r\nz,"[1, 2]"\r\n')
+    assert [(row.values, row.where) for row in read_rows(str(path))] == [
+        ({"a": "x\ny", "b": "1"}, f"{path}:2"),
+        ({"a": "z", "b": "[1, 2]"}, f"{path}:5"),
+    ]
+
+
+def test_long_csv_cells(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", [{"a": "x" * 200_000}])
+    assert len(values(path)[0]["a"]) == 200_000
+
+
+def test_nan_is_left_for_later_checks() -> None:
+    row = parse_json_line('{"margin": NaN, "other": -Infinity}', "x:1")
+    assert math.isnan(row["margin"]) and row["other"] == -math.inf
+
+
+def test_stream_of_text_and_bytes() -> None:
+    rows = list(read_jsonl_stream(['{"a": 1}\n', b"\n", b'{"a": 2}'], "-"))
+    assert [(row.values["a"], row.where) for row in rows] == [(1, "-:1"), (2, "-:3")]
+    assert list(read_jsonl_stream([], "-")) == []
+
+
+def test_text_is_streamed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\nbroken\n')
+    rows = read_rows(str(path))
+    assert next(rows).values == {"a": 1}
+    assert next(rows).values == {"a": 2}
+    with pytest.raises(DataError):
+        next(rows)
+
+
+# --- errors of files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "where", "words"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', ":2", ["not JSON", "column"]),
+        ("a.jsonl", b'{"a": 1}\n\n[{"a": 1}]\n', ":3", ["not an object", ".json"]),
+        ("a.jsonl", b'{"a": 1}\n"text"\n', ":2", ["not an object"]),
+        ("a.jsonl", b'{"a": "\\ud800"}\n', ":1", ["surrogate", "field: a"]),
+        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", ":1", ["not usable JSON"]),
+        ("a.jsonl", b"[" * 200_000, ":1", ["not usable JSON"]),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2", ["UTF-8", "0xff at position 8"]),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16"), ":1", ["UTF-16"]),
+        ("a.jsonl", gzip.compress(b'{"a": 1}'), ":1", ["add .gz"]),
+        ("a.jsonl", b"", "", ["no rows"]),
+        ("a.jsonl", b"\n \n", "", ["no rows"]),
+        ("a.jsonl.gz", gzip.compress(os.urandom(3000).hex().encode())[:-100], ":1", ["ends too early"]),
+        ("a.jsonl.gz", b'{"a": 1}', ":1", ["not valid gzip", "remove .gz"]),
+        ("a.json", b'[{"a": 1},\n {"a": }]', ":2", ["not JSON"]),
+        ("a.json", b'[{"a": 1}, 3]', ":row 2", ["not an object"]),
+        ("a.json", b'[{"a": "\\udc00"}]', ":row 1", ["surrogate"]),
+        ("a.json", b'{"a":\n 1}', "", ["no list of rows", "['a']"]),
+        ("a.json", b"", "", ["no rows"]),
+        ("a.json", b"[]", "", ["no rows"]),
+        ("a.json", b'{"a": "\xff"}', ":1", ["UTF-8"]),
+        ("a.csv", b"a,b\n1,2\n3\n", ":3", ["too few", "a, b"]),
+        ("a.csv", b"a,b\n1,2,3\n", ":2", ["too many"]),
+        ("a.csv", b'a,b\n1,2\n"open,2\n3,4\n', ":3", ["not valid CSV"]),
+        ("a.csv", b"a,a\n1,2\n", ":1", ["same name"]),
+        ("a.csv", b"a,b\n", "", ["no rows"]),
+        ("a.csv", b"a,b\n1,\xe9\n", ":2", ["UTF-8"]),
+        ("a.parquet", b"PAR1nonsense", ":row 1", ["cannot be read"]),
+        ("a.arrow", b"nonsense", ":row 1", ["cannot be read"]),
+        ("a.arrow", b"", ":row 1", ["cannot be read"]),
+        ("a.parquet.gz", gzip.compress(os.urandom(3000))[:-100], "", ["ends too early"]),
+        ("a.txt", b"x", "", ["kind of file", ".parquet"]),
+        ("a", b"x", "", ["kind of file", "missing"]),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, raw: bytes, where: str, words: list[str]) -> None:
+    path = tmp_path / name
+    path.write_bytes(raw)
+    error = refused(path)
+    assert error.where == f"{path}{where}"
+    for word in words:
+        assert word in str(error)
+
+
+def test_a_truncated_gzip_gives_its_rows_first(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    lines = [json.dumps({"a": os.urandom(200).hex()}) + "\n" for _ in range(100)]
+    path.write_bytes(gzip.compress("".join(lines).encode())[:-2000])
+    read = []
+    with pytest.raises(DataError, match="ends too early") as caught:
+        for row in read_rows(str(path)):
+            read.append(row)
+    assert caught.value.where == f"{path}:{len(read) + 1}"
+
+
+def test_a_truncated_arrow_stream(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", [{"a": "x" * 5000} for _ in range(10)])
+    path.write_bytes(path.read_bytes()[:20_000])
+    assert "cannot be read" in str(refused(path))
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", ROWS)
+    assert str(tmp_path / "train.jsonl") in str(refused(tmp_path / "trian.jsonl").fix)
+    assert "no such folder" in str(refused(tmp_path / "nowhere" / "train.jsonl"))
+    assert "no file fits" in str(refused(tmp_path / "*.parquet"))
+
+
+def test_splits_of_a_file(tmp_path: Path) -> None:
+    plain, named = write(tmp_path / "rows.jsonl", ROWS), write(tmp_path / "my-validation-00.jsonl", ROWS)
+    assert values(named, split="validation") == values(named, split="train") == values(named) == ROWS
+    error = refused(plain, split="validation")
+    assert error.field == "split" and "null or train" in str(error)
+    assert refused(plain, subset="preference").field == "subset"
+
+
+def test_the_path_is_checked_before_the_first_row() -> None:
+    with pytest.raises(DataError):
+        read_rows("nowhere.jsonl")
+
+
+# --- folders, patterns -----------------------------------------------------------------------------------------------
+
+
+def test_folder_in_the_order_of_names(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", ROWS[1:])
+    write(tmp_path / "a.jsonl.gz", ROWS[:1])
+    (tmp_path / "LICENSE").write_text("x")
+    (tmp_path / ".hidden.jsonl").write_text("broken")
+    assert values(tmp_path) == values(tmp_path, split="train") == ROWS
+    assert values(tmp_path / "*.jsonl*") == ROWS
+    assert values(tmp_path / "**" / "b.*") == ROWS[1:]
+
+
+def test_folder_whose_names_say_splits(tmp_path: Path) -> None:
+    write(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])
+    write(tmp_path / "train-00001-of-00002.parquet", ROWS[1:])
+    assert values(tmp_path) == ROWS
+    write(tmp_path / "validation.parquet", ROWS[:1])
+    assert values(tmp_path, split="train") == ROWS
+    assert values(tmp_path, split="validation") == ROWS[:1]
+    error = refused(tmp_path)
+    assert error.got == "train, validation" and error.fix == "add split: train"
+    assert "one of train, validation" in str(refused(tmp_path, split="test"))
+
+
+def test_bad_folders(tmp_path: Path) -> None:
+    assert "no data" in str(refused(tmp_path))
+    write(tmp_path / "a.jsonl", ROWS)
+    assert "no split" in str(refused(tmp_path, split="validation"))
+    write(tmp_path / "a.jsonl.gz", ROWS)
+    assert "packed and unpacked" in str(refused(tmp_path))
+    write(tmp_path / "a.parquet", ROWS)
+    assert "several kinds" in str(refused(tmp_path))
+
+
+# --- datasets: saved, local, hub -------------------------------------------------------------------------------------
+
+
+def test_saved_dataset(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": str(i)}], "score": i / 2} for i in range(4)]
+    datasets.Dataset.from_list(rows).select([2, 0]).with_format("numpy").save_to_disk(tmp_path / "one")
+    assert values(tmp_path / "one") == [rows[2], rows[0]]
+    assert {type(row["score"]) for row in values(tmp_path / "one")} == {float}  # and not numpy's
+    assert values(tmp_path / "one", split="train") == [rows[2], rows[0]]
+    assert "no split" in str(refused(tmp_path / "one", split="validation"))
+    assert next(read_rows(str(tmp_path / "one"))).where == f"{tmp_path / 'one'}:row 1"
+    shard = next((tmp_path / "one").glob("*.arrow"))
+    assert values(shard) == [rows[2], rows[0]]
+
+
+def test_saved_dataset_dict(tmp_path: Path) -> None:
+    parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path)
+    assert values(tmp_path, split="train") == ROWS
+    assert [row.where for row in read_rows(str(tmp_path), split="validation")] == [f"{tmp_path}[validation]:row 1"]
+    assert refused(tmp_path).got == "train, validation"
+    assert refused(tmp_path, split="valid").fix == "did you mean validation?"
+    assert refused(tmp_path, subset="x").field == "subset"
+    next((tmp_path / "train").glob("*.arrow")).write_bytes(b"")
+    assert "cannot be read" in str(refused(tmp_path, split="train"))
+
+
+@pytest.fixture
+def hub_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder laid out like a dataset on the hub, with a card that maps subsets and splits to files."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "copy"
+    (folder / "data").mkdir(parents=True)
+    write(folder / "data" / "train.jsonl", ROWS)
+    write(folder / "data" / "held.jsonl", ROWS[:1])
+    files = "[{split: train, path: data/train.jsonl}, {split: held, path: data/held.jsonl}]"
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- {{config_name: default, data_files: {files}}}\n"
+        "- {config_name: b, data_files: data/held.jsonl}\n---\n"
+    )
+    return folder
+
+
+def test_local_copy_of_a_hub_dataset(hub_copy: Path) -> None:
+    assert values(hub_copy, split="train") == ROWS
+    assert values(hub_copy, split="held") == ROWS[:1]
+    assert values(hub_copy, subset="b") == ROWS[:1]
+    assert refused(hub_copy).got == "train, held"
+    error = refused(hub_copy, split="validation")
+    assert error.where == str(hub_copy) and "validation" in str(error)
+    before = fingerprint(str(hub_copy), split="train")
+    write(hub_copy / "data" / "train.jsonl", ROWS[:1])
+    assert fingerprint(str(hub_copy), split="train") != before
+
+
+def test_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load_dataset(path: str, name: str | None = None, *, split: str | None, streaming: bool) -> Any:
+        calls.append((path, name, split, streaming))
+        parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+        return parts[split] if split else datasets.DatasetDict(parts)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = list(read_rows("org/preferences", split="train", subset="b"))
+    assert calls == [("org/preferences", "b", "train", False)]
+    assert [row.values for row in rows] == ROWS
+    assert [row.where for row in rows] == ["org/preferences[train]:row 1", "org/preferences[train]:row 2"]
+    assert refused("org/preferences").got == "train, test"
+    digests = {fingerprint("org/preferences", split=s, subset=b) for s in ("train", "test") for b in (None, "b")}
+    assert len(digests) == 4
+    assert fingerprint("org/preferences", split="test") in digests
+
+
+def test_hub_failure_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    error = refused("org/preferences")
+    assert "Couldn't reach" in str(error) and "HF_TOKEN" in str(error)
+
+
+# --- fingerprints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda p: p / "a.jsonl", lambda p: p], ids=["file", "folder"])
+def test_fingerprint_follows_content(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    write(tmp_path / "a.jsonl", ROWS)
+    write(tmp_path / "b.jsonl", ROWS)
+    path = str(make(tmp_path))
+    first = fingerprint(path)
+    assert first == fingerprint(path) == fingerprint(path, split="train") and len(first) == 32
+    os.utime(tmp_path / "a.jsonl", (0, 0))
+    assert fingerprint(path) == first
+    with (tmp_path / "a.jsonl").open("a") as handle:
+        handle.write(" ")
+    assert fingerprint(path) != first
+
+
+def test_fingerprint_of_a_folder_follows_names_and_splits(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", ROWS)
+    write(tmp_path / "b.jsonl", ROWS)
+    first = fingerprint(str(tmp_path))
+    (tmp_path / "b.jsonl").rename(tmp_path / "c.jsonl")
+    assert fingerprint(str(tmp_path)) != first
+    parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS)}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    saved = [fingerprint(str(tmp_path / "saved"), split=split) for split in parts]
+    assert saved[0] != saved[1]

@@ -1,0 +1,277 @@
+"""The bundled data is what its generator writes, its gold grades any text, and its biases are as documented."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeward.data.preference import preference_from_dict
+from treeward.data.synthetic import (
+    SPLITS,
+    bundled_path,
+    generate,
+    gold_breakdown,
+    gold_quality,
+    parse_question,
+    prompts,
+)
+from treeward.data.synthetic.__main__ import main
+from treeward.data.synthetic.generate import NUM_ROWS, length_gaps
+from treeward.data.synthetic.world import (
+    ALL_FORMATS,
+    FACTS,
+    FILLERS,
+    KINDS,
+    LEAD_INS,
+    POLITE_CLOSERS,
+    POLITE_OPENERS,
+    RUDE_CLOSERS,
+    RUDE_OPENERS,
+    known_words,
+    words_of,
+)
+from treeward.errors import ConfigError, DataError
+
+FRANCE = "What is the capital of France?"
+ONE_WORD = f"{FRANCE} Answer in one word."
+
+
+@cache
+def rows(split: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in bundled_path(split).read_text(encoding="utf-8").splitlines()]
+
+
+def answers(row: dict[str, Any]) -> list[str]:
+    return [completion["completion"][0]["content"] for completion in row["completions"]]
+
+
+def test_command_writes_the_committed_files(tmp_path: Any) -> None:
+    main(["--output", str(tmp_path / "new")])
+    written = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    assert written == {f"{split}.jsonl": bundled_path(split).read_bytes() for split in SPLITS}
+
+
+def test_seed_and_length_bias_are_arguments() -> None:
+    num_rows = {"train": 300, "validation": 20, "length_controlled": 20}
+    few = generate(3, num_rows=num_rows)
+    assert {split: len(few[split]) for split in few} == num_rows
+    assert few == generate(3, num_rows=num_rows)
+    assert few != generate(4, num_rows=num_rows)
+    biased = generate(3, longer_is_better=1.0, num_rows=num_rows)
+    assert _share_longer(biased["train"]) > _share_longer(few["train"]) + 0.08
+    assert abs(_share_longer(biased["length_controlled"]) - 0.5) < 0.1
+
+
+def test_total_size_is_fit_for_the_repository() -> None:
+    assert sum(bundled_path(split).stat().st_size for split in SPLITS) < 2_200_000
+    assert {split: len(rows(split)) for split in SPLITS} == NUM_ROWS
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_rows_are_preferences_ranked_by_gold(split: str) -> None:
+    for number, row in enumerate(rows(split), start=1):
+        preference = preference_from_dict(row, where=f"{split}:{number}")
+        scores = [gold_quality(row["context"], answer) for answer in answers(row)]
+        assert scores == [completion.score for completion in preference.completions]
+        better = sorted(set(scores), reverse=True)
+        assert [completion.rank for completion in preference.completions] == [better.index(s) for s in scores]
+        assert len(set(answers(row))) == len(scores)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_committed_answer_is_readable(split: str) -> None:
+    for row in rows(split):
+        for answer in answers(row):
+            assert gold_breakdown(row["context"], answer).readable == 1.0, answer
+            assert set(words_of(answer)) <= known_words()
+
+
+def _share_longer(split_rows: list[dict[str, Any]]) -> float:
+    gaps = [gap for row in split_rows for gap in length_gaps(row)]
+    return sum(gap > 0 for gap in gaps) / len(gaps)
+
+
+def test_length_goes_with_quality_except_where_it_is_controlled() -> None:
+    assert 0.75 <= _share_longer(rows("train")) <= 0.80
+    assert 0.72 <= _share_longer(rows("validation")) <= 0.83
+    assert abs(_share_longer(rows("length_controlled")) - 0.5) <= 0.02
+    gaps = {split: [abs(gap) for row in rows(split) for gap in length_gaps(row)] for split in SPLITS}
+    assert min(gaps["length_controlled"]) >= 20
+    assert sum(gaps["length_controlled"]) / len(gaps["length_controlled"]) > 1.4 * sum(gaps["train"]) / len(
+        gaps["train"]
+    )
+
+
+def test_shapes_of_the_training_rows() -> None:
+    train = rows("train")
+    share = {
+        "pairs": sum(len(row["completions"]) == 2 for row in train) / len(train),
+        "tied": sum(len({c["rank"] for c in row["completions"]}) == 1 for row in train) / len(train),
+        "several turns": sum(len([m for m in row["context"] if m["role"] == "user"]) > 1 for row in train) / len(train),
+        "system": sum(row["context"][0]["role"] == "system" for row in train) / len(train),
+    }
+    assert 0.65 < share["pairs"] < 0.85
+    assert 0.03 < share["tied"] < 0.08
+    assert 0.2 < share["several turns"] < 0.3
+    assert 0.1 < share["system"] < 0.3
+    assert {len(row["completions"]) for row in train} == {2, 3, 4, 5}
+    inner_ties = [row for row in train if 1 < len({c["rank"] for c in row["completions"]}) < len(row["completions"])]
+    assert len(inner_ties) > 50
+    kinds = Counter(parse_question(row["context"]).fact.kind for row in train)
+    assert min(kinds.values()) > 0.1 * len(train)
+
+
+def test_held_out_prompts_are_new_combinations_of_taught_facts() -> None:
+    taught = {json.dumps(context) for context in prompts("train")}
+    facts = {parse_question(context).fact for context in prompts("train")}
+    assert facts == set(FACTS.values())
+    for split in ("validation", "length_controlled"):
+        assert not taught & {json.dumps(context) for context in prompts(split)}
+        assert {parse_question(context).fact for context in prompts(split)} <= facts
+    groups = [json.dumps(row) for split in SPLITS for row in rows(split)]
+    assert len(groups) == len(set(groups))
+
+
+def test_sentences_do_not_overlap_and_dressing_answers_nothing() -> None:
+    dressing = (*FILLERS, *POLITE_OPENERS, *POLITE_CLOSERS, *RUDE_OPENERS, *RUDE_CLOSERS)
+    triples = [tuple(words_of(text)[i : i + 3]) for text in dressing for i in range(len(words_of(text)) - 2)]
+    assert len(triples) == len(set(triples))
+    for kind in KINDS:
+        neutral = [*dressing, *LEAD_INS, "Answer:", "Over."]
+        neutral += [text.replace("{x}", " ").replace("{a}", " ") for text in kind.statements]
+        assert not kind.candidates & {word for text in neutral for word in words_of(text)}
+        assert not kind.candidates & {word for fact in kind.facts for word in words_of(fact.subject)} - {
+            word.lower() for fact in kind.facts for word in fact.answers
+        }
+
+
+@pytest.mark.parametrize(
+    ("context", "answer", "marks"),
+    [
+        (ONE_WORD, "Paris.", (True, True, True)),
+        (ONE_WORD, "Rome", (False, True, True)),
+        (ONE_WORD, "The capital of France is Paris.", (True, False, False)),
+        (ONE_WORD, "Of course! Paris.", (True, False, True)),
+        (ONE_WORD, "banana", (False, False, False)),
+        (FRANCE, "Sure! The capital of France is Paris.", (True, True, True)),
+        (FRANCE, "The capital of France is Paris.", (True, True, False)),
+        (FRANCE, "Sure! It is Paris, you fool.", (True, True, False)),
+        (FRANCE, "Sure! It is Paris. It is Rome.", (False, True, True)),
+        (FRANCE, "Sure! The capital of France is", (False, False, True)),
+        (FRANCE, "", (False, False, False)),
+        ('And? What is two plus three? Begin with "Answer:".', "Answer: 5. Thank you!", (True, True, True)),
+        ("What is two plus three?", "Two plus three is three.", (False, False, False)),
+        (f'{FRANCE} End with "Over."', "Sure! Paris. Over.", (True, True, True)),
+        (f'{FRANCE} End with "Over."', "Sure! Paris. Over and out.", (True, False, True)),
+        (f"{FRANCE} Put the answer in square brackets.", "Sure! [Paris].", (True, True, True)),
+        (f"{FRANCE} Put the answer in square brackets.", "[Sure!] Paris.", (True, False, True)),
+        ("Name two fruits. Write a list with dashes.", "Sure!\n- pear\n- apple", (True, True, True)),
+        ("Name two fruits. Write a list with dashes.", "Sure! pear - apple", (True, False, True)),
+        ("Name two fruits.", "Sure! Pear, apple and plum.", (False, True, True)),
+        ("Name two fruits.", "Sure! Pear and iron.", (False, True, True)),
+    ],
+)
+def test_marks(context: str, answer: str, marks: tuple[bool, bool, bool]) -> None:
+    gold = gold_breakdown(context, answer)
+    assert (gold.correct, gold.format_kept, gold.courteous) == marks
+    assert gold.quality == pytest.approx(0.6 * marks[0] + 0.25 * marks[1] + 0.15 * marks[2])
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_formats_come_from_the_turn_then_earlier_turns_then_the_system_prompt() -> None:
+    system = {"role": "system", "content": "You are a helpful assistant. Answer in one word."}
+    reply = {"role": "assistant", "content": "Paris."}
+    standing = user(f'{FRANCE} From now on: End with "Over."')
+    follow_up = user("And of Italy?")
+    assert parse_question([system, user(FRANCE)]).format == "one_word"
+    assert parse_question([system, standing, reply, follow_up]).format == "end"
+    dashed = user("And of Italy? Put the answer in square brackets.")
+    assert parse_question([system, standing, reply, dashed]).format == "brackets"
+    assert parse_question([user(ONE_WORD), reply, follow_up]).format is None
+    assert gold_quality([system, standing, reply, follow_up], "Sure! It is Rome. Over.") == 1.0
+    parts = {"role": "user", "content": [{"type": "text", "text": ONE_WORD}]}
+    assert gold_quality([parts], "Paris") == 1.0
+
+
+@pytest.mark.parametrize("context", ["", "How are you?", [], [{"role": "assistant", "content": FRANCE}]])
+def test_unknown_questions_are_errors(context: Any) -> None:
+    with pytest.raises(DataError):
+        gold_quality(context, "Paris.")
+
+
+def test_a_follow_up_needs_its_question() -> None:
+    with pytest.raises(DataError, match="asks nothing"):
+        parse_question([user("And of Italy?")])
+
+
+CONTEXTS = st.sampled_from([context for split in SPLITS for context in prompts(split)[:150]])
+WORDS = sorted(known_words())
+BABBLE = st.lists(
+    st.sampled_from([*WORDS, "Paris", "-", "\n", ".", "[", "]", "Answer:", "Over.", "Sure!"]), max_size=40
+)
+TEXTS = st.text(max_size=80) | BABBLE.map(" ".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(CONTEXTS, TEXTS)
+def test_any_text_has_a_quality_that_repetition_never_raises(context: Any, text: str) -> None:
+    quality = gold_quality(context, text)
+    assert 0.0 <= quality <= 1.0
+    assert gold_quality(context, f"{text} {text}") <= quality + 1e-9
+    assert gold_quality(context, " ".join([text] * 6)) <= quality + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="bdfgjkqvwxz \n.-", max_size=60), CONTEXTS)
+def test_gibberish_earns_nothing(text: str, context: Any) -> None:
+    assert gold_quality(context, text) == 0.0
+
+
+def test_filler_changes_nothing_and_loops_lose() -> None:
+    padded = 0
+    for row in rows("validation"):
+        if parse_question(row["context"]).format in ("one_word", "begin"):
+            continue
+        for answer, completion in zip(answers(row), row["completions"], strict=True):
+            unused = [text for text in FILLERS if text not in answer]
+            assert gold_quality(row["context"], f"{' '.join(unused)}\n{answer}") == completion["score"]
+            if completion["score"] > 0 and len(words_of(answer)) > 2:
+                assert gold_quality(row["context"], f"{answer}\n{answer}") < completion["score"]
+            padded += 1
+    assert padded > 300
+
+
+def test_unknown_words_are_borne_up_to_a_half() -> None:
+    assert gold_quality(FRANCE, "Sure! Paris, beside its river, naturally.") == 1.0
+    assert gold_quality(FRANCE, "Sure! Paris qa qb qc qd qe qf qg qh qi qj") < 0.5
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_prompts_are_distinct_and_askable(split: str) -> None:
+    contexts = prompts(split)
+    assert len({json.dumps(context) for context in contexts}) == len(contexts) > 300
+    assert all(context[-1]["role"] == "user" for context in contexts)
+
+
+def test_every_format_and_phrasing_is_taught() -> None:
+    seen = Counter(parse_question(context).format for context in prompts("train"))
+    assert set(seen) == {None, *(fmt.name for fmt in ALL_FORMATS)}
+    text = "\n".join(message["content"] for context in prompts("train") for message in context)
+    for request, kind in itertools.product((r for fmt in ALL_FORMATS for r in fmt.requests), KINDS):
+        assert request in text
+        assert all(phrasing.split("{x}")[0] in text for phrasing in kind.phrasings)
+
+
+def test_unknown_split_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean validation"):
+        bundled_path("validaton")

@@ -1,0 +1,96 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeward.training import results
+from treeward.training.results import Column, markdown_table, results_table
+
+ROWS = [
+    {"set": "plain", "pairs": 1200, "accuracy": 0.9125, "loss": 0.25},
+    {"set": "length-controlled", "pairs": 800, "accuracy": 0.84, "loss": None},
+]
+
+
+def test_the_table_of_the_module_docstring():
+    table = results_table(ROWS, ["set", "pairs", Column("accuracy", format=".1%")])
+    assert table == "\n".join(
+        [
+            "set                pairs  accuracy",
+            "─────────────────  ─────  ────────",
+            "plain              1,200     91.2%",
+            "length-controlled    800     84.0%",
+        ]
+    )
+    assert all(f"    {line}\n" in str(results.__doc__) for line in table.splitlines())
+
+
+def test_an_absent_value_and_none_are_dashes_and_keep_the_column_numeric():
+    table = results_table([*ROWS, {"set": "third"}], ["set", Column("loss", "mean loss")])
+    assert table.splitlines() == [
+        "set                mean loss",
+        "─────────────────  ─────────",
+        "plain                 0.2500",
+        "length-controlled          –",
+        "third                      –",
+    ]
+
+
+def test_ascii_only_is_ascii():
+    assert results_table([{"a": None, "b": 1.5}], ["a", "b"], ascii_only=True).isascii()
+
+
+@pytest.mark.parametrize(
+    ("values", "cells"),
+    [
+        ([0.5, 0.123456], ["0.5000", "0.1235"]),
+        ([3e-6], ["3.00e-06"]),
+        ([0.0, 1e-4], ["0.00e+00", "1.00e-04"]),
+        ([12345.678, 1.0], ["12,345.68", "1.00"]),
+        ([math.nan, math.inf, 0.5], ["nan", "inf", "0.5000"]),
+        ([1234567], ["1,234,567"]),
+        ([np.int64(1234), np.float32(0.5)], ["1,234", "0.5000"]),
+        ([True, False], ["yes", "no"]),
+    ],
+)
+def test_numbers(values, cells):
+    table = results_table([{"x": value} for value in values], ["x"])
+    assert [line.strip() for line in table.splitlines()[2:]] == cells
+
+
+def test_wide_characters_take_two_columns_and_marks_none():
+    table = results_table([{"name": "日本", "n": 1}, {"name": "cafe\u0301", "n": 2}], ["name", "n"])
+    assert table.splitlines()[2:] == ["日本  1", "cafe\u0301  2"]
+
+
+def test_cells_cannot_move_the_cursor_or_break_the_line():
+    table = results_table([{"name": "a\nb\x1b[31m\u202e|c"}], ["name"])
+    assert table.splitlines()[2] == "a b[31m|c"
+
+
+def test_markdown():
+    assert markdown_table([{"set": "a|b", "accuracy": 0.5}, {"set": "c\nd"}], ["set", "accuracy"]).splitlines() == [
+        "| set | accuracy |",
+        "| :--- | ---: |",
+        "| a\\|b | 0.5000 |",
+        "| c d | – |",
+    ]
+
+
+def test_no_rows_leave_the_heading_and_no_columns_are_refused():
+    assert results_table([], ["set"]).splitlines() == ["set", "───"]
+    with pytest.raises(ValueError, match="at least one column"):
+        results_table(ROWS, [])
+
+
+@given(st.lists(st.tuples(st.text(), st.floats() | st.integers() | st.none()), max_size=6))
+def test_every_row_is_one_line_and_the_columns_stand_below_each_other(pairs):
+    table = results_table([{"name": name, "value": value} for name, value in pairs], ["name", Column("value")])
+    lines = table.split("\n")
+    assert len(lines) == 2 + len(pairs)
+    assert table.splitlines() == lines
+    assert all(results._width(line) <= results._width(lines[1]) for line in lines)
+    numeric = [line for line, (_, value) in zip(lines[2:], pairs, strict=True) if value is not None]
+    assert all(results._width(line) == results._width(lines[1]) for line in numeric)

@@ -1,0 +1,433 @@
+import importlib.util
+import json
+import math
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from treeward.config.logger import LoggerConfig
+from treeward.errors import ConfigError, DataError
+from treeward.training.tracking import JsonlTracker, TrackerGroup, open_trackers, read_metrics
+
+
+def needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@pytest.fixture(autouse=True)
+def hermetic(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb_home"))
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        # Set before it is deleted: so pytest also removes what a tracker sets.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def logger_config(**values):
+    return LoggerConfig.model_validate(values)
+
+
+def without_times(records):
+    return [{name: value for name, value in record.items() if name != "time"} for record in records]
+
+
+def log_steps(tracker, first, last):
+    for step in range(first, last + 1):
+        tracker.log({"train/rm/loss": 1 / step, "lr": 3e-6}, step)
+        if step % 2 == 0:
+            tracker.log({"validation-default/accuracy": 0.5 + step / 100}, step)
+
+
+# --- metrics.jsonl
+
+
+def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
+    path = tmp_path / "logs" / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    before = time.time()
+    tracker.log({"train/rm/loss": 0.5, "episode": 256}, step=12)
+    (record,) = read_metrics(path)
+    assert record.pop("time") == pytest.approx(before, abs=5)
+    assert record == {"step": 12, "train/rm/loss": 0.5, "episode": 256.0}
+    assert path.read_bytes().endswith(b"}\n")
+    tracker.close("finished")
+
+
+def test_values_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    JsonlTracker(path).log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1)
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    raw = json.loads(path.read_text(), parse_constant=refuse)
+    assert (raw["a"], raw["b"], raw["c"]) == ("NaN", "Infinity", "-Infinity")
+    (record,) = read_metrics(path)
+    assert math.isnan(record["a"]) and (record["b"], record["c"], record["d"]) == (math.inf, -math.inf, 1.0)
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 9, "ti', b'{"step"', b"{", b"\x00\x00\x00\x00", b"\xff"])
+def test_a_resumed_file_equals_that_of_an_uninterrupted_run(tmp_path, tail):
+    whole = JsonlTracker(tmp_path / "whole.jsonl")
+    log_steps(whole, 1, 12)
+
+    path = tmp_path / "killed.jsonl"
+    log_steps(JsonlTracker(path), 1, 8)
+    with path.open("ab") as file:
+        file.write(tail)
+    assert len(read_metrics(path)) == 12
+    log_steps(JsonlTracker(path, resume_step=6), 7, 12)
+    assert without_times(read_metrics(path)) == without_times(read_metrics(tmp_path / "whole.jsonl"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["killed.jsonl", "whole.jsonl"]
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}')
+    JsonlTracker(path, resume_step=2).log({"a": 3.0}, step=3)
+    assert [record["a"] for record in read_metrics(path)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("line", ["{half", "[1]", '{"time": 1.0}', '{"step": "1"}'])
+def test_a_broken_line_inside_the_file_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    before = f'{{"step": 1}}\n{line}\n{{"step": 2}}\n'
+    path.write_text(before)
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
+        read_metrics(path)
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
+        JsonlTracker(path, resume_step=5)
+    assert path.read_text() == before
+
+
+def test_a_new_run_keeps_the_files_of_earlier_ones(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for value in (1.0, 2.0, 3.0):
+        JsonlTracker(path).log({"run": value}, step=1)
+    runs = [read_metrics(tmp_path / name)[0]["run"] for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")]
+    assert runs == [1.0, 2.0, 3.0]
+
+
+def test_a_write_that_fails_halfway_leaves_whole_lines(tmp_path):
+    """A limit on the file's size in a process of its own: the kernel writes what fits and then refuses."""
+    path = tmp_path / "metrics.jsonl"
+    script = textwrap.dedent(f"""
+        import pathlib, resource, signal
+        from treeward.training.tracking import JsonlTracker, TrackerGroup
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        group = TrackerGroup({{"metrics.jsonl": JsonlTracker(pathlib.Path({str(path)!r}))}})
+        group.log({{"a": 1.0}}, 1)
+        size = pathlib.Path({str(path)!r}).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+        group.log({{"a": 2.0}}, 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        import time; time.sleep(0.2)
+        group.log({{"a": 3.0}}, 3)
+        assert group.num_lost == {{"metrics.jsonl": 1}}, group.num_lost
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert path.read_bytes().endswith(b"}\n")
+    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1.0, 3.0]
+
+
+def test_killed_for_real_at_any_moment(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    script = textwrap.dedent(f"""
+        import itertools, pathlib
+        from treeward.training.tracking import JsonlTracker
+        tracker = JsonlTracker(pathlib.Path({str(path)!r}))
+        for step in itertools.count(1):
+            tracker.log({{"a": float(step)}}, step)
+    """)
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        while not path.exists() or path.stat().st_size < 10_000:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    steps = [record["step"] for record in read_metrics(path)]
+    assert steps == list(range(1, len(steps) + 1))
+    JsonlTracker(path, resume_step=50).log({"a": 51.0}, 51)
+    assert [record["a"] for record in read_metrics(path)] == [float(step) for step in range(1, 52)]
+
+
+# --- the group
+
+
+class Failing:
+    """A tracker whose service has gone; each call takes `seconds` of `clock`."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.calls = clock, seconds, []
+
+    def log(self, metrics, step):
+        self._fail(step)
+
+    def log_config(self, config):
+        self._fail("config")
+
+    def close(self, status):
+        self._fail(status)
+
+    def _fail(self, call):
+        self.calls.append(call)
+        self.clock.now += self.seconds
+        raise ConnectionError("no route to host")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_failing_tracker_is_warned_about_once_and_counted(tmp_path, caplog):
+    failing = Failing(Clock(), 0.0)
+    group = TrackerGroup({"gone": failing, "file": JsonlTracker(tmp_path / "m.jsonl")}, clock=failing.clock)
+    group.log_config({"rm": {"seed": 1}})
+    log_steps(group, 1, 4)
+    assert len(read_metrics(tmp_path / "m.jsonl")) == 6
+    assert caplog.messages == ["gone failed, training goes on without it: ConnectionError: no route to host"]
+    group.close("finished")
+    group.close("finished")
+    assert failing.calls == ["config", 1, 2, 2, 3, 4, 4, "finished"]
+    assert group.num_lost == {"gone": 8, "file": 0}
+    assert caplog.messages[1:] == ["gone lost 8 calls: what it shows of this run is incomplete"]
+
+
+def test_a_server_that_hangs_costs_a_tenth_of_the_time(tmp_path):
+    clock = Clock()
+    failing = Failing(clock, 100.0)
+    group = TrackerGroup({"gone": failing}, clock=clock)
+    for step in range(1, 5001):
+        clock.now += 1.0
+        group.log({"a": 1.0}, step)
+    assert len(failing.calls) * 100.0 == pytest.approx(0.1 * 5000, rel=0.02)
+    assert group.num_lost == {"gone": 5000}
+    group.close("failed")
+    assert failing.calls[-1] == "failed"  # the last chance is always taken
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, "finished"), (KeyboardInterrupt, "interrupted"), (SystemExit, "interrupted"), (RuntimeError, "failed")],
+)
+def test_leaving_the_block_closes_with_the_status(error, status):
+    failing = Failing(Clock(), 0.0)
+    try:
+        with TrackerGroup({"gone": failing}, clock=failing.clock):
+            if error is not None:
+                raise error
+    except (KeyboardInterrupt, SystemExit, RuntimeError):
+        pass
+    assert failing.calls == [status]
+
+
+# --- opening
+
+
+def test_only_the_file_when_nothing_is_enabled(tmp_path):
+    with open_trackers(logger_config(), tmp_path, None) as group:
+        group.log({"a": 1.0}, 1)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow", "tensorboard"])
+def test_a_missing_package_names_the_key_and_the_extra(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    JsonlTracker(tmp_path / "metrics.jsonl").log({"a": 1.0}, 1)
+    with pytest.raises(ConfigError) as caught:
+        open_trackers(logger_config(**{f"{package}_enabled": True}), tmp_path, None)
+    assert caught.value.where == f"logger.{package}_enabled"
+    assert f"pip install treeward[{package}]" in str(caught.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]  # nothing was started or moved
+
+
+def test_nothing_optional_is_imported_unless_enabled():
+    script = (
+        "import sys, treeward.training.tracking; "
+        "print([n for n in ('wandb', 'mlflow', 'tensorboard', 'torch') if n in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]"
+
+
+@needs("mlflow")
+def test_a_tracker_that_cannot_start_is_a_config_error_and_closes_the_others(tmp_path):
+    config = logger_config(mlflow_enabled=True, mlflow={"tracking_uri": "nonsense://x"})
+    with pytest.raises(ConfigError) as caught:
+        open_trackers(config, tmp_path, None)
+    assert caught.value.where == "logger.mlflow_enabled" and "tracking_uri" in str(caught.value)
+
+
+# --- TensorBoard
+
+
+def read_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder)).Reload()
+    scalars = {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+    return scalars, accumulator
+
+
+@needs("tensorboard")
+def test_tensorboard_reads_back_and_a_resume_leaves_no_trace(tmp_path):
+    config = logger_config(tensorboard_enabled=True)
+    with open_trackers(config, tmp_path, None) as first:
+        first.log_config({"rm": {"seed": 42}})
+        log_steps(first, 1, 8)
+    with open_trackers(config, tmp_path, 6) as second:
+        second.log({"train/rm/loss": 70.0}, 7)
+        second.log({"train/rm/loss": math.nan}, 8)
+    scalars, accumulator = read_tensorboard(tmp_path / "tensorboard")
+    steps = [step for step, _ in scalars["train/rm/loss"]]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    values = [value for _, value in scalars["train/rm/loss"]]
+    assert values[:7] == pytest.approx([1 / step for step in range(1, 7)] + [70.0])
+    assert math.isnan(values[7])
+    assert [step for step, _ in scalars["validation-default/accuracy"]] == [2, 4, 6]
+    (text,) = accumulator.Tensors("config/text_summary")
+    assert b'"seed": 42' in text.tensor_proto.string_val[0]
+
+
+@needs("tensorboard")
+def test_tensorboard_hides_an_earlier_run_in_the_same_folder(tmp_path):
+    config = logger_config(tensorboard_enabled=True, tensorboard={"log_dir": str(tmp_path / "elsewhere")})
+    for run in (1.0, 2.0):
+        with open_trackers(config, tmp_path, None) as group:
+            group.log({"run": run}, 1)
+    assert read_tensorboard(tmp_path / "elsewhere")[0] == {"run": [(1, 2.0)]}
+
+
+# --- Weights & Biases
+
+
+def read_wandb(file):
+    """History rows, configuration and exit code of a .wandb file: protobuf records in LevelDB's log format."""
+    import wandb
+    from wandb.proto import wandb_internal_pb2
+
+    wandb.teardown()  # `finish` returns before its service has written the file; this waits, as a process's end does
+    data, position, payload = file.read_bytes(), 7, b""
+    rows, config, exit_code = [], {}, None
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        payload += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind not in (1, 4):  # the first or a middle part of a record
+            continue
+        record = wandb_internal_pb2.Record.FromString(payload)
+        payload = b""
+        if record.HasField("history"):
+            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
+        elif record.HasField("config"):
+            config |= {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.config.update}
+        elif record.HasField("exit"):
+            exit_code = record.exit.exit_code
+    return rows, config, exit_code
+
+
+@needs("wandb")
+def test_wandb_offline_has_the_values_and_a_resume_continues_the_run(tmp_path):
+    config = logger_config(wandb_enabled=True, wandb={"project": "rm", "name": "first"})
+    with open_trackers(config, tmp_path, None) as first:
+        first.log_config({"rm": {"seed": 42}})
+        log_steps(first, 1, 4)
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    rows, stored_config, exit_code = read_wandb(file)
+    assert [row["_step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["train/rm/loss"] for row in rows] == [1.0, 0.5, 1 / 3, 0.25]
+    assert rows[3]["validation-default/accuracy"] == pytest.approx(0.54)
+    assert stored_config["rm"] == {"seed": 42} and exit_code == 0
+
+    run_id = (tmp_path / "wandb_run_id").read_text().strip()
+    assert file.name == f"run-{run_id}.wandb"
+    file.rename(tmp_path / "first.wandb")
+    with pytest.raises(RuntimeError), open_trackers(config, tmp_path, 4) as second:
+        second.log({"a": math.nan}, 5)
+        raise RuntimeError
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    rows, _, exit_code = read_wandb(file)
+    assert file.name == f"run-{run_id}.wandb" and exit_code == 1
+    assert [row["_step"] for row in rows] == [5] and math.isnan(rows[0]["a"])
+
+
+@needs("wandb")
+def test_wandb_begins_a_run_of_its_own_when_the_training_does(tmp_path):
+    config = logger_config(wandb_enabled=True, wandb={"project": "rm"})
+    ids = []
+    for _ in range(2):
+        open_trackers(config, tmp_path, None).close("finished")
+        ids.append((tmp_path / "wandb_run_id").read_text())
+    assert ids[0] != ids[1]
+
+
+# --- MLflow
+
+
+def read_mlflow(folder, experiment):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
+    runs = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    return client, runs
+
+
+@needs("mlflow")
+def test_mlflow_files_read_back_and_a_resume_continues_the_run(tmp_path, caplog):
+    config = logger_config(mlflow_enabled=True, mlflow={"experiment_name": "rm", "run_name": "first"})
+    with pytest.raises(KeyboardInterrupt), open_trackers(config, tmp_path, None) as first:
+        first.log_config({"rm": {"seed": 42, "num": 2}})
+        log_steps(first, 1, 8)
+        raise KeyboardInterrupt
+    client, (run,) = read_mlflow(tmp_path, "rm")
+    assert run.info.run_name == "first" and run.info.status == "KILLED"
+    assert run.data.params == {"rm.seed": "42", "rm.num": "2"}
+
+    with open_trackers(config, tmp_path, 6) as second:
+        assert client.get_run(run.info.run_id).info.status == "RUNNING"
+        second.log_config({"rm": {"seed": 42, "num": 3, "new": None}})
+        log_steps(second, 7, 10)
+        second.log({"set (odd)/loss": math.nan}, 10)
+    client, (run,) = read_mlflow(tmp_path, "rm")
+    assert run.info.status == "FINISHED" and second.num_lost == {"metrics.jsonl": 0, "mlflow": 0}
+    history = client.get_metric_history(run.info.run_id, "train/rm/loss")
+    assert [(point.step, point.value) for point in history] == [(step, 1 / step) for step in range(1, 11)]
+    history = client.get_metric_history(run.info.run_id, "validation-default/accuracy")
+    assert [point.step for point in history] == [2, 4, 6, 8, 10]
+    assert math.isnan(run.data.metrics["set _odd_/loss"])
+    assert run.data.params == {"rm.seed": "42", "rm.num": "2", "rm.new": "None"}
+    assert [message for message in caplog.messages if "rm.num" in message]
+
+
+@needs("mlflow")
+def test_mlflow_takes_a_configuration_of_any_size(tmp_path):
+    config = logger_config(mlflow_enabled=True, mlflow={"experiment_name": "rm"})
+    with open_trackers(config, tmp_path, None) as group:
+        group.log_config({"long": "x" * 10_000, "many": {f"key{i}": i for i in range(250)}})
+    _, (run,) = read_mlflow(tmp_path, "rm")
+    assert group.num_lost["mlflow"] == 0
+    assert len(run.data.params) == 251 and run.data.params["long"].endswith("... (10000 characters)")
+
+
+@needs("mlflow")
+def test_mlflow_with_a_server_that_is_gone_is_a_config_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    config = logger_config(mlflow_enabled=True, mlflow={"tracking_uri": "http://127.0.0.1:9"})
+    with pytest.raises(ConfigError, match=r"logger\.mlflow_enabled"):
+        open_trackers(config, tmp_path, None)

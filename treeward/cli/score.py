@@ -1,0 +1,97 @@
+"""`treeward score`: conversations of a file, or of standard input, with their scores."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """\
+examples:
+  treeward score results/quickstart/final --data conversations.jsonl --output scores.jsonl
+  echo '{"prompt": "2 + 2?", "responses": ["4", "5"]}' | treeward score MODEL --data - --output -
+
+Rows hold `messages`; or `context` and `completions`; or `prompt` with `chosen` and `rejected`, or with `responses`.
+Each is written as it is with its `score` (of messages) or `scores` (of several answers), in order."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder or hub name of a reward model")
+    parser.add_argument("--data", required=True, metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin")
+    parser.add_argument("--output", default="-", metavar="FILE", help="where rows go as JSON lines; - is stdout")
+    parser.add_argument("--batch-tokens", type=_positive, default=None, metavar="N", help="tokens in one forward pass")
+    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ...; default: a GPU where there is one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the backbone's weights")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    sources = importlib.import_module("treeward.data.sources")
+    files = importlib.import_module("treeward.data.files")
+    loading = importlib.import_module("treeward.model.loading")
+    scoring = importlib.import_module("treeward.scoring.scorer")
+    rows_module = importlib.import_module("treeward.scoring.rows")
+    progress = importlib.import_module("tqdm").tqdm
+    if arguments.data == "-":
+        rows = files.read_jsonl_stream(sys.stdin.buffer, "<stdin>")
+    else:
+        rows = sources.read_rows(arguments.data)
+    scorer = scoring.Scorer.load(
+        arguments.model,
+        device=arguments.device,
+        dtype=loading.DTYPES[arguments.dtype],
+        batch_tokens=arguments.batch_tokens or scoring.DEFAULT_BATCH_TOKENS,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    scored = failed = 0
+    with (
+        _opened(arguments.output) as output,
+        progress(unit=" rows", desc="scoring", disable=not sys.stderr.isatty()) as bar,
+    ):
+        for row in rows_module.score_rows(scorer, rows):
+            output.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            scored += 1
+            failed += "error" in row
+            bar.update()
+    logger.info(
+        "Scored %d rows, %d of them without a score; %d tokens computed for %d tokens of plain rows.",
+        scored,
+        failed,
+        scorer.num_computed_tokens,
+        scorer.num_row_tokens,
+    )
+    if failed:
+        logger.warning("%d rows hold a conversation too long to score: their score is null, see `error`.", failed)
+    return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[TextIO]:
+    if path == "-":
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as stream:
+        yield stream
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, need a positive number of tokens")
+    return number
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,50 @@
+"""`treeward train`: parse, import, call, and say what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+
+from treeward.config.load import load_config
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+examples:
+  treeward train --config examples/configs/quickstart.yaml
+  treeward train --config examples/configs/rm.yaml policy.model_name=Qwen/Qwen2.5-1.5B rm.max_num_steps=200
+  treeward train --config run.yaml data.train_data_path=train.jsonl ~data.val_data_path +policy.max_grad_norm=0.5
+
+The same command resumes a run that was stopped. Every key: docs/config.md."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the file; ~key removes one")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    training = importlib.import_module("treeward.training.train")  # torch: seconds, and only if the config is sound
+    card = importlib.import_module("treeward.training.card")
+    results = importlib.import_module("treeward.training.results")
+    outcome = training.train(config)
+    if outcome.interrupted_by:
+        saved = "Saved." if config.checkpointing.enabled else "Nothing was saved: checkpointing.enabled is false."
+        sys.stderr.write(
+            f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). {saved} "
+            "The same command goes on from the last checkpoint.\n"
+        )
+        return int(outcome.exit_code)
+    if outcome.validation:
+        rows = card.result_rows(outcome.validation_sizes, outcome.validation)
+        sys.stdout.write(f"\n{results.results_table(rows, card.RESULT_COLUMNS)}\n")
+    if outcome.model_folder is not None:
+        folder = shlex.quote(str(outcome.model_folder))
+        sys.stdout.write(
+            f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}\n"
+            f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl\n"
+        )
+    return 0

@@ -1,0 +1,37 @@
+"""What a run can be told: a strict schema, read from YAML with references and command-line overrides.
+
+    from treeward.config import load_config
+
+    config = load_config("rm.yaml", ["rm.seed=7"])
+    config.policy.train_global_batch_size
+
+Each section is a frozen class in a module of its name; `treeward.config.run` joins them.
+"""
+
+from treeward.config.checkpointing import CheckpointingConfig, MetricKey, parse_metric_name
+from treeward.config.cluster import ClusterConfig
+from treeward.config.data import DataConfig, DatasetConfig
+from treeward.config.hub import HubConfig
+from treeward.config.load import load_config, save_config
+from treeward.config.logger import LoggerConfig
+from treeward.config.policy import PolicyConfig, TokenizerConfig
+from treeward.config.rm import LossConfig, RMConfig
+from treeward.config.run import RewardModelRunConfig
+
+__all__ = [
+    "CheckpointingConfig",
+    "ClusterConfig",
+    "DataConfig",
+    "DatasetConfig",
+    "HubConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "MetricKey",
+    "PolicyConfig",
+    "RMConfig",
+    "RewardModelRunConfig",
+    "TokenizerConfig",
+    "load_config",
+    "parse_metric_name",
+    "save_config",
+]

@@ -1,0 +1,158 @@
+"""The optimiser and the learning-rate schedule.
+
+    optimizer: {name: torch.optim.AdamW, kwargs: {lr: 3.0e-6}}
+    scheduler: {name: cosine, warmup_ratio: 0.03}
+
+A schedule may also be spelt as a list of PyTorch schedulers with the steps at which one follows another:
+
+    scheduler:
+      - {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 10}}
+      - {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}
+      - milestones: [10]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
+from pydantic import model_validator as validates_model
+
+from treeward.config.base import Strict
+from treeward.errors import ConfigError
+
+__all__ = [
+    "NamedScheduleConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "TorchScheduleConfig",
+    "TorchSchedulerConfig",
+]
+
+
+class OptimizerConfig(Strict):
+    """A class of `torch.optim`, or any other with its interface, and its arguments."""
+
+    name: str = "torch.optim.AdamW"
+    """Dotted path of the class."""
+    kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 3e-6})
+    """Its arguments; `lr`, the peak of the schedule, must be among them."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_dotted(cls, name: str) -> str:
+        return _dotted(name, "torch.optim")
+
+    @field_validator("kwargs")
+    @classmethod
+    def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        lr = kwargs.get("lr")
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr > 0:
+            raise ConfigError(
+                "the learning rate is not a positive number" if "lr" in kwargs else "the learning rate is missing",
+                field="lr",
+                got=lr,
+                need="a positive number, as 3.0e-6",
+            )
+        if kwargs.get("fused") and kwargs.get("foreach"):
+            raise ConfigError(
+                "fused and foreach exclude each other",
+                got="fused: true, foreach: true",
+                need="at most one of them",
+                fix="set policy.optimizer.kwargs.foreach=false",
+            )
+        return kwargs
+
+
+class NamedScheduleConfig(Strict):
+    """A schedule over the whole run: warm up linearly, then stay or fall."""
+
+    name: Literal["constant", "linear", "cosine"] = "linear"
+    """What follows the warm-up: stay, or fall to `min_lr_ratio` in a line or half a cosine by the last step."""
+    warmup_steps: NonNegativeInt | None = None
+    """Optimiser steps of linear warm-up from zero. None: by `warmup_ratio`."""
+    warmup_ratio: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Warm-up as a fraction of all steps. None, and no `warmup_steps`: no warm-up."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """The last learning rate as a fraction of the peak."""
+
+    @validates_model(mode="after")
+    def _one_warmup(self) -> NamedScheduleConfig:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ConfigError(
+                "warmup_steps and warmup_ratio exclude each other",
+                got=f"warmup_steps: {self.warmup_steps}, warmup_ratio: {self.warmup_ratio}",
+                need="at most one of them",
+                fix="set the other one to null",
+            )
+        return self
+
+
+class TorchSchedulerConfig(Strict):
+    """One class of `torch.optim.lr_scheduler` and its arguments."""
+
+    name: str
+    """Dotted path of the class, as `torch.optim.lr_scheduler.LinearLR`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments, without the optimiser; steps are optimiser steps."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_dotted(cls, name: str) -> str:
+        return _dotted(name, "torch.optim.lr_scheduler")
+
+
+class TorchScheduleConfig(Strict):
+    """PyTorch schedulers, one after another."""
+
+    schedulers: tuple[TorchSchedulerConfig, ...] = Field(min_length=1)
+    """The schedulers in their order."""
+    milestones: tuple[PositiveInt, ...] = ()
+    """The optimiser step at which each of them but the first begins."""
+
+    @validates_model(mode="after")
+    def _milestones_fit(self) -> TorchScheduleConfig:
+        rising = all(a < b for a, b in zip(self.milestones, self.milestones[1:], strict=False))
+        if len(self.milestones) != len(self.schedulers) - 1 or not rising:
+            raise ConfigError(
+                "the milestones do not fit the schedulers",
+                field="milestones",
+                got=f"{list(self.milestones)} for {len(self.schedulers)} schedulers",
+                need=f"{len(self.schedulers) - 1} rising steps: where each scheduler but the first begins",
+            )
+        return self
+
+
+def _dotted(name: str, module: str) -> str:
+    if "." not in name.strip("."):
+        raise ConfigError("a class is given without its module", got=name, need=f"a dotted path, as {module}.{name}")
+    return name
+
+
+def _normalise_schedule(raw: Any) -> Any:
+    """Turn the list form, and a single PyTorch scheduler, into the form of `TorchScheduleConfig`; null is constant."""
+    if raw is None:
+        return {"name": "constant"}
+    if isinstance(raw, Mapping) and ("kwargs" in raw or "." in str(raw.get("name", ""))):
+        raw = [raw]
+    if not isinstance(raw, Sequence) or isinstance(raw, str):
+        return raw
+    milestones = [entry["milestones"] for entry in raw if isinstance(entry, Mapping) and set(entry) == {"milestones"}]
+    if len(milestones) > 1:
+        raise ConfigError("milestones are given more than once", got=milestones, need="one list of steps")
+    schedulers = [entry for entry in raw if not (isinstance(entry, Mapping) and set(entry) == {"milestones"})]
+    return {"schedulers": schedulers} | ({"milestones": milestones[0]} if milestones else {})
+
+
+def _form_of(raw: Any) -> str:
+    is_torch = "schedulers" in raw if isinstance(raw, Mapping) else isinstance(raw, TorchScheduleConfig)
+    return "<torch>" if is_torch else "<named>"
+
+
+# The loader leaves tags in angle brackets out of the key that an error names.
+SchedulerConfig = Annotated[
+    Annotated[NamedScheduleConfig, Tag("<named>")] | Annotated[TorchScheduleConfig, Tag("<torch>")],
+    Discriminator(_form_of),
+    BeforeValidator(_normalise_schedule),
+]

@@ -1,0 +1,222 @@
+"""`PolicyConfig`: the model that is trained, and how.
+
+    policy:
+      model_name: meta-llama/Llama-3.2-1B-Instruct
+      train_global_batch_size: 128          # comparisons per optimiser step
+      max_total_sequence_length: 4096       # tokens
+
+The section is called `policy` because the configs of reinforcement-learning toolkits call it so; here it holds the
+reward model. Instead of a name it may give a bare architecture, which is trained from scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from treeward.config.backends import DTensorConfig, DynamicBatchingConfig, MegatronConfig, SequencePackingConfig
+from treeward.config.base import Strict
+from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
+from treeward.errors import ConfigError
+
+__all__ = ["DEFAULT_MICRO_BATCH_TOKENS", "DEFAULT_VOCAB_SIZE", "PolicyConfig", "RewardModelConfig", "TokenizerConfig"]
+
+DEFAULT_MICRO_BATCH_TOKENS = 4096
+DEFAULT_VOCAB_SIZE = 4096
+
+_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+
+Precision = Annotated[
+    Literal["float32", "bfloat16"],
+    BeforeValidator(lambda name: _PRECISIONS.get(name, name) if isinstance(name, str) else name),
+]
+
+
+class TokenizerConfig(Strict):
+    """The tokenizer, and how conversations are rendered."""
+
+    name: str | None = None
+    """Hub name or folder. None: that of `policy.model_name`; for a bare `model_config`, a tokenizer is trained on the
+    training data."""
+    chat_template: Annotated[str | None, BeforeValidator(lambda text: None if text == "default" else text)] = None
+    """A Jinja template, or the path of a file that holds one. None (or `default`): the model's own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed through to the chat template."""
+    vocab_size: PositiveInt | None = None
+    """Size of a tokenizer that is trained. None: the `vocab_size` of `model_config`, or else 4096."""
+
+
+class RewardModelConfig(Strict):
+    """What kind of reward model is trained."""
+
+    enabled: bool = True
+    """Must be true."""
+    reward_model_type: Literal["bradley_terry"] = "bradley_terry"
+    """One score per conversation; P(a is preferred to b) = sigmoid(score(a) - score(b))."""
+
+    @model_validator(mode="after")
+    def _is_enabled(self) -> RewardModelConfig:
+        if not self.enabled:
+            raise ConfigError(
+                "treeward train trains reward models only",
+                field="enabled",
+                got="false",
+                need="true",
+                fix="set policy.reward_model_cfg.enabled=true",
+            )
+        return self
+
+
+class PolicyConfig(Strict):
+    """The model, its batches, its numerics and its optimiser."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "logprob_batch_size": "training a reward model computes no log-probabilities",
+        "offload_optimizer_for_logprob": "training a reward model computes no log-probabilities",
+        "make_sequence_length_divisible_by": "packed trees are not padded",
+        "refit_buffer_size_gb": "no weights are sent to a generation engine",
+    }
+
+    model_name: str | None = None
+    """Hub name or folder of a causal language model or a sequence classifier."""
+    architecture: dict[str, Any] | None = Field(default=None, alias="model_config")
+    """Instead of `model_name`: a bare transformers configuration, as `{model_type: qwen3, hidden_size: 128, ...}`,
+    initialised from the seed."""
+    trust_remote_code: bool = False
+    """Execute Python code that the model's repository brings. Off: nothing that is downloaded is executed."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The tokenizer, and how conversations are rendered."""
+
+    train_global_batch_size: PositiveInt = 128
+    """Comparisons per optimiser step."""
+    train_micro_batch_size: PositiveInt | None = None
+    """Most comparisons in one forward pass. None: only `train_micro_batch_tokens` limits it."""
+    train_micro_batch_tokens: PositiveInt | None = None
+    """Most tokens in one forward pass, counted after sharing prefixes; one comparison alone may exceed it.
+    None: 4096, unless `train_micro_batch_size` is given."""
+    max_total_sequence_length: PositiveInt = 4096
+    """Longest conversation, in tokens."""
+
+    precision: Precision = "float32"
+    """`float32` or `bfloat16` (also `fp32`, `bf16`). The score head is float32 in any case."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """`torch.set_float32_matmul_precision`: what a float32 matrix product may trade for speed."""
+    attention: Literal["tree", "rows"] = "tree"
+    """`tree` computes common prefixes once; `rows` pads plain rows, for comparison and for models that cannot share."""
+    activation_checkpointing_enabled: bool = False
+    """Older spelling of `dtensor_cfg.activation_checkpointing`; either of them switches it on."""
+
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this norm. None: never."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimiser."""
+    scheduler: SchedulerConfig = NamedScheduleConfig()
+    """The learning-rate schedule; null is constant."""
+
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
+    """What kind of reward model is trained."""
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    """How the model is sharded."""
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    """Accepted in either state: micro-batches are always filled to a token budget."""
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    """Accepted in either state: trees are always packed."""
+    megatron_cfg: MegatronConfig = MegatronConfig()
+    """Must be disabled."""
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether activations are computed again in the backward pass."""
+        return self.activation_checkpointing_enabled or self.dtensor_cfg.activation_checkpointing
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """The token budget of one forward pass; None if only `train_micro_batch_size` limits it."""
+        if self.train_micro_batch_tokens is None and self.train_micro_batch_size is None:
+            return DEFAULT_MICRO_BATCH_TOKENS
+        return self.train_micro_batch_tokens
+
+    @property
+    def trained_vocab_size(self) -> int | None:
+        """The size of the tokenizer that is to be trained; None if a ready one is loaded."""
+        if self.architecture is None or self.tokenizer.name is not None:
+            return None
+        return self.tokenizer.vocab_size or self.architecture.get("vocab_size") or DEFAULT_VOCAB_SIZE
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_the_budget_of_batching_sections(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping) or raw.get("train_micro_batch_tokens") is not None:
+            return raw
+        for name in ("dynamic_batching", "sequence_packing"):
+            section = raw.get(name)
+            if isinstance(section, Mapping) and section.get("enabled") and section.get("train_mb_tokens") is not None:
+                # Such configs carry train_micro_batch_size too, and mean that the budget replaces it.
+                return {
+                    **raw,
+                    "train_micro_batch_tokens": section["train_mb_tokens"],
+                    "train_micro_batch_size": None,
+                }
+        return raw
+
+    @model_validator(mode="after")
+    def _one_model(self) -> PolicyConfig:
+        if self.model_name is not None and self.architecture is not None:
+            raise ConfigError(
+                "model_name and model_config exclude each other",
+                got=f"model_name: {self.model_name}, model_config: {self.architecture}",
+                need="exactly one of them",
+                fix="remove policy.model_config to load a model, or policy.model_name to train one from scratch",
+            )
+        if self.model_name is None and self.architecture is None:
+            raise ConfigError(
+                "there is no model",
+                field="model_name",
+                got="neither model_name nor model_config",
+                need="exactly one of them",
+                fix="give policy.model_name, a hub name or a folder",
+            )
+        if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
+            raise ConfigError(
+                "a bare model_config does not say its family",
+                field="model_config.model_type",
+                got=self.architecture.get("model_type"),
+                need="a model type of transformers, as qwen3 or llama",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_fit(self) -> PolicyConfig:
+        size = self.train_micro_batch_size
+        if size is not None and size > self.train_global_batch_size:
+            raise ConfigError(
+                "train_micro_batch_size is larger than train_global_batch_size",
+                field="train_micro_batch_size",
+                got=f"{size} comparisons per forward pass, {self.train_global_batch_size} per optimiser step",
+                need="at most as many per forward pass as per step",
+                fix=f"set policy.train_micro_batch_size={self.train_global_batch_size}, or raise "
+                "policy.train_global_batch_size",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vocabulary_fits(self) -> PolicyConfig:
+        trained = self.trained_vocab_size
+        if trained is None and self.tokenizer.vocab_size is not None:
+            raise ConfigError(
+                "vocab_size is given for a tokenizer that is not trained",
+                field="tokenizer.vocab_size",
+                got=self.tokenizer.vocab_size,
+                need="no such key, or policy.model_config with no policy.tokenizer.name",
+            )
+        rows = (self.architecture or {}).get("vocab_size")
+        if trained is not None and isinstance(rows, int) and rows < trained:
+            raise ConfigError(
+                "the tokenizer has more tokens than the model has embeddings",
+                field="tokenizer.vocab_size",
+                got=f"{trained} tokens, model_config.vocab_size: {rows}",
+                need="at most model_config.vocab_size tokens",
+            )
+        return self

@@ -1,0 +1,199 @@
+"""From pydantic's validation error to one `ConfigError` that a user can act on.
+
+    rm.yaml:4: there is no such key
+      field: policy.train_global_batch_sise
+      got:   128
+      fix:   did you mean policy.train_global_batch_size?
+
+All problems are listed, each with the file and line, or the override, that its value comes from.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from treeward.config.base import Strict, nearest_name
+from treeward.errors import ConfigError
+
+__all__ = ["config_error", "sections"]
+
+Location = tuple[str, ...]
+
+_OTHER_COMMANDS = {"env": "treeward grpo", "grpo": "treeward grpo", "loss_fn": "treeward grpo"}
+_OTHER_POLICY_KEYS = {"generation": "treeward grpo"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    summary: str
+    field: str
+    where: str
+    got: Any = None
+    need: str | None = None
+    fix: str | None = None
+
+    def lines(self) -> Iterator[str]:
+        yield f"  {self.where}: {self.summary}"
+        for name in ("field", "got", "need", "fix"):
+            value = getattr(self, name)
+            if value is not None and value != "":
+                yield f"    {name + ':':6} {_shown(value)}"
+
+
+def config_error(
+    error: ValidationError, root: type[Strict], tree: Any, *, file: str, origin: Callable[[Location], str]
+) -> ConfigError:
+    """Turn every problem of `error`, found in `tree` for `root`, into one `ConfigError`.
+
+    `origin` says where the value at a key comes from, as `rm.yaml:17`.
+    """
+    problems = [_problem(details, root, tree, origin) for details in error.errors(include_url=False)]
+    if len(problems) == 1:
+        one = problems[0]
+        optional = {} if one.got is None else {"got": _shown(one.got)}
+        return ConfigError(
+            one.summary, where=one.where, field=one.field or None, need=one.need, fix=one.fix, **optional
+        )
+    listed = "\n".join(line for problem in problems for line in problem.lines())
+    return ConfigError(f"the configuration has {len(problems)} mistakes\n{listed}", where=file)
+
+
+def sections(annotation: Any) -> Iterator[type[Strict]]:
+    """Every section class that an annotation mentions, as `DatasetConfig` in `tuple[DatasetConfig, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        yield annotation
+    elif get_origin(annotation) is Annotated:
+        yield from sections(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType, tuple):
+        for argument in get_args(annotation):
+            yield from sections(argument)
+
+
+def _problem(details: ErrorDetails, root: type[Strict], tree: Any, origin: Callable[[Location], str]) -> _Problem:
+    # Tags of a union, in angle brackets, are no part of the key.
+    location = _as_written(tuple(str(part) for part in details["loc"] if not str(part).startswith("<")), tree)
+    context = details.get("ctx", {})
+    inner = context.get("error")
+    if isinstance(inner, ConfigError):
+        location = (*location, *_split(inner.field)) if inner.field else location
+        return _Problem(inner.summary, _joined(location), origin(location), inner.got, inner.need, inner.fix)
+    if details["type"] == "extra_forbidden":
+        return _unknown_key(location, details["input"], root, origin)
+    if details["type"] == "missing":
+        return _Problem(
+            "a key is missing", _joined(location), origin(location), need=_first_sentence(_doc(root, location))
+        )
+    need = details["msg"].removeprefix("Input should be ").split(", unable to parse")[0]
+    meaning = _first_sentence(_doc(root, location))
+    return _Problem(
+        "the value is not valid",
+        _joined(location),
+        origin(location),
+        "null" if details["input"] is None else details["input"],
+        f"{need} ({meaning})" if meaning else need,
+    )
+
+
+def _unknown_key(location: Location, got: Any, root: type[Strict], origin: Callable[[Location], str]) -> _Problem:
+    *parents, key = location
+    command = {(): _OTHER_COMMANDS, ("policy",): _OTHER_POLICY_KEYS}.get(tuple(parents), {}).get(key)
+    if command is not None:
+        return _Problem(
+            f"{key} belongs to `{command}`, which is not here yet",
+            _joined(location),
+            origin(location),
+            need="a configuration of a reward-model run",
+            fix=f"remove it from the file, or with ~{_joined(location)} on the command line",
+        )
+    candidates = [
+        name for section in _sections_at(root, parents) for name in (*section.key_names(), *section.other_forms)
+    ]
+    near = nearest_name(key, candidates)
+    suggestion = _joined((*parents, near)) if near else _elsewhere(key, root)
+    return _Problem(
+        "there is no such key",
+        _joined(location),
+        origin(location),
+        got,
+        None if suggestion else f"one of {', '.join(candidates)}",
+        f"did you mean {suggestion}?" if suggestion else None,
+    )
+
+
+def _elsewhere(key: str, root: type[Strict], prefix: Location = ()) -> str | None:
+    """The full name of a key that is spelt exactly so in another section."""
+    for name, field in root.model_fields.items():
+        path = (*prefix, field.alias or name)
+        if path[-1] == key:
+            return _joined(path)
+        if get_origin(field.annotation) is tuple:
+            continue
+        for section in sections(field.annotation):
+            if (found := _elsewhere(key, section, path)) is not None:
+                return found
+    return None
+
+
+def _sections_at(root: type[Strict], location: typing.Sequence[str]) -> list[type[Strict]]:
+    current = [root]
+    for part in location:
+        if part.isdecimal():
+            continue
+        current = [
+            section
+            for parent in current
+            for name, field in parent.model_fields.items()
+            if part in (field.alias, name)
+            for section in sections(field.annotation)
+        ]
+    return current
+
+
+def _doc(root: type[Strict], location: Location) -> str:
+    *parents, key = [part for part in location if not part.isdecimal()] or [""]
+    for section in _sections_at(root, parents):
+        for name, field in section.model_fields.items():
+            if key in (field.alias, name):
+                return field.description or ""
+    return ""
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).split(". ")[0].rstrip(".")
+
+
+def _as_written(location: Location, tree: Any) -> Location:
+    """Without the number of a list's element where the file has a single block instead of a list."""
+    written: list[str] = []
+    for part in location:
+        if isinstance(tree, dict) and part.isdecimal() and part not in tree:
+            continue
+        written.append(part)
+        if isinstance(tree, list):
+            tree = tree[int(part)] if part.isdecimal() and int(part) < len(tree) else None
+        else:
+            tree = tree.get(part) if isinstance(tree, dict) else None
+    return tuple(written)
+
+
+def _split(field: str) -> Location:
+    return tuple(field.replace("[", ".").replace("]", "").split("."))
+
+
+def _joined(location: typing.Iterable[str]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if part.isdecimal() else f".{part}" if text else part
+    return text
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

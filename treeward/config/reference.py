@@ -1,0 +1,136 @@
+"""The configuration reference, generated from the schema: `docs/config.md` is its output.
+
+    python -m treeward.config.reference > docs/config.md
+
+A test holds the file to it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from treeward.config.base import Strict
+from treeward.config.problems import sections
+from treeward.config.run import RewardModelRunConfig
+
+__all__ = ["config_reference"]
+
+_OPENING = """# Configuration
+
+Every key of a run, its type, its default and what it means. This page is generated from the schema
+(`python -m treeward.config.reference > docs/config.md`), so it cannot be out of date.
+
+A file needs two things, a model and data; everything else has a default:
+
+```yaml
+policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct}
+data: {train_data_path: train.jsonl, val_data_path: val.jsonl}
+```
+
+**References.** `${policy.model_name}` stands for the value of another key; `${mul:a,b}`, `${div:a,b}`, `${max:a,b}`,
+`${min:a,b}` and `${int:a}` compute.
+
+**Inheritance.** `defaults: base.yaml`, or a list of files, lays this file over others, relative to its folder.
+
+**Overrides.** On the command line, `rm.seed=7` sets a key, `+rm.seed=7` sets one that the file must not have,
+`++rm.seed=7` sets it either way, `~rm.seed` removes it. The schema decides whether a key exists: a misspelt one fails
+with the nearest name.
+"""
+
+_DATA_FORMS = """Two other forms of this section mean the same. The flat one:
+
+```yaml
+data:
+  dataset_name: PreferenceDataset      # or, older, dataset_type: rank | binary
+  train_data_path: train.jsonl
+  train_split: null
+  val_data_path: val.jsonl             # the set called default
+  val_data_paths: {plain: plain.jsonl, hard: hard.jsonl}
+  val_split: null
+```
+
+and blocks, where `default` holds what the others leave out:
+
+```yaml
+data:
+  train: {data_path: train.jsonl}      # or a list of blocks
+  validation: {data_path: val.jsonl}   # or a list, or {name: block}
+  default: {dataset_name: BinaryPreferenceDataset, prompt_key: context}
+```
+
+`HelpSteer3`, `Tulu3Preference` and `Bundled` bring their own data: `dataset_name` alone is enough.
+"""
+
+
+def config_reference() -> str:
+    """The whole reference as one Markdown page."""
+    return "\n".join([_OPENING, *_section(RewardModelRunConfig, "")]).rstrip() + "\n"
+
+
+def _section(section: type[Strict], path: str) -> Iterator[str]:
+    if path:
+        yield f"## `{path}`\n"
+        yield f"{' '.join((section.__doc__ or '').split())}\n"
+    if path == "data":
+        yield _DATA_FORMS
+    yield "| Key | Type | Default | Meaning |\n|---|---|---|---|"
+    for name, field in section.model_fields.items():
+        key = field.alias or name
+        doc = re.sub(r"\bNone\b", "`null`", " ".join((field.description or "").split()))
+        yield f"| `{key}` | {_cell(_type_name(field.annotation))} | {_cell(_default(field))} | {_cell(doc)} |"
+    yield ""
+    if section.ignored_keys:
+        listed = "; ".join(f"`{key}` ({reason})" for key, reason in section.ignored_keys.items())
+        yield f"Accepted, without effect: {listed}.\n"
+    for name, field in section.model_fields.items():
+        for child in sections(field.annotation):
+            suffix = "[]" if get_origin(field.annotation) is tuple else ""
+            if path == "data" and name == "validation":
+                continue  # the same class as train
+            yield from _section(child, f"{path}.{field.alias or name}".lstrip(".") + suffix)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, UnionType):
+        names = [_type_name(argument) for argument in arguments if argument is not NoneType]
+        return " or ".join([*dict.fromkeys(names), *(["null"] if NoneType in arguments else [])])
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}s"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        return "section"
+    return {str: "text", int: "whole number", float: "number", bool: "true or false"}[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, Strict):
+        return "below"
+    if isinstance(value, tuple):
+        value = list(value)
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+    return f"`{text}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(config_reference())

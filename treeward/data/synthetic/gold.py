@@ -1,0 +1,232 @@
+"""Gold quality: how good an answer is, computed from the raw text alone.
+
+    gold_quality("What is the capital of France? Answer in one word.", "Paris.")                      # 1.0
+    gold_quality("What is the capital of France? Answer in one word.", "Sure! It is Paris.")          # 0.75
+    gold_breakdown("What is the capital of France?", "The capital of France is Rome.")                # quality 0.25
+
+The formula, in [0, 1]:
+
+    quality = readable * (0.6 * correct + 0.25 * format_kept + 0.15 * courteous)
+
+- `correct`: of the words that could answer this kind of question, the text names exactly the right ones. Naming a rival
+  as well ("Paris. Rome.") is wrong. Words of the question itself do not count.
+- `format_kept`: the text names some such word, right or wrong, and has the shape that was asked for, if any.
+- `courteous`: a polite phrase and no rude one. A one-word answer that names something needs no polite phrase.
+- `readable`: the share of words that do not repeat three words in a row seen before; scaled down further when fewer
+  than half of the words belong to the world's vocabulary. Any answer that the generator writes has 1.
+
+Every text has a quality: an empty or garbled one earns next to nothing. Length alone changes nothing: filler leaves the
+quality as it is, repetition lowers it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from treeward.data.preference import Message
+from treeward.data.synthetic.world import (
+    ALL_FORMATS,
+    FACTS,
+    KINDS,
+    POLITE_CLOSERS,
+    POLITE_OPENERS,
+    RUDE_CLOSERS,
+    RUDE_OPENERS,
+    Fact,
+    Kind,
+    known_words,
+    words_of,
+)
+from treeward.errors import DataError
+
+__all__ = ["GoldQuality", "Question", "gold_breakdown", "gold_quality", "grade", "parse_question"]
+
+_CORRECT, _FORMAT, _COURTESY = 0.6, 0.25, 0.15
+_STANDING = "from now on"
+_KIND = {kind.name: kind for kind in KINDS}
+
+
+def _spaced(words: Sequence[str]) -> str:
+    return f" {' '.join(words)} "
+
+
+# Besides the phrases of the data, a few that a policy trained elsewhere is likely to use.
+_POLITE = tuple(
+    _spaced(words_of(phrase))
+    for phrase in (*POLITE_OPENERS, *POLITE_CLOSERS, "thanks", "thank you", "you are welcome", "certainly", "glad")
+)
+_RUDE = tuple(
+    _spaced(words_of(phrase)) for phrase in (*RUDE_OPENERS, *RUDE_CLOSERS, "stupid", "idiot", "fool", "dumb", "shut up")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the last user turn asks: a fact, and the name of the format in force (None: no format was asked for)."""
+
+    fact: Fact
+    format: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GoldQuality:
+    """An answer's marks; `readable` and `quality` lie in [0, 1]. The module docstring has the formula."""
+
+    correct: bool
+    format_kept: bool
+    courteous: bool
+    readable: float
+    quality: float
+
+
+def gold_quality(context: Sequence[Message] | str, answer: str) -> float:
+    """The gold quality, in [0, 1], of `answer` (any text) to `context` (messages, or one user turn as text).
+
+    Raises `DataError` when the last user turn asks no question of the bundled data's world.
+    """
+    return gold_breakdown(context, answer).quality
+
+
+def gold_breakdown(context: Sequence[Message] | str, answer: str) -> GoldQuality:
+    """The marks that make up `gold_quality`; same arguments, same error."""
+    return grade(parse_question(context), answer)
+
+
+def grade(question: Question, answer: str) -> GoldQuality:
+    """The marks of `answer` to a question that has been read already."""
+    words = words_of(answer)
+    named = _named(question.fact, words)
+    right = {word.lower() for word in question.fact.answers}
+    correct = len(named) == question.fact.num_answers and named <= right
+    kept = bool(named) and (question.format is None or _FORMAT_CHECKS[question.format](answer, question.fact))
+    bare = question.format == "one_word" and kept
+    courteous = not _says(words, _RUDE) and (bare or _says(words, _POLITE))
+    readable = _readable(words)
+    quality = readable * (_CORRECT * correct + _FORMAT * kept + _COURTESY * courteous)
+    return GoldQuality(correct, kept, courteous, readable, round(quality, 6))
+
+
+def parse_question(context: Sequence[Message] | str) -> Question:
+    """Read the question and the format in force out of a conversation that ends in a user turn.
+
+    A format asked for in the last user turn wins, then one that an earlier user turn asked for "from now on", the
+    latest first, then the system prompt's. A follow-up ("And of Italy?") needs an earlier question of its kind.
+    """
+    turns = [("user", context)] if isinstance(context, str) else [(m.get("role"), _text(m)) for m in context]
+    asking = [text for role, text in turns if role == "user"]
+    if not asking or turns[-1][0] != "user":
+        raise DataError("the conversation does not end in a user turn", field="context", got=context)
+    fact = _asked(asking[-1]) or _followed_up(asking)
+    if fact is None:
+        raise DataError(
+            "the last user turn asks nothing that the bundled data knows",
+            field="context",
+            got=asking[-1],
+            need='a question such as "What is the capital of France?"',
+            fix="use gold_quality only with prompts of the bundled data",
+        )
+    in_force = [asking[-1]]
+    in_force += [text for text in reversed(asking[:-1]) if _STANDING in text.lower()]
+    in_force += [text for role, text in turns if role == "system"]
+    formats = (_requested(text) for text in in_force)
+    return Question(fact, next((name for name in formats if name is not None), None))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return " ".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+
+
+@lru_cache(maxsize=65536)
+def _asked(text: str) -> Fact | None:
+    found = [(match.start(), match["x"]) for pattern in _question_patterns() for match in pattern.finditer(text)]
+    return _fact(max(found)[1]) if found else None
+
+
+def _followed_up(asking: Sequence[str]) -> Fact | None:
+    found = _follow_up_pattern().findall(asking[-1])
+    fact = _fact(found[-1]) if found else None
+    earlier = {known.kind for known in map(_asked, asking[:-1]) if known is not None}
+    return fact if fact is not None and fact.kind in earlier else None
+
+
+def _fact(subject: str) -> Fact:
+    return _facts_by_lower_case()[subject.lower()]
+
+
+@cache
+def _facts_by_lower_case() -> dict[str, Fact]:
+    return {subject.lower(): fact for subject, fact in FACTS.items()}
+
+
+@cache
+def _question_patterns() -> tuple[re.Pattern[str], ...]:
+    return tuple(_pattern(phrasing, kind) for kind in KINDS for phrasing in kind.phrasings)
+
+
+@cache
+def _follow_up_pattern() -> re.Pattern[str]:
+    subjects = "|".join(re.escape(subject) for subject in FACTS)
+    return re.compile(rf"\bAnd (?:of |a young )?(?P<x>{subjects})\?", re.IGNORECASE)
+
+
+def _pattern(phrasing: str, kind: Kind) -> re.Pattern[str]:
+    before, after = phrasing.split("{x}")
+    subjects = "|".join(re.escape(fact.subject) for fact in kind.facts)
+    return re.compile(rf"\b{re.escape(before)}(?P<x>{subjects}){re.escape(after)}", re.IGNORECASE)
+
+
+def _requested(text: str) -> str | None:
+    lowered = text.lower()
+    found = [(lowered.rfind(request.lower()), fmt.name) for fmt in ALL_FORMATS for request in fmt.requests]
+    position, name = max(found)
+    return name if position >= 0 else None
+
+
+def _named(fact: Fact, words: Sequence[str]) -> set[str]:
+    return set(words) & (_KIND[fact.kind].candidates - set(words_of(fact.subject)))
+
+
+def _says(words: Sequence[str], phrases: Sequence[str]) -> bool:
+    text = _spaced(words)
+    return any(phrase in text for phrase in phrases)
+
+
+def _readable(words: Sequence[str]) -> float:
+    if not words:
+        return 0.0
+    seen: set[tuple[str, ...]] = set()
+    repeated: set[int] = set()
+    for start in range(len(words) - 2):
+        triple = tuple(words[start : start + 3])
+        if triple in seen:
+            repeated.update(range(start, start + 3))
+        seen.add(triple)
+    known = len([word for word in words if word in known_words()]) / len(words)
+    return (1 - len(repeated) / len(words)) * min(1.0, 2 * known)
+
+
+def _in_brackets(answer: str, fact: Fact) -> bool:
+    return any(_named(fact, words_of(inside)) for inside in re.findall(r"\[([^\[\]]*)\]", answer))
+
+
+def _in_dashes(answer: str, fact: Fact) -> bool:
+    named = [(line, _named(fact, words_of(line))) for line in answer.splitlines()]
+    items = [(line.lstrip(), words) for line, words in named if words]
+    return len(items) >= 2 and all(line.startswith("- ") and len(words) == 1 for line, words in items)
+
+
+_FORMAT_CHECKS: dict[str, Callable[[str, Fact], bool]] = {
+    "one_word": lambda answer, fact: len(words_of(answer)) == 1,
+    "begin": lambda answer, fact: answer.lstrip().startswith("Answer:"),
+    "end": lambda answer, fact: answer.rstrip().endswith("Over."),
+    "brackets": _in_brackets,
+    "dashes": _in_dashes,
+}

@@ -1,0 +1,52 @@
+"""A tokenizer trained on the training data, for models that are built from a bare configuration.
+
+    tokenizer = train_tokenizer(texts, vocab_size=2048)
+
+Byte-level BPE, so any text can be encoded, with tokens of its own for the ends and roles of `DEFAULT_CHAT_TEMPLATE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from treeward.data.datasets import PreferenceStream
+from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE
+from treeward.errors import ConfigError
+
+__all__ = ["texts_of", "train_tokenizer"]
+
+_END, _PAD = "<|endoftext|>", "<|pad|>"
+_SPECIAL = [_END, _PAD, "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train on texts, which are read once. Raises `ConfigError` if `vocab_size` does not even hold the bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(alphabet) + len(_SPECIAL):
+        raise ConfigError(
+            "the vocabulary is too small",
+            where="policy.tokenizer.vocab_size",
+            got=vocab_size,
+            need=f"at least {len(alphabet) + len(_SPECIAL)}: the bytes and the special tokens",
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_PAD, padding_side="right")
+    wrapped.chat_template = DEFAULT_CHAT_TEMPLATE
+    return wrapped
+
+
+def texts_of(streams: Iterable[PreferenceStream]) -> Iterator[str]:
+    """The text of every message of some comparison sets."""
+    for stream in streams:
+        for preference, _ in stream:
+            for messages in (preference.context, *(completion.messages for completion in preference.completions)):
+                yield from (message["content"] for message in messages if isinstance(message.get("content"), str))

@@ -1,0 +1,81 @@
+"""The errors that a user can act on.
+
+Every one of them says what was found, what was needed and how to mend it, and where: a command shows it without a
+traceback and exits with code 2. Anything else that is raised is a fault of treeward.
+
+    raise DataError("margin is not a number", where="train.jsonl:17", field="margin",
+                    got=float("nan"), need="a finite number", fix="drop the key, or give one number per row")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"]
+
+_UNSET: Any = object()
+_LONGEST_VALUE = 200
+
+
+class TreewardError(ValueError):
+    """A mistake that the user can mend.
+
+    `summary` is one sentence; `where` is a file with its line, a config key or a folder; `field` is the path of the
+    value inside it, as `completions[1].rank`; `got`, `need` and `fix` are what was found, expected and advised.
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        *,
+        where: str | None = None,
+        field: str | None = None,
+        got: Any = _UNSET,
+        need: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.summary, self.where, self.field, self.need, self.fix = summary, where, field, need, fix
+        self.got = None if got is _UNSET else got
+        lines = [f"{where}: {summary}" if where else summary]
+        if field is not None:
+            lines.append(f"  field: {field}")
+        if got is not _UNSET:
+            lines.append(f"  got:   {_shorten(got)}")
+        if need is not None:
+            lines.append(f"  need:  {need}")
+        if fix is not None:
+            lines.append(f"  fix:   {fix}")
+        self._lines = lines
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process borders (tokenization workers); the default would call __init__ with the joined text.
+        return _rebuild, (type(self), self.__dict__, self.args)
+
+
+class ConfigError(TreewardError):
+    """The configuration is wrong: an unknown key, a bad value, or two keys that contradict each other."""
+
+
+class DataError(TreewardError):
+    """A row of data is wrong; `where` is `file:line`."""
+
+
+class ModelError(TreewardError):
+    """The model or tokenizer cannot do what is asked of it."""
+
+
+class CheckpointError(TreewardError):
+    """A checkpoint is incomplete, or belongs to another run."""
+
+
+def _shorten(value: Any) -> str:
+    text = value if isinstance(value, str) and "\n" not in value else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
+
+
+def _rebuild(cls: type[TreewardError], state: dict[str, Any], args: tuple[Any, ...]) -> TreewardError:
+    error = cls.__new__(cls)
+    error.__dict__.update(state)
+    error.args = args
+    return error

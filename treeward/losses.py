@@ -1,0 +1,117 @@
+"""Losses of scores: pure functions, each with its formula and source.
+
+    pairs = ranked_pairs([(0, 1), (0, 1, 1)], ties="drop")
+    loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the comparisons of the whole step
+
+A comparison group of K completions gives the pairs of completions with different ranks. Each group weighs 1 however
+many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1): its loss is the mean over its pairs, and sums over groups
+go up to whoever knows the count of the whole step.
+
+Shapes: S scores of a batch, G groups, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["Pairs", "bradley_terry", "ranked_pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Which scores are compared.
+
+    `better_P`, `worse_P`: int64 (P,), places among the scores of the batch. `weight_P`: float32 (P,), 1 / the number of
+    pairs of the group. `margin_P`: float32 (P,). `tied_P`: bool (P,), the two are equally good. `num_groups`: groups that
+    have a pair at all.
+    """
+
+    better_P: Tensor
+    worse_P: Tensor
+    weight_P: Tensor
+    margin_P: Tensor
+    tied_P: Tensor
+    num_groups: int
+
+    def to(self, device: torch.device | str) -> Pairs:
+        return Pairs(
+            self.better_P.to(device),
+            self.worse_P.to(device),
+            self.weight_P.to(device),
+            self.margin_P.to(device),
+            self.tied_P.to(device),
+            self.num_groups,
+        )
+
+
+def ranked_pairs(
+    ranks: Sequence[Sequence[int]],
+    *,
+    margins: Sequence[float | None] | None = None,
+    ties: Literal["drop", "half"] = "drop",
+) -> Pairs:
+    """The pairs of G groups whose scores lie one group after another.
+
+    `ranks`: for each group the rank of each completion, lower is better. `margins`: one per group, None for no margin.
+    `ties`: what becomes of two completions of equal rank: no pair ("drop"), or a pair that either wins by half ("half").
+    """
+    better: list[int] = []
+    worse: list[int] = []
+    weight: list[float] = []
+    margin: list[float] = []
+    tied: list[bool] = []
+    num_groups = offset = 0
+    for g, group in enumerate(ranks):
+        pairs = [
+            (i, j, group[i] == group[j])
+            for i in range(len(group))
+            for j in range(len(group))
+            if group[i] < group[j] or (ties == "half" and i < j and group[i] == group[j])
+        ]
+        num_groups += bool(pairs)
+        group_margin = (margins[g] if margins is not None else None) or 0.0
+        for i, j, is_tie in pairs:
+            better.append(offset + i)
+            worse.append(offset + j)
+            weight.append(1 / len(pairs))
+            margin.append(0.0 if is_tie else group_margin)
+            tied.append(is_tie)
+        offset += len(group)
+    return Pairs(
+        torch.tensor(better, dtype=torch.long),
+        torch.tensor(worse, dtype=torch.long),
+        torch.tensor(weight),
+        torch.tensor(margin),
+        torch.tensor(tied, dtype=torch.bool),
+        num_groups,
+    )
+
+
+def bradley_terry(
+    scores_S: Tensor, pairs: Pairs, *, label_smoothing: float = 0.0, center_rewards_coefficient: float = 0.0
+) -> Tensor:
+    """The Bradley-Terry loss, *summed* over groups (each the mean of its pairs); a float32 scalar.
+
+    With d = score(better) - score(worse), margin m and label smoothing e, a pair's loss is
+
+        (1 - e) softplus(m - d) + e softplus(d - m)   [+ c (score(better) + score(worse))^2]
+
+    which for e = m = 0 is -log sigmoid(d) (Bradley and Terry 1952; Stiennon et al. 2020, arXiv 2009.01325, p. 6), in the form
+    that does not overflow. The margin is that of Touvron et al. 2023 (Llama 2, arXiv 2307.09288, eq. 2), the smoothing
+    that of Wang et al. 2024 (arXiv 2401.06080, eq. 7), and the last term, with coefficient c, centres rewards at zero
+    (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2). A tied pair has e = 1/2 and no margin. Divide by the number of
+    groups of the whole step for the mean.
+    """
+    better_P, worse_P = scores_S.float()[pairs.better_P], scores_S.float()[pairs.worse_P]
+    excess_P = better_P - worse_P - pairs.margin_P
+    smoothing_P = torch.where(pairs.tied_P, 0.5, label_smoothing)
+    loss_P = (1 - smoothing_P) * F.softplus(-excess_P) + smoothing_P * F.softplus(excess_P)
+    if center_rewards_coefficient:
+        loss_P = loss_P + center_rewards_coefficient * (better_P + worse_P).square()
+    return (pairs.weight_P * loss_P).sum()

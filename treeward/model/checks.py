@@ -1,0 +1,86 @@
+"""What is checked before the first step: mistakes that would otherwise train a model that cannot score.
+
+    check_before_training(model, comparisons, tokenizer)
+
+Each of these has happened in some toolkit with every test passing: a head with two labels, a head that was never saved,
+a score that was read at padding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from treeward.errors import ModelError
+from treeward.model.reward_model import RewardModel, head_name
+from treeward.tree.token_tree import TokenIds
+
+__all__ = ["check_before_training"]
+
+logger = logging.getLogger(__name__)
+
+
+def check_before_training(
+    model: RewardModel, sequences: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise `ModelError` unless the head has one label, is float32, is trained and will be saved, tokens fit the model,
+    and the score of each of `sequences` (real conversations) is read at its true end."""
+    _check_head(model)
+    _check_tokens(model, sequences)
+    _check_read_position(model, sequences, tokenizer)
+
+
+def _check_head(model: RewardModel) -> None:
+    name = head_name(model.hf)
+    layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
+    saved = model.hf.state_dict()
+    for problem, where in [
+        (f"it has {layers[-1].out_features} labels, not one", layers[-1].out_features != 1),
+        ("it is not float32", any(layer.weight.dtype != torch.float32 for layer in layers)),
+        ("it is frozen", not all(layer.weight.requires_grad for layer in layers)),
+        ("it would not be saved", not any(key.startswith(f"{name}.") for key in saved)),
+    ]:
+        if where:
+            raise ModelError("the score head cannot be trained", where=name, got=problem)
+
+
+def _check_tokens(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
+    rows = model.num_embeddings
+    highest = max(int(max(sequence)) for sequence in sequences)
+    if highest >= rows:
+        raise ModelError(
+            "the tokenizer has tokens that the model does not know",
+            where="policy.tokenizer.name",
+            got=f"token {highest}",
+            need=f"tokens below {rows}, the rows of the embedding",
+            fix="use the model's own tokenizer",
+        )
+
+
+def _check_read_position(model: RewardModel, sequences: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase) -> None:
+    if model.layout == "encoder":
+        logger.info("The score is read by %s's own pooling.", type(model.hf).__name__)
+        return
+    last = Counter(int(sequence[-1]) for sequence in sequences)
+    pad = model.hf.config.get_text_config().pad_token_id
+    if pad in last:
+        raise ModelError(
+            "conversations end with the padding token, so plain transformers would read another score",
+            where="policy.tokenizer",
+            got=f"{tokenizer.convert_ids_to_tokens(pad)!r} ends {last[pad]} of {len(sequences)} conversations",
+            need="a padding token that no conversation ends with",
+        )
+    token, count = last.most_common(1)[0]
+    text = tokenizer.decode([token])
+    logger.info("The score is read at the last token: %r in %d of %d conversations.", text, count, len(sequences))
+    if count < len(sequences):
+        logger.warning(
+            "Conversations end with %d different tokens: the chat template writes no end of turn, so the model cannot "
+            "see whether an answer is finished.",
+            len(last),
+        )

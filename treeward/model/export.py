@@ -1,0 +1,97 @@
+"""The folder of a reward model: weights, tokenizer, template and card, loadable with plain transformers.
+
+    export_model(model, tokenizer, Path("results/rm/final"), rendering=renderer.settings, card=text)
+    AutoModelForSequenceClassification.from_pretrained("results/rm/final")    # gives the same scores
+
+`reward_contract.json` beside the weights holds what plain transformers has no place for, and what a score depends on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import PreTrainedTokenizerBase
+
+from treeward.errors import ModelError
+from treeward.model.reward_model import RewardModel, head_name
+
+__all__ = ["CONTRACT_FILE", "export_model", "push_folder", "read_contract"]
+
+CONTRACT_FILE = "reward_contract.json"
+_CONTRACT_VERSION = 1
+
+
+def export_model(
+    model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    rendering: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+    card: str | None = None,
+) -> None:
+    """Write a model folder; the caller makes it atomic.
+
+    `rendering`: the settings of the `Renderer` that was used; its template becomes the tokenizer's. `dtype`: of the
+    backbone's weights; the head's are float32 always. `card`: the text of README.md.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    head = head_name(model.hf)
+    # Copies, for a save may share no memory with weights that are trained on while it lasts.
+    state = {
+        name: tensor.detach().to("cpu", torch.float32 if name.split(".")[0] == head else dtype, copy=False)
+        for name, tensor in model.hf.state_dict().items()
+        if tensor.is_floating_point()
+    } | {name: tensor for name, tensor in model.hf.state_dict().items() if not tensor.is_floating_point()}
+    before = model.hf.config.dtype
+    model.hf.config.dtype = dtype
+    try:
+        model.hf.save_pretrained(folder, state_dict=state)
+    finally:
+        model.hf.config.dtype = before
+    others = dict(rendering)
+    tokenizer.chat_template = others.pop("chat_template")
+    tokenizer.save_pretrained(folder)
+    contract = {"version": _CONTRACT_VERSION, "read_position": "last token", "rendering": others}
+    (folder / CONTRACT_FILE).write_text(json.dumps(contract, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def push_folder(folder: Path, repo_id: str, *, private: bool) -> None:
+    """Upload a model folder to the hub. Raises `ModelError` where the hub refuses; the folder stays."""
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reward model")
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ModelError(
+            "the model cannot be uploaded",
+            where=f"hub.repo_id: {repo_id}",
+            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            need="a login that may write to this repository, and a network",
+            fix=f"hf auth login, then hf upload {repo_id} {folder}",
+        ) from error
+
+
+def read_contract(folder: str | Path) -> dict[str, Any] | None:
+    """The contract of a model folder, or None for a model that treeward has not written (or that is on the hub)."""
+    path = Path(folder) / CONTRACT_FILE
+    if not path.is_file():
+        return None
+    contract: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if contract.get("version") != _CONTRACT_VERSION:
+        raise ModelError(
+            "the scoring contract is of another version",
+            where=str(path),
+            got=contract.get("version"),
+            need=str(_CONTRACT_VERSION),
+            fix="use the treeward version that wrote the model",
+        )
+    return contract

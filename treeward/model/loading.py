@@ -1,0 +1,282 @@
+"""From a name to a `RewardModel`: a causal LM or reward model on the hub or on disk, or a bare configuration.
+
+    loaded = load_reward_model("meta-llama/Llama-3.2-1B-Instruct", head_seed=42)   # a new head on a causal LM
+    loaded = load_reward_model("results/rm/final")                                  # a trained reward model
+    loaded = build_reward_model({"model_type": "qwen3", "hidden_size": 128, ...}, tokenizer, seed=42)
+
+A new head is drawn from N(0, 1 / (d + 1)) for hidden size d, the initialisation of Stiennon et al. 2020 (arXiv
+2009.01325, p. 11), by a generator of its own, so that the seed alone determines it. Only safetensors are read, and
+remote code runs only where `trust_remote_code` asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.utils import logging as transformers_logging
+
+from treeward.errors import ConfigError, ModelError
+from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.support import choose_layout
+
+__all__ = [
+    "DTYPES",
+    "LoadedModel",
+    "build_reward_model",
+    "initialise_head",
+    "load_reward_model",
+    "load_tokenizer",
+    "quiet_transformers",
+]
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The number formats that a configuration can name."""
+
+PAD_TOKEN = "<|treeward_pad|>"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its tokenizer. `new_head`: the head was drawn at random, so the scores mean nothing yet."""
+
+    model: RewardModel
+    tokenizer: PreTrainedTokenizerBase
+    new_head: bool
+
+
+def load_reward_model(
+    name: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "tree",
+    device: torch.device | str = "cpu",
+    head_seed: int | None = None,
+    head_std: float | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a checkpoint from a folder or the hub.
+
+    `dtype`: of the backbone's weights; the head's are float32 always. `attention`: "tree" (falls back to rows, and says
+    so, where the model cannot share a prefix) or "rows". `head_seed`: allows a checkpoint without a one-label head and
+    determines the new one; None demands a trained head. Raises `ModelError` for a missing or unusable checkpoint.
+    """
+    config = _config_of(str(name), trust_remote_code)
+    tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
+    model_class = _classifier_class(config, trust_remote_code)
+    with _head_kept_in_float32(model_class):
+        try:
+            loaded: Any = model_class.from_pretrained(
+                str(name),
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",
+                output_loading_info=True,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise _loading_error(str(name), error) from error
+    hf: PreTrainedModel
+    info: dict[str, Any]
+    hf, info = loaded
+    head = head_name(hf)
+    new_head = any(key.split(".")[0] == head for key in info["missing_keys"])
+    if missing := sorted(key for key in info["missing_keys"] if key.split(".")[0] != head):
+        raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
+    if new_head and head_seed is None:
+        raise ModelError(
+            "this checkpoint has no reward head: its scores would be random",
+            where=str(name),
+            got=f"a checkpoint of {', '.join(config.architectures or ['an unknown architecture'])}",
+            need="a sequence classifier with one label",
+            fix="train one: treeward train --config FILE policy.model_name=" + str(name),
+        )
+    if new_head:
+        initialise_head(hf, seed=head_seed or 0, std=head_std)
+    ensure_pad_token(hf, tokenizer)
+    hf.to(device)  # type: ignore[arg-type]
+    return LoadedModel(RewardModel(hf, layout=choose_layout(hf, attention)), tokenizer, new_head)
+
+
+def build_reward_model(
+    model_config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    attention: str = "tree",
+    device: torch.device | str = "cpu",
+    head_std: float | None = None,
+) -> LoadedModel:
+    """A model with random weights from a bare configuration (`model_type` and its fields), for small experiments.
+
+    The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
+    """
+    fields = dict(model_config)
+    model_type = fields.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(
+            model_type,
+            vocab_size=len(tokenizer),
+            num_labels=1,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            **fields,
+        )
+        # The weights are drawn here and nowhere else, so that the seed alone determines them.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            hf = _classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            "no model can be built from this configuration",
+            where="policy.model_config",
+            got=str(error),
+            need="model_type (llama, qwen3, ...) and that type's own fields",
+        ) from error
+    initialise_head(hf, seed=seed, std=head_std)
+    ensure_pad_token(hf, tokenizer)
+    hf.to(device)
+    return LoadedModel(RewardModel(hf, layout=choose_layout(hf, attention)), tokenizer, True)
+
+
+def quiet_transformers() -> None:
+    """No advice and no progress bars from transformers: they are about calls that treeward makes, not its user."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` where there is none."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, padding_side="right"
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            "no tokenizer can be loaded",
+            where=name,
+            got=_first_line(error),
+            need="a folder or hub name with tokenizer files",
+            fix="name one: policy.tokenizer.name=...",
+        ) from error
+    return tokenizer
+
+
+def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None) -> None:
+    """Draw the head's weights from N(0, std^2), std 1 / sqrt(hidden size + 1) unless given; biases are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in hf.get_submodule(head_name(hf)).modules():
+        if isinstance(module, nn.Linear):
+            deviation = (module.in_features + 1) ** -0.5 if std is None else std
+            weight = torch.randn(module.weight.shape, generator=generator, dtype=torch.float32) * deviation
+            with torch.no_grad():
+                module.float()
+                module.weight.copy_(weight)
+                if module.bias is not None:
+                    module.bias.zero_()
+
+
+def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give model and tokenizer a padding token that no conversation ends with.
+
+    treeward needs none, but plain transformers reads the score at the last token that is not padding: were padding and
+    end of text the same token, the exported model would score differently there.
+    """
+    ends = {tokenizer.eos_token_id, hf.config.get_text_config().eos_token_id}
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+        vocabulary = tokenizer.get_vocab()
+        spare = [t for t in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]") if t in vocabulary]
+        tokenizer.add_special_tokens({"pad_token": next((t for t in spare if vocabulary[t] not in ends), PAD_TOKEN)})
+    if len(tokenizer) > RewardModel(hf).num_embeddings:
+        hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for config in (hf.config, hf.config.get_text_config()):
+        config.pad_token_id = tokenizer.pad_token_id
+
+
+def _config_of(name: str, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _loading_error(name, error) from error
+    # A causal LM says nothing of labels, and would be given two.
+    config.num_labels = 1
+    return config
+
+
+def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
+    """The family's sequence classifier. About half of the causal LMs have none: theirs is made on the spot."""
+    mapping: Any = AutoModelForSequenceClassification._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]  # type: ignore[no-any-return]
+    if trust_remote_code and hasattr(config, "auto_map"):
+        return AutoModelForSequenceClassification  # type: ignore[return-value]
+    if type(config) not in AutoModel._model_mapping:
+        raise ModelError(f"transformers has no model for {type(config).__name__}", where="policy.model_name")
+    base_class: Any = AutoModel._model_mapping[type(config)]
+    name = type(config).__name__.removesuffix("Config") + "ForSequenceClassification"
+    body = {"__module__": base_class.__module__, "made_by_treeward": True}
+    made: Any = type(name, (GenericForSequenceClassification, base_class.__mro__[1]), body)
+    AutoModelForSequenceClassification.register(type(config), made)
+    logger.warning(
+        "transformers has no sequence classifier for %s: treeward made %s. Its export loads with treeward; plain "
+        "transformers needs the same class.",
+        config.model_type,
+        name,
+    )
+    return made  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _head_kept_in_float32(model_class: type[PreTrainedModel]) -> Iterator[None]:
+    """transformers casts every weight to the requested dtype but those named by this class attribute."""
+    before = getattr(model_class, "_keep_in_fp32_modules_strict", None)
+    model_class._keep_in_fp32_modules_strict = {*(before or ()), "score", "classifier"}
+    try:
+        yield
+    finally:
+        model_class._keep_in_fp32_modules_strict = before
+
+
+def _loading_error(name: str, error: Exception) -> ModelError:
+    text = str(error)
+    if "size mismatch" in text or "ignore_mismatched_sizes" in text:
+        return ModelError(
+            "the checkpoint's head does not have one label",
+            where=name,
+            got=_first_line(error),
+            need="a reward model with one label, or a causal LM",
+        )
+    if isinstance(error, OSError) and not Path(name).exists() and Path(name).is_absolute() | name.startswith("."):
+        return ModelError("there is no such folder", where=name, fix="check policy.model_name")
+    return ModelError(
+        "the model cannot be loaded",
+        where=name,
+        got=_first_line(error),
+        need="a folder or hub name with config.json and safetensors weights",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,210 @@
+"""`RewardModel`: a backbone and a float32 head that read each conversation's score at its last real token.
+
+    model = load_reward_model("path/or/hub-name").model
+    batch = model.make_batch([[prompt_and_answer_ids, prompt_and_other_answer_ids]])
+    scores_S = model(batch)     # float32, one per sequence
+
+It wraps a Hugging Face `...ForSequenceClassification` with one label, and its weights are that model's weights, so an
+export loads anywhere. What differs is how it is called: a `TreeBatch` computes each shared prefix once, and the score
+is read at the *last real token* by length. Hugging Face looks for the last token that is not the padding token instead,
+and so reads the wrong one where padding and end of text share an id (transformers issue #35352).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from treeward.errors import ModelError
+from treeward.tree import attention
+from treeward.tree.batch import Batch, RowBatch, TreeBatch
+from treeward.tree.token_tree import TokenIds
+
+__all__ = ["Layout", "RewardModel"]
+
+Layout = Literal["tree", "rows", "encoder"]
+"""How a model is run: decoders on trees; decoders that cannot share a prefix as padded rows; encoders as padded rows
+through their own pooling and head."""
+
+
+class RewardModel(nn.Module):
+    """Scores of conversations, from a Hugging Face sequence classifier with one label.
+
+    `hf`: the wrapped model. `layout`: see `Layout`. `compute_dtype`: run the backbone in this dtype by autocast while
+    the weights stay as they are (training in bfloat16); the head always computes in float32.
+    """
+
+    def __init__(
+        self, hf: PreTrainedModel, *, layout: Layout = "tree", compute_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        attention.register()
+        self.hf = hf
+        self.layout: Layout = layout
+        self.compute_dtype = compute_dtype
+        _switch_off_dropout(hf)
+        if layout == "encoder":
+            _compute_in_float32(self.head)
+
+    @property
+    def head(self) -> nn.Module:
+        """The module that turns hidden states into the score."""
+        name = head_name(self.hf)
+        return self.hf.get_submodule(name)
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many token ids the model knows."""
+        embeddings = self.hf.get_input_embeddings()
+        assert isinstance(embeddings.weight, Tensor)
+        return embeddings.weight.shape[0]
+
+    @property
+    def backbone(self) -> nn.Module:
+        base: nn.Module = self.hf.base_model
+        return base
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.hf.parameters()).device
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many tokens a conversation may have; None where the model sets no limit.
+
+        Rotary encodings that change with the longest conversation of a batch (`dynamic`, `longrope`) are used up to
+        the length where they begin to: beyond it a score would depend on what else is in the batch.
+        """
+        config = self.hf.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            limit = rope.get("original_max_position_embeddings") or limit
+        return int(limit) if limit else None
+
+    def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
+        """Pack groups of token sequences (each a whole conversation) the way this model runs them."""
+        if self.layout == "tree":
+            return TreeBatch.from_groups(groups).to(self.device)
+        pad = self.hf.config.get_text_config().pad_token_id
+        return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad).to(self.device)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Scores, float32 (S,), one per sequence in the order of the batch's groups."""
+        with self._autocast():
+            if isinstance(batch, TreeBatch):
+                hidden_SD = self._read_trees(batch)
+            elif self.layout == "encoder":
+                logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
+                return logits[:, 0].float()
+            else:
+                hidden_SD = self._read_rows(batch)
+        return self._head_scores(hidden_SD)
+
+    def _head_scores(self, hidden_SD: Tensor) -> Tensor:
+        head = self.head
+        assert isinstance(head, nn.Linear)
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(hidden_SD.float(), head.weight.float(), bias)[:, 0]
+
+    def _read_trees(self, batch: TreeBatch) -> Tensor:
+        with self.attention(attention.TREE if self._attention is None else self._attention):
+            hidden: Tensor = self.backbone(
+                input_ids=batch.tokens_T[None],
+                position_ids=batch.layout.positions_T[None],
+                # All ones rather than None: with None transformers takes restarting positions for packed sequences.
+                attention_mask=torch.ones_like(batch.tokens_T)[None],
+                use_cache=False,
+                tree_layout=batch.layout,
+            ).last_hidden_state
+        return hidden[0, batch.reads_S]
+
+    def _read_rows(self, batch: RowBatch) -> Tensor:
+        with self.attention(self._row_attention):
+            hidden: Tensor = self.backbone(
+                input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, use_cache=False
+            ).last_hidden_state
+        return hidden[torch.arange(len(batch.lengths_S), device=hidden.device), batch.lengths_S - 1]
+
+    _attention: str | None = None
+
+    @property
+    def _row_attention(self) -> str:
+        """Plain attention for rows; transformers' SDPA would ignore soft-caps and sinks, so those run eagerly."""
+        config = self.hf.config.get_text_config()
+        softcap = getattr(config, "attn_logit_softcapping", None) is not None
+        supported = getattr(self.hf, "_supports_sdpa", True)
+        return "sdpa" if supported and not softcap else "eager"
+
+    @contextlib.contextmanager
+    def attention(self, implementation: str) -> Iterator[None]:
+        """Run with one of transformers' attention implementations; the setting is sticky, so it is made every time."""
+        if self.hf.config._attn_implementation != implementation:
+            if type(self.hf)._can_set_attn_implementation():
+                self.hf.set_attn_implementation(implementation)
+            elif implementation in (attention.TREE, attention.DENSE):
+                raise ModelError(
+                    f"{type(self.hf).__name__} does not use transformers' attention interface",
+                    where="policy.attention",
+                    fix="policy.attention=rows",
+                )
+        yield
+
+    @contextlib.contextmanager
+    def reference_attention(self) -> Iterator[None]:
+        """Within it trees are computed by the dense reference instead of the fast path."""
+        self._attention = attention.DENSE
+        try:
+            yield
+        finally:
+            self._attention = None
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.compute_dtype is None or self.compute_dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+def head_name(hf: PreTrainedModel) -> str:
+    """The name of the classification head: `score` in decoders, `classifier` in most encoders.
+
+    Raises `ModelError` where there is neither.
+    """
+    for name in ("score", "classifier", "classification_head", "vqa_classifier", "sequence_summary"):
+        if isinstance(getattr(hf, name, None), nn.Module):
+            return name
+    raise ModelError(
+        f"{type(hf).__name__} has no head that treeward knows",
+        got=[name for name, _ in hf.named_children()],
+        need="a `score` or `classifier` module",
+    )
+
+
+def _switch_off_dropout(hf: PreTrainedModel) -> None:
+    """No dropout anywhere: a reward is a deterministic function (Ziegler et al. 2019, p. 3)."""
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "activation_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for config in (hf.config, hf.config.get_text_config()):
+        for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout"):
+            if isinstance(getattr(config, name, None), float):
+                setattr(config, name, 0.0)
+
+
+def _compute_in_float32(head: nn.Module) -> None:
+    original = head.forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return original(hidden.float(), *args, **kwargs)
+
+    head.forward = forward

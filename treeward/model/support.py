@@ -1,0 +1,114 @@
+"""Can this model share a prefix? Asked of the model itself, once, before it is used.
+
+Two short conversations that begin alike are computed as plain Hugging Face rows and as a tree. Where the tree gives the
+same, trees are exact for this family; where it does not (recurrent layers, attention of the model's own, position
+biases), the model runs as padded rows and the log says why. No list of families has to be kept.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from treeward.errors import ConfigError, ModelError
+from treeward.model.reward_model import Layout, RewardModel, head_name
+from treeward.tree.batch import TreeBatch
+
+__all__ = ["choose_layout", "why_not_tree"]
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest accepted difference of hidden states, relative to their largest value. Rounding stays a factor of ten below,
+and a token that sees one token too many lies far above."""
+
+
+def choose_layout(hf: PreTrainedModel, requested: str) -> Layout:
+    """How to run a model when `policy.attention` is `requested`: "tree" or "rows".
+
+    Raises `ModelError` where not even plain rows give Hugging Face's own scores.
+    """
+    if requested not in ("tree", "rows"):
+        raise ConfigError("unknown attention", where="policy.attention", got=requested, need="tree or rows")
+    if _is_encoder(hf):
+        return "encoder"
+    if not getattr(hf, "made_by_treeward", False):
+        _check_against_transformers(hf)
+    if requested == "rows":
+        return "rows"
+    reason = why_not_tree(hf)
+    if reason is not None:
+        logger.warning("%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason)
+        return "rows"
+    return "tree"
+
+
+@torch.no_grad()
+def why_not_tree(hf: PreTrainedModel) -> str | None:
+    """None where trees are exact for this model, else the reason."""
+    config = hf.config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if other:
+        return f"it has layers of type {', '.join(sorted(other))}"
+    model = RewardModel(hf)
+    sequences = _probe_sequences(hf)
+    try:
+        tree = model._read_trees(TreeBatch.from_groups([sequences]).to(model.device))
+    except (ModelError, TypeError, ValueError, KeyError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    rows = torch.cat([_plain_hidden(model, sequence) for sequence in sequences])
+    difference = _relative_error(tree, rows)
+    if difference <= _tolerance(hf):
+        return None
+    return f"a tree's hidden states differ by {difference:.1e} from plain rows"
+
+
+@torch.no_grad()
+def _check_against_transformers(hf: PreTrainedModel) -> None:
+    """The score that we read is the one that the model's own forward gives for one unpadded row."""
+    model = RewardModel(hf, layout="rows")
+    for sequence in _probe_sequences(hf):
+        ours = model(model.make_batch([[sequence]]))
+        with model.attention(model._row_attention):
+            theirs = hf(input_ids=torch.tensor([sequence], device=model.device), use_cache=False).logits[:, 0]
+        if _relative_error(ours, theirs) > max(_tolerance(hf), 1e-4):
+            raise ModelError(
+                f"{type(hf).__name__} does not read its score from the last token",
+                got=f"{theirs.item():.6f} from transformers, {ours.item():.6f} from the last token",
+                need="a linear head on the last hidden state",
+            )
+
+
+def _is_encoder(hf: PreTrainedModel) -> bool:
+    return head_name(hf) != "score"
+
+
+def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
+    """Two conversations of 12 and 10 tokens that share 6; the padding token is not in them."""
+    vocabulary = RewardModel(hf).num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    pad = hf.config.get_text_config().pad_token_id
+    drawn = torch.randint(0, vocabulary, (64,), generator=generator).tolist()
+    tokens = [token for token in drawn if token != pad][:16]
+    if len(tokens) < 16:
+        raise ModelError("the vocabulary is too small", got=vocabulary, need="two tokens besides padding")
+    return [tokens[:12], tokens[:6] + tokens[12:16]]
+
+
+def _plain_hidden(model: RewardModel, sequence: list[int]) -> Tensor:
+    with model.attention(model._row_attention):
+        out = model.backbone(input_ids=torch.tensor([sequence], device=model.device), use_cache=False)
+    hidden: Tensor = out.last_hidden_state
+    return hidden[:, -1]
+
+
+def _relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6))
+
+
+def _tolerance(hf: PreTrainedModel) -> float:
+    return _TOLERANCE.get(hf.dtype, 5e-2)

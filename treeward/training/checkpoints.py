@@ -1,0 +1,202 @@
+"""`CheckpointStore`: checkpoints that are either whole or absent, at any moment at which a run may be killed.
+
+    store = CheckpointStore(Path("results/rm"), keep_top_k=3, higher_is_better=False)
+    store.save(step=200, write=lambda folder: ..., metric=0.41)     # results/rm/step_200
+    checkpoint = store.latest()                                      # None, or the newest whole one
+
+A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed: one rename makes
+it exist. Its manifest lists every file with its size and digest, so a folder that was damaged later is noticed when it
+is used. The best `keep_top_k` by the metric stay, and the latest always; a metric that is missing or NaN ranks last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treeward.errors import CheckpointError
+
+__all__ = ["Checkpoint", "CheckpointStore", "replace_folder"]
+
+logger = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+_FINISHED = re.compile(r"step_(\d+)")
+_SAVING, _REMOVING = ".saving_", ".removing_"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A finished checkpoint. `metric`: the value it is ranked by, None if it was saved without one."""
+
+    path: Path
+    step: int
+    metric: float | None
+
+    def verify(self) -> None:
+        """Compare every file with the manifest. Raises `CheckpointError` naming the first that differs."""
+        for name, expected in _read_manifest(self.path)["files"].items():
+            file = self.path / name
+            size = file.stat().st_size if file.is_file() else None
+            if size != expected["bytes"]:
+                raise self._damaged(
+                    name, "no such file" if size is None else f"{size} bytes", f"{expected['bytes']} bytes"
+                )
+            if _digest(file) != expected["blake2b"]:
+                raise self._damaged(name, "other content", "the content that was saved")
+
+    def _damaged(self, name: str, got: str, need: str) -> CheckpointError:
+        return CheckpointError(
+            "the checkpoint is damaged",
+            where=str(self.path / name),
+            got=got,
+            need=need,
+            fix=f"remove {self.path}: the run then resumes from the checkpoint before it",
+        )
+
+
+class CheckpointStore:
+    """The checkpoints of one run in one folder."""
+
+    def __init__(self, folder: Path, *, keep_top_k: int | None = None, higher_is_better: bool = True) -> None:
+        self.folder = folder
+        self.keep_top_k = keep_top_k
+        self.higher_is_better = higher_is_better
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_REMOVING}*")]:
+                shutil.rmtree(leftover)
+        except OSError as error:
+            raise CheckpointError(
+                "the checkpoint folder cannot be used",
+                where=str(folder),
+                got=str(error),
+                need="a folder that can be written",
+                fix="set checkpointing.checkpoint_dir",
+            ) from error
+
+    def save(self, step: int, write: Callable[[Path], None], *, metric: float | None = None) -> Checkpoint:
+        """Have `write` fill a folder, and make it the checkpoint of `step`; then remove those that need not stay.
+
+        Raises `CheckpointError` when it cannot be written (a full disk): what was there before stands.
+        """
+        final = self.folder / f"step_{step}"
+        partial = self.folder / f"{_SAVING}step_{step}"
+        try:
+            partial.mkdir()
+            write(partial)
+            files = {
+                file.relative_to(partial).as_posix(): {"bytes": file.stat().st_size, "blake2b": _digest(file)}
+                for file in sorted(partial.rglob("*"))
+                if file.is_file()
+            }
+            manifest = {"step": step, "metric": _finite(metric), "files": files}
+            (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            replace_folder(partial, final)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be saved",
+                where=str(final),
+                got=str(error),
+                need="space and permission to write",
+                fix="make room and start the same command again: it resumes from the last checkpoint",
+            ) from error
+        self._prune()
+        return Checkpoint(final, step, _finite(metric))
+
+    def all(self) -> list[Checkpoint]:
+        """Every finished checkpoint, oldest first."""
+        found = []
+        for path in self.folder.iterdir():
+            if (match := _FINISHED.fullmatch(path.name)) and path.is_dir():
+                found.append(Checkpoint(path, int(match[1]), _read_manifest(path).get("metric")))
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def latest(self) -> Checkpoint | None:
+        checkpoints = self.all()
+        return checkpoints[-1] if checkpoints else None
+
+    def best(self) -> Checkpoint | None:
+        """The best by the metric; without metrics the latest."""
+        ranked = self._ranked()
+        return ranked[0] if ranked else None
+
+    def _ranked(self) -> list[Checkpoint]:
+        """Best first. Of equals the later one is better."""
+        sign = -1.0 if self.higher_is_better else 1.0
+        return sorted(self.all(), key=lambda c: (math.inf if c.metric is None else sign * c.metric, -c.step))
+
+    def _prune(self) -> None:
+        if self.keep_top_k is None:
+            return
+        latest = self.latest()
+        for checkpoint in self._ranked()[self.keep_top_k :]:
+            if latest is None or checkpoint.step == latest.step:
+                continue
+            # Renamed first: were it killed half-way, a part of a checkpoint would look like a whole one.
+            doomed = self.folder / f"{_REMOVING}{checkpoint.path.name}"
+            os.rename(checkpoint.path, doomed)
+            shutil.rmtree(doomed)
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Flush all files of `partial` to the disk and rename it to `final`, removing what was there."""
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
+    if final.exists():
+        doomed = final.parent / f"{_REMOVING}{final.name}"
+        os.rename(final, doomed)
+        shutil.rmtree(doomed)
+    os.rename(partial, final)
+    _sync(final.parent)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(manifest.get("files"), dict):
+            raise ValueError("it has no list of files")
+        return manifest
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            "the checkpoint has no readable manifest",
+            where=str(folder / _MANIFEST),
+            got=str(error),
+            need="a folder that treeward has saved",
+            fix=f"move {folder} away",
+        ) from error
+
+
+def _finite(metric: float | None) -> float | None:
+    return metric if metric is not None and math.isfinite(metric) else None
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for chunk in _chunks(file):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(file: Path, size: int = 1 << 22) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while chunk := stream.read(size):
+            yield chunk
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,136 @@
+"""Results tables: what a run prints at its end, what `treeward score` sums up, and what the model card shows.
+
+    rows = [
+        {"set": "plain", "pairs": 1200, "accuracy": 0.9125},
+        {"set": "length-controlled", "pairs": 800, "accuracy": 0.84},
+    ]
+    print(results_table(rows, ["set", "pairs", Column("accuracy", format=".1%")]))
+
+    set                pairs  accuracy
+    ─────────────────  ─────  ────────
+    plain              1,200     91.2%
+    length-controlled    800     84.0%
+
+A row is a mapping; a key that it lacks, or a value of None, shows as a dash. The text has no trailing newline and no
+control characters, whatever the cells hold. `markdown_table` gives the same cells as a GitHub table.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Column", "markdown_table", "results_table"]
+
+_ABSENT = "–"
+_GAP = "  "
+_SMALLEST_FIXED, _LARGEST_FIXED = 1e-3, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: the rows' `key`, its heading (`title`, else the key), and a format specification for numbers.
+
+    Without `format` whole numbers get thousands separators and the others a number of decimals that the column shares.
+    """
+
+    key: str
+    title: str | None = None
+    format: str | None = None
+
+
+def results_table(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column], *, ascii_only: bool = False
+) -> str:
+    """An aligned plain-text table; columns of numbers align right, all others left.
+
+    `ascii_only` draws the rule with hyphens and a missing value as a hyphen, for streams that cannot encode more.
+    """
+    rule, absent = ("-", "-") if ascii_only else ("─", _ABSENT)
+    titles, cells, right = _layout(rows, columns, absent)
+    widths = [max(map(_width, column)) for column in zip(titles, *cells, strict=True)]
+    lines = [titles, [rule * width for width in widths], *cells]
+    padded = [map(_pad, line, widths, right) for line in lines]
+    return "\n".join(_GAP.join(line).rstrip() for line in padded)
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column]) -> str:
+    """The same table in GitHub's Markdown, with bars inside cells escaped."""
+    titles, cells, right = _layout(rows, columns, _ABSENT)
+    rule = ["---:" if at_right else ":---" for at_right in right]
+    escaped = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line] for line in (titles, *cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (escaped[0], rule, *escaped[1:]))
+
+
+def _layout(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column], absent: str
+) -> tuple[list[str], list[list[str]], list[bool]]:
+    """Headings, cells row by row, and for each column whether it aligns right."""
+    if not columns:
+        raise ValueError("a table needs at least one column")
+    resolved = [Column(column) if isinstance(column, str) else column for column in columns]
+    titles = [_plain(column.key if column.title is None else column.title) for column in resolved]
+    by_column: list[list[str]] = []
+    right: list[bool] = []
+    for column in resolved:
+        values = [row.get(column.key) for row in rows]
+        present = [value for value in values if value is not None]
+        right.append(bool(present) and all(map(_is_number, present)))
+        by_column.append(_cells(values, column.format, absent))
+    return titles, [list(line) for line in zip(*by_column, strict=True)], right
+
+
+def _cells(values: Sequence[Any], specification: str | None, absent: str) -> list[str]:
+    shared = _shared_format([float(value) for value in values if _is_number(value) and not _is_whole(value)])
+    cells = []
+    for value in values:
+        if value is None:
+            cells.append(absent)
+        elif isinstance(value, bool):
+            cells.append("yes" if value else "no")
+        elif not _is_number(value):
+            cells.append(_plain(str(value)))
+        elif specification is not None:
+            cells.append(format(value, specification))
+        else:
+            cells.append(format(int(value), ",") if _is_whole(value) else format(float(value), shared))
+    return cells
+
+
+def _shared_format(values: Sequence[float]) -> str:
+    """One format for all the fractions of a column, so that their points stand below each other."""
+    sizes = [abs(value) for value in values if math.isfinite(value) and value != 0.0]
+    if not sizes:
+        return ".4f"
+    if min(sizes) < _SMALLEST_FIXED or max(sizes) >= _LARGEST_FIXED:
+        return ".2e"
+    return ".4f" if max(sizes) < 100 else ",.2f"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral)
+
+
+def _plain(text: str) -> str:
+    """One line without control characters: a name out of a data file must not move the cursor or break the table."""
+    return "".join(" " if char.isspace() else char for char in text if char.isspace() or char.isprintable())
+
+
+def _width(text: str) -> int:
+    """Terminal columns: two for East Asian wide characters, none for combining marks."""
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+    )
+
+
+def _pad(text: str, width: int, at_right: bool) -> str:
+    fill = " " * (width - _width(text))
+    return fill + text if at_right else text + fill

@@ -1,0 +1,290 @@
+"""`set_up`: from a configuration to everything a run needs, checked, in one frozen `Run`.
+
+The order matters to the user: what is cheap to get wrong (names, files, rows) fails before what is slow (weights).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from treeward.config.data import DatasetConfig
+from treeward.config.run import RewardModelRunConfig
+from treeward.data.datasets import PreferenceStream, open_dataset
+from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
+from treeward.data.rendering import Renderer
+from treeward.data.tokenizers import texts_of, train_tokenizer
+from treeward.errors import ConfigError
+from treeward.losses import Pairs, bradley_terry, ranked_pairs
+from treeward.model.checks import check_before_training
+from treeward.model.loading import (
+    DTYPES,
+    LoadedModel,
+    build_reward_model,
+    load_reward_model,
+    load_tokenizer,
+    quiet_transformers,
+)
+from treeward.model.reward_model import RewardModel
+from treeward.training.checkpoints import Checkpoint, CheckpointStore
+from treeward.training.optimisation import build_optimizer, build_scheduler
+from treeward.training.order import TrainingOrder
+from treeward.training.state import TrainingState, check_identity, load_state
+
+__all__ = ["Run", "set_up"]
+
+logger = logging.getLogger(__name__)
+
+_CHECKED_COMPARISONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run that is ready to take its next step. `state.step` steps are done already."""
+
+    config: RewardModelRunConfig
+    model: RewardModel
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    order: TrainingOrder
+    training_sets: dict[str, EncodedDataset]
+    validation_sets: dict[str, EncodedDataset]
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    total_steps: int
+    store: CheckpointStore | None
+    state: TrainingState
+
+    @property
+    def parameter_names(self) -> dict[Tensor, str]:
+        return {parameter: name for name, parameter in self.model.named_parameters()}
+
+    def pairs_of(self, comparisons: Sequence[Comparison]) -> Pairs:
+        """The pairs that the loss compares."""
+        margins = [c.margin for c in comparisons] if self.config.rm.loss.margin else None
+        tied_pairs_count = self.config.data.ties == "half"
+        return ranked_pairs(
+            [c.ranks for c in comparisons], margins=margins, ties="half" if tied_pairs_count else "drop"
+        )
+
+    def loss_of(self, scores_S: Tensor, pairs: Pairs) -> Tensor:
+        """The loss, summed over comparison groups."""
+        loss = self.config.rm.loss
+        return bradley_terry(
+            scores_S,
+            pairs,
+            label_smoothing=loss.label_smoothing,
+            center_rewards_coefficient=loss.center_rewards_coefficient,
+        )
+
+
+def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
+    """Build everything a run needs, and resume from its latest checkpoint where there is one.
+
+    Raises a `TreewardError` for anything that the user can mend.
+    """
+    quiet_transformers()
+    torch.set_float32_matmul_precision(config.policy.matmul_precision)
+    torch.manual_seed(config.rm.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    store, checkpoint = _open_store(config)
+    streams = [open_dataset(dataset) for dataset in config.data.train]
+    tokenizer = _find_tokenizer(config, streams, checkpoint)
+    renderer = Renderer(
+        tokenizer,
+        chat_template=config.policy.tokenizer.chat_template,
+        chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs,
+        max_length=config.max_sequence_length,
+        truncation=config.data.truncation,
+    )
+    training_sets = {
+        name: _encode(config, stream, renderer, show_progress)
+        for name, stream in zip(_training_names(config.data.train), streams, strict=True)
+    }
+    validation_sets = {
+        _validation_name(dataset): _encode(config, open_dataset(dataset), renderer, show_progress)
+        for dataset in config.data.validation
+    }
+    order = TrainingOrder(
+        list(training_sets.values()),
+        weights=[dataset.weight for dataset in config.data.train],
+        seed=config.rm.seed,
+        batch_size=config.policy.train_global_batch_size,
+        shuffle=config.data.shuffle,
+    )
+    identity = _identity(config, renderer, list(training_sets.values()))
+    if checkpoint is not None:
+        check_identity(checkpoint.path, identity)
+        checkpoint.verify()
+    model = _load_model(config, tokenizer, checkpoint, device).model
+    sample = [ids for comparison in order.datasets[0][:_CHECKED_COMPARISONS] for ids in comparison.token_ids]
+    _check_length(config, model)
+    check_before_training(model, sample, tokenizer)
+    total_steps = order.steps_per_epoch * config.rm.max_num_epochs
+    if config.rm.max_num_steps is not None:
+        total_steps = min(total_steps, config.rm.max_num_steps)
+    optimizer = build_optimizer(model, config.policy.optimizer)
+    scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps)
+    state = TrainingState(step=0, identity=identity)
+    if checkpoint is not None:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        state = load_state(checkpoint.path, optimizer, scheduler, names)
+        logger.info("Resuming after step %d of %d from %s.", state.step, total_steps, checkpoint.path)
+    return Run(
+        config,
+        model,
+        tokenizer,
+        renderer,
+        order,
+        training_sets,
+        validation_sets,
+        optimizer,
+        scheduler,
+        max(total_steps, state.step),
+        store,
+        state,
+    )
+
+
+def _open_store(config: RewardModelRunConfig) -> tuple[CheckpointStore | None, Checkpoint | None]:
+    checkpointing = config.checkpointing
+    if not checkpointing.enabled:
+        logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
+        return None, None
+    store = CheckpointStore(
+        Path(checkpointing.checkpoint_dir),
+        keep_top_k=checkpointing.keep_top_k,
+        higher_is_better=checkpointing.metric_is_better_when_higher,
+    )
+    latest = store.latest()
+    if latest is not None and not checkpointing.resume:
+        raise ConfigError(
+            "there are checkpoints of an earlier run, and checkpointing.resume is false",
+            where=str(store.folder),
+            got=latest.path.name,
+            fix="set another checkpointing.checkpoint_dir, or move the folder away",
+        )
+    return store, latest
+
+
+def _find_tokenizer(
+    config: RewardModelRunConfig, streams: Sequence[PreferenceStream], checkpoint: Checkpoint | None
+) -> PreTrainedTokenizerBase:
+    policy = config.policy
+    if policy.trained_vocab_size is None:
+        name = policy.tokenizer.name or policy.model_name
+        assert name is not None  # the schema sees to it
+        return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
+    if checkpoint is not None:
+        return load_tokenizer(str(checkpoint.path / "model"))
+    return train_tokenizer(texts_of(streams), vocab_size=policy.trained_vocab_size)
+
+
+def _encode(
+    config: RewardModelRunConfig, stream: PreferenceStream, renderer: Renderer, show_progress: bool
+) -> EncodedDataset:
+    return encode_dataset(
+        stream,
+        renderer,
+        ties=config.data.ties,
+        cache_dir=Path(config.data.cache_dir or ".treeward_cache"),
+        num_workers=config.data.num_workers,
+        progress=show_progress,
+    )
+
+
+def _load_model(
+    config: RewardModelRunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint | None,
+    device: torch.device,
+) -> LoadedModel:
+    policy = config.policy
+    load = partial(
+        load_reward_model,
+        tokenizer=tokenizer,
+        attention=policy.attention,
+        device=device,
+        trust_remote_code=policy.trust_remote_code,
+    )
+    if checkpoint is not None:
+        loaded = load(checkpoint.path / "model")
+    elif policy.architecture is not None:
+        loaded = build_reward_model(
+            {key: value for key, value in policy.architecture.items() if key != "vocab_size"},
+            tokenizer,
+            seed=config.rm.seed,
+            attention=policy.attention,
+            device=device,
+            head_std=config.rm.head_init_std,
+        )
+    else:
+        assert policy.model_name is not None  # the schema sees to it
+        loaded = load(policy.model_name, head_seed=config.rm.seed, head_std=config.rm.head_init_std)
+    model = loaded.model
+    # Weights are float32 whatever the precision: bfloat16 cannot hold the small steps of a low learning rate.
+    model.compute_dtype = DTYPES[policy.precision]
+    if policy.activation_checkpointing:
+        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    count = sum(parameter.numel() for parameter in model.parameters())
+    logger.info("%s, %s parameters, as %s, on %s.", type(model.hf).__name__, f"{count:,}", model.layout, device)
+    return loaded
+
+
+def _check_length(config: RewardModelRunConfig, model: RewardModel) -> None:
+    limit = model.max_positions
+    if limit is not None and config.max_sequence_length > limit:
+        raise ConfigError(
+            "conversations may be longer than the model's positions",
+            where="policy.max_total_sequence_length",
+            got=config.max_sequence_length,
+            need=f"at most {limit}",
+            fix=f"policy.max_total_sequence_length={limit}",
+        )
+
+
+def _identity(
+    config: RewardModelRunConfig, renderer: Renderer, training_sets: Sequence[EncodedDataset]
+) -> dict[str, str]:
+    """What a resumed run must have in common with the one it continues, each as a short text."""
+    policy = config.policy
+    model = policy.model_name or json.dumps(policy.architecture, sort_keys=True)
+    data = [(dataset.fingerprint, sets.weight) for dataset, sets in zip(training_sets, config.data.train, strict=True)]
+    return {
+        "the model": model,
+        "the tokenizer or template": _short(renderer.fingerprint),
+        "the training data": _short(json.dumps(data)),
+        "rm.seed": str(config.rm.seed),
+        "policy.train_global_batch_size": str(policy.train_global_batch_size),
+        "data.shuffle": str(config.data.shuffle),
+        "policy.optimizer.name": policy.optimizer.name,
+    }
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _training_names(datasets: Sequence[DatasetConfig]) -> list[str]:
+    """A short name for each training set, as metrics and the model card show it: no paths of this machine."""
+    names: list[str] = []
+    for dataset in datasets:
+        plain = dataset.dataset_name.rpartition(".")[2]
+        name = dataset.name or (Path(dataset.data_path).name if dataset.data_path else plain)
+        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+    return names
+
+
+def _validation_name(dataset: DatasetConfig) -> str:
+    assert dataset.name is not None  # the schema names the only one "default"
+    return dataset.name

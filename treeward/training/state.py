@@ -1,0 +1,136 @@
+"""What a checkpoint holds beside the model, and how it is put back: optimiser, schedule, RNG, step, identity.
+
+    save_state(folder, TrainingState(step, ...), optimizer, scheduler, named_parameters)
+    state = load_state(folder, optimizer, scheduler, named_parameters)
+
+Tensors are safetensors and the rest is JSON: nothing that is loaded can be code, and Python's floats survive JSON
+exactly. `identity` names what must not change between a run and its resumption: the data, the model, the order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from treeward.errors import CheckpointError
+
+__all__ = ["TrainingState", "check_identity", "load_state", "read_state", "save_state"]
+
+_STATE, _TENSORS = "training_state.json", "optimizer.safetensors"
+_RNG = "rng/"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Where a run stands after `step` optimiser steps.
+
+    `identity`: what the run is made of. `validation`: the latest metrics of each set, and the step they are from.
+    """
+
+    step: int
+    identity: dict[str, str]
+    validation_step: int | None = None
+    validation: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def save_state(
+    folder: Path,
+    state: TrainingState,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: LRScheduler,
+    names: Mapping[Tensor, str],
+) -> None:
+    """Write a state into a folder. `names`: of the parameters. Without an optimiser the run cannot be resumed."""
+    tensors = {f"{_RNG}cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors[f"{_RNG}cuda"] = torch.cuda.get_rng_state()
+    document: dict[str, Any] = {**asdict(state), "scheduler": scheduler.state_dict(), "optimizer": None}
+    if optimizer is not None:
+        scalars: dict[str, dict[str, Any]] = {}
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    # Cloned, for safetensors refuses tensors that share memory, as some optimisers' views do.
+                    tensors[f"{names[parameter]}/{key}"] = value.detach().cpu().contiguous().clone()
+                else:
+                    scalars.setdefault(names[parameter], {})[key] = value
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        document["optimizer"] = {"groups": groups, "scalars": scalars}
+    save_file(tensors, folder / _TENSORS)
+    text = json.dumps(document, indent=2, default=_refuse)
+    (folder / _STATE).write_text(text + "\n", encoding="utf-8")
+
+
+def load_state(
+    folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, names: Mapping[Tensor, str]
+) -> TrainingState:
+    """Put a saved state back. Raises `CheckpointError` if the optimiser was not saved."""
+    document = _read(folder)
+    saved = document.pop("optimizer")
+    if saved is None:
+        raise CheckpointError(
+            "this checkpoint was saved without its optimiser and cannot be resumed from",
+            where=str(folder),
+            fix="start anew with checkpointing.resume=false, and keep checkpointing.save_optimizer=true",
+        )
+    tensors = load_file(folder / _TENSORS)
+    scheduler.load_state_dict(document.pop("scheduler"))
+    for group, loaded in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in loaded.items():
+            # JSON has no tuples (Adam's betas)
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        name = names[parameter]
+        values: dict[str, Any] = dict(saved["scalars"].get(name, {}))
+        for key, tensor in tensors.items():
+            if key.rpartition("/")[0] == name:
+                values[key.rpartition("/")[2]] = tensor if tensor.ndim == 0 else tensor.to(parameter.device)
+        if values:
+            optimizer.state[parameter] = values
+    torch.set_rng_state(tensors[f"{_RNG}cpu"])
+    if torch.cuda.is_available() and f"{_RNG}cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"{_RNG}cuda"])
+    return TrainingState(**document)
+
+
+def read_state(folder: Path) -> TrainingState:
+    """The saved state alone, without putting anything back."""
+    document = _read(folder)
+    del document["optimizer"], document["scheduler"]
+    return TrainingState(**document)
+
+
+def check_identity(folder: Path, identity: Mapping[str, str]) -> None:
+    """Raise `CheckpointError` if a run of `identity` would not continue the run that saved this checkpoint."""
+    saved = _read(folder)["identity"]
+    changed = [key for key in {**saved, **identity} if saved.get(key) != identity.get(key)]
+    if changed:
+        raise CheckpointError(
+            f"this checkpoint is of another run: {', '.join(changed)} changed",
+            where=str(folder),
+            got="; ".join(f"{key} {identity.get(key)}" for key in changed),
+            need="; ".join(f"{key} {saved.get(key)}" for key in changed),
+            fix="give the new run a folder of its own (checkpointing.checkpoint_dir), or undo the change",
+        )
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            "the training state cannot be read", where=str(folder / _STATE), got=str(error), fix=f"remove {folder}"
+        ) from error
+    return document
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"{type(value).__name__} in an optimiser's or schedule's state cannot be saved as JSON")

@@ -1,0 +1,60 @@
+"""`StopRequest`: SIGTERM, Ctrl-C and the deadline ask a run to finish its step, save and leave.
+
+    with StopRequest(deadline_seconds=None) as stop:
+        while not stop.reason: ...        # "SIGTERM", "SIGINT" or "checkpoint_must_save_by"
+
+A second signal is not caught: it ends the process at once, as does kill -9, and the last checkpoint stands.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = ["StopRequest"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Whether the run shall stop, and why. `deadline_seconds` counts from the construction."""
+
+    def __init__(self, *, deadline_seconds: float | None = None) -> None:
+        self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    @property
+    def reason(self) -> str | None:
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return "checkpoint_must_save_by"
+        return None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as a shell reports it; 0 where the deadline was reached."""
+        return 0 if self._signal is None else 128 + self._signal
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,448 @@
+"""Trackers: where a run's metrics go. `metrics.jsonl` always; TensorBoard, Weights & Biases and MLflow when enabled.
+
+    trackers = open_trackers(config.logger, log_dir, resume_step=None)       # on one process only
+    trackers.log_config(resolved_config)
+    trackers.log({"train/rm/loss": 0.64, "train/rm/accuracy": 0.61}, step=1)
+    trackers.close("finished")
+
+    read_metrics(log_dir / "metrics.jsonl")    # [{"step": 1, "time": 1767225600.0, "train/rm/loss": 0.64, ...}]
+
+A step's metrics must be logged before the checkpoint of that step is saved. A run that resumes from the checkpoint of
+step S then finds every line up to S and takes out the later ones, which the killed run has left: the file becomes that
+of a run that was never killed, times apart. With `resume_step=None` a run starts anew, and the file of an earlier run
+in the same folder is kept as `metrics.1.jsonl`.
+
+A tracker that cannot start stops the run with a `ConfigError`. One that fails later does not: training goes on, the
+first failure is logged with its error, and all of them are counted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from treeward.config.logger import LoggerConfig, MlflowConfig, WandbConfig
+from treeward.errors import ConfigError, DataError, TreewardError
+
+__all__ = [
+    "JsonlTracker",
+    "MLflowTracker",
+    "RunStatus",
+    "TensorBoardTracker",
+    "Tracker",
+    "TrackerGroup",
+    "WandbTracker",
+    "open_trackers",
+    "read_metrics",
+]
+
+RunStatus = Literal["finished", "failed", "interrupted"]
+"""How a run ended; `interrupted` is a run that was told to stop, has saved, and can be resumed."""
+
+_logger = logging.getLogger(__name__)
+_MLFLOW_REFUSES = re.compile(r"[^\w.\-: /]")
+_MLFLOW_LONGEST_VALUE = 6000
+_SHARE_OF_TIME_WHILE_FAILING = 0.1
+_START_FIXES = {
+    "tensorboard": "set logger.tensorboard.log_dir to a folder that can be written",
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline in the environment",
+    "mlflow": "set logger.mlflow.tracking_uri to a server that answers, or leave it out to write files",
+}
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Tracker(Protocol):
+    """Receives the metrics of one run, in the order of their steps; several calls may share a step."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def log_config(self, config: Mapping[str, Any]) -> None: ...
+
+    def close(self, status: RunStatus) -> None: ...
+
+
+class JsonlTracker:
+    """One JSON object a line, handed to the operating system before `log` returns.
+
+    Strict JSON: values that are not finite are the strings "NaN", "Infinity" and "-Infinity"; `read_metrics` turns them
+    back. Raises `DataError` if a line found on resume is not an object with a whole number `step`.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            _set_aside(path)
+        elif path.exists():
+            _cut_after(path, resume_step)
+        # Unbuffered: a buffer that a full disk refused once would be written in the middle of a later line.
+        self._file = path.open("ab", buffering=0)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        assert not {"step", "time"} & metrics.keys(), "these names are the line's own"
+        values = {name: _to_json(float(value)) for name, value in metrics.items()}
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **values}, allow_nan=False).encode() + b"\n"
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(f"only {written} of {len(line)} bytes were written; the disk may be full")
+        except OSError:
+            self._file.truncate(start)
+            raise
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Nothing: every line is metrics, and the resolved configuration is a file of its own."""
+
+    def close(self, status: RunStatus) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, also of a run that is still writing: an unfinished last line is left out.
+
+    Each has `step` (int), `time` (seconds since the epoch) and the metrics (float). Raises `DataError` naming the line
+    if one is not such an object.
+    """
+    return [
+        {name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
+        for record, _ in _read_lines(path)
+    ]
+
+
+class TensorBoardTracker:
+    """Scalars as TensorBoard event files in `log_dir`; TensorBoard hides what was logged after the resumed step."""
+
+    def __init__(self, log_dir: Path, *, resume_step: int | None = None) -> None:
+        _import_optional("tensorboard")
+        # A new run in a used folder hides the whole of the old one: two curves in one cannot be told apart.
+        first_step = 0 if resume_step is None else resume_step + 1
+        writers = importlib.import_module("torch.utils.tensorboard")
+        self._writer = writers.SummaryWriter(log_dir=str(log_dir), purge_step=first_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()  # a killed run must not lose what the checkpoint of this step stands on
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        text = json.dumps(config, indent=2, default=str)
+        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+
+    def close(self, status: RunStatus) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run; WANDB_MODE=offline writes it to `log_dir`/wandb for a later `wandb sync`.
+
+    The run's id is kept in `log_dir`/wandb_run_id, and a resumed run continues it. Weights & Biases takes no step
+    twice: the steps that a killed run had logged after its last checkpoint keep their first values, which a resumed
+    run only repeats. Offline each session has a folder of its own, all with the same id.
+    """
+
+    def __init__(self, config: WandbConfig, log_dir: Path, *, resume_step: int | None = None) -> None:
+        wandb = _import_optional("wandb")
+        log_dir.mkdir(parents=True, exist_ok=True)
+        id_file = log_dir / "wandb_run_id"
+        run_id = _read_id(id_file) if resume_step is not None else None
+        options: dict[str, Any] = {"dir": str(log_dir), "id": run_id, "resume": None if run_id is None else "allow"}
+        self._run = wandb.init(**(options | config.model_dump(exclude_none=True)))
+        _write_id(id_file, self._run.id)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(config), allow_val_change=True)
+
+    def close(self, status: RunStatus) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class MLflowTracker:
+    """An MLflow run, on the server `tracking_uri` (or MLFLOW_TRACKING_URI), else in files under `log_dir`/mlflow.
+
+    The run's id is kept in `log_dir`/mlflow_run_id, and a resumed run continues it. Points of a metric at steps that
+    the killed run has recorded already are not recorded twice. Configuration values are parameters, which MLflow never
+    changes: on resume the first value stays, and a log message names those that now differ.
+    """
+
+    _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+    _LARGEST_PARAM_BATCH = 100
+
+    def __init__(self, config: MlflowConfig, log_dir: Path, *, resume_step: int | None = None) -> None:
+        mlflow = _import_optional("mlflow")
+        self._entities = importlib.import_module("mlflow.entities")
+        log_dir.mkdir(parents=True, exist_ok=True)
+        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = (log_dir / "mlflow").absolute().as_uri() if uri is None else uri
+        if uri.startswith("file:") or "://" not in uri:
+            # Since 3.x MLflow refuses the file store unless told so; sqlite needs packages that mlflow-skinny lacks.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        id_file = log_dir / "mlflow_run_id"
+        run_id = _read_id(id_file) if resume_step is not None else None
+        self._last_steps: dict[str, int] = {}
+        if run_id is None:
+            run_id = self._create_run(config)
+            _write_id(id_file, run_id)
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+            for name in self._client.get_run(run_id).data.metrics:
+                self._last_steps[name] = max(point.step for point in self._client.get_metric_history(run_id, name))
+        self._run_id = run_id
+
+    def _create_run(self, config: MlflowConfig) -> str:
+        name = config.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            experiment_id = self._client.create_experiment(name, artifact_location=config.artifact_location)
+        else:
+            experiment_id = experiment.experiment_id
+        return str(self._client.create_run(experiment_id, run_name=config.run_name).info.run_id)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        milliseconds = int(time.time() * 1000)
+        points = [
+            self._entities.Metric(_mlflow_name(name), float(value), milliseconds, step)
+            for name, value in metrics.items()
+            if step > self._last_steps.get(_mlflow_name(name), -1)
+        ]
+        self._client.log_batch(self._run_id, metrics=points)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        present: dict[str, str] = self._client.get_run(self._run_id).data.params
+        wanted = {_mlflow_name(name): _mlflow_value(value) for name, value in _flatten(config)}
+        changed = sorted(name for name, value in wanted.items() if present.get(name, value) != value)
+        if changed:
+            _logger.warning("MLflow keeps the first values of %s; they differ in this session", ", ".join(changed))
+        new = [self._entities.Param(name, value) for name, value in wanted.items() if name not in present]
+        for start in range(0, len(new), self._LARGEST_PARAM_BATCH):
+            self._client.log_batch(self._run_id, params=new[start : start + self._LARGEST_PARAM_BATCH])
+
+    def close(self, status: RunStatus) -> None:
+        self._client.set_terminated(self._run_id, self._STATUS[status])
+
+
+class TrackerGroup:
+    """Hands everything to each of `trackers` (by name); a failing one is warned about once, counted, and not fatal.
+
+    A server that does not answer can hold a call for minutes. After a failed call the tracker is therefore left alone
+    for ten times as long as the call took, so that it costs training a tenth of its time at most. `num_lost` counts the
+    calls that failed or were skipped so, by tracker.
+
+    Leaving its `with` block without `close` closes it: as finished, as interrupted after Ctrl-C or an exit, else as
+    failed. `clock` returns seconds.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._trackers = dict(trackers)
+        self._clock = clock
+        self._silent_until: dict[str, float] = {}
+        self._closed = False
+        self.num_lost: dict[str, int] = dict.fromkeys(trackers, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        self.close("finished" if error is None else "interrupted" if interrupted else "failed")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, tracker in self._trackers.items():
+            self._call(name, tracker.log, metrics, step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        for name, tracker in self._trackers.items():
+            self._call(name, tracker.log_config, config)
+
+    def close(self, status: RunStatus) -> None:
+        """Close every tracker and report those that have lost something. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._silent_until.clear()
+        for name, tracker in self._trackers.items():
+            self._call(name, tracker.close, status)
+            if self.num_lost[name]:
+                _logger.warning("%s lost %d calls: what it shows of this run is incomplete", name, self.num_lost[name])
+
+    def _call(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
+        start = self._clock()
+        if start < self._silent_until.get(name, start):
+            self.num_lost[name] += 1
+            return
+        try:
+            call(*arguments)
+        except Exception as error:  # whatever a client library raises; a plot is not worth the run
+            end = self._clock()
+            self._silent_until[name] = end + (end - start) / _SHARE_OF_TIME_WHILE_FAILING
+            self.num_lost[name] += 1
+            if self.num_lost[name] == 1:
+                _logger.warning("%s failed, training goes on without it: %s: %s", name, type(error).__name__, error)
+            _logger.debug("%s failed", name, exc_info=True)
+
+
+def open_trackers(config: LoggerConfig, log_dir: Path, resume_step: int | None) -> TrackerGroup:
+    """The trackers that `config` enables, all writing below `log_dir`; call it on one process only.
+
+    `resume_step` is the step of the checkpoint that the run continues from, None for a new run. Raises `ConfigError`
+    naming the key that enabled it for a tracker whose package is missing or that cannot start.
+    """
+    openers: dict[str, Callable[[], Tracker]] = {}
+    if config.tensorboard_enabled:
+        folder = log_dir / (config.tensorboard.log_dir or "tensorboard")
+        openers["tensorboard"] = lambda: TensorBoardTracker(folder, resume_step=resume_step)
+    if config.wandb_enabled:
+        openers["wandb"] = lambda: WandbTracker(config.wandb, log_dir, resume_step=resume_step)
+    if config.mlflow_enabled:
+        openers["mlflow"] = lambda: MLflowTracker(config.mlflow, log_dir, resume_step=resume_step)
+    for name in openers:  # all of them before any has started something that the next error would leave behind
+        _import_optional(name)
+    started: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(log_dir / "metrics.jsonl", resume_step=resume_step)}
+    try:
+        for name, opener in openers.items():
+            started[name] = _start(name, opener)
+    except TreewardError:
+        TrackerGroup(started).close("failed")
+        raise
+    return TrackerGroup(started)
+
+
+def _import_optional(package: str) -> ModuleType:
+    """Import a tracker's package; its name is also that of the key and of treeward's extra."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the package {package} is not installed",
+            where=f"logger.{package}_enabled",
+            got=str(error),
+            fix=f"pip install treeward[{package}], or set logger.{package}_enabled=false",
+        ) from error
+
+
+def _start(name: str, opener: Callable[[], Tracker]) -> Tracker:
+    try:
+        return opener()
+    except TreewardError:
+        raise
+    except Exception as error:  # whatever a client library raises: no network, no key, no permission
+        raise ConfigError(
+            f"{name} could not start",
+            where=f"logger.{name}_enabled",
+            got=f"{type(error).__name__}: {error}",
+            fix=f"{_START_FIXES[name]}, or set logger.{name}_enabled=false",
+        ) from error
+
+
+def _read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The records of a metrics file, each with its line; a last line that a killed run has left half is passed over."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if not line.endswith(b"\n"):
+                    return
+                record = None
+            step = record.get("step") if isinstance(record, dict) else None
+            if not isinstance(step, int):
+                raise DataError(
+                    "a line is not a record of metrics",
+                    where=f"{path}:{number}",
+                    got=line.decode(errors="replace").rstrip("\n"),
+                    need='{"step": 12, "time": ..., "train/rm/loss": ...}',
+                    fix="remove the line",
+                )
+            yield record, line
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Take out the lines of later steps, in one rename: a kill leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    num_kept = num_cut = 0
+    with temporary.open("wb") as file:
+        for record, line in _read_lines(path):
+            if record["step"] <= step:
+                file.write(line.rstrip(b"\n") + b"\n")
+                num_kept += 1
+            else:
+                num_cut += 1
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+    if num_cut:
+        _logger.info("%s: cut %d lines after step %d, kept %d", path.name, num_cut, step, num_kept)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename the file of an earlier run to the first free of `metrics.1.jsonl`, `metrics.2.jsonl`, ..."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    kept = next(name for name in names if not name.exists())
+    path.rename(kept)
+    _logger.info("%s of an earlier run is kept as %s", path, kept.name)
+
+
+def _to_json(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"rm": {"seed": 1}}` as `("rm.seed", 1)`."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _mlflow_name(name: str) -> str:
+    """A name that MLflow takes: one refused character would lose every metric of the call."""
+    return _MLFLOW_REFUSES.sub("_", name)
+
+
+def _mlflow_value(value: Any) -> str:
+    text = str(value)
+    if len(text) <= _MLFLOW_LONGEST_VALUE:
+        return text
+    ending = f"... ({len(text)} characters)"
+    return text[: _MLFLOW_LONGEST_VALUE - len(ending)] + ending
+
+
+def _read_id(path: Path) -> str | None:
+    """The run's id; None if there is none, or if a kill came before it was written."""
+    return (path.read_text().strip() or None) if path.exists() else None
+
+
+def _write_id(path: Path, run_id: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(run_id + "\n")
+    temporary.replace(path)

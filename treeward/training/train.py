@@ -1,0 +1,269 @@
+"""`train`: the loop. Steps, validations, checkpoints, metrics, and a clean way to stop and go on.
+
+    outcome = train(load_config("examples/configs/quickstart.yaml", []))
+    outcome.model_folder      # a Hugging Face folder, None if the run was interrupted
+    outcome.validation        # {"plain": {"accuracy": 0.95, ...}, ...}
+
+A run that is stopped at any moment, kill -9 included, and started again with the same command goes on exactly as if it
+had not been: the order of the data follows from the step, and everything else is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from treeward.config.load import save_config
+from treeward.config.run import RewardModelRunConfig
+from treeward.errors import ModelError
+from treeward.metrics import RewardMetrics
+from treeward.model.export import export_model, push_folder
+from treeward.model.loading import DTYPES, load_reward_model
+from treeward.training.card import model_card
+from treeward.training.checkpoints import Checkpoint, CheckpointStore, replace_folder
+from treeward.training.progress import TrainingProgress
+from treeward.training.setup import Run, set_up
+from treeward.training.state import TrainingState, read_state, save_state
+from treeward.training.stopping import StopRequest
+from treeward.training.tracking import TrackerGroup, open_trackers
+from treeward.training.validation import validate
+from treeward.tree.batch import plan_micro_batches
+
+__all__ = ["TrainingOutcome", "train"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOutcome:
+    """How a run ended.
+
+    `interrupted_by`: why it stopped early, None if it finished; `exit_code` as a process should report it. `validation`:
+    the metrics of each set in the model that was exported, `validation_sizes` their comparisons. `model_folder`: the exported model, of step `model_step`.
+    """
+
+    step: int
+    total_steps: int
+    validation: dict[str, dict[str, float]]
+    validation_sizes: dict[str, int]
+    model_folder: Path | None = None
+    model_step: int | None = None
+    interrupted_by: str | None = None
+    exit_code: int = 0
+
+
+def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
+    """Train a reward model as configured, resuming where an earlier run of the same configuration stopped.
+
+    Raises a `TreewardError` for what the user can mend; the last checkpoint stands.
+    """
+    with StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by) as stop:
+        run = set_up(config, show_progress=show_progress)
+        log_dir = Path(config.logger.log_dir)
+        resumed_at = run.state.step or None
+        with open_trackers(config.logger, log_dir, resume_step=resumed_at) as trackers:
+            trackers.log_config(config.model_dump(mode="json", by_alias=True))
+            save_config(config, log_dir / "config.yaml")
+            if resumed_at is None:
+                for role, sets in (("train", run.training_sets), ("validation", run.validation_sets)):
+                    for name, dataset in sets.items():
+                        counts = dataset.counts.as_metrics()
+                        trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
+            loop = _Loop(run, trackers, stop, show_progress)
+            outcome = loop.run_to_end()
+            trackers.close("interrupted" if outcome.interrupted_by else "finished")
+    return outcome
+
+
+class _Loop:
+    """One session of a run: from `run.state.step` to the last step, or to a request to stop."""
+
+    def __init__(self, run: Run, trackers: TrackerGroup, stop: StopRequest, show_progress: bool) -> None:
+        self.run, self.trackers, self.stop, self.show_progress = run, trackers, stop, show_progress
+        self.state: TrainingState = run.state
+        self.saved_step: int | None = run.state.step or None
+
+    def run_to_end(self) -> TrainingOutcome:
+        run, rm = self.run, self.run.config.rm
+        run.model.train()
+        with TrainingProgress(run.total_steps, initial_step=self.state.step, enabled=self.show_progress) as progress:
+            self.progress = progress
+            if rm.val_at_start and self.state.step == 0:
+                self.validate()
+            while self.state.step < run.total_steps and not self.stop.reason:
+                step = self.take_step()
+                last = step == run.total_steps
+                if (rm.val_period and step % rm.val_period == 0) or (last and rm.val_at_end):
+                    self.validate()
+                period = run.config.checkpointing.save_period
+                if last or (period and step % period == 0):
+                    self.save()
+            if self.stop.reason:
+                self.save()
+        return self.finish()
+
+    def take_step(self) -> int:
+        """One optimiser step; returns how many are done."""
+        started = time.monotonic()
+        run = self.run
+        comparisons = run.order.comparisons(self.state.step)
+        num_groups = run.pairs_of(comparisons).num_groups
+        total, computed_tokens, row_tokens = RewardMetrics(), 0, 0
+        policy = run.config.policy
+        for members in plan_micro_batches(
+            [comparison.tree_tokens for comparison in comparisons],
+            max_tokens=policy.micro_batch_tokens,
+            max_groups=policy.train_micro_batch_size,
+        ):
+            batch = run.model.make_batch([comparisons[i].token_ids for i in members])
+            pairs = run.pairs_of([comparisons[i] for i in members]).to(run.model.device)
+            scores_S = run.model(batch)
+            loss_sum = run.loss_of(scores_S, pairs)
+            (loss_sum / max(num_groups, 1)).backward()
+            total += RewardMetrics.of(scores_S, pairs, loss_sum)
+            computed_tokens += batch.num_computed_tokens
+            row_tokens += batch.num_row_tokens
+        learning_rate = run.optimizer.param_groups[0]["lr"]
+        grad_norm = self._update_weights(total)
+        step = self.state.step + 1
+        self.state = replace(self.state, step=step)
+        means, seconds = total.means(), time.monotonic() - started
+        self.progress.update(step, means["loss"], means["accuracy"], means["reward_margin"], row_tokens)
+        if step % run.config.rm.log_period == 0 or step == run.total_steps:
+            self.trackers.log(
+                {f"train/rm/{name}": value for name, value in means.items()}
+                | {
+                    "train/rm/lr": learning_rate,
+                    "train/rm/grad_norm": grad_norm,
+                    "episode": run.order.episodes(step),
+                    "epoch": run.order.episodes(step) / run.order.comparisons_per_epoch,
+                    "train/rm/computed_tokens": computed_tokens,
+                    "train/rm/row_tokens": row_tokens,
+                    "timing/train/total_step_time": seconds,
+                    "timing/train/row_tokens_per_second": row_tokens / seconds,
+                },
+                step=step,
+            )
+        return step
+
+    def _update_weights(self, total: RewardMetrics) -> float:
+        """Clip, step, and return the gradients' norm before clipping. Raises `ModelError` if it is not finite."""
+        run = self.run
+        limit = run.config.policy.max_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), math.inf if limit is None else limit))
+        if not (math.isfinite(norm) and math.isfinite(total.loss_sum)):
+            step = self.state.step + 1
+            raise ModelError(
+                f"the loss is not finite at {'the first step' if step == 1 else f'step {step}'}",
+                got=f"loss {total.means()['loss']}, gradient norm {norm}",
+                need="finite numbers; the weights were not changed by this step",
+                fix="lower policy.optimizer.kwargs.lr, or train in policy.precision=float32",
+            )
+        run.optimizer.step()
+        run.scheduler.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def validate(self) -> None:
+        """Validate on every set, log the metrics, and keep them for the checkpoint."""
+        run, rm = self.run, self.run.config.rm
+        if not run.validation_sets:
+            return
+        started = time.monotonic()
+        batch_size = rm.val_global_batch_size or run.config.policy.train_global_batch_size
+        pooled = RewardMetrics()
+        results: dict[str, dict[str, float]] = {}
+        logged: dict[str, float] = {}
+        with self.progress.paused():
+            for name, dataset in run.validation_sets.items():
+                set_started = time.monotonic()
+                metrics = validate(
+                    run.model,
+                    dataset,
+                    run.pairs_of,
+                    run.loss_of,
+                    limit=None if rm.val_batches is None else rm.val_batches * batch_size,
+                    max_tokens=run.config.policy.micro_batch_tokens,
+                    max_groups=rm.val_micro_batch_size or run.config.policy.train_micro_batch_size,
+                )
+                pooled += metrics
+                results[name] = metrics.means()
+                logged |= {f"validation-{name}/{key}": value for key, value in results[name].items()}
+                logged[f"timing/validation/{name}"] = time.monotonic() - set_started
+        logged |= {f"eval/rm/{key}": value for key, value in pooled.means().items()}
+        logged["timing/validation/total_validation_time"] = time.monotonic() - started
+        self.trackers.log(logged, step=self.state.step)
+        self.state = replace(self.state, validation_step=self.state.step, validation=results | {"": pooled.means()})
+        for name, means in results.items():
+            text = f"loss {means['loss']:.4f}  accuracy {means['accuracy']:.3f}  margin {means['reward_margin']:.2f}"
+            self.progress.message(f"validation-{name} after step {self.state.step}: {text}")
+
+    def save(self) -> Checkpoint | None:
+        """Save a checkpoint, unless this step has one."""
+        store = self.run.store
+        if store is None or self.saved_step == self.state.step or self.state.step == 0:
+            return None
+        with self.progress.paused():
+            checkpoint = store.save(self.state.step, self._write, metric=self._ranking_metric())
+        self.saved_step = self.state.step
+        logger.info("Saved %s.", checkpoint.path)
+        return checkpoint
+
+    def _write(self, folder: Path) -> None:
+        run = self.run
+        export_model(run.model, run.tokenizer, folder / "model", rendering=run.renderer.settings)
+        optimizer = run.optimizer if run.config.checkpointing.save_optimizer else None
+        save_state(folder, self.state, optimizer, run.scheduler, run.parameter_names)
+        save_config(run.config, folder / "config.yaml")
+
+    def _ranking_metric(self) -> float | None:
+        """The metric that ranks checkpoints, if it was measured at this very step."""
+        key = self.run.config.checkpointing.metric_key
+        if key is None or self.state.validation_step != self.state.step:
+            return None
+        return self.state.validation.get(key.validation or "", {}).get(key.metric)
+
+    def finish(self) -> TrainingOutcome:
+        run = self.run
+        outcome = TrainingOutcome(
+            self.state.step,
+            run.total_steps,
+            {name: means for name, means in self.state.validation.items() if name},
+            {name: len(dataset) for name, dataset in run.validation_sets.items()},
+        )
+        if self.state.step < run.total_steps:
+            return replace(outcome, interrupted_by=self.stop.reason, exit_code=self.stop.exit_code)
+        return outcome if run.store is None else self._export(run.store, outcome)
+
+    def _export(self, store: CheckpointStore, outcome: TrainingOutcome) -> TrainingOutcome:
+        """Export the best checkpoint (without a ranking metric the last) as `final`."""
+        run = self.run
+        best = store.best()
+        assert best is not None  # the last step was saved
+        model, state = run.model, self.state
+        if best.step != self.state.step:
+            best.verify()
+            model = load_reward_model(best.path / "model", tokenizer=run.tokenizer, attention=model.layout).model
+            state = read_state(best.path)
+        validation = {name: means for name, means in state.validation.items() if name}
+        final, partial = store.folder / "final", store.folder / ".saving_final"
+        export_model(
+            model,
+            run.tokenizer,
+            partial,
+            rendering=run.renderer.settings,
+            dtype=DTYPES[run.config.checkpointing.export_dtype],
+            card=model_card(run, best.step, validation),
+        )
+        replace_folder(partial, final)
+        logger.info("Exported the model of step %d to %s.", best.step, final)
+        hub = run.config.hub
+        if hub.push_to_hub:
+            assert hub.repo_id is not None  # the schema sees to it
+            push_folder(final, hub.repo_id, private=hub.private)
+        return replace(outcome, validation=validation, model_folder=final, model_step=best.step)
