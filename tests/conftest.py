@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reached for the hub 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 REPOSITORY = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))  # helpers that tests share lie beside this file: families.py
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +35,26 @@ def tiny_tokenizer() -> Any:
 
     stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="validation"))
     return train_tokenizer(texts_of([stream]), vocab_size=600)
+
+
+@pytest.fixture(scope="session")
+def real_chats() -> list[Any]:
+    """Preferences of short real conversations: some of the bundled data and, where they are, some of HH harmless."""
+    from itertools import islice
+
+    from treeward.config.data import DatasetConfig
+    from treeward.data.datasets import open_dataset
+
+    configs = [DatasetConfig(dataset_name="Bundled", split="validation")]
+    hh = Path(os.environ.get("TREEWARD_SHARED_DATA", REPOSITORY.parent / "shared" / "data")) / "hh_harmless"
+    if hh.is_dir():
+        configs.append(DatasetConfig(dataset_name="HHTranscripts", data_path=str(hh / "validation.jsonl.gz")))
+    chats = []
+    for config in configs:
+        preferences = (preference for preference, _ in open_dataset(config))
+        short = (p for p in preferences if sum(len(str(m["content"])) for m in p.context) < 400)
+        chats += list(islice(short, 5))
+    return chats
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@
     loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the comparisons of the whole step
 
 A comparison group of K completions gives the pairs of completions with different ranks. Each group weighs 1 however
-many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1): its loss is the mean over its pairs, and sums over groups
-go up to whoever knows the count of the whole step.
+many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1): its loss is the mean over its pairs, and sums over
+groups go up to whoever knows the count of the whole step.
 
 Shapes: S scores of a batch, G groups, P pairs.
 """
@@ -28,8 +28,8 @@ class Pairs:
     """Which scores are compared.
 
     `better_P`, `worse_P`: int64 (P,), places among the scores of the batch. `weight_P`: float32 (P,), 1 / the number of
-    pairs of the group. `margin_P`: float32 (P,). `tied_P`: bool (P,), the two are equally good. `num_groups`: groups that
-    have a pair at all.
+    pairs of the group. `margin_P`: float32 (P,). `tied_P`: bool (P,), the two are equally good. `num_groups`: groups
+    that have a pair at all.
     """
 
     better_P: Tensor
@@ -59,7 +59,7 @@ def ranked_pairs(
     """The pairs of G groups whose scores lie one group after another.
 
     `ranks`: for each group the rank of each completion, lower is better. `margins`: one per group, None for no margin.
-    `ties`: what becomes of two completions of equal rank: no pair ("drop"), or a pair that either wins by half ("half").
+    `ties`: what becomes of two completions of equal rank: no pair ("drop"), or one that either wins by half ("half").
     """
     better: list[int] = []
     worse: list[int] = []
@@ -102,11 +102,11 @@ def bradley_terry(
 
         (1 - e) softplus(m - d) + e softplus(d - m)   [+ c (score(better) + score(worse))^2]
 
-    which for e = m = 0 is -log sigmoid(d) (Bradley and Terry 1952; Stiennon et al. 2020, arXiv 2009.01325, p. 6), in the form
+    which for e = m = 0 is -log sigmoid(d) (Bradley and Terry 1952; Stiennon et al. 2020, arXiv 2009.01325), in the form
     that does not overflow. The margin is that of Touvron et al. 2023 (Llama 2, arXiv 2307.09288, eq. 2), the smoothing
-    that of Wang et al. 2024 (arXiv 2401.06080, eq. 7), and the last term, with coefficient c, centres rewards at zero
-    (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2). A tied pair has e = 1/2 and no margin. Divide by the number of
-    groups of the whole step for the mean.
+    that of Wang et al. 2024 (arXiv 2401.06080), and the last term, with coefficient c, centres rewards at zero
+    (Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has e = 1/2 and no margin. Divide by the number of groups of
+    the whole step for the mean.
     """
     better_P, worse_P = scores_S.float()[pairs.better_P], scores_S.float()[pairs.worse_P]
     excess_P = better_P - worse_P - pairs.margin_P

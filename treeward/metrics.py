@@ -26,8 +26,8 @@ METRIC_NAMES = ("loss", "accuracy", "chosen_rewards", "rejected_rewards", "rewar
 class RewardMetrics:
     """Sums over pairs, and how many there were.
 
-    `num_groups` counts comparison groups, each with weight 1 in the loss. `num_pairs` counts ordered pairs (no ties), over
-    which everything else is summed. `num_correct`: the better one scored strictly higher; equal scores are not correct.
+    `num_groups` counts comparison groups, each with weight 1 in the loss. `num_pairs` counts ordered pairs (no ties),
+    over which everything else is summed. `num_correct`: the better one scored strictly higher; equal is not correct.
     """
 
     loss_sum: float = 0.0

@@ -78,19 +78,14 @@ def test_total_size_is_fit_for_the_repository() -> None:
 def test_rows_are_preferences_ranked_by_gold(split: str) -> None:
     for number, row in enumerate(rows(split), start=1):
         preference = preference_from_dict(row, where=f"{split}:{number}")
-        scores = [gold_quality(row["context"], answer) for answer in answers(row)]
+        marks = [gold_breakdown(row["context"], answer) for answer in answers(row)]
+        scores = [mark.quality for mark in marks]
+        assert all(mark.readable == 1.0 for mark in marks), answers(row)
         assert scores == [completion.score for completion in preference.completions]
         better = sorted(set(scores), reverse=True)
         assert [completion.rank for completion in preference.completions] == [better.index(s) for s in scores]
         assert len(set(answers(row))) == len(scores)
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_every_committed_answer_is_readable(split: str) -> None:
-    for row in rows(split):
-        for answer in answers(row):
-            assert gold_breakdown(row["context"], answer).readable == 1.0, answer
-            assert set(words_of(answer)) <= known_words()
+        assert known_words().issuperset(words_of(" ".join(answers(row))))
 
 
 def _share_longer(split_rows: list[dict[str, Any]]) -> float:
@@ -103,7 +98,7 @@ def test_length_goes_with_quality_except_where_it_is_controlled() -> None:
     assert 0.72 <= _share_longer(rows("validation")) <= 0.83
     assert abs(_share_longer(rows("length_controlled")) - 0.5) <= 0.02
     gaps = {split: [abs(gap) for row in rows(split) for gap in length_gaps(row)] for split in SPLITS}
-    assert min(gaps["length_controlled"]) >= 20
+    assert min(gaps["length_controlled"]) >= 50
     assert sum(gaps["length_controlled"]) / len(gaps["length_controlled"]) > 1.4 * sum(gaps["train"]) / len(
         gaps["train"]
     )

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from treeward import __version__
@@ -51,9 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except TreewardError as error:
         if parsed.debug:
-            raise
-        sys.stderr.write(f"treeward {verb}: {error}\n")
+            traceback.print_exc()
+        else:
+            sys.stderr.write(f"treeward {verb}: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        if parsed.debug:
+            traceback.print_exc()
+        sys.stderr.write(f"\ntreeward {verb}: interrupted\n")
+        return 130
     except BrokenPipeError:
         # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

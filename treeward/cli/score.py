@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
+
+from treeward.errors import ConfigError, DataError
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -45,7 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.data == "-":
         rows = files.read_jsonl_stream(sys.stdin.buffer, "<stdin>")
     else:
+        _check_not_the_input(arguments.output, arguments.data)
         rows = sources.read_rows(arguments.data)
+    # A missing file or a bad first line is told before the model is loaded and before the output is emptied.
+    rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
+    _check_device(arguments.device)
     scorer = scoring.Scorer.load(
         arguments.model,
         device=arguments.device,
@@ -55,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     scored = failed = 0
     with (
-        _opened(arguments.output) as output,
+        _opened(arguments.output) as write,
         progress(unit=" rows", desc="scoring", disable=not sys.stderr.isatty()) as bar,
     ):
         for row in rows_module.score_rows(scorer, rows):
-            output.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
             scored += 1
             failed += "error" in row
             bar.update()
@@ -76,21 +84,67 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[TextIO]:
+def _opened(path: str) -> Iterator[Callable[[str], None]]:
+    """A function that writes there. Raises `DataError` where that fails; what was written before stays."""
     if path == "-":
-        yield sys.stdout
-        sys.stdout.flush()
+        yield partial(_write, sys.stdout, "<stdout>")
         return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as stream:
-        yield stream
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        stream = open(path, "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    with stream:
+        yield partial(_write, stream, path)
+
+
+def _write(stream: TextIO, name: str, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()  # whoever reads along sees each row at once, and a full disk is noticed here
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            stream.close()  # it tries to write once more what the disk has refused
+        raise _unwritable(name, error) from error
+
+
+def _unwritable(name: str, error: OSError) -> DataError:
+    return DataError(
+        "the scores cannot be written", where=name, got=str(error), need="a file that can be written, and room for it"
+    )
+
+
+def _check_not_the_input(output: str, data: str) -> None:
+    if output != "-" and Path(output).exists() and Path(data).exists() and Path(output).samefile(data):
+        raise ConfigError(
+            "the output is the input: writing would destroy the rows",
+            where="--output",
+            got=output,
+            need="another file than --data",
+        )
+
+
+def _check_device(name: str | None) -> None:
+    if name is None:
+        return
+    torch = importlib.import_module("torch")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        raise ConfigError(
+            "the device cannot be used",
+            where="--device",
+            got=f"{name}: {str(error).splitlines()[0]}",
+            need="cpu, or a GPU that torch sees, as cuda or cuda:1",
+        ) from error
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, need a positive number of tokens")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, need a positive number of tokens")
+    return int(text)
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import importlib
 import shlex
 import sys
 
+from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.load import load_config
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -32,10 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     results = importlib.import_module("treeward.training.results")
     outcome = training.train(config)
     if outcome.interrupted_by:
-        saved = "Saved." if config.checkpointing.enabled else "Nothing was saved: checkpointing.enabled is false."
         sys.stderr.write(
-            f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). {saved} "
-            "The same command goes on from the last checkpoint.\n"
+            f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). "
+            f"{_what_was_saved(outcome.step, config.checkpointing)}\n"
         )
         return int(outcome.exit_code)
     if outcome.validation:
@@ -48,3 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl\n"
         )
     return 0
+
+
+def _what_was_saved(step: int, checkpointing: CheckpointingConfig) -> str:
+    if not checkpointing.enabled:
+        return "Nothing was saved: checkpointing.enabled is false."
+    if step == 0:
+        return "There was nothing to save yet. The same command starts again."
+    if not checkpointing.save_optimizer:
+        return "Saved without the optimiser (checkpointing.save_optimizer is false): the run cannot be resumed."
+    return "Saved. The same command goes on from here."

@@ -43,9 +43,8 @@ def export_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     head = head_name(model.hf)
-    # Copies, for a save may share no memory with weights that are trained on while it lasts.
     state = {
-        name: tensor.detach().to("cpu", torch.float32 if name.split(".")[0] == head else dtype, copy=False)
+        name: tensor.detach().to("cpu", torch.float32 if name.split(".")[0] == head else dtype)
         for name, tensor in model.hf.state_dict().items()
         if tensor.is_floating_point()
     } | {name: tensor for name, tensor in model.hf.state_dict().items() if not tensor.is_floating_point()}

@@ -12,6 +12,7 @@ remote code runs only where `trust_remote_code` asks for it.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
@@ -83,7 +85,9 @@ def load_reward_model(
     config = _config_of(str(name), trust_remote_code)
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
     model_class = _classifier_class(config, trust_remote_code)
-    with _head_kept_in_float32(model_class):
+    # What the checkpoint lacks (a new head's pooler, a new padding token) is drawn from the seed, like the head.
+    with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(head_seed or 0)
         try:
             loaded: Any = model_class.from_pretrained(
                 str(name),
@@ -101,7 +105,7 @@ def load_reward_model(
     hf, info = loaded
     head = head_name(hf)
     new_head = any(key.split(".")[0] == head for key in info["missing_keys"])
-    if missing := sorted(key for key in info["missing_keys"] if key.split(".")[0] != head):
+    if missing := sorted(key for key in info["missing_keys"] if not (new_head and _is_above_backbone(hf, key))):
         raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
     if new_head and head_seed is None:
         raise ModelError(
@@ -131,18 +135,16 @@ def build_reward_model(
 
     The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
     """
-    fields = dict(model_config)
-    model_type = fields.pop("model_type", None)
+    ours = {
+        "vocab_size": len(tokenizer),
+        "num_labels": 1,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    _check_fields(model_config, ours)
     try:
-        config = AutoConfig.for_model(
-            model_type,
-            vocab_size=len(tokenizer),
-            num_labels=1,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            **fields,
-        )
+        config = AutoConfig.for_model(**{**model_config, **ours})
         # The weights are drawn here and nowhere else, so that the seed alone determines them.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -158,6 +160,35 @@ def build_reward_model(
     ensure_pad_token(hf, tokenizer)
     hf.to(device)
     return LoadedModel(RewardModel(hf, layout=choose_layout(hf, attention)), tokenizer, True)
+
+
+def _check_fields(model_config: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """transformers keeps fields that it does not know without a word: a misspelt size would be the default one."""
+    where = "policy.model_config"
+    model_type = model_config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=1)
+        raise ConfigError(
+            "there is no such model type" if model_type else "the model type is missing",
+            where=where,
+            field="model_type",
+            got=model_type,
+            need="a model type of transformers (llama, qwen3, ...)",
+            fix=f"did you mean {near[0]}?" if near else None,
+        )
+    known = AutoConfig.for_model(str(model_type))
+    for name in model_config.keys() - {"model_type"}:
+        if name in ours:
+            raise ConfigError("this field follows from the tokenizer", where=where, field=name, fix="remove it")
+        if not hasattr(known, name):
+            near = difflib.get_close_matches(name, list(known.to_dict()), n=1)
+            raise ConfigError(
+                f"{model_type} has no such field",
+                where=where,
+                field=name,
+                got=model_config[name],
+                fix=f"did you mean {near[0]}?" if near else "remove it",
+            )
 
 
 def quiet_transformers() -> None:
@@ -203,7 +234,8 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     treeward needs none, but plain transformers reads the score at the last token that is not padding: were padding and
     end of text the same token, the exported model would score differently there.
     """
-    ends = {tokenizer.eos_token_id, hf.config.get_text_config().eos_token_id}
+    eos = getattr(hf.config.get_text_config(), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}  # Llama 3 has three
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         vocabulary = tokenizer.get_vocab()
         spare = [t for t in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]") if t in vocabulary]
@@ -212,6 +244,11 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for config in (hf.config, hf.config.get_text_config()):
         config.pad_token_id = tokenizer.pad_token_id
+
+
+def _is_above_backbone(hf: PreTrainedModel, key: str) -> bool:
+    """Whether a weight belongs to the head or to the pooling before it, which a pretrained encoder may lack."""
+    return not key.startswith(f"{hf.base_model_prefix}.") or ".pooler." in key
 
 
 def _config_of(name: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -231,11 +268,15 @@ def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type
         return mapping[type(config)]  # type: ignore[no-any-return]
     if trust_remote_code and hasattr(config, "auto_map"):
         return AutoModelForSequenceClassification  # type: ignore[return-value]
-    if type(config) not in AutoModel._model_mapping:
-        raise ModelError(f"transformers has no model for {type(config).__name__}", where="policy.model_name")
+    if type(config) not in AutoModel._model_mapping or config.is_encoder_decoder:
+        raise ModelError(
+            f"transformers has no sequence classifier for {type(config).__name__}, and treeward can make none",
+            where="policy.model_name",
+            need="a decoder, or an encoder with a sequence classifier",
+        )
     base_class: Any = AutoModel._model_mapping[type(config)]
     name = type(config).__name__.removesuffix("Config") + "ForSequenceClassification"
-    body = {"__module__": base_class.__module__, "made_by_treeward": True}
+    body = {"__module__": base_class.__module__, "config_class": type(config), "made_by_treeward": True}
     made: Any = type(name, (GenericForSequenceClassification, base_class.__mro__[1]), body)
     AutoModelForSequenceClassification.register(type(config), made)
     logger.warning(

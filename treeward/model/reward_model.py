@@ -83,16 +83,23 @@ class RewardModel(nn.Module):
         """
         config = self.hf.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        limits = [limit] if limit else []
         rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            limit = rope.get("original_max_position_embeddings") or limit
-        return int(limit) if limit else None
+        # the parameters themselves, or those of each layer type
+        for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+            if parameters.get("rope_type") in ("dynamic", "longrope"):
+                limits.append(parameters.get("original_max_position_embeddings") or limit)
+        for module in self.backbone.modules():
+            table = getattr(module, "position_embeddings", None)
+            if isinstance(table, nn.Embedding) and table.padding_idx is not None:  # RoBERTa counts on from padding
+                limits.append(table.num_embeddings - table.padding_idx - 1)
+        return min((int(limit) for limit in limits if limit), default=None)
 
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
         """Pack groups of token sequences (each a whole conversation) the way this model runs them."""
         if self.layout == "tree":
             return TreeBatch.from_groups(groups).to(self.device)
-        pad = self.hf.config.get_text_config().pad_token_id
+        pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
         return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad).to(self.device)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -186,12 +193,19 @@ def head_name(hf: PreTrainedModel) -> str:
     )
 
 
+_NOISE = (
+    *("attention_dropout", "dropout", "activation_dropout", "dropout_prob", "layerdrop"),
+    *("jitter_noise", "router_jitter_noise", "input_jitter_noise"),
+)
+"""Attributes of modules that make a forward in training mode random."""
+
+
 def _switch_off_dropout(hf: PreTrainedModel) -> None:
     """No dropout anywhere: a reward is a deterministic function (Ziegler et al. 2019, p. 3)."""
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout", "dropout_prob"):
+        for name in _NOISE:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     for config in (hf.config, hf.config.get_text_config()):

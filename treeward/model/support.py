@@ -7,7 +7,9 @@ biases), the model runs as padded rows and the log says why. No list of families
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -54,11 +56,13 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other:
         return f"it has layers of type {', '.join(sorted(other))}"
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4, from 8192 tokens on: a probe would not show it
+        return "its attention temperature depends on the place in the row"
     model = RewardModel(hf)
     sequences = _probe_sequences(hf)
     try:
         tree = model._read_trees(TreeBatch.from_groups([sequences]).to(model.device))
-    except (ModelError, TypeError, ValueError, KeyError, RuntimeError) as error:
+    except (ModelError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         return str(error).splitlines()[0]
     rows = torch.cat([_plain_hidden(model, sequence) for sequence in sequences])
     difference = _relative_error(tree, rows)
@@ -73,7 +77,7 @@ def _check_against_transformers(hf: PreTrainedModel) -> None:
     model = RewardModel(hf, layout="rows")
     for sequence in _probe_sequences(hf):
         ours = model(model.make_batch([[sequence]]))
-        with model.attention(model._row_attention):
+        with model.attention(model._row_attention), _head_in_its_own_dtype(model):
             theirs = hf(input_ids=torch.tensor([sequence], device=model.device), use_cache=False).logits[:, 0]
         if _relative_error(ours, theirs) > max(_tolerance(hf), 1e-4):
             raise ModelError(
@@ -81,6 +85,17 @@ def _check_against_transformers(hf: PreTrainedModel) -> None:
                 got=f"{theirs.item():.6f} from transformers, {ours.item():.6f} from the last token",
                 need="a linear head on the last hidden state",
             )
+
+
+@contextlib.contextmanager
+def _head_in_its_own_dtype(model: RewardModel) -> Iterator[None]:
+    """transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch refuses."""
+    head = model.head
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0].to(next(head.parameters()).dtype),))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _is_encoder(hf: PreTrainedModel) -> bool:
@@ -91,7 +106,7 @@ def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
     """Two conversations of 12 and 10 tokens that share 6; the padding token is not in them."""
     vocabulary = RewardModel(hf).num_embeddings
     generator = torch.Generator().manual_seed(0)
-    pad = hf.config.get_text_config().pad_token_id
+    pad = getattr(hf.config.get_text_config(), "pad_token_id", None)
     drawn = torch.randint(0, vocabulary, (64,), generator=generator).tolist()
     tokens = [token for token in drawn if token != pad][:16]
     if len(tokens) < 16:

@@ -77,7 +77,8 @@ class Scorer:
         loaded = load_reward_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         contract = read_contract(model) or {}
         settings = dict(contract.get("rendering", {}))
-        settings.setdefault("max_length", loaded.model.max_positions)
+        if settings.get("max_length") is None:
+            settings["max_length"] = loaded.model.max_positions
         return cls(loaded.model, Renderer(loaded.tokenizer, **settings), batch_tokens=batch_tokens)
 
     def score(self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None) -> list[Score]:

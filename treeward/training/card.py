@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from treeward.training.results import Column, markdown_table
 from treeward.training.setup import Run
@@ -21,7 +22,7 @@ RESULT_COLUMNS = [
 
 
 def result_rows(sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:
-    """The rows of a results table. `sizes`: comparisons of each validation set."""
+    """The rows of a results table. `sizes`: how many comparisons of each set were measured."""
     return [{"set": name, "comparisons": sizes.get(name), **means} for name, means in validation.items()]
 
 
@@ -29,11 +30,16 @@ def model_card(run: Run, step: int, validation: Mapping[str, Mapping[str, float]
     """Markdown with the metadata block that the hub reads."""
     config = run.config
     base = config.policy.model_name
-    sizes = {name: len(dataset) for name, dataset in run.validation_sets.items()}
+    if base is not None and Path(base).is_dir():
+        base, on_hub = Path(base).resolve().name, False  # a card is for others: no paths of this machine
+    else:
+        on_hub = base is not None
     data = "\n".join(f"- {name}: {dataset.counts.summary()}" for name, dataset in run.training_sets.items())
     head = ["---", "library_name: transformers", "tags: [reward-model, treeward]"]
-    head += [f"base_model: {base}"] if base and not base.startswith((".", "/")) else []
-    results = markdown_table(result_rows(sizes, validation), RESULT_COLUMNS) if validation else "No validation was run."
+    head += [f"base_model: {base}"] if on_hub else []
+    results = "This checkpoint was not validated."
+    if validation:
+        results = markdown_table(result_rows(run.validation_sizes, validation), RESULT_COLUMNS)
     return "\n".join(
         [
             *head,

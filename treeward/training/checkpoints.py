@@ -6,7 +6,8 @@
 
 A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed: one rename makes
 it exist. Its manifest lists every file with its size and digest, so a folder that was damaged later is noticed when it
-is used. The best `keep_top_k` by the metric stay, and the latest always; a metric that is missing or NaN ranks last.
+is used. The best `keep_top_k` by the metric stay, and the latest always; a metric that is missing or NaN ranks last,
+and so does one of another name than the store's: numbers of two metrics cannot be compared.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from treeward.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointStore", "replace_folder"]
+__all__ = ["Checkpoint", "CheckpointStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,18 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run in one folder."""
 
-    def __init__(self, folder: Path, *, keep_top_k: int | None = None, higher_is_better: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_top_k: int | None = None,
+        higher_is_better: bool = True,
+        metric_name: str | None = None,
+    ) -> None:
         self.folder = folder
         self.keep_top_k = keep_top_k
         self.higher_is_better = higher_is_better
+        self.metric_name = metric_name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_REMOVING}*")]:
@@ -89,37 +98,53 @@ class CheckpointStore:
 
         Raises `CheckpointError` when it cannot be written (a full disk): what was there before stands.
         """
-        final = self.folder / f"step_{step}"
-        partial = self.folder / f"{_SAVING}step_{step}"
-        try:
-            partial.mkdir()
+
+        def write_with_manifest(partial: Path) -> None:
             write(partial)
             files = {
                 file.relative_to(partial).as_posix(): {"bytes": file.stat().st_size, "blake2b": _digest(file)}
                 for file in sorted(partial.rglob("*"))
                 if file.is_file()
             }
-            manifest = {"step": step, "metric": _finite(metric), "files": files}
+            manifest = {"step": step, "metric_name": self.metric_name, "metric": _finite(metric), "files": files}
             (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-            replace_folder(partial, final)
-        except OSError as error:
+
+        final = self.write_folder(f"step_{step}", write_with_manifest)
+        self._prune()
+        return Checkpoint(final, step, _finite(metric))
+
+    def write_folder(self, name: str, write: Callable[[Path], None]) -> Path:
+        """Have `write` fill a folder of any `name` beside the checkpoints, which is whole or absent too.
+
+        Raises `CheckpointError` when it cannot be written: what was there before stands.
+        """
+        final, partial = self.folder / name, self.folder / f"{_SAVING}{name}"
+        try:
+            partial.mkdir()
+            write(partial)
+            _replace_folder(partial, final)
+        except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
+            # safetensors and tokenizers report a full disk by exceptions of their own, with the text of Rust's.
+            if not isinstance(error, OSError) and "(os error " not in str(error):
+                raise
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be saved",
+                "cannot be saved",
                 where=str(final),
                 got=str(error),
                 need="space and permission to write",
                 fix="make room and start the same command again: it resumes from the last checkpoint",
             ) from error
-        self._prune()
-        return Checkpoint(final, step, _finite(metric))
+        return final
 
     def all(self) -> list[Checkpoint]:
         """Every finished checkpoint, oldest first."""
         found = []
         for path in self.folder.iterdir():
             if (match := _FINISHED.fullmatch(path.name)) and path.is_dir():
-                found.append(Checkpoint(path, int(match[1]), _read_manifest(path).get("metric")))
+                manifest = _read_manifest(path)
+                comparable = manifest.get("metric_name") == self.metric_name
+                found.append(Checkpoint(path, int(match[1]), manifest.get("metric") if comparable else None))
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
@@ -149,16 +174,20 @@ class CheckpointStore:
             shutil.rmtree(doomed)
 
 
-def replace_folder(partial: Path, final: Path) -> None:
+def _replace_folder(partial: Path, final: Path) -> None:
     """Flush all files of `partial` to the disk and rename it to `final`, removing what was there."""
+    readable = partial.stat().st_mode & 0o666
     for path in [*partial.rglob("*"), partial]:
+        if path.is_file():
+            path.chmod(readable)  # safetensors writes for the owner alone; a model is read by servers and colleagues
         _sync(path)
+    doomed = final.parent / f"{_REMOVING}{final.name}"
     if final.exists():
-        doomed = final.parent / f"{_REMOVING}{final.name}"
         os.rename(final, doomed)
-        shutil.rmtree(doomed)
     os.rename(partial, final)
     _sync(final.parent)
+    if doomed.exists():
+        shutil.rmtree(doomed)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

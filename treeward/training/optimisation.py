@@ -7,6 +7,7 @@ scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=1000
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from typing import Any
 
@@ -36,6 +37,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError("not an optimiser", where=f"{where}.name", got=config.name, need="a torch.optim.Optimizer")
+    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        raise ConfigError(
+            "this optimiser computes the loss several times a step, which training does not do",
+            where=f"{where}.name",
+            got=config.name,
+            need="a class whose step() takes no closure, as torch.optim.AdamW",
+        )
     return optimizer
 
 

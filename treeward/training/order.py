@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeward.data.encoding import Comparison
+from treeward.errors import ConfigError
 
 __all__ = ["TrainingOrder"]
 
@@ -26,7 +27,7 @@ class TrainingOrder:
     """The order of the comparisons of one or several sets.
 
     `datasets`: sequences of comparisons. `weights`: passes over each per epoch, positive; default 1 each. `batch_size`:
-    comparisons per step. Raises `ValueError` when an epoch would hold nothing.
+    comparisons per step. Raises `ConfigError` when an epoch would hold nothing.
     """
 
     def __init__(
@@ -44,7 +45,13 @@ class TrainingOrder:
         self.sizes = [len(dataset) for dataset in datasets]
         self._epoch_order = lru_cache(maxsize=2)(self._draw_epoch)
         if self.comparisons_per_epoch == 0:
-            raise ValueError("the weights leave no comparison in an epoch")
+            raise ConfigError(
+                "the weights leave no comparison in an epoch",
+                where="data.train",
+                got=f"weights {self.weights} of sets of {self.sizes} comparisons",
+                need="at least one comparison",
+                fix="raise a weight",
+            )
 
     @property
     def comparisons_per_epoch(self) -> int:

@@ -6,6 +6,7 @@ The order matters to the user: what is cheap to get wrong (names, files, rows) f
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Sequence
@@ -66,6 +67,20 @@ class Run:
     state: TrainingState
 
     @property
+    def validation_limit(self) -> int | None:
+        """Most comparisons of a set that a validation looks at; None for all."""
+        rm = self.config.rm
+        if rm.val_batches is None:
+            return None
+        return rm.val_batches * (rm.val_global_batch_size or self.config.policy.train_global_batch_size)
+
+    @property
+    def validation_sizes(self) -> dict[str, int]:
+        """How many comparisons of each set a validation looks at."""
+        limit = self.validation_limit
+        return {name: len(s) if limit is None else min(limit, len(s)) for name, s in self.validation_sets.items()}
+
+    @property
     def parameter_names(self) -> dict[Tensor, str]:
         return {parameter: name for name, parameter in self.model.named_parameters()}
 
@@ -99,6 +114,8 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     store, checkpoint = _open_store(config)
     streams = [open_dataset(dataset) for dataset in config.data.train]
+    if checkpoint is not None:
+        checkpoint.verify()  # before anything of it is read: a cut file makes each reader fail in a way of its own
     tokenizer = _find_tokenizer(config, streams, checkpoint)
     renderer = Renderer(
         tokenizer,
@@ -125,7 +142,6 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
     identity = _identity(config, renderer, list(training_sets.values()))
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
-        checkpoint.verify()
     model = _load_model(config, tokenizer, checkpoint, device).model
     sample = [ids for comparison in order.datasets[0][:_CHECKED_COMPARISONS] for ids in comparison.token_ids]
     _check_length(config, model)
@@ -165,6 +181,7 @@ def _open_store(config: RewardModelRunConfig) -> tuple[CheckpointStore | None, C
         Path(checkpointing.checkpoint_dir),
         keep_top_k=checkpointing.keep_top_k,
         higher_is_better=checkpointing.metric_is_better_when_higher,
+        metric_name=checkpointing.metric_name,
     )
     latest = store.latest()
     if latest is not None and not checkpointing.resume:
@@ -267,7 +284,9 @@ def _identity(
         "rm.seed": str(config.rm.seed),
         "policy.train_global_batch_size": str(policy.train_global_batch_size),
         "data.shuffle": str(config.data.shuffle),
-        "policy.optimizer.name": policy.optimizer.name,
+        # Their state is that of the saved run: a new learning rate would be ignored without a word.
+        "policy.optimizer": json.dumps(policy.optimizer.model_dump(mode="json"), sort_keys=True),
+        "policy.scheduler": json.dumps(policy.scheduler.model_dump(mode="json"), sort_keys=True),
     }
 
 
@@ -281,7 +300,8 @@ def _training_names(datasets: Sequence[DatasetConfig]) -> list[str]:
     for dataset in datasets:
         plain = dataset.dataset_name.rpartition(".")[2]
         name = dataset.name or (Path(dataset.data_path).name if dataset.data_path else plain)
-        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        names.append(name if name not in names else next(other for other in numbered if other not in names))
     return names
 
 

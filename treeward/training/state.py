@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from treeward.errors import CheckpointError
 
@@ -79,22 +79,15 @@ def load_state(
         raise CheckpointError(
             "this checkpoint was saved without its optimiser and cannot be resumed from",
             where=str(folder),
-            fix="start anew with checkpointing.resume=false, and keep checkpointing.save_optimizer=true",
+            fix="start anew in another checkpointing.checkpoint_dir, with checkpointing.save_optimizer=true",
         )
     tensors = load_file(folder / _TENSORS)
-    scheduler.load_state_dict(document.pop("scheduler"))
-    for group, loaded in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for key, value in loaded.items():
-            # JSON has no tuples (Adam's betas)
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        name = names[parameter]
-        values: dict[str, Any] = dict(saved["scalars"].get(name, {}))
-        for key, tensor in tensors.items():
-            if key.rpartition("/")[0] == name:
-                values[key.rpartition("/")[2]] = tensor if tensor.ndim == 0 else tensor.to(parameter.device)
-        if values:
-            optimizer.state[parameter] = values
+    scheduler.load_state_dict(_as_in(scheduler.state_dict(), document.pop("scheduler")))
+    _load_optimizer(optimizer, saved, tensors, names)
+    if isinstance(scheduler, LambdaLR):
+        # In a run that was made longer the next step has its place in the longer schedule; else nothing changes.
+        for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * factor(scheduler.last_epoch)
     torch.set_rng_state(tensors[f"{_RNG}cpu"])
     if torch.cuda.is_available() and f"{_RNG}cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"{_RNG}cuda"])
@@ -122,6 +115,40 @@ def check_identity(folder: Path, identity: Mapping[str, str]) -> None:
         )
 
 
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    names: Mapping[Tensor, str],
+) -> None:
+    """By way of its own `load_state_dict`, which knows where each value belongs (the step of a fused Adam: the GPU)."""
+    of_parameter: dict[str, dict[str, Any]] = {name: dict(values) for name, values in saved["scalars"].items()}
+    for key, tensor in tensors.items():
+        if not key.startswith(_RNG):
+            name, _, part = key.rpartition("/")
+            of_parameter.setdefault(name, {})[part] = tensor
+    fresh = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [
+        {**_as_in(group, loaded), "params": group["params"]}
+        for group, loaded in zip(fresh["param_groups"], saved["groups"], strict=True)
+    ]
+    state = {i: of_parameter[names[p]] for i, p in enumerate(parameters) if names[p] in of_parameter}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _as_in(fresh: Any, loaded: Any) -> Any:
+    """`loaded` with the types of a fresh object's state: JSON has neither tuples nor keys that are numbers."""
+    if isinstance(fresh, tuple):
+        return tuple(loaded)
+    if isinstance(fresh, dict):
+        keys = {str(key): key for key in fresh}
+        return type(fresh)({keys.get(k, k): _as_in(fresh.get(keys.get(k, k)), v) for k, v in loaded.items()})
+    if isinstance(fresh, list) and len(fresh) == len(loaded):
+        return [_as_in(a, b) for a, b in zip(fresh, loaded, strict=True)]
+    return loaded
+
+
 def _read(folder: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
@@ -133,4 +160,10 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _refuse(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} in an optimiser's or schedule's state cannot be saved as JSON")
+    raise CheckpointError(
+        "the state of this optimiser or schedule cannot be saved",
+        where="policy.optimizer.name",
+        got=f"a {type(value).__name__} in its state",
+        need="tensors of parameters, numbers, texts, and lists and mappings of these",
+        fix="use another optimiser, or set checkpointing.save_optimizer=false",
+    )

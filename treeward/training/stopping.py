@@ -3,11 +3,14 @@
     with StopRequest(deadline_seconds=None) as stop:
         while not stop.reason: ...        # "SIGTERM", "SIGINT" or "checkpoint_must_save_by"
 
-A second signal is not caught: it ends the process at once, as does kill -9, and the last checkpoint stands.
+A second signal is not caught: it ends the process at once, as does kill -9, and the last checkpoint stands. A signal
+that the process was started to ignore (a background job of a script ignores Ctrl-C) stays ignored.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
@@ -29,7 +32,8 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+            heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._receive) for number in heeded}
         return self
 
     def __exit__(
@@ -53,6 +57,11 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
         self._restore()
+        name = signal.Signals(number).name
+        text = f"\n{name}: finishing this step, saving, then leaving. A second one leaves at once, without saving.\n"
+        # Not by logging: a handler may run in the middle of another write to standard error.
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -14,18 +14,19 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from treeward.config.load import save_config
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.metrics import RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import DTYPES, load_reward_model
 from treeward.training.card import model_card
-from treeward.training.checkpoints import Checkpoint, CheckpointStore, replace_folder
+from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.progress import TrainingProgress
 from treeward.training.setup import Run, set_up
 from treeward.training.state import TrainingState, read_state, save_state
@@ -43,8 +44,10 @@ logger = logging.getLogger(__name__)
 class TrainingOutcome:
     """How a run ended.
 
-    `interrupted_by`: why it stopped early, None if it finished; `exit_code` as a process should report it. `validation`:
-    the metrics of each set in the model that was exported, `validation_sizes` their comparisons. `model_folder`: the exported model, of step `model_step`.
+    `interrupted_by`: why it stopped early, None if it finished; `exit_code` as a process should report it.
+    `validation`: the metrics of each set in the model that was exported (of the last step where none was), empty if it
+    was not validated; `validation_sizes`: how many comparisons they are of.
+    `model_folder`: the exported model, of step `model_step`.
     """
 
     step: int
@@ -62,22 +65,38 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
 
     Raises a `TreewardError` for what the user can mend; the last checkpoint stands.
     """
-    with StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by) as stop:
-        run = set_up(config, show_progress=show_progress)
-        log_dir = Path(config.logger.log_dir)
-        resumed_at = run.state.step or None
-        with open_trackers(config.logger, log_dir, resume_step=resumed_at) as trackers:
-            trackers.log_config(config.model_dump(mode="json", by_alias=True))
-            save_config(config, log_dir / "config.yaml")
-            if resumed_at is None:
-                for role, sets in (("train", run.training_sets), ("validation", run.validation_sets)):
-                    for name, dataset in sets.items():
-                        counts = dataset.counts.as_metrics()
-                        trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
-            loop = _Loop(run, trackers, stop, show_progress)
-            outcome = loop.run_to_end()
-            trackers.close("interrupted" if outcome.interrupted_by else "finished")
+    stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
+    log_dir = _log_folder(config)
+    run = set_up(config, show_progress=show_progress)
+    resumed_at = run.state.step or None
+    # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.
+    with stop, open_trackers(config.logger, log_dir, resume_step=resumed_at) as trackers:
+        trackers.log_config(config.model_dump(mode="json", by_alias=True))
+        save_config(config, log_dir / "config.yaml")
+        if resumed_at is None:
+            for role, sets in (("train", run.training_sets), ("validation", run.validation_sets)):
+                for name, dataset in sets.items():
+                    counts = dataset.counts.as_metrics()
+                    trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
+        loop = _Loop(run, trackers, stop, show_progress)
+        outcome = loop.run_to_end()
+        trackers.close("interrupted" if outcome.interrupted_by else "finished")
     return outcome
+
+
+def _log_folder(config: RewardModelRunConfig) -> Path:
+    folder = Path(config.logger.log_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").open("ab").close()
+    except OSError as error:
+        raise ConfigError(
+            "the log folder cannot be used",
+            where="logger.log_dir",
+            got=str(error),
+            need="a folder that can be written",
+        ) from error
+    return folder
 
 
 class _Loop:
@@ -175,7 +194,6 @@ class _Loop:
         if not run.validation_sets:
             return
         started = time.monotonic()
-        batch_size = rm.val_global_batch_size or run.config.policy.train_global_batch_size
         pooled = RewardMetrics()
         results: dict[str, dict[str, float]] = {}
         logged: dict[str, float] = {}
@@ -187,7 +205,7 @@ class _Loop:
                     dataset,
                     run.pairs_of,
                     run.loss_of,
-                    limit=None if rm.val_batches is None else rm.val_batches * batch_size,
+                    limit=run.validation_limit,
                     max_tokens=run.config.policy.micro_batch_tokens,
                     max_groups=rm.val_micro_batch_size or run.config.policy.train_micro_batch_size,
                 )
@@ -233,8 +251,8 @@ class _Loop:
         outcome = TrainingOutcome(
             self.state.step,
             run.total_steps,
-            {name: means for name, means in self.state.validation.items() if name},
-            {name: len(dataset) for name, dataset in run.validation_sets.items()},
+            _validation_of(self.state),
+            run.validation_sizes,
         )
         if self.state.step < run.total_steps:
             return replace(outcome, interrupted_by=self.stop.reason, exit_code=self.stop.exit_code)
@@ -248,22 +266,31 @@ class _Loop:
         model, state = run.model, self.state
         if best.step != self.state.step:
             best.verify()
-            model = load_reward_model(best.path / "model", tokenizer=run.tokenizer, attention=model.layout).model
+            model = load_reward_model(
+                best.path / "model",
+                tokenizer=run.tokenizer,
+                attention=run.config.policy.attention,
+                trust_remote_code=run.config.policy.trust_remote_code,
+            ).model
             state = read_state(best.path)
-        validation = {name: means for name, means in state.validation.items() if name}
-        final, partial = store.folder / "final", store.folder / ".saving_final"
-        export_model(
+        validation = _validation_of(state)
+        export = partial(
+            export_model,
             model,
             run.tokenizer,
-            partial,
             rendering=run.renderer.settings,
             dtype=DTYPES[run.config.checkpointing.export_dtype],
             card=model_card(run, best.step, validation),
         )
-        replace_folder(partial, final)
+        final = store.write_folder("final", export)
         logger.info("Exported the model of step %d to %s.", best.step, final)
         hub = run.config.hub
         if hub.push_to_hub:
             assert hub.repo_id is not None  # the schema sees to it
             push_folder(final, hub.repo_id, private=hub.private)
         return replace(outcome, validation=validation, model_folder=final, model_step=best.step)
+
+
+def _validation_of(state: TrainingState) -> dict[str, dict[str, float]]:
+    """The metrics of each set in this state's own model; those of an earlier step are not."""
+    return {name: means for name, means in state.validation.items() if name and state.validation_step == state.step}

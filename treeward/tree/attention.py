@@ -184,6 +184,7 @@ def _tree_attention(
             lambda q, k, v, tree: _arithmetic(q, k, v, mask.tree_mask(layout, tree, q.device), scale, softcap, s_aux),
         )
     elif query_BHTD.device.type == "cpu" and query_BHTD.shape[-1] == value_BJTD.shape[-1]:
+        query_BHTD, key_BJTD, value_BJTD = _autocast(query_BHTD, key_BJTD, value_BJTD)
         out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, mask.fast_parts(layout), scale)  # type: ignore[no-untyped-call]
     else:
         out = _by_tree(
@@ -236,14 +237,20 @@ def _checked(
             need="a model that builds its masks through transformers' mask interface",
             fix="policy.attention=rows",
         )
-    if kwargs.get("position_bias") is not None:
-        raise ModelError(
-            "tree attention has no position biases", where=type(module).__name__, fix="policy.attention=rows"
-        )
+    for name in ("position_bias", "indices"):  # relative positions; keys that the model selects by itself
+        if kwargs.get(name) is not None:
+            raise ModelError(f"tree attention has no {name}", where=type(module).__name__, fix="policy.attention=rows")
     dropout = kwargs.get("dropout")
     assert not dropout, f"dropout is off in reward models, got {dropout}"
     assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == layout.num_tokens, query_BHTD.shape
     return mask, layout
+
+
+def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
+    """What autocast does for PyTorch's own attention: queries and keys leave a norm in float32, values do not."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
+    return (tensor.to(dtype) for tensor in tensors)
 
 
 def _by_tree(
@@ -380,11 +387,12 @@ def _mask_of(parts: Sequence[Part], start: int, end: int) -> Tensor:
 def _trimmed(own: Segment, above: Segment, allowed_QK: Tensor) -> Iterator[Part]:
     """The part of one segment's tokens against one segment above it (or itself), cut to what is seen at all."""
     rows, columns = allowed_QK.any(dim=1).nonzero().flatten(), allowed_QK.any(dim=0).nonzero().flatten()
-    if len(rows) == 0:
+    if len(rows) == 0 and own is not above:
         return
-    r, c = slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
+    r, c = (slice(int(x[0]), int(x[-1]) + 1) if len(x) else slice(0) for x in (rows, columns))
     mask = allowed_QK[r, c]
-    if not bool(mask.any(dim=1).all()):  # flash attention has no answer for a query that sees no key
+    # Flash attention has no answer for a query that sees no key, and every token's first part is its own segment.
+    if not bool(mask.any(dim=1).all()) or (own is above and len(mask) < len(own)):
         raise ModelError(
             "this model's attention pattern has holes that tree attention cannot follow",
             where="policy.attention",

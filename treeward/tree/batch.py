@@ -82,8 +82,13 @@ class TreeBatch:
         return len(self.tokens_T)
 
     @classmethod
-    def from_groups(cls, groups: Sequence[Sequence[TokenIds]]) -> TreeBatch:
-        """Pack groups of non-empty token sequences. Raises `ValueError` for an empty group, sequence or batch."""
+    def from_groups(
+        cls, groups: Sequence[Sequence[TokenIds]], *, min_shared: int = MIN_SHARED_BETWEEN_GROUPS
+    ) -> TreeBatch:
+        """Pack groups of non-empty token sequences. `min_shared`: tokens that groups must share to share a tree.
+
+        Raises `ValueError` for an empty group, sequence or batch.
+        """
         if not groups or any(len(group) == 0 for group in groups):
             raise ValueError("a TreeBatch needs at least one group, and every group at least one sequence")
         sequences = [np.asarray(sequence, dtype=np.int64) for group in groups for sequence in group]
@@ -93,7 +98,7 @@ class TreeBatch:
         spans: list[TreeSpan] = []
         reads = np.empty(len(sequences), dtype=np.int64)
         offset = 0
-        for members in _clusters(sequences, sizes):
+        for members in _clusters(sequences, sizes, min_shared):
             tree = TokenTree.from_sequences([sequences[i] for i in members])
             tokens.append(tree.tokens_N)
             positions.append(tree.positions_N)
@@ -206,7 +211,7 @@ def plan_sequences(sequences: Sequence[TokenIds], *, max_tokens: int, share: boo
     used, previous = 0, None
     for i in sorted(range(len(arrays)), key=lambda i: (keys[i], i)):
         shared = 0 if previous is None else common_prefix_length(arrays[previous], arrays[i])
-        if shared < MIN_SHARED_BETWEEN_SEQUENCES:
+        if shared < min(MIN_SHARED_BETWEEN_SEQUENCES, len(arrays[i])):  # an equal is shared however short it is
             shared = 0
         cost = len(arrays[i]) - shared
         if not plan or used + cost > max_tokens:
@@ -221,14 +226,14 @@ def plan_sequences(sequences: Sequence[TokenIds], *, max_tokens: int, share: boo
     return plan
 
 
-def _clusters(sequences: Sequence[np.ndarray], sizes: Sequence[int]) -> list[list[int]]:
+def _clusters(sequences: Sequence[np.ndarray], sizes: Sequence[int], min_shared: int) -> list[list[int]]:
     """The sequences of each tree: those of one group, and of all groups that begin with the same long run of tokens."""
     starts = np.cumsum([0, *sizes])
     heads = [sequences[start] for start in starts[:-1]]
     order = sorted(range(len(heads)), key=lambda g: heads[g].astype(">i8").tobytes())
     clusters: list[list[int]] = []
     for previous, g in zip([None, *order], order, strict=False):
-        if previous is None or common_prefix_length(heads[previous], heads[g]) < MIN_SHARED_BETWEEN_GROUPS:
+        if previous is None or common_prefix_length(heads[previous], heads[g]) < min_shared:
             clusters.append([])
         clusters[-1].append(g)
     clusters.sort(key=min)

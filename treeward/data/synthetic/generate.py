@@ -50,9 +50,9 @@ _HELD_OUT_SHARE = 0.15
 _TIED_ROWS = 0.05
 _DECOYS = 0.88  # wrong answers that are never right
 _FILLERS_TO_THE_BETTER = (50, 30, 13, 5, 2)  # weights of 0, 1, 2, ... fillers
-_FILLERS_TO_THE_WORSE = (30, 25, 20, 15, 10)
+_FILLERS_TO_THE_WORSE = (42, 29, 16, 8, 5)
 _SAME_WORDING = 0.6  # comparisons whose answers share their sentences, but for what the plan says
-_WIDE_GAP = 20  # characters
+_WIDE_GAP = 50  # characters
 _REQUESTS = {fmt.name: fmt.requests for fmt in ALL_FORMATS}
 _KIND = {kind.name: kind for kind in KINDS}
 
@@ -161,7 +161,7 @@ def _controlled_row(rng: random.Random, ask: _Ask, *, longer_is_better: bool) ->
     context = _context(rng, ask)
     num_answers = rng.choices((2, 3), (75, 25))[0]
     for _ in range(50):
-        fillers = sorted([0, rng.choice((1, 2, 3)), 4][:num_answers], reverse=not longer_is_better)
+        fillers = sorted([0, rng.choice((2, 3, 4)), 6][:num_answers], reverse=not longer_is_better)
         row = _row(rng, ask, context, fillers, tied=False)
         gaps = length_gaps(row) if row else []
         if gaps and all(gap >= _WIDE_GAP if longer_is_better else gap <= -_WIDE_GAP for gap in gaps):

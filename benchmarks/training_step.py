@@ -1,0 +1,176 @@
+"""A training step on prefix trees against TRL's RewardTrainer, on the same comparisons in one interleaved run.
+
+    python benchmarks/training_step.py [--size xs|s|m] [--pairs 8] [--rounds 12]
+
+A step is forward, backward, clipping and fused AdamW on the same number of real comparisons. For TRL it is the peer's own
+collator, `training_step` and gradient clipping, without its data loader and logging. Rows are padded as each does
+it; "packed" is treeward's own packing without sharing. Every variant begins with the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import activation_bytes, build, interleave, load_pairs, median_ratio
+from transformers import PreTrainedTokenizerBase
+from trl import RewardConfig, RewardTrainer
+
+from datasets import Dataset
+from treeward.losses import bradley_terry, ranked_pairs
+from treeward.model.reward_model import RewardModel
+from treeward.training.results import Column, results_table
+from treeward.tree.batch import RowBatch, TreeBatch
+
+Pair = tuple[list[int], list[int]]
+Batch = list[Pair]
+Step = Callable[[Batch], float]
+
+
+def main() -> None:
+    arguments = _parse()
+    data, tokenizer, pairs = load_pairs(longest=1024)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(pairs), generator=generator).tolist()
+    batches = [[pairs[i] for i in order[n : n + arguments.pairs]] for n in range(0, len(order), arguments.pairs)]
+    names = {
+        "TRL, default (bf16, checkpointing)": _trl(arguments.size, tokenizer, pairs, default=True),
+        "TRL, float32": _trl(arguments.size, tokenizer, pairs, default=False),
+        "treeward, padded rows": _ours(arguments.size, tokenizer, "rows"),
+        "treeward, packed rows": _ours(arguments.size, tokenizer, "packed"),
+        "treeward, tree": _ours(arguments.size, tokenizer, "tree"),
+        "treeward, tree, medium": _ours(arguments.size, tokenizer, "tree", matmul="medium"),
+        "treeward, tree, bf16": _ours(arguments.size, tokenizer, "tree", dtype=torch.bfloat16),
+    }
+    first = {name: step(batches[0]) for name, (step, _) in names.items()}  # same weights: the same loss
+    seconds = interleave(
+        {name: lambda n, step=step: step(batches[n % len(batches)]) for name, (step, _) in names.items()},
+        arguments.rounds,
+    )
+    base, trl_default = seconds["TRL, float32"], seconds["TRL, default (bf16, checkpointing)"]
+    rows = [
+        {
+            "variant": name,
+            "ms": 1000 * sorted(seconds[name])[len(base) // 2],
+            "vs32": median_ratio(base, seconds[name]),
+            "vsdefault": median_ratio(trl_default, seconds[name]),
+            "packed": median_ratio(seconds["treeward, packed rows"], seconds[name]),
+            "memory": kept(batches[0]) / 1e6,
+            "loss": first[name],
+        }
+        for name, (_, kept) in names.items()
+    ]
+    columns = [
+        Column("variant"),
+        Column("ms", title="ms a step", format=".0f"),
+        Column("vs32", title="x TRL float32", format=".2f"),
+        Column("vsdefault", title="x TRL default", format=".2f"),
+        Column("packed", title="x packed", format=".2f"),
+        Column("memory", title="activations MB", format=".0f"),
+        Column("loss", title="first loss", format=".6f"),
+    ]
+    real, computed, padded = _tokens(batches[: arguments.rounds])
+    print(f"\n{data}, {arguments.pairs} pairs a step, Qwen3 {arguments.size}, {torch.get_num_threads()} threads")
+    print(f"tokens: {padded / computed:.2f} padded, {real / computed:.2f} packed for 1 on trees\n")
+    print(results_table(rows, columns))
+
+
+def _ours(
+    size: str,
+    tokenizer: PreTrainedTokenizerBase,
+    layout: str,
+    *,
+    dtype: torch.dtype | None = None,
+    matmul: str = "highest",
+) -> tuple[Step, Callable[[Batch], int]]:
+    model = build(size, tokenizer)
+    model.compute_dtype = dtype
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def loss_of(batch: Batch) -> torch.Tensor:
+        pairs = ranked_pairs([(0, 1)] * len(batch))
+        return bradley_terry(model(_pack(batch, layout, model)), pairs) / len(batch)
+
+    def step(batch: Batch) -> float:
+        torch.set_float32_matmul_precision(matmul)
+        loss = loss_of(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.set_float32_matmul_precision("highest")
+        return float(loss)
+
+    def kept(batch: Batch) -> int:
+        with activation_bytes(model) as count:
+            loss = loss_of(batch)
+        return count() + 0 * int(loss.isnan())
+
+    model.train()
+    return step, kept
+
+
+def _pack(batch: Batch, layout: str, model: RewardModel) -> TreeBatch | RowBatch:
+    if layout == "rows":
+        return RowBatch.from_groups(batch, pad_token_id=model.hf.config.pad_token_id)
+    if layout == "packed":
+        return TreeBatch.from_groups([[sequence] for pair in batch for sequence in pair], min_shared=1 << 30)
+    return TreeBatch.from_groups(batch)
+
+
+def _trl(
+    size: str, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], *, default: bool
+) -> tuple[Step, Callable[[Batch], int]]:
+    hf = build(size, tokenizer).hf
+    hf.set_attn_implementation("sdpa")
+    options: dict[str, Any] = {} if default else {"bf16": False, "gradient_checkpointing": False}
+    config = RewardConfig(
+        output_dir=tempfile.mkdtemp(), report_to=[], max_length=None, use_cpu=True, learning_rate=1e-5, **options
+    )
+    rows = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs[:64]])
+    trainer = RewardTrainer(model=hf, args=config, train_dataset=rows, processing_class=tokenizer)
+    # What `trainer.train()` does before its first step:
+    trainer.current_gradient_accumulation_steps = 1
+    if default:
+        hf.gradient_checkpointing_enable(config.gradient_checkpointing_kwargs)
+    model = trainer.accelerator.prepare_model(hf)
+    optimizer = torch.optim.AdamW(hf.parameters(), lr=1e-5, fused=True)
+    hf.train()
+
+    def collate(batch: Batch) -> Any:
+        return trainer.data_collator([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in batch])
+
+    def step(batch: Batch) -> float:
+        loss = trainer.training_step(model, collate(batch))
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    def kept(batch: Batch) -> int:
+        with activation_bytes(hf) as count:
+            loss = trainer.compute_loss(model, trainer._prepare_inputs(collate(batch)))
+        return count() + 0 * int(loss.isnan())
+
+    return step, kept
+
+
+def _tokens(batches: list[Batch]) -> tuple[int, int, int]:
+    trees = [TreeBatch.from_groups(batch) for batch in batches]
+    padded = [2 * len(batch) * max(len(s) for pair in batch for s in pair) for batch in batches]
+    return sum(t.num_row_tokens for t in trees), sum(t.num_computed_tokens for t in trees), sum(padded)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="xs", choices=("xs", "s", "m"))
+    parser.add_argument("--pairs", type=int, default=8, help="comparisons a step")
+    parser.add_argument("--rounds", type=int, default=12)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

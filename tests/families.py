@@ -1,0 +1,217 @@
+"""Tiny models of many families, and plain Hugging Face rows to compare treeward with.
+
+The weights are drawn so that everything matters: matrices keep the size of what they multiply, norms are not all one,
+biases and sinks are not zero. (With transformers' initialisation a tiny model hardly attends at all, and a wrong mask
+would change its scores by less than any tolerance.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+
+from treeward.model.reward_model import RewardModel
+
+VOCABULARY = 600
+WINDOW = 6
+
+_GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_MOE = {"num_experts_per_tok": 2}
+_WINDOW = {"sliding_window": WINDOW}
+
+# model_type and what differs from COMMON; the sliding windows are short enough to cut every sequence of these tests
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_GQA},
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen2_window": {
+        "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 1, **_WINDOW,
+        "use_sliding_window": True, "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", **_GQA},
+    "mistral": {"model_type": "mistral", **_GQA, **_WINDOW},
+    "mixtral": {"model_type": "mixtral", **_GQA, **_MOE, "num_local_experts": 4, "sliding_window": None},
+    "gemma2": {
+        "model_type": "gemma2", **_GQA, **_WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", **_GQA, **_WINDOW, "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    },
+    "phi3": {"model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2, **_WINDOW},
+    "gpt_neox": {"model_type": "gpt_neox", "num_attention_heads": 4},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024},
+    "gpt_oss": {
+        "model_type": "gpt_oss", **_GQA, **_WINDOW, **_MOE, "num_local_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek_v3": {  # latent attention: its values have another dimension than its keys
+        "model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4,
+        "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+ROW_FAMILIES: dict[str, dict[str, Any]] = {
+    "mamba": {"model_type": "mamba", "state_size": 4, "expand": 2},
+    "gptj": {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128},
+    "bloom": {"model_type": "bloom", "n_layer": 2, "n_head": 4},
+    "qwen3_next": {
+        "model_type": "qwen3_next", **_GQA, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "lfm2": {
+        "model_type": "lfm2", "num_attention_heads": 4, "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention"],
+    },
+}  # fmt: skip
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {"model_type": "bert", "num_attention_heads": 4},
+    "roberta": {"model_type": "roberta", "num_attention_heads": 4, "pad_token_id": 1},
+    "distilbert": {"model_type": "distilbert", "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
+}  # fmt: skip
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 1024,
+    "num_labels": 1,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 0,
+}
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    fields = {**DECODERS, **ROW_FAMILIES, **ENCODERS}[family]
+    known = AutoConfig.for_model(fields["model_type"])
+    common = {name: value for name, value in _COMMON.items() if hasattr(known, name)}
+    return AutoConfig.for_model(**{**common, **fields, **changes})
+
+
+def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A plain Hugging Face sequence classifier with one label and telling weights."""
+    config = config_of(family, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return randomise(model.eval(), seed)
+
+
+def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            if weight.dim() > 1:
+                # in transposed layouts (GPT-2, experts) and square ones alike, about the size of what is multiplied
+                fan_in = 1.0 if "emb" in name or "wte" in name or "wpe" in name else min(weight.shape[-2:])
+                weight.copy_(drawn * fan_in**-0.5)
+            elif "A_log" in name or "dt_bias" in name or name.endswith(".D"):
+                continue
+            elif name.endswith("sinks"):
+                weight.copy_(drawn)
+            else:
+                weight.add_(0.2 * drawn)
+        for name, module in model.named_modules():
+            if name in ("score", "classifier"):
+                for parameter in module.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 33**-0.5)
+    return model
+
+
+def plain_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """The scores of plain Hugging Face, one unpadded row at a time, eager attention, the last token read."""
+    config = model.config.get_text_config()
+    pad = config.pad_token_id
+    encoder = hasattr(model, "classifier")
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation("eager")
+    # Without a padding token transformers reads at the last one, whatever it is.
+    config.pad_token_id = pad if encoder else None
+    try:
+        rows = [torch.as_tensor([list(map(int, sequence))]) for sequence in sequences]
+        options = {} if encoder else {"use_cache": False}
+        return torch.cat([model(input_ids=row, **options).logits[:, 0] for row in rows])
+    finally:
+        config.pad_token_id = pad
+
+
+def gradients(model: torch.nn.Module, scores: Tensor) -> dict[str, Tensor]:
+    """Gradients of a weighted sum of the scores, by parameter name; parameters without one are left out."""
+    weights = torch.linspace(-1.0, 1.0, len(scores)) + 0.1
+    model.zero_grad(set_to_none=True)
+    (scores * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def score_error(got: Tensor, want: Tensor) -> float:
+    """Largest difference, relative to the largest score (at least 1)."""
+    return float((got - want).abs().max() / want.abs().max().clamp_min(1.0))
+
+
+def gradient_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Largest difference over all tensors, each relative to its largest element.
+
+    A gradient that is zero but for rounding (a bias on keys shifts every logit alike) is measured against a thousandth
+    of the largest gradient of all.
+    """
+    assert got.keys() == want.keys()
+    floor = 1e-3 * max(float(w.abs().max()) for w in want.values())
+    return max(float((got[name] - w).abs().max()) / max(float(w.abs().max()), floor) for name, w in want.items())
+
+
+def assert_close(value: float, tolerance: float, what: str) -> None:
+    assert value <= tolerance, f"{what}: off by {value:.2e}, more than {tolerance:.0e}"
+
+
+def assert_tree_equals_rows(
+    model: RewardModel,
+    groups: Sequence[Sequence[Sequence[int]]],
+    *,
+    scores: float = 1e-5,
+    grads: float | None = 1e-5,
+) -> tuple[float, float]:
+    """Scores (and gradients) of a batch equal those of plain rows; returns the two largest errors."""
+    sequences = [sequence for group in groups for sequence in group]
+    got = model(model.make_batch(groups))
+    got_grads = gradients(model.hf, got) if grads is not None else {}
+    want = plain_scores(model.hf, sequences)
+    want_grads = gradients(model.hf, want) if grads is not None else {}
+    errors = score_error(got.detach(), want.detach()), gradient_error(got_grads, want_grads) if grads else 0.0
+    assert_close(errors[0], scores, "scores")
+    if grads is not None:
+        assert_close(errors[1], grads, "gradients")
+    return errors
+
+
+def forest(seed: int = 0, *, vocabulary: int = VOCABULARY) -> list[list[list[int]]]:
+    """Comparison groups with everything that a forest can hold; tokens from 3 up, so no padding, BOS or EOS.
+
+    A prompt with four answers; several turns deep (a tree in a tree); identical answers; an answer that begins another;
+    answers of one token; nothing shared at all; a single sequence.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> list[int]:
+        return [int(token) for token in torch.randint(3, vocabulary, (length,), generator=generator)]
+
+    prompt, deep, short = draw(14), draw(9), draw(7)
+    middle = deep + draw(5)
+    inner = middle + draw(8)
+    same, long = draw(6), draw(11)
+    return [
+        [prompt + draw(n) for n in (9, 4, 13, 7)],
+        [deep + draw(6), middle + draw(3), inner + draw(1), inner + draw(10), middle + draw(2)],
+        [short + same, short + same, short + draw(5)],
+        [short[:3] + long, short[:3] + long[:4], short[:3] + long[:9]],
+        [prompt[:5] + draw(1), prompt[:5] + draw(1)],
+        [draw(8), draw(3)],
+        [draw(1)],
+        [draw(17)],
+    ]

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeward.errors import ConfigError
+from treeward.training.order import TrainingOrder
+
+# The order is one of rows, whatever they are: here a row says which it is.
+sizes = st.lists(st.integers(1, 12), min_size=1, max_size=3)
+batch_sizes = st.integers(1, 9)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def order_of(sizes: list[int], **options: Any) -> TrainingOrder:
+    rows: list[Any] = [[(dataset, row) for row in range(size)] for dataset, size in enumerate(sizes)]
+    return TrainingOrder(rows, **options)
+
+
+def epoch_of(order: TrainingOrder, epoch: int) -> list[Any]:
+    start = epoch * order.steps_per_epoch
+    return [row for step in range(start, start + order.steps_per_epoch) for row in order.comparisons(step)]
+
+
+@settings(deadline=None)
+@given(sizes, batch_sizes, seeds, st.booleans(), st.integers(0, 3))
+def test_an_epoch_holds_every_comparison_exactly_once(
+    sizes: list[int], batch_size: int, seed: int, shuffle: bool, epoch: int
+) -> None:
+    order = order_of(sizes, seed=seed, batch_size=batch_size, shuffle=shuffle)
+    seen = epoch_of(order, epoch)
+    assert Counter(seen) == Counter((d, row) for d, size in enumerate(sizes) for row in range(size))
+    if not shuffle:
+        assert seen == sorted(seen)
+
+
+@settings(deadline=None)
+@given(st.data(), sizes, batch_sizes, seeds)
+def test_a_weight_is_how_often_each_comparison_comes_in_an_epoch(
+    data: st.DataObject, sizes: list[int], batch_size: int, seed: int
+) -> None:
+    # Half of a single row would be none at all.
+    weights = [data.draw(st.sampled_from([1.0, 2.0, 3.0] if size == 1 else [0.5, 1.0, 1.5, 2.0])) for size in sizes]
+    order = order_of(sizes, weights=weights, seed=seed, batch_size=batch_size, shuffle=data.draw(st.booleans()))
+    counts = Counter(epoch_of(order, 1))
+    for dataset, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        times = [counts[dataset, row] for row in range(size)]
+        assert sum(times) == round(size * weight)
+        assert all(int(weight) <= time <= int(weight) + 1 for time in times)
+
+
+@settings(deadline=None)
+@given(sizes, batch_sizes, seeds, st.integers(0, 40))
+def test_episodes_count_what_the_steps_have_seen(sizes: list[int], batch_size: int, seed: int, steps: int) -> None:
+    order = order_of(sizes, seed=seed, batch_size=batch_size)
+    assert order.episodes(steps) == sum(len(order.comparisons(step)) for step in range(steps))
+    assert all(0 < len(order.comparisons(step)) <= batch_size for step in range(steps))
+
+
+@settings(deadline=None)
+@given(sizes, batch_sizes, seeds, st.integers(0, 30))
+def test_a_resumed_run_sees_what_the_uninterrupted_one_sees(
+    sizes: list[int], batch_size: int, seed: int, start: int
+) -> None:
+    uninterrupted = order_of(sizes, seed=seed, batch_size=batch_size)
+    before = [uninterrupted.comparisons(step) for step in range(start + 5)]
+    resumed = order_of(sizes, seed=seed, batch_size=batch_size)
+    assert [resumed.comparisons(step) for step in range(start, start + 5)] == before[start:]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    order, other = (order_of([50], seed=seed, batch_size=50) for seed in (1, 2))
+    assert len({tuple(rows) for rows in (order.comparisons(0), order.comparisons(1), other.comparisons(0))}) == 3
+
+
+def test_a_half_is_another_half_each_epoch_and_not_the_beginning_of_the_file() -> None:
+    order = order_of([40], weights=[0.5], seed=3, batch_size=20, shuffle=False)
+    first, second = order.comparisons(0), order.comparisons(1)
+    assert len(first) == len(second) == 20
+    assert first != second
+    assert set(first) != {(0, row) for row in range(20)}
+
+
+def test_the_last_batch_is_smaller() -> None:
+    order = order_of([10], seed=0, batch_size=4)
+    assert [len(order.comparisons(step)) for step in range(6)] == [4, 4, 2, 4, 4, 2]
+    assert (order.steps_per_epoch, order.comparisons_per_epoch) == (3, 10)
+
+
+def test_weights_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no comparison in an epoch"):
+        order_of([10], weights=[0.01], seed=0, batch_size=4)

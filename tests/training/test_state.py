@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from treeward.config.optimisation import (
+    NamedScheduleConfig,
+    OptimizerConfig,
+    TorchScheduleConfig,
+    TorchSchedulerConfig,
+)
+from treeward.errors import CheckpointError
+from treeward.training.optimisation import build_optimizer, build_scheduler
+from treeward.training.state import TrainingState, check_identity, load_state, read_state, save_state
+
+TOTAL = 12
+
+
+class Session:
+    """A small model in training: what a run has of optimiser, schedule and names."""
+
+    def __init__(self, optimizer: OptimizerConfig, schedule: Any, total_steps: int = TOTAL) -> None:
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.optimizer = build_optimizer(self.model, optimizer)
+        self.scheduler = build_scheduler(self.optimizer, schedule, total_steps=total_steps)
+        self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        self.rates: list[float] = []
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            self.model(rows).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def save(self, folder: Path, step: int) -> None:
+        save_state(folder, TrainingState(step, {"what": "x"}), self.optimizer, self.scheduler, self.names)
+
+    def resume(self, folder: Path, weights: dict[str, Any]) -> TrainingState:
+        self.model.load_state_dict(weights)
+        return load_state(folder, self.optimizer, self.scheduler, self.names)
+
+
+CONSTANT = NamedScheduleConfig(name="constant")
+
+
+def resumes_exactly(folder: Path, optimizer: OptimizerConfig, schedule: Any) -> None:
+    whole, first, second = (Session(optimizer, schedule) for _ in range(3))
+    whole.train(range(TOTAL))
+    first.train(range(5))
+    first.save(folder, 5)
+    state = second.resume(folder, {k: v.clone() for k, v in first.model.state_dict().items()})
+    second.train(range(state.step, TOTAL))
+    assert first.rates + second.rates == whole.rates
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, second.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("AdamW", {}),
+        ("AdamW", {"fused": False, "amsgrad": True}),
+        ("Adam", {"betas": [0.8, 0.9]}),
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("RMSprop", {"momentum": 0.5, "centered": True}),
+        ("Adagrad", {}),
+        ("Adadelta", {}),
+        ("Adafactor", {}),
+        ("Adamax", {}),
+        ("ASGD", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("Rprop", {}),
+    ],
+)
+def test_a_resumed_optimiser_goes_on_bit_for_bit(tmp_path: Path, name: str, kwargs: dict[str, Any]) -> None:
+    optimizer = OptimizerConfig(name=f"torch.optim.{name}", kwargs={"lr": 0.01, **kwargs})
+    resumes_exactly(tmp_path, optimizer, NamedScheduleConfig(name="cosine", warmup_steps=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("MultiStepLR", {"milestones": [2, 7, 9], "gamma": 0.5}),
+        ("StepLR", {"step_size": 2}),
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": TOTAL}),
+        ("CyclicLR", {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3}),
+        ("CosineAnnealingWarmRestarts", {"T_0": 3}),
+        ("PolynomialLR", {"total_iters": 8}),
+    ],
+)
+def test_a_resumed_schedule_goes_on_bit_for_bit(tmp_path: Path, name: str, kwargs: dict[str, Any]) -> None:
+    one = TorchSchedulerConfig(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs)
+    warmup = TorchSchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"total_iters": 3})
+    sgd = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.01, "momentum": 0.9})
+    resumes_exactly(tmp_path, sgd, TorchScheduleConfig(schedulers=(one,)))
+    if name != "OneCycleLR":  # which wants to be alone
+        resumes_exactly(tmp_path, sgd, TorchScheduleConfig(schedulers=(warmup, one), milestones=(4,)))
+
+
+def test_a_run_that_was_made_longer_takes_its_place_in_the_longer_schedule(tmp_path: Path) -> None:
+    adam, linear = OptimizerConfig(kwargs={"lr": 1.0}), NamedScheduleConfig(name="linear")
+    short = Session(adam, linear, total_steps=4)
+    short.train(range(4))
+    short.save(tmp_path, 4)
+    longer = Session(adam, linear, total_steps=8)
+    longer.resume(tmp_path, short.model.state_dict())
+    longer.train(range(4, 8))
+    assert longer.rates == [0.5, 0.375, 0.25, 0.125]
+
+
+def test_what_json_holds_comes_back_exactly(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    state = TrainingState(
+        7,
+        {"the model": "ä ${x}"},
+        validation_step=6,
+        validation={"plain": {"loss": 0.1 + 0.2, "accuracy": 1 / 3, "reward_margin": 5e-324}, "": {"loss": math.inf}},
+    )
+    save_state(tmp_path, state, session.optimizer, session.scheduler, session.names)
+    assert read_state(tmp_path) == state
+    assert load_state(tmp_path, session.optimizer, session.scheduler, session.names) == state
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    torch.manual_seed(3)
+    torch.rand(5)
+    session.save(tmp_path, 1)
+    expected = torch.rand(4)
+    torch.manual_seed(99)
+    load_state(tmp_path, session.optimizer, session.scheduler, session.names)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_without_an_optimiser_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    save_state(tmp_path, TrainingState(1, {}), None, session.scheduler, session.names)
+    with pytest.raises(CheckpointError, match="saved without its optimiser"):
+        load_state(tmp_path, session.optimizer, session.scheduler, session.names)
+    assert read_state(tmp_path).step == 1
+
+
+def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    saved = {"the model": "a", "the training data": "b", "rm.seed": "1"}
+    save_state(tmp_path, TrainingState(1, saved), None, session.scheduler, session.names)
+    check_identity(tmp_path, saved)
+    with pytest.raises(CheckpointError, match=r"another run: the training data, rm\.seed changed") as caught:
+        check_identity(tmp_path, saved | {"the training data": "c", "rm.seed": "2"})
+    assert "got:   the training data c; rm.seed 2" in str(caught.value)
+    assert "need:  the training data b; rm.seed 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", '{"step": 3,'])
+def test_a_cut_state_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "training_state.json").write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_state(tmp_path)
+
+
+def test_state_that_cannot_be_saved_is_told(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}), CONSTANT)
+    session.optimizer.state[next(iter(session.names))]["odd"] = {1, 2}
+    with pytest.raises(CheckpointError, match="a set in its state"):
+        session.save(tmp_path, 1)
+
+
+def test_nothing_that_is_loaded_can_be_code(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    session.train(range(2))
+    session.save(tmp_path, 2)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    json.loads((tmp_path / "training_state.json").read_text())

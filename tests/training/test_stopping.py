@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from treeward.training.stopping import StopRequest
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert stop.reason is None
+        signal.raise_signal(number)
+        assert stop.reason == number.name
+        assert stop.exit_code == code
+        # The second one is for whoever had it before: it ends the process.
+        assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == before
+    assert f"{number.name}: finishing this step" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    with StopRequest():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_deadline_counts_from_the_construction() -> None:
+    assert StopRequest(deadline_seconds=0.0).reason == "checkpoint_must_save_by"
+    assert StopRequest(deadline_seconds=0.0).exit_code == 0
+    assert StopRequest(deadline_seconds=1e6).reason is None
+
+
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop.reason is None
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_outside_the_main_thread_there_are_no_handlers() -> None:
+    found: list[str | None] = []
+
+    def work() -> None:
+        with StopRequest(deadline_seconds=0.0) as stop:
+            found.append(stop.reason)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == ["checkpoint_must_save_by"]

@@ -1,0 +1,302 @@
+"""Trees equal plain Hugging Face rows, one by one: scores and gradients, for every family and way of computing.
+
+Tolerances, float32: scores 1e-5 of the largest score (which is near 1), each gradient tensor 1e-5 of its own largest
+element. Measured on a CPU: 7e-7 and 5e-6 at most; `test_a_seeded_bug_is_seen` shows that the mildest mistakes lie far
+above. bfloat16 rounds at 4e-3, several times in a row: there the tree may be off by twice what plain rows are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import (
+    DECODERS,
+    WINDOW,
+    assert_tree_equals_rows,
+    forest,
+    gradient_error,
+    gradients,
+    plain_scores,
+    score_error,
+    tiny_model,
+)
+from torch.nn import functional as F
+
+from treeward.data.rendering import Renderer
+from treeward.errors import ModelError
+from treeward.model.reward_model import RewardModel
+from treeward.tree import attention
+from treeward.tree.attention import PositionMask, dense_mask
+from treeward.tree.batch import TreeBatch, TreeLayout
+
+PATHS = ("slices", "small_masks", "dense")
+
+
+@contextlib.contextmanager
+def computed_by(path: str, model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Slices alone; one small mask per tree; or the dense reference."""
+    monkeypatch.setattr(attention, "CALL_COST", 0 if path == "slices" else 10**12)
+    with model.reference_attention() if path == "dense" else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_trees_equal_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = RewardModel(tiny_model(family))
+    with computed_by(path, model, monkeypatch):
+        assert_tree_equals_rows(model, forest())
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_real_chats(family: str, real_chats: list[Any], tiny_tokenizer: Any) -> None:
+    renderer = Renderer(tiny_tokenizer)
+    groups = [[renderer.encode([*p.context, *c.messages]) for c in p.completions] for p in real_chats]
+    assert_tree_equals_rows(RewardModel(tiny_model(family)), groups)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt_oss", "deepseek_v3"])
+def test_three_layers_and_another_forest(family: str) -> None:
+    changes = {"num_hidden_layers": 3}
+    if family in ("gemma2", "gpt_oss"):
+        changes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]  # type: ignore[assignment]
+    assert_tree_equals_rows(RewardModel(tiny_model(family, seed=1, **changes)), forest(1))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_padding_that_is_the_end_of_text(family: str) -> None:
+    """Every sequence ends with EOS, which pads too; plain transformers would read the token before it."""
+    hf = tiny_model(family, pad_token_id=0, eos_token_id=0)
+    groups = [[[*sequence, 0] for sequence in group] for group in forest()]
+    assert_tree_equals_rows(RewardModel(hf), groups)
+    row = torch.tensor([groups[0][0]])
+    assert score_error(hf(input_ids=row).logits[0], plain_scores(hf, groups[0][:1])) > 1e-2  # why we read by length
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "gpt_neox"])
+def test_activation_checkpointing_changes_nothing(family: str) -> None:
+    hf = tiny_model(family)
+    model = RewardModel(hf).train()
+    plain = model(model.make_batch(forest()))
+    plain_gradients = gradients(hf, plain)
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again = model(model.make_batch(forest()))
+    assert score_error(again.detach(), plain.detach()) <= 1e-6
+    assert gradient_error(gradients(hf, again), plain_gradients) <= 1e-6
+    assert_tree_equals_rows(model, forest())
+
+
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "weights"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt_neox", "gpt2"])
+def test_bfloat16(family: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = [sequence for group in forest() for sequence in group]
+    exact_model = tiny_model(family)
+    exact = plain_scores(exact_model, sequences)
+    exact_gradients = gradients(exact_model, exact)
+    hf = tiny_model(family)
+    if not autocast:
+        hf.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        rows = plain_scores(hf, sequences).float()
+    row_gradients = gradients(hf, rows)
+    if not autocast:
+        hf.score.float()
+    model = RewardModel(hf, compute_dtype=torch.bfloat16 if autocast else None)
+    for path in PATHS:
+        with computed_by(path, model, monkeypatch):
+            trees = model(model.make_batch(forest()))
+            assert trees.dtype == torch.float32
+            found = gradient_error(gradients(hf, trees), exact_gradients)
+        assert score_error(trees.detach(), exact.detach()) <= 2 * score_error(rows.detach(), exact.detach()) + 5e-3
+        assert found <= 2 * gradient_error(row_gradients, exact_gradients) + 1e-2
+
+
+def _packed_positions(batch: TreeBatch) -> TreeBatch:
+    return replace(batch, layout=replace(batch.layout, positions_T=torch.arange(len(batch.tokens_T))))
+
+
+def _one_sibling_visible(batch: TreeBatch) -> TreeBatch:
+    """The first branch of the first tree is seen by the one beside it."""
+    first, *others = batch.layout.trees
+    segments = list(first.segments)
+    segments[1] = replace(segments[1], subtree_end=segments[2].end)
+    layout = TreeLayout((replace(first, segments=tuple(segments)), *others), batch.layout.positions_T)
+    return replace(batch, layout=layout)
+
+
+def _read_one_early(batch: TreeBatch) -> TreeBatch:
+    reads = batch.reads_S.clone()
+    reads[0] -= 1
+    return replace(batch, reads_S=reads)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("bug", [_packed_positions, _one_sibling_visible, _read_one_early])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_seeded_bug_in_the_batch_is_seen(
+    family: str, bug: Callable[[TreeBatch], TreeBatch], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = RewardModel(tiny_model(family))
+    monkeypatch.setattr(model, "make_batch", lambda groups: bug(TreeBatch.from_groups(groups)))
+    with (
+        computed_by(path, model, monkeypatch),
+        pytest.raises(AssertionError, match=r"scores: off by \d\.\d+e[+-]0[0-3]"),
+    ):
+        assert_tree_equals_rows(model, forest())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3", "gpt_oss"])
+def test_a_window_off_by_one_is_seen(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PositionMask.allowed
+
+    def wider(self: PositionMask, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return right(self, queries, keys) | (queries[:, None] - keys[None, :] == WINDOW)
+
+    monkeypatch.setattr(PositionMask, "allowed", wider)
+    model = RewardModel(tiny_model(family))
+    with computed_by(path, model, monkeypatch), pytest.raises(AssertionError, match="scores"):
+        assert_tree_equals_rows(model, forest())
+
+
+@pytest.mark.parametrize("path", ["slices", "dense"])
+@pytest.mark.parametrize(("family", "place"), [("gemma2", 5), ("gpt_oss", 6)], ids=["soft-cap", "sinks"])
+def test_an_ignored_soft_cap_or_sink_is_seen(
+    family: str, place: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = attention._arithmetic
+    monkeypatch.setattr(
+        attention, "_arithmetic", lambda *args: right(*(None if i == place else a for i, a in enumerate(args)))
+    )
+    model = RewardModel(tiny_model(family))
+    with computed_by(path, model, monkeypatch), pytest.raises(AssertionError, match="scores"):
+        assert_tree_equals_rows(model, forest())
+
+
+def test_a_bug_in_the_backward_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(attention._SlicedAttention):
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            ctx.parts = ctx.parts[:-1]
+            return attention_backward(ctx, *grads)
+
+    attention_backward = attention._SlicedAttention.backward
+    monkeypatch.setattr(attention, "_SlicedAttention", Forgetful)
+    model = RewardModel(tiny_model("llama"))
+    with computed_by("slices", model, monkeypatch), pytest.raises(AssertionError, match="gradients"):
+        assert_tree_equals_rows(model, forest())
+
+
+def layout_of(groups: list[list[list[int]]]) -> TreeLayout:
+    return TreeBatch.from_groups(groups).layout
+
+
+def causal(_b: Any, _h: Any, query: Any, key: Any) -> Any:
+    return key <= query
+
+
+def window(_b: Any, _h: Any, query: Any, key: Any) -> Any:
+    return (key <= query) & (query - key < WINDOW)
+
+
+def chunks(_b: Any, _h: Any, query: Any, key: Any) -> Any:
+    return (key <= query) & (query // 5 == key // 5)
+
+
+@pytest.mark.parametrize("function", [causal, window, chunks])
+def test_the_mask_is_that_of_the_paths(function: Callable[..., Any]) -> None:
+    """A token sees exactly those of its own path that the mask function allows: worked out token by token."""
+    layout = layout_of(forest())
+    want = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.bool)
+    for tree in layout.trees:
+        for segment in tree.segments:
+            path: list[int] = []
+            at: Any = segment
+            while at is not None:
+                path = [*range(at.start, at.end), *path]
+                at = None if at.parent is None else tree.segments[at.parent]
+            for position in range(segment.depth, segment.depth + len(segment)):
+                for key, place in enumerate(path):
+                    want[path[position], place] = bool(function(0, 0, torch.tensor(position), torch.tensor(key)))
+    assert torch.equal(dense_mask(PositionMask(function), layout), want)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)])
+@pytest.mark.parametrize("function", [causal, window, chunks])
+@pytest.mark.parametrize("call_cost", [0, 10**12])
+def test_slices_equal_masked_attention(
+    heads: tuple[int, int], function: Callable[..., Any], call_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward of the fast path, of one masked SDPA call per tree (what a GPU runs) and of the dense one."""
+    monkeypatch.setattr(attention, "CALL_COST", call_cost)
+    layout, mask = layout_of(forest()), PositionMask(function)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, n, layout.num_tokens, 8, generator=generator) for n in (heads[0], heads[1], heads[1], heads[0])
+    )
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+
+    def by_tree(q: Any, k: Any, v: Any, tree: Any) -> torch.Tensor:
+        allowed = mask.tree_mask(layout, tree, q.device)
+        return F.scaled_dot_product_attention(q, k, v, allowed, scale=0.3, enable_gqa=q.shape[1] != k.shape[1])
+
+    outs = [
+        attention._SlicedAttention.apply(*inputs, mask.fast_parts(layout), 0.3),
+        attention._by_tree(*inputs, layout, by_tree),
+        attention._arithmetic(*inputs, dense_mask(mask, layout), 0.3, None, None),
+    ]
+    fast, per_tree, dense = [(out, *torch.autograd.grad(out, inputs, grad)) for out in outs]
+    for tensors in (fast, per_tree):
+        for got, want in zip(tensors, dense, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
+def test_the_masked_path_of_other_devices(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs, here on the CPU: one masked SDPA call per tree, through the whole model."""
+
+    def by_tree(q: Any, k: Any, v: Any, mask: PositionMask, layout: TreeLayout, scale: float) -> torch.Tensor:
+        def attend(q: Any, k: Any, v: Any, tree: Any) -> torch.Tensor:
+            allowed = mask.tree_mask(layout, tree, q.device)
+            return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+        return attention._by_tree(q, k, v, layout, attend)
+
+    class PerTree:
+        @staticmethod
+        def apply(q: Any, k: Any, v: Any, parts: tuple[PositionMask, TreeLayout], scale: float) -> torch.Tensor:
+            return by_tree(q, k, v, *parts, scale)
+
+    monkeypatch.setattr(attention, "_SlicedAttention", PerTree)
+    monkeypatch.setattr(PositionMask, "fast_parts", lambda self, layout: (self, layout))
+    assert_tree_equals_rows(RewardModel(tiny_model(family)), forest())
+
+
+def test_what_cannot_be_served_exactly_is_refused() -> None:
+    layout = layout_of([[[1, 2, 3], [1, 2, 4]]])
+    with pytest.raises(ModelError, match="later tokens"):
+        PositionMask(lambda b, h, q, k: (q >= 0) & (k >= 0)).parts(layout)
+    with pytest.raises(ModelError, match="holes"):  # even positions see nothing, not even themselves
+        PositionMask(lambda b, h, q, k: (k <= q) & (q % 2 == 1)).parts(layout)
+    with pytest.raises(ModelError, match="holes"):  # nothing sees itself
+        PositionMask(lambda b, h, q, k: k < q).parts(layout)
+    module, x = torch.nn.Linear(1, 1), torch.zeros(1, 2, layout.num_tokens, 4)
+    mask = PositionMask(causal)
+    with pytest.raises(ModelError, match="without a tree"):
+        attention._tree_attention(module, x, x, x, mask)
+    with pytest.raises(ModelError, match="attention mask by itself"):
+        attention._dense_attention(module, x, x, x, torch.zeros(1, 1, 4, 4), tree_layout=layout)
+    for name in ("position_bias", "indices"):
+        with pytest.raises(ModelError, match=name):
+            attention._tree_attention(module, x, x, x, mask, tree_layout=layout, **{name: x})
+
+
+def test_registering_twice_is_safe() -> None:
+    attention.register()
+    attention.register()
+    assert_tree_equals_rows(RewardModel(tiny_model("llama")), forest())

@@ -1,0 +1,163 @@
+"""Packing and planning: nothing is lost, reordered, split or computed twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeward.tree.batch import (
+    MIN_SHARED_BETWEEN_GROUPS,
+    MIN_SHARED_BETWEEN_SEQUENCES,
+    RowBatch,
+    TreeBatch,
+    plan_micro_batches,
+    plan_sequences,
+)
+from treeward.tree.token_tree import TokenTree
+
+SEQUENCE = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+GROUPS = st.lists(st.lists(SEQUENCE, min_size=1, max_size=4), min_size=1, max_size=5)
+SYSTEM = list(range(100, 100 + MIN_SHARED_BETWEEN_GROUPS))
+
+
+def path_to(batch: TreeBatch, read: int) -> list[int]:
+    """The tokens from a tree's root to a place in the row."""
+    tree = next(tree for tree in batch.layout.trees if tree.start <= read < tree.end)
+    at = next(segment for segment in tree.segments if segment.start <= read < segment.end)
+    tokens = batch.tokens_T[at.start : read + 1].tolist()
+    while at.parent is not None:
+        at = tree.segments[at.parent]
+        tokens = batch.tokens_T[at.start : at.end].tolist() + tokens
+    return tokens
+
+
+@given(GROUPS)
+@settings(deadline=None)
+def test_every_read_ends_the_path_of_its_sequence(groups: list[list[list[int]]]) -> None:
+    batch = TreeBatch.from_groups(groups)
+    sequences = [sequence for group in groups for sequence in group]
+    assert [path_to(batch, read) for read in batch.reads_S.tolist()] == sequences
+    assert batch.layout.positions_T[batch.reads_S].tolist() == [len(s) - 1 for s in sequences]
+    assert batch.group_sizes == tuple(map(len, groups))
+    assert batch.num_row_tokens == sum(map(len, sequences))
+    assert batch.layout.num_tokens == len(batch.tokens_T) == batch.num_computed_tokens
+    split = batch.split(torch.arange(len(sequences)))
+    assert [len(part) for part in split] == [len(group) for group in groups]
+
+
+@given(GROUPS, st.booleans())
+@settings(deadline=None)
+def test_computed_tokens_are_the_deduplicated_tokens(groups: list[list[list[int]]], with_system: bool) -> None:
+    if with_system:
+        groups = [[SYSTEM + sequence for sequence in group] for group in groups]
+    batch = TreeBatch.from_groups(groups)
+    per_group = sum(TokenTree.from_sequences(group).num_tokens for group in groups)
+    everything = TokenTree.from_sequences([sequence for group in groups for sequence in group]).num_tokens
+    # short beginnings are shared within a group, long ones within the batch
+    assert batch.num_computed_tokens == (everything if with_system else per_group)
+
+
+@pytest.mark.parametrize(("shared", "trees"), [(MIN_SHARED_BETWEEN_GROUPS - 1, 3), (MIN_SHARED_BETWEEN_GROUPS, 2)])
+def test_groups_share_a_tree_from_the_threshold_on(shared: int, trees: int) -> None:
+    start = SYSTEM[:shared]
+    groups = [[[*start, 1, 2], [*start, 1, 3]], [[5, 6]], [[*start, 4], [*start, 4, 4]]]
+    batch = TreeBatch.from_groups(groups)
+    assert len(batch.layout.trees) == trees
+    assert [path_to(batch, read) for read in batch.reads_S.tolist()] == [s for group in groups for s in group]
+
+
+def test_the_trees_lie_in_the_order_of_their_groups() -> None:
+    groups = [[[9, 9]], [[1]], [[5, 5, 5]]]
+    assert TreeBatch.from_groups(groups).tokens_T.tolist() == [9, 9, 1, 5, 5, 5]
+
+
+@given(GROUPS)
+@settings(deadline=None)
+def test_row_batch_holds_the_rows(groups: list[list[list[int]]]) -> None:
+    batch = RowBatch.from_groups(groups, pad_token_id=7)
+    sequences = [np.asarray(sequence) for group in groups for sequence in group]
+    assert batch.lengths_S.tolist() == [len(s) for s in sequences]
+    for row, mask, sequence in zip(batch.tokens_SL, batch.mask_SL, sequences, strict=True):
+        assert row[mask.bool()].tolist() == sequence.tolist()
+        assert set(row[~mask.bool()].tolist()) <= {7}
+        assert mask.tolist() == sorted(mask.tolist(), reverse=True)
+    assert batch.num_computed_tokens == len(sequences) * max(map(len, sequences))
+    assert [len(part) for part in batch.split(torch.zeros(len(sequences)))] == [len(group) for group in groups]
+
+
+@pytest.mark.parametrize("groups", [[], [[]], [[[1]], []], [[[1], []]]])
+def test_empty_batches_groups_and_sequences_are_refused(groups: list[list[list[int]]]) -> None:
+    with pytest.raises(ValueError):
+        TreeBatch.from_groups(groups)
+    with pytest.raises(ValueError):
+        RowBatch.from_groups(groups, pad_token_id=0)
+
+
+@given(
+    st.lists(st.integers(1, 50), max_size=40),
+    st.one_of(st.none(), st.integers(1, 120)),
+    st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_micro_batches_keep_the_budget_and_lose_nothing(sizes: list[int], tokens: int | None, groups: int | None) -> None:
+    if tokens is None and groups is None:
+        with pytest.raises(ValueError, match="max_tokens or max_groups"):
+            plan_micro_batches(sizes)
+        return
+    plan = plan_micro_batches(sizes, max_tokens=tokens, max_groups=groups)
+    assert sorted(i for members in plan for i in members) == list(range(len(sizes)))
+    for members in plan:
+        assert members == sorted(members) and members
+        assert groups is None or len(members) <= groups
+        assert tokens is None or len(members) == 1 or sum(sizes[i] for i in members) <= tokens
+    assert plan == plan_micro_batches(sizes, max_tokens=tokens, max_groups=groups)
+
+
+def test_micro_batches_are_filled() -> None:
+    sizes = [60, 50, 40, 30, 20]
+    assert plan_micro_batches(sizes, max_tokens=100) == [[0, 2], [1, 3, 4]]
+    assert plan_micro_batches(sizes, max_groups=2) == [[0, 1], [2, 3], [4]]
+
+
+PROMPT = list(range(20, 20 + MIN_SHARED_BETWEEN_SEQUENCES))
+CALL = st.lists(st.tuples(st.booleans(), SEQUENCE), max_size=14).map(
+    lambda items: [(PROMPT if with_prompt else []) + sequence for with_prompt, sequence in items]
+)
+
+
+@given(CALL, st.integers(1, 60), st.booleans())
+@settings(deadline=None)
+def test_sequence_plans_hold_each_once_within_the_budget(sequences: list[list[int]], budget: int, share: bool) -> None:
+    plan = plan_sequences(sequences, max_tokens=budget, share=share)
+    assert sorted(i for groups in plan for group in groups for i in group) == list(range(len(sequences)))
+    for groups in plan:
+        assert groups and all(groups)
+        members = [[sequences[i] for i in group] for group in groups]
+        computed = (
+            TreeBatch.from_groups(members).num_computed_tokens
+            if share
+            else RowBatch.from_groups(members, pad_token_id=0).num_computed_tokens
+        )
+        different = {tuple(s) for group in members for s in group}
+        assert computed <= budget or len(different if share else [s for g in members for s in g]) == 1
+    assert plan == plan_sequences(sequences, max_tokens=budget, share=share)
+
+
+@pytest.mark.parametrize("length", [1, 3, MIN_SHARED_BETWEEN_SEQUENCES, 20])
+def test_equal_sequences_cost_nothing(length: int) -> None:
+    sequences = [list(range(length))] * 50
+    plan = plan_sequences(sequences, max_tokens=length)
+    assert plan == [[list(range(50))]]
+    assert TreeBatch.from_groups([[sequences[i] for i in group] for group in plan[0]]).num_computed_tokens == length
+
+
+def test_prompts_are_shared_across_a_call() -> None:
+    """Completions of two prompts, shuffled: each prompt is computed once, as if one had known."""
+    one, other = list(range(10, 50)), list(range(60, 90))
+    sequences = [(one if i % 2 else other) + [200 + i, 300 + i] for i in range(20)]
+    (groups,) = plan_sequences(sequences, max_tokens=1000)
+    batch = TreeBatch.from_groups([[sequences[i] for i in group] for group in groups])
+    assert batch.num_computed_tokens == TokenTree.from_sequences(sequences).num_tokens == 40 + 30 + 20 * 2
+    assert batch.num_row_tokens == sum(map(len, sequences))

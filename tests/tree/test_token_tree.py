@@ -1,0 +1,103 @@
+"""The trie: whatever goes in comes out along its path, and each different beginning is held once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeward.tree.token_tree import TokenTree, common_prefix_length
+
+# few different tokens, so that sequences share beginnings, equal and contain one another
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
+EXTREMES = st.lists(
+    st.lists(st.sampled_from([0, 1, 255, 256, 2**31 - 1, 2**31, 2**32, 2**63 - 1]), min_size=1, max_size=5),
+    min_size=1,
+    max_size=6,
+)
+
+
+def path_to(tree: TokenTree, read: int) -> list[int]:
+    """The tokens from the root to a flat index, along the parents."""
+    at = next(segment for segment in tree.segments if segment.start <= read < segment.end)
+    tokens = tree.tokens_N[at.start : read + 1].tolist()
+    while at.parent is not None:
+        at = tree.segments[at.parent]
+        tokens = tree.tokens_N[at.start : at.end].tolist() + tokens
+    return tokens
+
+
+def check(sequences: list[list[int]]) -> TokenTree:
+    tree = TokenTree.from_sequences(sequences)
+    assert [path_to(tree, int(read)) for read in tree.reads_S] == sequences
+    assert tree.num_tokens == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
+    assert tree.num_row_tokens == sum(map(len, sequences))
+    assert tree.depth == max(map(len, sequences))
+    return tree
+
+
+@given(SEQUENCES)
+@settings(deadline=None)
+def test_every_path_is_its_sequence_and_every_beginning_is_held_once(sequences: list[list[int]]) -> None:
+    check(sequences)
+
+
+@given(EXTREMES)
+@settings(deadline=None)
+def test_any_token_id(sequences: list[list[int]]) -> None:
+    check(sequences)
+
+
+@given(SEQUENCES)
+@settings(deadline=None)
+def test_segments_tile_the_row_and_subtrees_are_ranges(sequences: list[list[int]]) -> None:
+    tree = TokenTree.from_sequences(sequences)
+    assert [s.start for s in tree.segments] == [0, *(s.end for s in tree.segments[:-1])]
+    assert tree.segments[-1].end == tree.num_tokens
+    for index, segment in enumerate(tree.segments):
+        assert len(segment) > 0
+        assert tree.positions_N[segment.start : segment.end].tolist() == list(
+            range(segment.depth, segment.depth + len(segment))
+        )
+        if segment.parent is not None:
+            parent = tree.segments[segment.parent]
+            assert segment.parent < index and segment.depth == parent.depth + len(parent)
+            assert parent.end <= segment.start < segment.subtree_end <= parent.subtree_end
+        below = set()
+        for other, candidate in enumerate(tree.segments):
+            if candidate.parent == index or candidate.parent in below:
+                below.add(other)
+        tokens = {t for i in below for t in range(tree.segments[i].start, tree.segments[i].end)}
+        assert tokens == set(range(segment.end, segment.subtree_end))
+
+
+@given(SEQUENCES, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_the_order_of_the_sequences_changes_only_the_order_of_the_reads(sequences: list[list[int]], random) -> None:
+    order = list(range(len(sequences)))
+    random.shuffle(order)
+    one, other = check(sequences), check([sequences[i] for i in order])
+    assert one.tokens_N.tolist() == other.tokens_N.tolist() and one.segments == other.segments
+    assert one.reads_S[order].tolist() == other.reads_S.tolist()
+
+
+def test_the_example() -> None:
+    tree = TokenTree.from_sequences([[1, 2, 3, 4], np.array([1, 2, 9], dtype=np.int32), (1, 2, 3)])
+    assert tree.tokens_N.tolist() == [1, 2, 3, 4, 9]
+    assert tree.positions_N.tolist() == [0, 1, 2, 3, 2]
+    assert tree.reads_S.tolist() == [3, 4, 2]
+
+
+def test_nothing_and_empty_sequences_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one sequence"):
+        TokenTree.from_sequences([])
+    with pytest.raises(ValueError, match="empty sequence"):
+        TokenTree.from_sequences([[1], []])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "length"), [([], [], 0), ([1], [], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2), ([1, 2], [3, 2], 0)]
+)
+def test_common_prefix_length(a: list[int], b: list[int], length: int) -> None:
+    assert common_prefix_length(np.array(a, dtype=np.int64), np.array(b, dtype=np.int64)) == length
