@@ -2,9 +2,9 @@
 
     python benchmarks/training_step.py [--size xs|s|m] [--pairs 8] [--rounds 12]
 
-A step is forward, backward, clipping and fused AdamW on the same number of real comparisons. For TRL it is the peer's own
-collator, `training_step` and gradient clipping, without its data loader and logging. Rows are padded as each does
-it; "packed" is treeward's own packing without sharing. Every variant begins with the same weights.
+A step is forward, backward, clipping and fused AdamW on the same real comparisons. For TRL it is the peer's own
+collator and `training_step`, without its data loader and logging. Rows are padded as each does it; "packed" is
+treeward's own packing without sharing. Every variant begins with the same weights.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from common import activation_bytes, build, interleave, load_pairs, median_ratio
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
-from datasets import Dataset
 from treeward.losses import bradley_terry, ranked_pairs
 from treeward.model.reward_model import RewardModel
 from treeward.training.results import Column, results_table

@@ -43,7 +43,7 @@ def test_a_checkpoint_is_found_and_sound(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(
     st.lists(st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.9]), st.just(math.nan)), min_size=1, max_size=9),
     st.integers(1, 4),

@@ -101,7 +101,9 @@ def test_empty_batches_groups_and_sequences_are_refused(groups: list[list[list[i
     st.one_of(st.none(), st.integers(1, 120)),
     st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_micro_batches_keep_the_budget_and_lose_nothing(sizes: list[int], tokens: int | None, groups: int | None) -> None:
+def test_micro_batches_keep_the_budget_and_lose_nothing(
+    sizes: list[int], tokens: int | None, groups: int | None
+) -> None:
     if tokens is None and groups is None:
         with pytest.raises(ValueError, match="max_tokens or max_groups"):
             plan_micro_batches(sizes)
@@ -145,10 +147,11 @@ def test_sequence_plans_hold_each_once_within_the_budget(sequences: list[list[in
     assert plan == plan_sequences(sequences, max_tokens=budget, share=share)
 
 
+@pytest.mark.parametrize("budget", [1, 20])
 @pytest.mark.parametrize("length", [1, 3, MIN_SHARED_BETWEEN_SEQUENCES, 20])
-def test_equal_sequences_cost_nothing(length: int) -> None:
+def test_equal_sequences_cost_nothing(length: int, budget: int) -> None:
     sequences = [list(range(length))] * 50
-    plan = plan_sequences(sequences, max_tokens=length)
+    plan = plan_sequences(sequences, max_tokens=budget)
     assert plan == [[list(range(50))]]
     assert TreeBatch.from_groups([[sequences[i] for i in group] for group in plan[0]]).num_computed_tokens == length
 

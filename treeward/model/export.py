@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,11 +50,12 @@ def export_model(
         if tensor.is_floating_point()
     } | {name: tensor for name, tensor in model.hf.state_dict().items() if not tensor.is_floating_point()}
     before = model.hf.config.dtype
-    model.hf.config.dtype = dtype
-    try:
-        model.hf.save_pretrained(folder, state_dict=state)
-    finally:
-        model.hf.config.dtype = before
+    model.hf.save_pretrained(folder, state_dict=state)
+    model.hf.config.dtype = before
+    # transformers has written the dtype that the weights are trained in.
+    config = copy.deepcopy(model.hf.config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
     others = dict(rendering)
     tokenizer.chat_template = others.pop("chat_template")
     tokenizer.save_pretrained(folder)

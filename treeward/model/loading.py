@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -85,7 +87,7 @@ def load_reward_model(
     config = _config_of(str(name), trust_remote_code)
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
     model_class = _classifier_class(config, trust_remote_code)
-    # What the checkpoint lacks (a new head's pooler, a new padding token) is drawn from the seed, like the head.
+    # What the checkpoint lacks beside the head (the pooler of an encoder) is drawn from the seed, like the head.
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed or 0)
         try:
@@ -98,7 +100,7 @@ def load_reward_model(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
             )
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise _loading_error(str(name), error) from error
     hf: PreTrainedModel
     info: dict[str, Any]
@@ -149,11 +151,11 @@ def build_reward_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             hf = _classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ConfigError(
             "no model can be built from this configuration",
             where="policy.model_config",
-            got=str(error),
+            got=str(error.__cause__ or error),
             need="model_type (llama, qwen3, ...) and that type's own fields",
         ) from error
     initialise_head(hf, seed=seed, std=head_std)
@@ -241,7 +243,9 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         spare = [t for t in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]") if t in vocabulary]
         tokenizer.add_special_tokens({"pad_token": next((t for t in spare if vocabulary[t] not in ends), PAD_TOKEN)})
     if len(tokenizer) > RewardModel(hf).num_embeddings:
-        hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        with torch.random.fork_rng(devices=[]):  # the new row is never scored, but exports should not differ in it
+            torch.manual_seed(0)
+            hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for config in (hf.config, hf.config.get_text_config()):
         config.pad_token_id = tokenizer.pad_token_id
 
@@ -254,7 +258,7 @@ def _is_above_backbone(hf: PreTrainedModel, key: str) -> bool:
 def _config_of(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise _loading_error(name, error) from error
     # A causal LM says nothing of labels, and would be given two.
     config.num_labels = 1
@@ -313,11 +317,11 @@ def _loading_error(name: str, error: Exception) -> ModelError:
     return ModelError(
         "the model cannot be loaded",
         where=name,
-        got=_first_line(error),
+        got=_first_line(error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error),
         need="a folder or hub name with config.json and safetensors weights",
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
@@ -117,8 +116,9 @@ class RewardModel(nn.Module):
     def _head_scores(self, hidden_SD: Tensor) -> Tensor:
         head = self.head
         assert isinstance(head, nn.Linear)
-        bias = None if head.bias is None else head.bias.float()
-        return F.linear(hidden_SD.float(), head.weight.float(), bias)[:, 0]
+        # Not a matrix product: that may round one row unlike the next, and identical answers must tie exactly.
+        scores_S = (hidden_SD.float() * head.weight[0].float()).sum(dim=-1)
+        return scores_S if head.bias is None else scores_S + head.bias[0].float()
 
     def _read_trees(self, batch: TreeBatch) -> Tensor:
         with self.attention(attention.TREE if self._attention is None else self._attention):

@@ -252,10 +252,24 @@ def _load_model(
     # Weights are float32 whatever the precision: bfloat16 cannot hold the small steps of a low learning rate.
     model.compute_dtype = DTYPES[policy.precision]
     if policy.activation_checkpointing:
-        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _enable_activation_checkpointing(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     logger.info("%s, %s parameters, as %s, on %s.", type(model.hf).__name__, f"{count:,}", model.layout, device)
     return loaded
+
+
+def _enable_activation_checkpointing(model: RewardModel) -> None:
+    # transformers has renamed it on the way; older versions of those that we allow have the old name alone.
+    enable = getattr(model.hf, "activation_checkpointing_enable", None) or model.hf.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(
+            "this model cannot compute its activations again",
+            where="policy.activation_checkpointing_enabled",
+            got=str(error),
+            fix="set policy.activation_checkpointing_enabled=false, and lower policy.train_micro_batch_tokens",
+        ) from error
 
 
 def _check_length(config: RewardModelRunConfig, model: RewardModel) -> None:

@@ -187,15 +187,7 @@ def _tree_attention(
         query_BHTD, key_BJTD, value_BJTD = _autocast(query_BHTD, key_BJTD, value_BJTD)
         out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, mask.fast_parts(layout), scale)  # type: ignore[no-untyped-call]
     else:
-        out = _by_tree(
-            query_BHTD,
-            key_BJTD,
-            value_BJTD,
-            layout,
-            lambda q, k, v, tree: F.scaled_dot_product_attention(
-                q, k, v, mask.tree_mask(layout, tree, q.device), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            ),
-        )
+        out = _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, layout, scale)
     return out.transpose(1, 2), None
 
 
@@ -264,6 +256,19 @@ def _by_tree(
     # split, not slices: its backward writes each gradient once, where a slice's fills a whole row with zeros
     pieces = zip(*(torch.split(x, sizes, dim=2) for x in (query_BHTD, key_BJTD, value_BJTD)), layout.trees, strict=True)
     return torch.cat([attend(q, k, v, tree) for q, k, v, tree in pieces], dim=2)
+
+
+def _masked_attention(
+    query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor, mask: PositionMask, layout: TreeLayout, scale: float
+) -> Tensor:
+    """One call of PyTorch's attention per tree, with a mask (any device)."""
+    grouped = query_BHTD.shape[1] != key_BJTD.shape[1]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, tree: TreeSpan) -> Tensor:
+        seen = mask.tree_mask(layout, tree, query.device)
+        return F.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=grouped)
+
+    return _by_tree(query_BHTD, key_BJTD, value_BJTD, layout, attend)
 
 
 def _arithmetic(

@@ -214,7 +214,7 @@ def plan_sequences(sequences: Sequence[TokenIds], *, max_tokens: int, share: boo
         if shared < min(MIN_SHARED_BETWEEN_SEQUENCES, len(arrays[i])):  # an equal is shared however short it is
             shared = 0
         cost = len(arrays[i]) - shared
-        if not plan or used + cost > max_tokens:
+        if not plan or (cost and used + cost > max_tokens):
             plan.append([])
             used, shared, cost = 0, 0, len(arrays[i])
         if shared:

@@ -1,0 +1,157 @@
+"""Scoring K answers to one prompt: trees against Hugging Face rows, one by one and in padded batches.
+
+    python benchmarks/scoring.py [--size xs|s|m] [--prompts 6] [--rounds 5]
+
+Real answers of many models to real prompts (alpaca_eval), as they are and behind about 1000 tokens of earlier turns.
+The rows are plain transformers: one sequence a forward without padding, and right-padded batches of 8. Every variant
+gives the same scores; the largest difference is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import VOCAB_SIZE, build, interleave, median_ratio, shared_data
+from transformers import PreTrainedTokenizerBase
+
+from treeward.data.preference import Message
+from treeward.data.rendering import Renderer
+from treeward.data.synthetic import bundled_path
+from treeward.data.tokenizers import train_tokenizer
+from treeward.model.reward_model import RewardModel
+from treeward.scoring.scorer import Scorer
+from treeward.training.results import Column, results_table
+
+Group = list[list[int]]
+Prompt = tuple[str, list[str]]
+
+
+def main() -> None:
+    arguments = _parse()
+    data, prompts = _load()
+    tokenizer = train_tokenizer(
+        (text for prompt, answers in prompts for text in (prompt, *answers)), vocab_size=VOCAB_SIZE
+    )
+    model = build(arguments.size, tokenizer).eval()
+    print(f"{data}, Qwen3 {arguments.size}, {torch.get_num_threads()} threads, {arguments.prompts} prompts\n")
+    rows = []
+    for num_answers in (8, 16):
+        for earlier in (0, 1000):
+            groups = _groups(prompts, tokenizer, num_answers, earlier, arguments.prompts)
+            if groups:
+                rows.append(_measure(model, tokenizer, groups, num_answers, arguments.rounds))
+    columns = [
+        Column("answers", title="K"),
+        Column("prompt", title="prompt tokens", format=".0f"),
+        Column("shared", title="row / tree tokens", format=".2f"),
+        Column("one", title="x one by one", format=".2f"),
+        Column("padded", title="x padded batch", format=".2f"),
+        Column("ms", title="ms a prompt", format=".0f"),
+        Column("difference", title="largest difference", format=".1e"),
+    ]
+    print(results_table(rows, columns))
+
+
+def _measure(
+    model: RewardModel, tokenizer: PreTrainedTokenizerBase, groups: list[Group], num_answers: int, rounds: int
+) -> dict[str, Any]:
+    scorer = Scorer(model, Renderer(tokenizer), batch_tokens=8192)
+    variants: dict[str, Callable[[Group], list[float]]] = {
+        "one": lambda group: [score for ids in group for score in _hugging_face(model, [ids], tokenizer)],
+        "padded": lambda group: [
+            score for n in range(0, len(group), 8) for score in _hugging_face(model, group[n : n + 8], tokenizer)
+        ],
+        "tree": scorer.score_tokens,
+    }
+    scores = {name: [call(group) for group in groups] for name, call in variants.items()}
+    difference = max(
+        abs(a - b)
+        for name in ("padded", "tree")
+        for got, want in zip(scores[name], scores["one"], strict=True)
+        for a, b in zip(got, want, strict=True)
+    )
+    scorer.num_computed_tokens = scorer.num_row_tokens = 0
+    for group in groups:
+        scorer.score_tokens(group)
+    seconds = interleave(
+        {name: lambda _, call=call: [call(group) for group in groups] and None for name, call in variants.items()},
+        rounds,
+    )
+    prefixes = [_common(group) for group in groups]
+    return {
+        "answers": num_answers,
+        "prompt": sum(prefixes) / len(prefixes),
+        "shared": scorer.num_row_tokens / scorer.num_computed_tokens,
+        "one": median_ratio(seconds["one"], seconds["tree"]),
+        "padded": median_ratio(seconds["padded"], seconds["tree"]),
+        "ms": 1000 * sorted(seconds["tree"])[rounds // 2] / len(groups),
+        "difference": difference,
+    }
+
+
+@torch.inference_mode()
+def _hugging_face(model: RewardModel, group: Group, tokenizer: PreTrainedTokenizerBase) -> list[float]:
+    """Plain transformers: `...ForSequenceClassification` with SDPA on one right-padded batch."""
+    with model.attention("sdpa"):
+        padded = tokenizer.pad({"input_ids": group}, return_tensors="pt")
+        mask = padded["attention_mask"] if len(group) > 1 else None
+        scores: list[float] = (
+            model.hf(input_ids=padded["input_ids"], attention_mask=mask, use_cache=False).logits[:, 0].tolist()
+        )
+    return scores
+
+
+def _groups(
+    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, num_answers: int, earlier: int, wanted: int
+) -> list[Group]:
+    renderer = Renderer(tokenizer)
+    groups: list[Group] = []
+    for n, (prompt, answers) in enumerate(prompts):
+        if len(groups) == wanted or len(answers) < num_answers:
+            continue
+        context: list[Message] = []
+        k = n
+        while earlier and (not context or len(renderer.encode(context)) < earlier):
+            k = (k + 1) % len(prompts)
+            turn = [{"role": "user", "content": prompts[k][0]}, {"role": "assistant", "content": prompts[k][1][0]}]
+            context = context + turn
+        context = [*context, {"role": "user", "content": prompt}]
+        conversations = [[*context, {"role": "assistant", "content": answer}] for answer in answers[:num_answers]]
+        group = renderer.encode_many(conversations)
+        if max(map(len, group)) <= 4096:
+            groups.append(group)
+    return groups
+
+
+def _load() -> tuple[str, list[Prompt]]:
+    folder = shared_data()
+    if folder is not None:
+        with gzip.open(folder / "alpaca_eval" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines]
+        return "alpaca_eval", [(row["instruction"], [output["output"] for output in row["outputs"]]) for row in rows]
+    rows = [json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()]
+    texts = [completion["completion"][0]["content"] for row in rows for completion in row["completions"]]
+    return "bundled data", [
+        (row["context"][-1]["content"], texts[16 * n : 16 * n + 16]) for n, row in enumerate(rows[: len(texts) // 16])
+    ]
+
+
+def _common(group: Group) -> int:
+    return next((i for i, tokens in enumerate(zip(*group, strict=False)) if len(set(tokens)) > 1), min(map(len, group)))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="xs", choices=("xs", "s", "m"))
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

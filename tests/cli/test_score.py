@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import io
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treeward.cli.main import main
+
+Write = Callable[..., Path]
+
+USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}
+OTHER = {"role": "assistant", "content": "It is 5."}
+SHAPES: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [USER, ANSWER], "id": 1},
+    "completions": {
+        "context": [USER],
+        "completions": [{"rank": 0, "completion": [ANSWER]}, {"rank": 1, "completion": [OTHER]}],
+    },
+    "binary": {"prompt": "2 + 2?", "chosen": "4.", "rejected": "It is 5."},
+    "responses": {"prompt": "2 + 2?", "responses": ["4.", "It is 5.", "4."]},
+    "transcripts": {
+        "chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4.",
+        "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: It is 5.",
+    },
+}
+LONG = {"messages": [USER, {"role": "assistant", "content": "and so on " * 60}]}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def score(model_folder: Path, tmp_path: Path) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
+    """`treeward score` of a file; the exit code and the rows that were written."""
+
+    def run(data: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+        output = tmp_path / "out" / "scores.jsonl"
+        code = main(["score", str(model_folder), "--data", str(data), "--output", str(output), *options])
+        return code, read(output) if output.exists() else []
+
+    return run
+
+
+def plain_scores(folder: Path, conversations: list[list[dict[str, str]]]) -> list[float]:
+    """By transformers alone, one row at a time."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    scores = []
+    for conversation in conversations:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            scores.append(model(input_ids=ids).logits[0, 0].item())
+    return scores
+
+
+def test_every_shape_of_row_is_scored_in_order_as_transformers_does(
+    score: Callable[..., Any], write_rows: Write, model_folder: Path
+) -> None:
+    code, rows = score(write_rows("in.jsonl", SHAPES.values()))
+    assert code == 0
+    good, bad = plain_scores(model_folder, [[USER, ANSWER], [USER, OTHER]])
+    assert abs(good - bad) > 1e-3
+    messages, completions, binary, responses, transcripts = rows
+    assert messages.pop("score") == pytest.approx(good, abs=1e-5)
+    for row, expected in [
+        (completions, [good, bad]),
+        (binary, [good, bad]),
+        (responses, [good, bad, good]),
+        (transcripts, [good, bad]),
+    ]:
+        assert row.pop("scores") == pytest.approx(expected, abs=1e-5)
+    assert rows == list(SHAPES.values())  # each row is written as it came
+
+
+def test_many_rows_keep_their_order_whatever_the_batches(score: Callable[..., Any], write_rows: Write) -> None:
+    rows = [{"prompt": f"{i} + {i}?", "responses": [str(2 * i), "no " * (i % 7 + 1)], "id": i} for i in range(300)]
+    data = write_rows("in.jsonl", rows)
+    (_, small), (_, large) = score(data, "--batch-tokens", "50"), score(data, "--batch-tokens", "5000")
+    assert [row["id"] for row in small] == [row["id"] for row in large] == list(range(300))
+    for a, b in zip(small, large, strict=True):
+        assert a["scores"] == pytest.approx(b["scores"], abs=1e-5)
+
+
+def test_standard_streams(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = json.dumps(SHAPES["responses"]) + "\n\n" + json.dumps({"messages": [USER, ANSWER], "note": "é"}) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main(["score", str(model_folder), "--data", "-"]) == 0
+    out = capsys.readouterr().out
+    assert "é" in out
+    assert [sorted(json.loads(line)) for line in out.splitlines()] == [
+        ["prompt", "responses", "scores"],
+        ["messages", "note", "score"],
+    ]
+
+
+def test_a_malformed_line_is_named_and_what_was_written_stays(
+    score: Callable[..., Any], write_rows: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows("in.jsonl", [*[SHAPES["messages"]] * 300, "{not json", SHAPES["messages"]])
+    code, rows = score(data)
+    assert code == 2
+    error = capsys.readouterr().err
+    assert f"{data}:301" in error and "Traceback" not in error
+    assert 256 <= len(rows) <= 300 and all("score" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "hello"}, "nothing to score"),
+        ({"messages": []}, "messages"),
+        ({"messages": [USER]}, "assistant message at the end"),
+        ({"prompt": "?", "responses": []}, "responses"),
+        ([1, 2], "in.jsonl:2"),
+    ],
+)
+def test_a_row_without_a_conversation_is_told(
+    score: Callable[..., Any], write_rows: Write, capsys: pytest.CaptureFixture[str], row: Any, message: str
+) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"], row])
+    assert score(data)[0] == 2
+    error = capsys.readouterr().err
+    assert message in error and "in.jsonl:2" in error
+
+
+def test_what_is_too_long_has_no_score_and_says_so(score: Callable[..., Any], write_rows: Write) -> None:
+    mixed = {"prompt": "2 + 2?", "responses": ["4.", "and so on " * 60]}
+    code, (long, both, fine) = score(write_rows("in.jsonl", [LONG, mixed, SHAPES["messages"]]))
+    assert code == 1
+    assert long["score"] is None and "too long" in long["error"]
+    assert both["scores"][0] is not None and both["scores"][1] is None and "too long" in both["error"]
+    assert fine["score"] is not None and "error" not in fine
+
+
+def test_a_missing_file_is_told_before_anything_else_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "scores.jsonl"
+    output.write_text("of yesterday\n")
+    words = ["score", str(tmp_path / "no_model"), "--data", str(tmp_path / "none.jsonl"), "--output", str(output)]
+    assert main(words) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    assert output.read_text() == "of yesterday\n"
+
+
+def test_the_input_is_never_overwritten(
+    model_folder: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"]])
+    before = data.read_bytes()
+    assert main(["score", str(model_folder), "--data", str(data), "--output", str(data)]) == 2
+    assert "the output is the input" in capsys.readouterr().err
+    assert data.read_bytes() == before
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_a_device_that_is_not_there_is_told(
+    score: Callable[..., Any], write_rows: Write, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    assert score(write_rows("in.jsonl", [SHAPES["messages"]]), "--device", device) == (2, [])
+    error = capsys.readouterr().err
+    assert "--device" in error and device in error
+
+
+def test_a_model_that_is_none_is_told(tmp_path: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"]])
+    assert main(["score", str(tmp_path / "no_model"), "--data", str(data)]) == 2
+    error = capsys.readouterr().err
+    assert "no_model" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "many"])
+def test_batch_tokens_are_positive(model_folder: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["score", str(model_folder), "--data", "x.jsonl", f"--batch-tokens={value}"])
+    assert caught.value.code == 2
+    assert "need a positive number" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_told(
+    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"]])
+    assert main(["score", str(model_folder), "--data", str(data), "--output", str(data / "out.jsonl")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_and_what_was_written_stays(
+    model_folder: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"]] * 50)
+    output = data.with_name("scores.jsonl")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        code = main(["score", str(model_folder), "--data", str(data), "--output", str(output)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2
+    assert "the scores cannot be written" in capsys.readouterr().err
+    assert len(output.read_text().splitlines()) > 5
+
+
+def test_bfloat16_scores_are_near(score: Callable[..., Any], write_rows: Write) -> None:
+    data = write_rows("in.jsonl", SHAPES.values())
+    (_, rows), (_, rough) = score(data), score(data, "--dtype", "bfloat16")
+    assert rough[0]["score"] == pytest.approx(rows[0]["score"], abs=0.05)
+    assert rough[0]["score"] != rows[0]["score"]
+
+
+@pytest.mark.e2e
+def test_a_reader_that_has_enough_is_no_error(model_folder: Path, write_rows: Write) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"] | {"note": "x" * 1000}] * 600)
+    words = [sys.executable, "-m", "treeward.cli.main", "score", str(model_folder), "--data", str(data)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    assert "score" in json.loads(process.stdout.readline())
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait() == 0
+    assert "Traceback" not in error and "BrokenPipe" not in error

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.cli.main import main
+from treeward.training import train as train_module
+
+
+@pytest.fixture
+def command(tiny_run: Callable[..., Any], tmp_path: Path) -> Callable[..., int]:
+    """`treeward train` of the tiny configuration, of two steps, with overrides."""
+    tiny_run()
+
+    def run(*words: str) -> int:
+        return main(["train", "--config", str(tmp_path / "run.yaml"), "rm.max_num_steps=2", *words])
+
+    return run
+
+
+def test_a_run_ends_with_its_results_and_what_to_do_next(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command() == 0
+    out = capsys.readouterr().out
+    final = tmp_path / "checkpoints" / "final"
+    assert "held_out" in out and "accuracy" in out
+    assert f"The model of step 2 of 2 is in {final}" in out
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "2 + 2?", "responses": ["4", "5"]}) + "\n")
+    advice = out.partition("Score with it:")[2].split()
+    words = [str(rows) if word == "FILE.jsonl" else word for word in advice]
+    monkeypatch.chdir(tmp_path)
+    assert main(words[1:]) == 0
+    assert len(json.loads((tmp_path / "scores.jsonl").read_text())["scores"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rm.max_num_stepz=3"], "rm.max_num_stepz"),
+        (["data.train.split=nowhere"], "nowhere"),
+        (["policy.train_global_batch_size=0"], "policy.train_global_batch_size"),
+        (["policy.model_config.model_type=qwen77"], "qwen77"),
+        (["policy.optimizer.name=torch.optim.Adamm"], "torch.optim.Adamm"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert command(*words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "treeward train: " in captured.err
+    assert "Traceback" not in captured.err
+    assert command(*words, "--debug") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_malformed_row_is_named(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": "b"}\n')
+    data = json.dumps({"dataset_name": "BinaryPreferenceDataset", "data_path": str(rows), "split": None})
+    assert command(f"data.train={data}") == 2
+    error = capsys.readouterr().err
+    assert f"{rows}:2" in error and "rejected" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "Saved. The same command goes on from here."),
+        (["checkpointing.enabled=false"], "Nothing was saved"),
+        (["checkpointing.save_optimizer=false"], "cannot be resumed"),
+    ],
+)
+def test_what_ctrl_c_has_saved_is_told(
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
+) -> None:
+    loop: Any = train_module._Loop
+    take_step = loop.take_step
+    monkeypatch.setattr(loop, "take_step", lambda self: (signal.raise_signal(signal.SIGINT), take_step(self))[1])
+    assert command(*options) == 130
+    error = capsys.readouterr().err
+    assert "Stopped after step 1 of 2 (SIGINT)." in error and message in error
+    if not options:
+        monkeypatch.undo()
+        assert command() == 0
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_without_a_traceback(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt_twice(self: Any) -> int:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(train_module._Loop, "take_step", interrupt_twice)
+    assert command() == 130
+    error = capsys.readouterr().err
+    assert "interrupted" in error and "Traceback" not in error
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_ctrl_c_while_a_run_is_prepared_leaves_at_once(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "set_up", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert command() == 130
+    assert capsys.readouterr().err.strip() == "treeward train: interrupted"

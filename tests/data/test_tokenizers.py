@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import open_dataset
+from treeward.data.tokenizers import texts_of, train_tokenizer
+from treeward.errors import ConfigError
+
+TEXTS = ["the cat sat on the mat", "the dog sat on the log", "a cat and a dog"] * 3
+TOKENIZER = train_tokenizer(TEXTS, vocab_size=300)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_comes_back(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_training_is_deterministic_and_survives_a_folder(tmp_path: Path) -> None:
+    assert train_tokenizer(iter(TEXTS), vocab_size=300).get_vocab() == TOKENIZER.get_vocab()
+    TOKENIZER.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    conversation = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": "on the mat"}]
+    assert again.apply_chat_template(conversation) == TOKENIZER.apply_chat_template(conversation)
+    assert again.pad_token_id != again.eos_token_id
+
+
+def test_a_vocabulary_without_the_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 261"):
+        train_tokenizer(TEXTS, vocab_size=260)
+
+
+def test_the_texts_are_those_of_every_message() -> None:
+    stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="validation"))
+    texts = list(texts_of([stream]))
+    preference, _ = next(iter(stream))
+    first = [*preference.context, *(m for completion in preference.completions for m in completion.messages)]
+    assert texts[: len(first)] == [message["content"] for message in first]

@@ -1,0 +1,88 @@
+"""Each start-up check passes for a sound model and fails on its own seeded fault."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from torch import nn
+
+from treeward.errors import ModelError
+from treeward.model.checks import check_before_training
+from treeward.model.reward_model import RewardModel
+
+SEQUENCES = [[5, 6, 7, 0], [5, 6, 8, 9, 0]]  # 0 is the end of text, 1 the padding token
+
+
+def test_a_sound_model_passes_and_says_where_it_reads(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "treeward"):
+        check_before_training(RewardModel(tiny_model("llama")), SEQUENCES, tiny_tokenizer)
+    assert "'<|endoftext|>' in 2 of 2" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+def test_encoders_say_that_they_pool_by_themselves(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for family in ("bert", "roberta", "distilbert"):
+        with caplog.at_level(logging.INFO, "treeward"):
+            check_before_training(RewardModel(tiny_model(family), layout="encoder"), SEQUENCES, tiny_tokenizer)
+    assert caplog.text.count("own pooling") == 3
+
+
+def test_two_labels(tiny_tokenizer: Any) -> None:
+    model = RewardModel(tiny_model("llama", num_labels=2))
+    with pytest.raises(ModelError, match="2 labels, not one"):
+        check_before_training(model, SEQUENCES, tiny_tokenizer)
+
+
+def test_a_head_in_bfloat16(tiny_tokenizer: Any) -> None:
+    model = RewardModel(tiny_model("llama").to(torch.bfloat16))
+    with pytest.raises(ModelError, match="not float32"):
+        check_before_training(model, SEQUENCES, tiny_tokenizer)
+
+
+@pytest.mark.parametrize("family", ["llama", "roberta"])
+def test_a_frozen_head(family: str, tiny_tokenizer: Any) -> None:
+    model = RewardModel(tiny_model(family), layout="encoder" if family == "roberta" else "tree")
+    for parameter in model.head.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ModelError, match="frozen"):
+        check_before_training(model, SEQUENCES, tiny_tokenizer)
+
+
+def test_a_head_that_would_not_be_saved(tiny_tokenizer: Any) -> None:
+    class Unsaved(nn.Linear):
+        def _save_to_state_dict(self, *_: Any) -> None:
+            return
+
+    hf = tiny_model("llama")
+    hf.score = Unsaved(32, 1, bias=False)
+    with pytest.raises(ModelError, match="not be saved"):
+        check_before_training(RewardModel(hf), SEQUENCES, tiny_tokenizer)
+
+
+def test_no_head_at_all(tiny_tokenizer: Any) -> None:
+    hf = tiny_model("llama")
+    del hf.score
+    with pytest.raises(ModelError, match="no head that treeward knows"):
+        check_before_training(RewardModel(hf), SEQUENCES, tiny_tokenizer)
+
+
+def test_tokens_that_the_model_does_not_know(tiny_tokenizer: Any) -> None:
+    model = RewardModel(tiny_model("llama"))
+    check_before_training(model, [[599, 0]], tiny_tokenizer)
+    with pytest.raises(ModelError, match=r"does not know(?s:.*)token 600(?s:.*)below 600"):
+        check_before_training(model, [[600, 0]], tiny_tokenizer)
+
+
+def test_conversations_that_end_with_padding(tiny_tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match=r"end with the padding token(?s:.*)ends 1 of 2"):
+        check_before_training(RewardModel(tiny_model("llama")), [[5, 0], [5, 1]], tiny_tokenizer)
+
+
+def test_different_last_tokens_are_reported(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "treeward"):
+        check_before_training(RewardModel(tiny_model("llama")), [[5, 6], [5, 7]], tiny_tokenizer)
+    assert "2 different tokens" in caplog.text

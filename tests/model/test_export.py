@@ -1,0 +1,185 @@
+"""An exported folder, loaded by plain code that knows nothing of treeward, gives the same scores."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import score_error, tiny_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from treeward.data.rendering import Renderer
+from treeward.errors import ModelError
+from treeward.model.export import CONTRACT_FILE, export_model, read_contract
+from treeward.model.loading import ensure_pad_token, load_reward_model
+from treeward.model.reward_model import RewardModel
+from treeward.scoring.scorer import Scorer
+
+
+def conversations_of(preferences: list[Any]) -> list[list[dict[str, Any]]]:
+    return [[*p.context, *c.messages] for p in preferences for c in p.completions]
+
+
+def trained(family: str, tiny_tokenizer: Any, **changes: Any) -> tuple[RewardModel, Any]:
+    """A reward model with a tokenizer as training leaves them."""
+    hf, tokenizer = tiny_model(family, **changes), copy.deepcopy(tiny_tokenizer)
+    ensure_pad_token(hf, tokenizer)
+    encoder = hasattr(hf, "classifier")
+    return RewardModel(hf, layout="encoder" if encoder else "tree"), tokenizer
+
+
+@torch.no_grad()
+def plain_code(folder: Path, conversations: list[list[dict[str, Any]]], *, batch: bool, **options: Any) -> torch.Tensor:
+    """What a user of transformers would write."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
+    texts = [tokenizer.apply_chat_template(c, tokenize=False) for c in conversations]
+    if batch:
+        inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        return model(**inputs).logits[:, 0].float()
+    rows = [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in texts]
+    return torch.cat([model(input_ids=row).logits[:, 0].float() for row in rows])
+
+
+@torch.no_grad()
+def our_scores(model: RewardModel, renderer: Renderer, conversations: list[list[dict[str, Any]]]) -> torch.Tensor:
+    return model(model.make_batch([[renderer.encode(conversation) for conversation in conversations]]))
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt2", "bert"]
+)
+def test_plain_transformers_gives_the_same_scores(
+    family: str, real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    model, tokenizer = trained(family, tiny_tokenizer)
+    renderer = Renderer(tokenizer)
+    conversations = conversations_of(real_chats)
+    want = our_scores(model, renderer, conversations)
+    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings)
+    assert float(want.std()) > 0.05
+    for batch in (False, True):  # padded rows too: transformers looks for the last token that is not padding
+        got = plain_code(tmp_path / "out", conversations, batch=batch, attn_implementation="eager")
+        assert score_error(got, want) <= 1e-5
+    scorer = Scorer.load(tmp_path / "out", device="cpu")
+    scores = torch.tensor([score.score for score in scorer.score(conversations)])
+    assert score_error(scores, want) <= 1e-5
+
+
+def test_the_default_loading_of_transformers(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
+    model, tokenizer = trained("qwen3", tiny_tokenizer)
+    renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)
+    want = our_scores(model, renderer, conversations)
+    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings)
+    assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) <= 1e-5
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"] and config["dtype"] == "float32"
+    assert list(config["id2label"]) == ["0"] and config["pad_token_id"] == tokenizer.pad_token_id
+
+
+def test_padding_equal_to_the_end_of_text_is_mended_before_it_is_exported(
+    real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    hf = tiny_model("llama", pad_token_id=tokenizer.eos_token_id)
+    ensure_pad_token(hf, tokenizer)
+    renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)
+    assert renderer.encode(conversations[0])[-1] == tokenizer.eos_token_id  # the score is read at EOS itself
+    want = our_scores(RewardModel(hf), renderer, conversations)
+    export_model(RewardModel(hf), tokenizer, tmp_path / "out", rendering=renderer.settings)
+    assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) <= 1e-5
+
+
+def test_a_padding_token_that_ends_conversations_would_be_seen(
+    real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """The same without the mending: the comparison above can fail."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    hf = tiny_model("llama", pad_token_id=tokenizer.eos_token_id)
+    renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)
+    want = our_scores(RewardModel(hf), renderer, conversations)
+    export_model(RewardModel(hf), tokenizer, tmp_path / "out", rendering=renderer.settings)
+    assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) > 1e-2
+
+
+def test_bfloat16_export(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, tokenizer = trained("llama", tiny_tokenizer)
+    renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)
+    want = our_scores(model, renderer, conversations)
+    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings, dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name for name, tensor in stored.items() if tensor.dtype == torch.float32} == {"score.weight"}
+    assert torch.equal(stored["score.weight"], model.head.weight)
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    # Rounding the weights is the only difference when the arithmetic is float32; bfloat16 arithmetic rounds more.
+    assert score_error(plain_code(tmp_path / "out", conversations, batch=True, dtype=torch.float32), want) <= 2e-2
+    assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) <= 5e-2
+    ours = load_reward_model(tmp_path / "out", dtype=torch.bfloat16).model
+    assert score_error(our_scores(ours, renderer, conversations), want) <= 5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_export_does_not_disturb_training(
+    dtype: torch.dtype, real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    model, tokenizer = trained("llama", tiny_tokenizer)
+    renderer = Renderer(tokenizer)
+    model.train()
+    batch = model.make_batch([[renderer.encode(c) for c in conversations_of(real_chats)]])
+    model(batch).sum().backward()
+    before = {name: (p.detach().clone(), p.grad.clone(), p.dtype) for name, p in model.named_parameters()}
+    model.hf.config.architectures = ["LlamaForSequenceClassification"]  # which a save writes down
+    config, template = copy.deepcopy(model.hf.config.to_dict()), tokenizer.chat_template
+    scores = model(batch).detach()
+    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings, dtype=dtype)
+    assert model.training and model.hf.config.to_dict() == config and tokenizer.chat_template == template
+    for name, parameter in model.named_parameters():
+        value, grad, kind = before[name]
+        assert parameter.requires_grad and parameter.dtype == kind
+        assert torch.equal(parameter, value) and torch.equal(parameter.grad, grad)
+    assert torch.equal(model(batch), scores)
+
+
+def test_the_folder_renders_as_training_did(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """The template given in the configuration travels with the tokenizer; the rest is in the contract."""
+    model, tokenizer = trained("llama", tiny_tokenizer)
+    template = "{% for m in messages %}{{ m['role'] }}{{ tone }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    renderer = Renderer(
+        tokenizer,
+        chat_template=template,
+        chat_template_kwargs={"tone": "!"},
+        max_length=77,
+        truncation="truncate_left",
+    )
+    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings, card="# A model\n")
+    loaded = Scorer.load(tmp_path / "out", device="cpu").renderer
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert loaded.encode(chat) == renderer.encode(chat)
+    assert (loaded.max_length, loaded.truncation) == (77, "truncate_left")
+    assert (tmp_path / "out" / "README.md").read_text(encoding="utf-8") == "# A model\n"
+    contract = read_contract(tmp_path / "out")
+    assert contract is not None and contract["read_position"] == "last token"
+
+
+def test_without_a_limit_of_its_own_the_model_sets_it(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    model, tokenizer = trained("gpt2", tiny_tokenizer)
+    export_model(model, tokenizer, tmp_path / "out", rendering=Renderer(tokenizer).settings)
+    assert Scorer.load(tmp_path / "out", device="cpu").renderer.max_length == 1024
+    (tmp_path / "out" / CONTRACT_FILE).unlink()
+    assert Scorer.load(tmp_path / "out", device="cpu").renderer.max_length == 1024
+
+
+def test_a_contract_of_another_version_is_refused(tmp_path: Path) -> None:
+    assert read_contract(tmp_path) is None and read_contract("someone/on-the-hub") is None
+    (tmp_path / CONTRACT_FILE).write_text('{"version": 99}', encoding="utf-8")
+    with pytest.raises(ModelError, match=r"another version(?s:.*)99"):
+        read_contract(tmp_path)

@@ -1,0 +1,308 @@
+"""From folders and bare configurations to reward models: heads, padding tokens, number formats, and clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import config_of, forest, plain_scores, randomise, score_error, tiny_model
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from treeward.data.rendering import Renderer
+from treeward.errors import ConfigError, ModelError
+from treeward.model.export import export_model
+from treeward.model.loading import build_reward_model, load_reward_model, load_tokenizer
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def save(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
+    """Save a model with the tiny tokenizer as a folder that anyone could have made."""
+
+    def to_folder(model: Any, tokenizer: Any = tiny_tokenizer, **options: Any) -> Path:
+        folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
+        model.save_pretrained(folder, **options)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return to_folder
+
+
+def causal_lm(family: str = "llama", **changes: Any) -> Any:
+    """A language model, saved and loaded by people who never heard of reward models."""
+    return randomise(AutoModelForCausalLM.from_config(config_of(family, num_labels=2, **changes)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "phi3"])
+def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, save: Callable[..., Path]) -> None:
+    lm = causal_lm(family)
+    folder = save(lm)
+    torch.manual_seed(1)
+    loaded = load_reward_model(folder, head_seed=5)
+    torch.manual_seed(2)
+    again, other = load_reward_model(folder, head_seed=5), load_reward_model(folder, head_seed=6)
+    head = loaded.model.head.weight
+    assert loaded.new_head and head.shape == (1, 32) and head.dtype == torch.float32
+    assert torch.equal(head, again.model.head.weight) and not torch.equal(head, other.model.head.weight)
+    assert loaded.model.hf.config.num_labels == 1
+    backbone = dict(lm.base_model.named_parameters())
+    for name, weight in loaded.model.backbone.named_parameters():
+        assert torch.equal(weight, backbone[name]), name
+
+
+def test_the_spread_of_a_new_head(save: Callable[..., Path]) -> None:
+    """Standard deviation 1 / sqrt(hidden size + 1), here over the heads of many seeds."""
+    hf = tiny_model("llama")
+    from treeward.model.loading import initialise_head
+
+    def heads(std: float | None) -> torch.Tensor:
+        drawn = []
+        for seed in range(200):
+            initialise_head(hf, seed=seed, std=std)
+            drawn.append(hf.score.weight.detach().clone())
+        return torch.cat(drawn)
+
+    assert float(heads(None).std()) == pytest.approx(33**-0.5, rel=0.03)
+    assert float(heads(0.5).std()) == pytest.approx(0.5, rel=0.03)
+
+
+def test_a_trained_head_is_kept(save: Callable[..., Path]) -> None:
+    hf = tiny_model("llama")
+    folder = save(hf)
+    for seed in (None, 3):
+        loaded = load_reward_model(folder, head_seed=seed)
+        assert not loaded.new_head and torch.equal(loaded.model.head.weight, hf.score.weight)
+    sequences = [s for group in forest() for s in group]
+    assert score_error(loaded.model(loaded.model.make_batch(forest())), plain_scores(hf, sequences)) <= 1e-5
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_bfloat16_keeps_the_head_in_float32(stored: torch.dtype, save: Callable[..., Path]) -> None:
+    hf = tiny_model("llama")
+    folder = save(copy.deepcopy(hf).to(stored))
+    loaded = load_reward_model(folder, dtype=torch.bfloat16)
+    head = loaded.model.head.weight
+    assert head.dtype == torch.float32 and torch.equal(head, hf.score.weight.to(stored).float())
+    assert {w.dtype for w in loaded.model.backbone.parameters()} == {torch.bfloat16}
+    assert loaded.model.layout == "tree"
+    scores = loaded.model(loaded.model.make_batch(forest()))
+    assert scores.dtype == torch.float32
+    assert score_error(scores, plain_scores(hf, [s for group in forest() for s in group])) <= 3e-2
+
+
+def test_what_a_masked_lm_lacks_is_drawn_from_the_seed_too(save: Callable[..., Path]) -> None:
+    """A pretrained encoder has neither classifier nor pooler."""
+    folder = save(randomise(AutoModelForMaskedLM.from_config(config_of("bert"))))
+    torch.manual_seed(1)
+    one = load_reward_model(folder, head_seed=5)
+    torch.manual_seed(2)
+    other = load_reward_model(folder, head_seed=5)
+    assert one.new_head and one.model.layout == "encoder"
+    for (name, a), b in zip(one.model.hf.named_parameters(), other.model.hf.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    distilled = save(randomise(AutoModelForMaskedLM.from_config(config_of("distilbert"))))
+    assert load_reward_model(distilled, head_seed=5).new_head
+    with pytest.raises(ModelError, match="no reward head"):
+        load_reward_model(folder)
+
+
+def test_a_checkpoint_with_two_labels_is_refused(save: Callable[..., Path]) -> None:
+    folder = save(tiny_model("llama", num_labels=2))
+    for seed in (None, 3):
+        with pytest.raises(ModelError, match="does not have one label"):
+            load_reward_model(folder, head_seed=seed)
+
+
+def test_no_head_and_no_seed_is_refused(save: Callable[..., Path]) -> None:
+    folder = save(causal_lm())
+    with pytest.raises(ModelError, match=r"no reward head(?s:.*)LlamaForCausalLM(?s:.*)treeward train"):
+        load_reward_model(folder)
+
+
+def test_missing_weights_are_refused(save: Callable[..., Path]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save(tiny_model("llama"))
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"weights are missing(?s:.*)up_proj"):
+        load_reward_model(folder)
+
+
+def test_missing_folders_are_refused(tmp_path: Path, save: Callable[..., Path]) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        load_reward_model(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_reward_model(tmp_path / "empty")
+    folder = tmp_path / "no-tokenizer"
+    tiny_model("llama").save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"no tokenizer(?s:.*)policy.tokenizer.name"):
+        load_reward_model(folder)
+
+
+def test_a_broken_config_is_refused(save: Callable[..., Path]) -> None:
+    folder = save(tiny_model("llama"))
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    (folder / "config.json").write_text(text.replace('"hidden_size": 32', '"hidden_size": "wide"'), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"cannot be loaded(?s:.*)expected int"):
+        load_reward_model(folder)
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_reward_model(folder)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_reward_model(folder)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path, save: Callable[..., Path]) -> None:
+    folder = save(tiny_model("llama"))
+    torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"cannot be loaded(?s:.*)safetensors"):
+        load_reward_model(folder)
+
+
+def tokenizer_with(tiny_tokenizer: Any, **special: Any) -> Any:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    for name, value in special.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+@pytest.mark.parametrize("pad", ["<|endoftext|>", None])
+def test_padding_that_is_the_end_of_text_gets_a_token_of_its_own(
+    pad: str | None, save: Callable[..., Path], tiny_tokenizer: Any
+) -> None:
+    """A spare padding token of the vocabulary is taken (here `<|pad|>`)."""
+    folder = save(tiny_model("llama"), tokenizer_with(tiny_tokenizer, pad_token=pad))
+    loaded = load_reward_model(folder)
+    assert loaded.tokenizer.pad_token == "<|pad|>" and loaded.model.num_embeddings == 600
+    assert loaded.model.hf.config.pad_token_id == loaded.tokenizer.pad_token_id != loaded.tokenizer.eos_token_id
+
+
+def test_without_a_spare_one_the_vocabulary_grows(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
+    tokenizer = tokenizer_with(tiny_tokenizer, pad_token="<|endoftext|>")
+    files = save(tiny_model("llama"), tokenizer)
+    text = (files / "tokenizer.json").read_text(encoding="utf-8").replace("<|pad|>", "<|other|>")
+    (files / "tokenizer.json").write_text(text, encoding="utf-8")
+    torch.manual_seed(1)
+    loaded = load_reward_model(files, head_seed=4)
+    assert loaded.tokenizer.pad_token == "<|treeward_pad|>" and loaded.tokenizer.pad_token_id == 600
+    assert loaded.model.num_embeddings == 601 == loaded.model.hf.config.vocab_size
+    torch.manual_seed(2)
+    again = load_reward_model(files, head_seed=4)
+    assert torch.equal(loaded.model.hf.get_input_embeddings().weight, again.model.hf.get_input_embeddings().weight)
+
+
+def test_several_ends_of_text(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
+    """Llama 3 has three; none of them may pad."""
+    pad = tiny_tokenizer.pad_token_id
+    folder = save(tiny_model("llama", eos_token_id=[0, pad, 5]))
+    loaded = load_reward_model(folder)
+    assert loaded.tokenizer.pad_token == "<|treeward_pad|>"
+    assert load_reward_model(save(tiny_model("llama", eos_token_id=[0, 5]))).tokenizer.pad_token == "<|pad|>"
+
+
+@pytest.mark.parametrize(("family", "layout"), [("granite", "tree"), ("cohere2", "tree"), ("mamba", "rows")])
+def test_families_without_a_sequence_classifier(
+    family: str, layout: str, save: Callable[..., Path], tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    """They train and export, and load again with treeward."""
+    own = {"state_size": 4} if family == "mamba" else {"intermediate_size": 64, "num_attention_heads": 4}
+    fields = {"model_type": family, "hidden_size": 32, "num_hidden_layers": 2, **own}
+    loaded = build_reward_model(fields, tiny_tokenizer, seed=3)
+    assert loaded.model.layout == layout
+    model = loaded.model.eval()
+    with torch.no_grad():
+        want = model(model.make_batch(forest()))
+    export_model(model, loaded.tokenizer, tmp_path / "out", rendering=Renderer(loaded.tokenizer).settings)
+    reloaded = load_reward_model(tmp_path / "out").model
+    with torch.no_grad():
+        assert score_error(reloaded(reloaded.make_batch(forest())), want) <= 1e-5
+
+
+def test_encoder_decoders_without_a_classifier_are_refused(tiny_tokenizer: Any) -> None:
+    with pytest.raises((ModelError, ConfigError), match="sequence classifier"):
+        build_reward_model({"model_type": "marian", "d_model": 32}, tiny_tokenizer, seed=0)
+
+
+def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> None:
+    torch.manual_seed(1)
+    one = build_reward_model(LLAMA, tiny_tokenizer, seed=3)
+    state = torch.random.get_rng_state()
+    other = build_reward_model(LLAMA, tiny_tokenizer, seed=3)
+    assert torch.equal(state, torch.random.get_rng_state())  # and nobody else's draws are changed
+    different = build_reward_model(LLAMA, tiny_tokenizer, seed=4)
+    ones, others, differents = (dict(m.model.hf.named_parameters()) for m in (one, other, different))
+    assert all(torch.equal(ones[n], others[n]) for n in ones)
+    assert not any(torch.equal(ones[n], differents[n]) for n in ones if ones[n].dim() > 1)
+    assert one.new_head and one.model.num_embeddings == len(tiny_tokenizer)
+    assert one.model.hf.config.pad_token_id == tiny_tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "model type is missing"),
+        ({"model_type": "lama"}, "no such model type(?s:.*)did you mean llama"),
+        ({**LLAMA, "hiden_size": 64}, "llama has no such field(?s:.*)hiden_size(?s:.*)did you mean hidden_size"),
+        ({**LLAMA, "n_layer": 2}, "llama has no such field(?s:.*)n_layer"),
+        ({**LLAMA, "vocab_size": 10}, "follows from the tokenizer(?s:.*)vocab_size"),
+        ({**LLAMA, "hidden_size": "wide"}, "no model can be built(?s:.*)expected int, got str"),
+        ({**LLAMA, "num_attention_heads": 5}, "no model can be built(?s:.*)not a multiple"),
+    ],
+)
+def test_wrong_configurations(fields: dict[str, Any], message: str, tiny_tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_reward_model(fields, tiny_tokenizer, seed=0)
+
+
+def test_aliases_of_fields_are_known(tiny_tokenizer: Any) -> None:
+    """GPT-2 calls its sizes `n_embd` and answers to `hidden_size` too."""
+    for name in ("n_embd", "hidden_size"):
+        loaded = build_reward_model({"model_type": "gpt2", name: 32, "n_layer": 1, "n_head": 2}, tiny_tokenizer, seed=0)
+        assert loaded.model.head.weight.shape == (1, 32)
+
+
+def test_rows_by_request(save: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "treeward"):
+        loaded = load_reward_model(save(tiny_model("llama")), attention="rows")
+    assert loaded.model.layout == "rows" and not [r for r in caplog.records if r.name.startswith("treeward")]
+
+
+def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> None:
+    folder = save(tiny_model("llama"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig"}}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    marker = tmp_path / "ran"
+    (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass MyConfig: pass\n", encoding="utf-8")
+    with pytest.raises(ModelError):
+        load_reward_model(folder)
+    assert not marker.exists()
+
+
+def test_tokenizers_pad_on_the_right(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
+    tokenizer = tokenizer_with(tiny_tokenizer, padding_side="left")
+    assert load_tokenizer(str(save(tiny_model("llama"), tokenizer))).padding_side == "right"
+
+
+def test_plain_transformers_agrees_on_what_was_loaded(save: Callable[..., Path]) -> None:
+    folder = save(tiny_model("qwen3"))
+    plain = AutoModelForSequenceClassification.from_pretrained(folder)
+    ours = load_reward_model(folder).model
+    sequences = [s for group in forest() for s in group]
+    assert score_error(ours(ours.make_batch(forest())), plain_scores(plain, sequences)) <= 1e-5
+    assert AutoTokenizer.from_pretrained(folder).pad_token_id == ours.hf.config.pad_token_id

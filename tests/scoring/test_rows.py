@@ -1,0 +1,113 @@
+"""Rows of every shape go in, come out in order with their scores, and say where they are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from families import tiny_model
+
+from treeward.data.rendering import Renderer
+from treeward.data.sources import Row
+from treeward.errors import DataError
+from treeward.model.reward_model import RewardModel
+from treeward.scoring.rows import conversations_of, score_rows
+from treeward.scoring.scorer import Scorer
+
+ASK = {"role": "user", "content": "2 + 2?"}
+FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+TWO = [[ASK, FOUR], [ASK, FIVE]]
+
+
+@pytest.fixture
+def scorer(tiny_tokenizer: Any) -> Scorer:
+    return Scorer(RewardModel(tiny_model("llama")), Renderer(tiny_tokenizer, max_length=60))
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ({"messages": [ASK, FOUR]}, [[ASK, FOUR]]),
+        ({"context": [ASK], "completions": [[FOUR], [FIVE]]}, TWO),
+        ({"context": [ASK], "completions": ["4", "5"]}, TWO),
+        ({"context": [ASK], "completions": [{"rank": 0, "completion": [FOUR]}, {"rank": 1, "completion": "5"}]}, TWO),
+        ({"completions": [[ASK, FOUR], [ASK, FIVE]]}, TWO),
+        ({"prompt": "2 + 2?", "responses": ["4", "5"]}, TWO),
+        ({"prompt": [ASK], "responses": ["4", [FIVE]]}, TWO),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, TWO),
+        ({"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]}, TWO),
+        ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
+        ({"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "4"}, [TWO[0], TWO[0]]),
+        ({"chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5"}, TWO),
+    ],
+)
+def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) -> None:
+    assert conversations_of(values, "in.jsonl:1") == want
+    (row,) = score_rows(scorer, [Row(values, "in.jsonl:1")])
+    numbers = [score.score for score in scorer.score(want)]
+    assert {name: row[name] for name in values} == values  # as it came, and its scores
+    assert row.keys() - values.keys() == ({"score"} if "messages" in values else {"scores"})
+    got = [row["score"]] if "messages" in values else row["scores"]
+    assert got == pytest.approx(numbers, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"text": "4"}, r"nothing to score(?s:.*)\['text'\](?s:.*)messages; or"),
+        ({}, "nothing to score"),
+        ({"prompt": "2 + 2?"}, "nothing to score"),
+        ({"messages": []}, "messages"),
+        ({"messages": "4"}, "messages"),
+        ({"messages": [ASK, {"content": "4"}]}, "role"),
+        ({"context": [ASK], "completions": []}, "completions"),
+        ({"context": [ASK], "completions": "4"}, "completions"),
+        ({"context": [ASK], "completions": [FOUR]}, "completions"),
+        ({"context": [ASK], "completions": [["4"]]}, "completions"),
+        ({"prompt": "2 + 2?", "responses": {}}, "responses"),
+        ({"prompt": 4, "responses": ["4"]}, "prompt"),
+        ({"prompt": "2 + 2?", "responses": [4]}, "responses"),
+        ({"chosen": "4", "rejected": "5"}, "transcript"),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "rejected"),
+    ],
+)
+def test_errors_name_the_line_and_the_field(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"(?s:in.jsonl:17: .*{message})"):
+        conversations_of(values, "in.jsonl:17")
+
+
+def test_an_error_while_scoring_names_the_line(scorer: Scorer) -> None:
+    rows = [Row({"messages": [ASK, FOUR]}, "in.jsonl:1"), Row({"messages": [ASK]}, "in.jsonl:2")]
+    with pytest.raises(DataError, match=r"in\.jsonl:2: there is no answer"):
+        list(score_rows(scorer, rows))
+
+
+def test_rows_stream_in_order(scorer: Scorer) -> None:
+    """More rows than are taken at once; the first come out before the last are read."""
+    read = []
+
+    def rows() -> Iterator[Row]:
+        for i in range(300):
+            read.append(i)
+            yield Row({"id": i, "messages": [ASK, FOUR if i % 2 else FIVE]}, f"in.jsonl:{i + 1}")
+
+    out = score_rows(scorer, rows())
+    first = next(out)
+    assert first["id"] == 0 and len(read) < 300
+    rest = list(out)
+    assert [row["id"] for row in rest] == list(range(1, 300))
+    assert len({row["score"] for row in rest if row["id"] % 2}) == 1
+    assert list(score_rows(scorer, [])) == []
+
+
+def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
+    long = {"context": [{"role": "user", "content": "word " * 60}, FOUR, ASK], "completions": ["4", "5 " * 90]}
+    model = RewardModel(tiny_model("llama"))
+    (dropped,) = score_rows(Scorer(model, Renderer(tiny_tokenizer, max_length=40)), [Row(long, "a:1")])
+    assert dropped["scores"] == [None, None] and "too long to score" in dropped["error"]
+    cutting = Scorer(model, Renderer(tiny_tokenizer, max_length=40, truncation="truncate_left"))
+    (cut,) = score_rows(cutting, [Row(long, "a:1")])
+    assert cut["truncated"] is True and cut["scores"][0] is not None and cut["scores"][1] is None
+    assert "too long" in cut["error"]

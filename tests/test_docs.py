@@ -1,0 +1,120 @@
+"""Every code block of README.md, AGENTS.md and docs/ is executed, in a folder laid out as a reader's would be.
+
+Python blocks run as they are; those of one file share their names. Commands run through the same entry point as on a
+terminal. What needs a hub (`rm.yaml`, a model by its hub name) is checked as far as the configuration. The quickstart's
+configuration is the shipped one with fewer steps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from treeward.cli.main import main
+from treeward.config.load import load_config
+from treeward.data.preference import preference_from_dict
+
+REPOSITORY = Path(__file__).parent.parent
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BASE = {"policy": "policy: {model_name: some/model}\n", "data": "data: {train_data_path: train.jsonl}\n"}
+
+
+class Block(NamedTuple):
+    file: str
+    line: int
+    language: str
+    code: str
+
+
+def blocks() -> list[Block]:
+    found = []
+    for file in [REPOSITORY / "README.md", REPOSITORY / "AGENTS.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
+        text = file.read_text(encoding="utf-8")
+        for match in _BLOCK.finditer(text):
+            line = text[: match.start()].count("\n") + 1
+            found.append(Block(file.relative_to(REPOSITORY).as_posix(), line, match[1], match[2]))
+    return found
+
+
+BLOCKS = blocks()
+NAMESPACES: dict[str, dict[str, object]] = {}
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reader's folder: the examples, comparisons under the names that the guides use, and a trained quickstart."""
+    folder = tmp_path_factory.mktemp("reader")
+    configs = folder / "examples" / "configs"
+    configs.mkdir(parents=True)
+    for shipped in (REPOSITORY / "examples" / "configs").glob("*.yaml"):
+        (configs / shipped.name).write_text(shipped.read_text(encoding="utf-8"), encoding="utf-8")
+    (configs / "shipped.yaml").write_text((configs / "quickstart.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    (configs / "quickstart.yaml").write_text(
+        "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\n", encoding="utf-8"
+    )
+    rows = [
+        {"prompt": f"{n} + 1?", "question": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No idea."}
+        for n in range(8)
+    ]
+    for name in ("train", "val", "hard", "conversations"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "--config", "examples/configs/quickstart.yaml"]) == 0
+    (folder / "results" / "rm").symlink_to("quickstart")
+    return folder
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.file}:{block.line}" for block in BLOCKS])
+def test_code_block(block: Block, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(reader)
+    match block.language:
+        case "python":
+            exec(compile(block.code, f"{block.file}:{block.line}", "exec"), NAMESPACES.setdefault(block.file, {}))
+        case "bash":
+            for command in block.code.replace("\\\n", " ").splitlines():
+                run_command(command)
+        case "yaml":
+            check_yaml(block.code, reader)
+        case "json":
+            preference_from_dict(json.loads(block.code))
+        case "text":
+            pass
+        case other:
+            pytest.fail(f"a code block of language {other!r}: say python, bash, yaml, json or text")
+
+
+def run_command(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    if not words:
+        return
+    if "|" in words:
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        subprocess.run(["bash", "-c", line], check=True, capture_output=True, env={"PATH": path, "HF_HUB_OFFLINE": "1"})
+    elif words[0] == "treeward":
+        if any("rm.yaml" in word or "model_name=" in word for word in words):
+            load_config(words[words.index("--config") + 1], [word for word in words if "=" in word])
+        else:
+            assert main(words[1:]) == 0
+    elif words[0] == "make":
+        subprocess.run(["make", "--dry-run", words[1]], cwd=REPOSITORY, check=True, capture_output=True)
+    else:
+        program = REPOSITORY / words[0]
+        assert program.exists() or words[0].startswith(".venv/"), f"no such program: {words[0]}"
+        for word in words[1:]:
+            assert "/" not in word or (REPOSITORY / word).exists(), f"no such file: {word}"
+
+
+def check_yaml(code: str, folder: Path) -> None:
+    sections = {line.split(":")[0] for line in code.splitlines() if line and not line.startswith((" ", "#"))}
+    file = folder / "block.yaml"
+    file.write_text(code + "".join(text for name, text in _BASE.items() if name not in sections), encoding="utf-8")
+    load_config(file)

@@ -1,0 +1,67 @@
+"""Metrics are sums and counts: however a set is cut into batches, they are the same."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeward.losses import bradley_terry, ranked_pairs
+from treeward.metrics import METRIC_NAMES, RewardMetrics
+
+RANKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=8)
+
+
+def measure(scores: torch.Tensor, ranks: list[list[int]], ties: str = "drop") -> RewardMetrics:
+    pairs = ranked_pairs(ranks, ties=ties)  # type: ignore[arg-type]
+    return RewardMetrics.of(scores, pairs, bradley_terry(scores, pairs))
+
+
+@given(RANKS, st.sets(st.integers(1, 7)), st.sampled_from(["drop", "half"]), st.integers(0, 9))
+@settings(deadline=None)
+def test_any_split_adds_up(ranks: list[list[int]], cuts: set[int], ties: str, seed: int) -> None:
+    scores = torch.randn(sum(map(len, ranks)), generator=torch.Generator().manual_seed(seed))
+    parts = scores.split([len(group) for group in ranks])
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(ranks)), len(ranks)]
+    batches = [
+        measure(torch.cat(parts[low:high]), ranks[low:high], ties)
+        for low, high in zip(bounds, bounds[1:], strict=False)
+    ]
+    whole, added = measure(scores, ranks, ties).means(), reduce(RewardMetrics.__add__, batches, RewardMetrics()).means()
+    assert tuple(whole) == METRIC_NAMES
+    for name in METRIC_NAMES:
+        assert added[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+def test_worked_by_hand() -> None:
+    """Two pairs right of three; a tie is no pair; equal scores are not right."""
+    metrics = measure(torch.tensor([2.0, 1.0, 0.0, 0.0, 5.0, 4.0, 9.0]), [[0, 1], [0, 1], [0, 1, 1]], "half")
+    assert (metrics.num_groups, metrics.num_pairs, metrics.num_correct) == (3, 4, 2)
+    means = metrics.means()
+    assert means["accuracy"] == 0.5
+    assert means["chosen_rewards"] == (2 + 0 + 5 + 5) / 4 and means["rejected_rewards"] == (1 + 0 + 4 + 9) / 4
+    assert means["reward_margin"] == means["chosen_rewards"] - means["rejected_rewards"]
+
+
+def test_swapping_chosen_and_rejected_negates_the_margin() -> None:
+    scores = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    one, other = measure(scores, [[0, 1]] * 4).means(), measure(scores, [[1, 0]] * 4).means()
+    assert one["reward_margin"] == -other["reward_margin"]
+    assert one["accuracy"] == 1 - other["accuracy"]
+
+
+def test_nothing_is_nan_not_zero() -> None:
+    assert all(math.isnan(value) for value in RewardMetrics().means().values())
+    only_ties = measure(torch.tensor([1.0, 2.0]), [[0, 0]], "half").means()
+    assert math.isnan(only_ties["accuracy"]) and not math.isnan(only_ties["loss"])
+    assert RewardMetrics() + RewardMetrics() == RewardMetrics()
+
+
+def test_no_gradient_is_kept() -> None:
+    scores = torch.randn(2, requires_grad=True)
+    metrics = measure(scores, [[0, 1]])
+    assert all(isinstance(getattr(metrics, name), int | float) for name in RewardMetrics.__slots__)

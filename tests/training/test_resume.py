@@ -1,0 +1,305 @@
+"""A run that was stopped goes on as if it had not been: at any moment, by a crash or by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treeward.errors import CheckpointError, TreewardError
+from treeward.training import train as train_module
+from treeward.training.checkpoints import CheckpointStore
+from treeward.training.train import train
+
+
+class Killed(BaseException):
+    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
+
+
+Result = dict[str, Any]
+
+
+@pytest.fixture
+def result_of(
+    trajectory: Callable[[Path], list[str]], read_weights: Callable[[Path], dict[str, Any]]
+) -> Callable[[Path], Result]:
+    """What a run came to: its metrics, the weights it exported, and its checkpoints with what ranks them."""
+
+    def read(folder: Path) -> Result:
+        checkpoints = [
+            (path.name, json.loads((path / "manifest.json").read_text())["metric"])
+            for path in sorted((folder / "checkpoints").glob("step_*"))
+        ]
+        weights = read_weights(folder / "checkpoints" / "final")
+        return {"trajectory": trajectory(folder / "logs"), "weights": weights, "checkpoints": checkpoints}
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def computed() -> dict[str, Result]:
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(
+    computed: dict[str, Result],
+    tiny_run: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    result_of: Callable[[Path], Result],
+) -> Result:
+    """What a run of the tiny configuration comes to when nothing stops it; run once."""
+    if not computed:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        paths = [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"]
+        outcome = train(tiny_run(*paths), show_progress=False)
+        computed["tiny"] = result_of(folder) | {"step": outcome.model_step}
+    return computed["tiny"]
+
+
+def assert_same(got: Result, want: Result) -> None:
+    assert got["trajectory"] == want["trajectory"]
+    assert got["checkpoints"] == want["checkpoints"]
+    assert got["weights"].keys() == want["weights"].keys()
+    for name, weight in want["weights"].items():
+        assert torch.equal(got["weights"][name], weight), name
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
+    """Have `act` called when `step` steps are done and the next one begins."""
+    loop: Any = train_module._Loop
+    take_step = loop.take_step
+
+    def replaced(self: Any) -> int:
+        if self.state.step == step:
+            act()
+        return int(take_step(self))
+
+    monkeypatch.setattr(loop, "take_step", replaced)
+
+
+def die(*arguments: Any, **options: Any) -> Any:
+    raise Killed
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 5])
+def test_a_run_that_dies_between_saves_goes_on_exactly(
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+    step: int,
+) -> None:
+    before_step(monkeypatch, step, die)
+    with pytest.raises(Killed):
+        train(tiny_run(), show_progress=False)
+    monkeypatch.undo()
+    outcome = train(tiny_run(), show_progress=False)
+    assert outcome.model_step == uninterrupted["step"]
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+def _in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_module, "save_state", die)  # the model is written, the optimiser not
+
+
+def _before_the_rename(monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: die() if str(b).endswith("step_4") else rename(a, b))
+
+
+def _before_the_old_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prune = CheckpointStore._prune
+    monkeypatch.setattr(CheckpointStore, "_prune", lambda self: die() if len(self.all()) > 1 else prune(self))
+
+
+def _while_the_old_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rmtree = shutil.rmtree
+
+    def half(path: Any, *arguments: Any, **options: Any) -> None:
+        if ".removing_" in str(path):
+            (Path(path) / "manifest.json").unlink()
+            die()
+        rmtree(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", half)
+
+
+def _in_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_module, "model_card", die)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [_in_the_model, _before_the_rename, _before_the_old_is_removed, _while_the_old_is_removed, _in_the_export],
+)
+def test_a_run_that_dies_during_a_save_goes_on_exactly(
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+    moment: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    moment(monkeypatch)
+    with pytest.raises(Killed):
+        train(tiny_run(), show_progress=False)
+    monkeypatch.undo()
+    train(tiny_run(), show_progress=False)
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_leaves_and_the_run_goes_on(
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    before_step(monkeypatch, 2, lambda: signal.raise_signal(number))
+    stopped = train(tiny_run(), show_progress=False)
+    monkeypatch.undo()
+    assert (stopped.step, stopped.interrupted_by, stopped.exit_code) == (3, number.name, code)
+    assert stopped.model_folder is None
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()
+    assert train(tiny_run(), show_progress=False).exit_code == 0
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+def test_a_signal_before_the_first_step_has_nothing_to_save(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module._Loop, "validate", lambda self: signal.raise_signal(signal.SIGTERM))
+    stopped = train(tiny_run("rm.val_at_start=true"), show_progress=False)
+    assert (stopped.step, stopped.exit_code) == (0, 143)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_the_deadline_saves_and_leaves(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+    stopped = train(tiny_run("checkpointing.checkpoint_must_save_by=0.01"), show_progress=False)
+    assert stopped.interrupted_by == "checkpoint_must_save_by" and stopped.exit_code == 0
+    assert stopped.step < stopped.total_steps
+
+
+def test_a_finished_run_is_not_trained_again(
+    tiny_run: Callable[..., Any], tmp_path: Path, trajectory: Callable[..., Any]
+) -> None:
+    first = train(tiny_run(), show_progress=False)
+    lines = trajectory(tmp_path / "logs")
+    again = train(tiny_run(), show_progress=False)
+    assert again == first
+    assert trajectory(tmp_path / "logs") == lines
+
+
+def test_a_run_can_be_made_longer(tiny_run: Callable[..., Any], tmp_path: Path, trajectory: Callable[..., Any]) -> None:
+    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    outcome = train(tiny_run("rm.max_num_steps=4"), show_progress=False)
+    assert (outcome.step, outcome.total_steps) == (4, 4)
+    rates = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/rm/lr"] for line in rates if "train/rm/lr" in line] == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("rm.seed=8", "rm.seed"),
+        ("policy.train_global_batch_size=4", "policy.train_global_batch_size"),
+        ("policy.model_config.hidden_size=48", "the model"),
+        ("policy.optimizer.kwargs.lr=1e-4", "policy.optimizer"),
+        ("+policy.scheduler.name=constant", "policy.scheduler"),
+        ("data.train.split=length_controlled", "the training data"),
+        ("+data.train.weight=0.5", "the training data"),
+        ("+policy.tokenizer.chat_template_kwargs={x: 1}", "the tokenizer or template"),
+    ],
+)
+def test_what_another_run_began_is_not_continued(
+    tiny_run: Callable[..., Any], tmp_path: Path, override: str, what: str
+) -> None:
+    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    with pytest.raises(CheckpointError, match="this checkpoint is of another run") as caught:
+        train(tiny_run(override), show_progress=False)
+    assert f"{what}" in caught.value.summary
+    assert "checkpointing.checkpoint_dir" in str(caught.value)
+
+
+def test_changed_rows_are_noticed(tiny_run: Callable[..., Any], write_rows: Callable[..., str]) -> None:
+    rows = [{"prompt": f"{i}?", "chosen": f"{i} yes", "rejected": "no"} for i in range(20)]
+    data = write_rows("train.jsonl", rows)
+    options = [
+        f"data.train={{dataset_name: BinaryPreferenceDataset, data_path: {data}, split: null}}",
+        "rm.max_num_steps=2",
+    ]
+    train(tiny_run(*options), show_progress=False)
+    write_rows("train.jsonl", [*rows[:-1], rows[-1] | {"chosen": "19 perhaps"}])
+    with pytest.raises(CheckpointError, match="the training data"):
+        train(tiny_run(*options), show_progress=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest.json",
+        "training_state.json",
+        "optimizer.safetensors",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+    ],
+)
+def test_a_cut_file_of_a_checkpoint_is_named(tiny_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    file = tmp_path / "checkpoints" / "step_2" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError) as caught:
+        train(tiny_run(), show_progress=False)
+    assert str(file) in str(caught.value)
+    # The advice works.
+    shutil.rmtree(tmp_path / "checkpoints" / "step_2")
+    assert train(tiny_run("rm.max_num_steps=2"), show_progress=False).step == 2
+
+
+@pytest.mark.parametrize("bytes_that_fit", [10_000, 100_000, 200_000])
+def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+    bytes_that_fit: int,
+) -> None:
+    """A limit of file sizes stands for the disk: tokenizer, weights or optimiser are the first that do not fit."""
+    train(tiny_run("checkpointing.enabled=false", "rm.max_num_steps=1"), show_progress=False)  # the rows are cached
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_that_fit, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be saved") as caught:
+            train(tiny_run(), show_progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "os error 27" in str(caught.value) or "Errno 27" in str(caught.value)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    train(tiny_run(), show_progress=False)
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+def test_resume_false_keeps_hands_off_checkpoints(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    with pytest.raises(TreewardError, match="resume is false"):
+        train(tiny_run("checkpointing.resume=false"), show_progress=False)
+
+
+def test_without_the_optimiser_a_run_ends_but_does_not_resume(tiny_run: Callable[..., Any]) -> None:
+    options = ["checkpointing.save_optimizer=false", "rm.max_num_steps=2"]
+    assert train(tiny_run(*options), show_progress=False).model_folder is not None
+    with pytest.raises(CheckpointError, match="without its optimiser"):
+        train(tiny_run(*options), show_progress=False)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treeward.errors import ConfigError, DataError, ModelError, TreewardError
+from treeward.training.setup import set_up
+from treeward.training.train import train
+
+
+def test_a_run_is_ready(tiny_run: Callable[..., Any]) -> None:
+    run = set_up(tiny_run())
+    assert (run.state.step, run.total_steps, run.model.layout) == (0, 6, "tree")
+    assert list(run.training_sets) == ["Bundled"] and list(run.validation_sets) == ["held_out"]
+    assert run.validation_limit == 16 and run.validation_sizes == {"held_out": 16}
+    assert run.parameter_names.keys() == set(run.model.parameters())
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
+
+
+def test_the_steps_are_those_of_the_epochs_unless_there_are_fewer(tiny_run: Callable[..., Any]) -> None:
+    run = set_up(tiny_run("rm.max_num_steps=null", "+rm.max_num_epochs=3"))
+    assert run.total_steps == 3 * run.order.steps_per_epoch
+    assert set_up(tiny_run("rm.max_num_steps=1", "+rm.max_num_epochs=3")).total_steps == 1
+
+
+def test_weights_are_float32_whatever_the_precision(tiny_run: Callable[..., Any]) -> None:
+    run = set_up(tiny_run("policy.precision=bfloat16"))
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
+    assert run.model.compute_dtype == torch.bfloat16
+
+
+def test_missing_data_is_told_before_the_weights_are_loaded(
+    tiny_run: Callable[..., Any], tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    folder = tmp_path / "model"
+    tiny_tokenizer.save_pretrained(folder)  # without weights
+    options = ["~policy.model_config", f"+policy.model_name={folder}", "policy.tokenizer.vocab_size=null"]
+    data = json.dumps({"dataset_name": "PreferenceDataset", "data_path": str(tmp_path / "none.jsonl"), "split": None})
+    with pytest.raises(DataError, match=r"none\.jsonl"):
+        set_up(tiny_run(f"data.train={data}", *options))
+    with pytest.raises(ModelError, match="the model cannot be loaded"):
+        set_up(tiny_run(*options))
+
+
+def test_conversations_longer_than_the_model_are_refused(tiny_run: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="longer than the model's positions") as caught:
+        set_up(tiny_run("policy.max_total_sequence_length=1024"))
+    assert caught.value.fix == "policy.max_total_sequence_length=512"
+
+
+def test_a_vocabulary_without_the_bytes_is_refused(tiny_run: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="vocabulary is too small"):
+        set_up(tiny_run("policy.tokenizer.vocab_size=100"))
+
+
+def test_weights_that_leave_no_row_are_refused(tiny_run: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="no comparison in an epoch"):
+        set_up(tiny_run("+data.train.weight=0.0001"))
+
+
+def test_sets_of_one_name_are_told_apart(tiny_run: Callable[..., Any], write_rows: Callable[..., str]) -> None:
+    rows = [{"prompt": "?", "chosen": "yes", "rejected": "no"}]
+    first, second = write_rows("Bundled-2", rows), write_rows("Bundled-3", rows)
+    Path(first).rename(f"{first}.jsonl")
+    Path(second).rename(f"{second}.jsonl")
+    binary = {"dataset_name": "BinaryPreferenceDataset"}
+    sets = [
+        {"dataset_name": "Bundled", "split": "validation"},
+        {"dataset_name": "Bundled", "split": "length_controlled"},
+        {**binary, "data_path": f"{first}.jsonl", "name": "Bundled-2"},
+        {**binary, "data_path": f"{second}.jsonl"},
+    ]
+    run = set_up(tiny_run(f"data.train={json.dumps(sets)}"))
+    assert list(run.training_sets) == ["Bundled", "Bundled-2", "Bundled-2-2", "Bundled-3.jsonl"]
+
+
+def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(tiny_run: Callable[..., Any]) -> None:
+    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    first, again = set_up(tiny_run("checkpointing.enabled=false")), set_up(tiny_run())
+    assert again.state.step == 2
+    assert again.renderer.fingerprint == first.renderer.fingerprint
+    assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("key", ["logger.log_dir", "checkpointing.checkpoint_dir"])
+def test_a_folder_that_cannot_be_made_is_told_first(tiny_run: Callable[..., Any], tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TreewardError, match="cannot be used") as caught:
+        train(tiny_run(f"{key}={tmp_path}/file/folder", "policy.tokenizer.vocab_size=1"), show_progress=False)
+    assert key in str(caught.value)

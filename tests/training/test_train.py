@@ -1,0 +1,419 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from torch.nn import functional as F
+
+from treeward.config.checkpointing import METRICS
+from treeward.errors import ModelError
+from treeward.training.setup import set_up
+from treeward.training.tracking import read_metrics
+from treeward.training.train import train
+
+Lines = list[dict[str, Any]]
+Trained = Callable[..., tuple[Any, Lines]]
+
+
+@pytest.fixture
+def trained(tiny_run: Callable[..., Any], tmp_path: Path) -> Trained:
+    """Train as configured in a folder of its own; the outcome and the lines of its metrics."""
+    numbers = iter(range(1000))
+
+    def run(*overrides: str) -> tuple[Any, Lines]:
+        folder = tmp_path / f"run_{next(numbers)}"
+        paths = [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"]
+        outcome = train(tiny_run(*paths, *overrides), show_progress=False)
+        return outcome, read_metrics(folder / "logs" / "metrics.jsonl")
+
+    return run
+
+
+def column(lines: Lines, name: str) -> list[float]:
+    return [line[name] for line in lines if name in line]
+
+
+def losses(lines: Lines) -> list[float]:
+    return column(lines, "train/rm/loss")
+
+
+def words(seed: int) -> Iterator[str]:
+    generator = random.Random(seed)
+    while True:
+        yield " ".join(generator.choice(["red", "blue", "green", "stone", "river", "cloud"]) for _ in range(4))
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_metrics_have_the_names_that_are_promised(trained: Trained) -> None:
+    _, lines = trained("rm.val_at_start=true", "rm.max_num_steps=2")
+    names = {name for line in lines for name in line}
+    metrics = ["loss", "accuracy", "chosen_rewards", "rejected_rewards", "reward_margin"]
+    assert names >= {f"{group}/{m}" for group in ("train/rm", "validation-held_out", "eval/rm") for m in metrics}
+    assert names >= {"train/rm/lr", "train/rm/grad_norm", "episode", "epoch", "timing/train/total_step_time"}
+    assert names >= {"timing/validation/total_validation_time", "data/train/Bundled/kept"}
+    assert set(METRICS) == set(metrics)
+
+
+def test_steps_and_validations_come_when_they_should(trained: Trained) -> None:
+    _, lines = trained("rm.max_num_steps=5", "rm.val_period=2")
+    assert [line["step"] for line in lines if "train/rm/loss" in line] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "eval/rm/loss" in line] == [2, 4, 5]
+    _, lines = trained("rm.max_num_steps=5", "rm.val_period=0", "rm.val_at_end=false", "rm.val_at_start=true")
+    assert [line["step"] for line in lines if "eval/rm/loss" in line] == [0]
+    _, lines = trained("rm.max_num_steps=5", "rm.log_period=3")
+    assert [line["step"] for line in lines if "train/rm/loss" in line] == [3, 5]
+
+
+def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows: Callable[..., str]) -> None:
+    text = words(1)
+    sizes = {"small": 3, "large": 13}
+    files = {
+        name: write_rows(
+            f"{name}.jsonl",
+            [{"prompt": next(text), "chosen": next(text), "rejected": next(text)} for _ in range(size)],
+        )
+        for name, size in sizes.items()
+    }
+    sets = ", ".join(
+        f"{{dataset_name: BinaryPreferenceDataset, data_path: {file}, name: {name}}}" for name, file in files.items()
+    )
+    _, lines = trained(
+        f"data.validation=[{sets}]",
+        "rm.val_batches=null",
+        "rm.max_num_steps=1",
+        "checkpointing.metric_name=val_loss",
+    )
+    line = next(line for line in lines if "eval/rm/loss" in line)
+    for metric in METRICS:
+        expected = sum(line[f"validation-{name}/{metric}"] * size for name, size in sizes.items()) / 16
+        assert line[f"eval/rm/{metric}"] == pytest.approx(expected)
+
+
+def test_val_batches_limits_what_is_measured_and_what_is_said_of_it(trained: Trained) -> None:
+    outcome, _ = trained("rm.max_num_steps=1")
+    assert outcome.validation_sizes == {"held_out": 16}
+    assert "| held_out | 16 |" in (outcome.model_folder / "README.md").read_text()
+    outcome, _ = trained("rm.max_num_steps=1", "rm.val_batches=-1")
+    assert outcome.validation_sizes["held_out"] > 100
+
+
+def test_a_model_that_was_not_validated_has_no_results(trained: Trained) -> None:
+    outcome, _ = trained("rm.max_num_steps=3", "rm.val_at_end=false", "checkpointing.metric_name=null")
+    assert outcome.model_step == 3 and outcome.validation == {}
+    assert "not validated" in (outcome.model_folder / "README.md").read_text()
+
+
+# --- the trajectory --------------------------------------------------------------------------------------------------
+
+
+def test_one_seed_is_one_run_bit_for_bit(trained: Trained, read_weights: Callable[..., Any]) -> None:
+    runs = [trained(f"rm.seed={seed}", "rm.max_num_steps=4") for seed in (1, 1, 2)]
+    first, same, other = (losses(lines) for _, lines in runs)
+    assert first == same
+    assert first != other
+    weights, same_weights, _ = (read_weights(outcome.model_folder) for outcome, _ in runs)
+    assert all(torch.equal(weight, same_weights[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ["policy.train_micro_batch_tokens=1"],
+        ["policy.train_micro_batch_tokens=100000"],
+        ["policy.train_micro_batch_tokens=null", "+policy.train_micro_batch_size=3"],
+        ["+policy.attention=rows"],
+        ["+policy.activation_checkpointing_enabled=true"],
+    ],
+)
+def test_how_a_step_is_computed_does_not_change_the_trajectory(trained: Trained, budget: list[str]) -> None:
+    _, expected = trained()
+    _, lines = trained(*budget)
+    for name in ("train/rm/loss", "train/rm/grad_norm", "eval/rm/loss"):
+        assert column(lines, name) == pytest.approx(column(expected, name), rel=1e-3, abs=1e-4), name
+    # The first step differs by rounding alone; Adam, which divides by tiny numbers, lets it grow.
+    assert losses(lines)[0] == pytest.approx(losses(expected)[0], rel=1e-5)
+
+
+def test_the_trajectory_is_that_of_a_plain_loop(trained: Trained, tiny_run: Callable[..., Any]) -> None:
+    """Written out in PyTorch: one conversation at a time, one loss per step."""
+    options = ["rm.max_num_steps=4", "+policy.scheduler.name=constant"]
+    _, lines = trained(*options)
+    run = set_up(tiny_run(*options))
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+    expected = []
+    for step in range(4):
+        groups = []
+        for comparison in run.order.comparisons(step):
+            scores = [run.model(run.model.make_batch([[ids]]))[0] for ids in comparison.token_ids]
+            ranked = list(zip(scores, comparison.ranks, strict=True))
+            pairs = [-F.logsigmoid(a - b) for a, rank_a in ranked for b, rank_b in ranked if rank_a < rank_b]
+            groups.append(torch.stack(pairs).mean())
+        loss = torch.stack(groups).mean()
+        expected.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        optimizer.step()
+    assert losses(lines) == pytest.approx(expected, rel=1e-3)
+
+
+def test_bfloat16_stays_finite_and_near(trained: Trained) -> None:
+    outcome, lines = trained("policy.precision=bfloat16")
+    _, expected = trained()
+    assert all(math.isfinite(loss) for loss in losses(lines))
+    assert losses(lines) == pytest.approx(losses(expected), abs=0.1)
+    assert losses(lines) != losses(expected)
+    assert outcome.model_folder is not None
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "{name: torch.optim.SGD, kwargs: {lr: 0.01, momentum: 0.9}}",
+        "{name: torch.optim.Adafactor, kwargs: {lr: 0.01}}",
+        "{name: torch.optim.RMSprop, kwargs: {lr: 0.001}}",
+    ],
+)
+def test_any_optimiser_of_torch_trains(trained: Trained, optimizer: str) -> None:
+    _, lines = trained(f"policy.optimizer={optimizer}", "rm.max_num_steps=2")
+    assert len(losses(lines)) == 2 and all(map(math.isfinite, losses(lines)))
+
+
+def test_the_logged_rate_is_the_one_of_the_step(trained: Trained) -> None:
+    _, lines = trained("+policy.scheduler={name: linear, warmup_steps: 2}", "rm.max_num_steps=4")
+    assert column(lines, "train/rm/lr") == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+
+
+def test_gradients_are_clipped(trained: Trained) -> None:
+    # Plain gradient descent: with a limit of almost nothing the weights stay, and so does the loss.
+    sgd = "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1}}"
+    _, free = trained(sgd, "policy.max_grad_norm=null", "rm.val_at_start=true", "rm.max_num_steps=2")
+    _, clipped = trained(sgd, "policy.max_grad_norm=1e-9", "rm.val_at_start=true", "rm.max_num_steps=2")
+    first, last = column(clipped, "eval/rm/loss")
+    assert last == pytest.approx(first, abs=1e-6)
+    first, last = column(free, "eval/rm/loss")
+    assert abs(last - first) > 1e-3
+    assert column(clipped, "train/rm/grad_norm")[0] == pytest.approx(column(free, "train/rm/grad_norm")[0])
+
+
+# --- the data --------------------------------------------------------------------------------------------------------
+
+
+def _binary(file: str, **options: Any) -> str:
+    return json.dumps({"dataset_name": "BinaryPreferenceDataset", "data_path": file, "split": None, **options})
+
+
+def test_epochs_hold_every_row_and_the_last_partial_batch(trained: Trained, write_rows: Callable[..., str]) -> None:
+    text = words(2)
+    rows = [{"prompt": next(text), "chosen": next(text), "rejected": next(text)} for _ in range(21)]
+    data = _binary(write_rows("rows.jsonl", rows))
+    outcome, lines = trained(f"data.train={data}", "rm.max_num_steps=null", "rm.max_num_epochs=2")
+    assert outcome.total_steps == 6
+    assert column(lines, "episode") == [8, 16, 21, 29, 37, 42]
+    assert column(lines, "epoch")[-1] == 2.0
+
+
+def test_sets_are_mixed_by_weight(trained: Trained, write_rows: Callable[..., str]) -> None:
+    text = words(3)
+    files = [
+        write_rows(
+            f"{name}.jsonl", [{"prompt": next(text), "chosen": next(text), "rejected": next(text)} for _ in range(10)]
+        )
+        for name in "ab"
+    ]
+    sets = f"[{_binary(files[0], weight=2.0)}, {_binary(files[1], weight=0.5)}]"
+    outcome, lines = trained(f"data.train={sets}", "rm.max_num_steps=null")
+    assert column(lines, "episode")[-1] == 25
+    assert {"data/train/a.jsonl/kept", "data/train/b.jsonl/kept"} <= {name for line in lines for name in line}
+
+
+def test_ties_count_half_for_either_side(trained: Trained, write_rows: Callable[..., str]) -> None:
+    text = words(4)
+
+    def answer(rank: int) -> dict[str, Any]:
+        return {"rank": rank, "completion": [{"role": "assistant", "content": next(text)}]}
+
+    rows = [
+        {"context": [{"role": "user", "content": next(text)}], "completions": [answer(0), answer(int(i % 2))]}
+        for i in range(16)
+    ]
+    data = json.dumps({"data_path": write_rows("ties.jsonl", rows), "split": None, "dataset_name": "PreferenceDataset"})
+    _, half = trained(f"data.train={data}", "+data.ties=half", "rm.max_num_steps=2")
+    assert column(half, "data/train/ties.jsonl/kept") == [16]
+    assert all(map(math.isfinite, losses(half)))
+    _, dropped = trained(f"data.train={data}", "rm.max_num_steps=1")
+    assert column(dropped, "data/train/ties.jsonl/dropped_ties") == [8]
+
+
+def test_label_smoothing_and_centering_change_the_loss_as_their_formulae_say(
+    trained: Trained, write_rows: Callable[..., str]
+) -> None:
+    text = words(5)
+    rows = [{"prompt": next(text), "chosen": next(text), "rejected": next(text)} for _ in range(8)]
+    options = [f"data.train={_binary(write_rows('rows.jsonl', rows))}", "rm.max_num_steps=1"]
+    _, plain = trained(*options)
+    _, smooth = trained(*options, "+rm.loss.label_smoothing=0.1")
+    # (1 - e) softplus(-d) + e softplus(d) = softplus(-d) + e d
+    expected = losses(plain)[0] + 0.1 * column(plain, "train/rm/reward_margin")[0]
+    assert losses(smooth)[0] == pytest.approx(expected, abs=1e-5)
+    _, centred = trained(*options, "+rm.loss.center_rewards_coefficient=1.0")
+    sums = [column(plain, f"train/rm/{side}_rewards")[0] for side in ("chosen", "rejected")]
+    assert losses(centred)[0] >= losses(plain)[0] + sum(sums) ** 2 - 1e-5  # a mean of squares is no less
+
+
+def _rule_rows(seed: int, count: int, *, labels: str) -> list[dict[str, str]]:
+    """Answers that thank are better than those that do not; or, with shuffled labels, no better."""
+    generator, text = random.Random(seed), words(seed)
+    rows = []
+    for _ in range(count):
+        good, bad = f"{next(text)} thanks", f"{next(text)} never"
+        if labels == "shuffled" and generator.random() < 0.5:
+            good, bad = bad, good
+        rows.append({"prompt": next(text), "chosen": good, "rejected": bad})
+    return rows
+
+
+@pytest.mark.parametrize(("labels", "lowest", "highest"), [("planted", 0.97, 1.0), ("shuffled", 0.3, 0.7)])
+def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
+    trained: Trained, write_rows: Callable[..., str], labels: str, lowest: float, highest: float
+) -> None:
+    data = _binary(write_rows("train.jsonl", _rule_rows(1, 160, labels=labels)))
+    held_out = _binary(write_rows("val.jsonl", _rule_rows(2, 100, labels=labels)), name="held_out")
+    _, lines = trained(
+        f"data.train={data}",
+        f"data.validation=[{held_out}]",
+        "policy.train_global_batch_size=16",
+        "policy.optimizer.kwargs.lr=0.003",
+        "policy.tokenizer.vocab_size=300",
+        "rm.val_period=0",
+        "rm.val_batches=-1",
+        "rm.max_num_steps=30",
+        "rm.max_num_epochs=3",
+        "checkpointing.enabled=false",
+    )
+    assert lowest <= column(lines, "eval/rm/accuracy")[-1] <= highest
+    if labels == "shuffled":
+        assert column(lines, "eval/rm/loss")[-1] > 0.6
+
+
+# --- the export ------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_checkpoint_is_exported(
+    trained: Trained, read_weights: Callable[..., Any], write_rows: Callable[..., str]
+) -> None:
+    # The rule of the validation set is the opposite of the training set's: the loss rises, the first one stays best.
+    data = _binary(write_rows("train.jsonl", _rule_rows(1, 64, labels="planted")))
+    contrary = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in _rule_rows(2, 16, labels="")]
+    held_out = _binary(write_rows("val.jsonl", contrary), name="held_out")
+    outcome, lines = trained(
+        f"data.train={data}",
+        f"data.validation=[{held_out}]",
+        "policy.optimizer.kwargs.lr=0.01",
+        "checkpointing.metric_name=val:validation-held_out_loss",
+    )
+    values = dict(zip((2, 4, 6), column(lines, "validation-held_out/loss"), strict=True))
+    best = min(values, key=lambda step: values[step])
+    assert best != 6 and outcome.model_step == best
+    assert outcome.validation["held_out"]["loss"] == values[best]
+    exported = read_weights(outcome.model_folder)
+    saved = read_weights(outcome.model_folder.parent / f"step_{best}" / "model")
+    assert all(torch.equal(weight, saved[name]) for name, weight in exported.items())
+
+
+def test_an_encoder_exports_its_best_too(trained: Trained) -> None:
+    bert = (
+        "policy.model_config={model_type: bert, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, "
+        "num_attention_heads: 2, max_position_embeddings: 512}"
+    )
+    outcome, lines = trained(
+        "~policy.model_config",
+        f"+{bert}",
+        "checkpointing.metric_name=val_reward_margin",
+        "policy.optimizer.kwargs.lr=0.05",
+        "policy.optimizer.name=torch.optim.SGD",
+    )
+    values = column(lines, "eval/rm/reward_margin")
+    assert outcome.validation["held_out"]["reward_margin"] == max(values)
+
+
+def test_the_export_may_be_bfloat16_with_a_float32_head(trained: Trained, read_weights: Callable[..., Any]) -> None:
+    outcome, _ = trained("rm.max_num_steps=1", "+checkpointing.export_dtype=bfloat16")
+    weights = read_weights(outcome.model_folder)
+    assert {weight.dtype for name, weight in weights.items() if name != "score.weight"} == {torch.bfloat16}
+    assert weights["score.weight"].dtype == torch.float32
+
+
+def test_without_checkpointing_only_metrics_are_kept(trained: Trained, tmp_path: Path) -> None:
+    outcome, lines = trained("checkpointing.enabled=false", "rm.max_num_steps=2")
+    assert outcome.model_folder is None and set(outcome.validation) == {"held_out"}
+    assert len(losses(lines)) == 2
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_a_run_on_top_of_its_own_export(trained: Trained, tmp_path: Path) -> None:
+    outcome, _ = trained("rm.max_num_steps=1")
+    again, _ = trained(
+        f"+policy.model_name={outcome.model_folder}", "~policy.model_config", "policy.tokenizer.vocab_size=null"
+    )
+    assert again.step == 6
+    card = (again.model_folder / "README.md").read_text()
+    assert str(tmp_path) not in card and "base_model" not in card and "final" in card
+
+
+def test_the_model_is_pushed_to_the_hub(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **o: calls.append((repo_id, o)))
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **o: calls.append((o["repo_id"], o)))
+    hub = ["+hub.push_to_hub=true", "+hub.repo_id=me/rm", "+hub.private=true"]
+    outcome, _ = trained("rm.max_num_steps=1", *hub)
+    (created, how), (uploaded, what) = calls
+    assert created == uploaded == "me/rm" and how["private"] is True
+    assert Path(what["folder_path"]) == outcome.model_folder
+
+
+def test_a_failed_push_is_told_and_the_folder_stays(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: HfApi, repo_id: str, **options: Any) -> None:
+        raise OSError("403: not yours")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    with pytest.raises(ModelError, match="403: not yours") as caught:
+        trained("rm.max_num_steps=1", "+hub.push_to_hub=true", "+hub.repo_id=me/rm")
+    final = tmp_path / "run_0" / "checkpoints" / "final"
+    assert (final / "model.safetensors").is_file() and str(final) in str(caught.value)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_at_the_first_step_aborts(trained: Trained, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    outcome, _ = trained("rm.max_num_steps=1")
+    weights = load_file(outcome.model_folder / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, outcome.model_folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="not finite at the first step"):
+        trained(
+            f"+policy.model_name={outcome.model_folder}", "~policy.model_config", "policy.tokenizer.vocab_size=null"
+        )
+    assert list((tmp_path / "run_1" / "checkpoints").glob("*")) == []
+
+
+def test_a_loss_that_stops_being_finite_keeps_the_last_checkpoint(trained: Trained, tmp_path: Path) -> None:
+    sgd = "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1.0e+38}}"
+    with pytest.raises(ModelError, match=r"not finite at step \d") as caught:
+        trained(sgd, "policy.max_grad_norm=null", "checkpointing.save_period=1", "rm.val_period=0")
+    assert "policy.optimizer.kwargs.lr" in str(caught.value)
+    assert len(list((tmp_path / "run_0" / "checkpoints").glob("step_*"))) >= 1
