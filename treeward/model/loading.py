@@ -312,8 +312,8 @@ def _loading_error(name: str, error: Exception) -> ModelError:
             got=_first_line(error),
             need="a reward model with one label, or a causal LM",
         )
-    if isinstance(error, OSError) and not Path(name).exists() and Path(name).is_absolute() | name.startswith("."):
-        return ModelError("there is no such folder", where=name, fix="check policy.model_name")
+    if not Path(name).exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):  # no hub name
+        return ModelError("there is no such folder", where=name, need="a folder that holds a model, or a hub name")
     return ModelError(
         "the model cannot be loaded",
         where=name,

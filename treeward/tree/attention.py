@@ -184,7 +184,7 @@ def _tree_attention(
             lambda q, k, v, tree: _arithmetic(q, k, v, mask.tree_mask(layout, tree, q.device), scale, softcap, s_aux),
         )
     elif query_BHTD.device.type == "cpu" and query_BHTD.shape[-1] == value_BJTD.shape[-1]:
-        query_BHTD, key_BJTD, value_BJTD = _autocast(query_BHTD, key_BJTD, value_BJTD)
+        query_BHTD, key_BJTD, value_BJTD = _in_one_dtype(query_BHTD, key_BJTD, value_BJTD)
         out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, mask.fast_parts(layout), scale)  # type: ignore[no-untyped-call]
     else:
         out = _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, layout, scale)
@@ -238,10 +238,12 @@ def _checked(
     return mask, layout
 
 
-def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
-    """What autocast does for PyTorch's own attention: queries and keys leave a norm in float32, values do not."""
-    device = tensors[0].device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
+def _in_one_dtype(*tensors: Tensor) -> Iterator[Tensor]:
+    """Autocast leaves queries and keys in float32 (norms) and values in bfloat16 (a projection): all become float32.
+
+    PyTorch's own attention would take bfloat16, which on a CPU is slower for flash attention, and less exact.
+    """
+    dtype = torch.float32 if torch.is_autocast_enabled("cpu") else tensors[0].dtype
     return (tensor.to(dtype) for tensor in tensors)
 
 
