@@ -77,7 +77,7 @@ def build(size: str, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Rewa
     return build_reward_model({**fields, **shape, **changes}, tokenizer, seed=0).model
 
 
-def interleave(variants: Mapping[str, Callable[[int], None]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+def interleave(variants: Mapping[str, Callable[[int], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
     """Seconds of each variant in each round; a variant is called with the number of the round."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(warmup + rounds):

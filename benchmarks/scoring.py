@@ -13,6 +13,7 @@ import argparse
 import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,10 +79,11 @@ def _measure(
     scorer.num_computed_tokens = scorer.num_row_tokens = 0
     for group in groups:
         scorer.score_tokens(group)
-    seconds = interleave(
-        {name: lambda _, call=call: [call(group) for group in groups] and None for name, call in variants.items()},
-        rounds,
-    )
+
+    def score_all(call: Callable[[Group], list[float]], _: int) -> object:
+        return [call(group) for group in groups]
+
+    seconds = interleave({name: partial(score_all, call) for name, call in variants.items()}, rounds)
     prefixes = [_common(group) for group in groups]
     return {
         "answers": num_answers,

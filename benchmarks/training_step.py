@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from common import activation_bytes, build, interleave, load_pairs, median_ratio
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
-from trl import RewardConfig, RewardTrainer
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
 
 from treeward.losses import bradley_terry, ranked_pairs
 from treeward.model.reward_model import RewardModel
@@ -46,10 +48,11 @@ def main() -> None:
         "treeward, tree, bf16": _ours(arguments.size, tokenizer, "tree", dtype=torch.bfloat16),
     }
     first = {name: step(batches[0]) for name, (step, _) in names.items()}  # same weights: the same loss
-    seconds = interleave(
-        {name: lambda n, step=step: step(batches[n % len(batches)]) for name, (step, _) in names.items()},
-        arguments.rounds,
-    )
+
+    def take(step: Step, number: int) -> float:
+        return step(batches[number % len(batches)])
+
+    seconds = interleave({name: partial(take, step) for name, (step, _) in names.items()}, arguments.rounds)
     base, trl_default = seconds["TRL, float32"], seconds["TRL, default (bf16, checkpointing)"]
     rows = [
         {

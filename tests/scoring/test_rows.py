@@ -111,3 +111,25 @@ def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
     (cut,) = score_rows(cutting, [Row(long, "a:1")])
     assert cut["truncated"] is True and cut["scores"][0] is not None and cut["scores"][1] is None
     assert "too long" in cut["error"]
+
+
+@pytest.mark.parametrize("wrong", [{"nothing": 1}, {"messages": [ASK]}], ids=["of no shape", "without an answer"])
+def test_the_rows_before_a_wrong_one_are_scored(wrong: dict[str, Any], scorer: Scorer) -> None:
+    rows = [Row({"messages": [ASK, FOUR]}, f"in.jsonl:{n}") for n in (1, 2)] + [Row(wrong, "in.jsonl:3")]
+    done = []
+    with pytest.raises(DataError, match="in.jsonl:3"):
+        for row in score_rows(scorer, rows):
+            done.append(row["score"])
+    assert len(done) == 2
+
+
+def test_lines_before_a_broken_one_are_scored(scorer: Scorer) -> None:
+    def lines() -> Iterator[Row]:
+        yield Row({"messages": [ASK, FOUR]}, "in.jsonl:1")
+        raise DataError("the line is not JSON", where="in.jsonl:2")
+
+    done = []
+    with pytest.raises(DataError, match="in.jsonl:2"):
+        for row in score_rows(scorer, lines()):
+            done.append(row)
+    assert len(done) == 1

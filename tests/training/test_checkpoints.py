@@ -38,7 +38,9 @@ def test_a_checkpoint_is_found_and_sound(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     assert store.latest() is None and store.best() is None
     saved = store.save(200, write, metric=0.5)
-    assert store.latest() == saved == CheckpointStore(tmp_path).best()
+    store.close()
+    again = CheckpointStore(tmp_path)
+    assert saved == again.latest() == again.best()
     saved.verify()
     assert leftovers(tmp_path) == []
 
@@ -86,6 +88,14 @@ def test_a_metric_of_another_name_is_not_compared(tmp_path: Path) -> None:
     assert best is not None and best.step == 2
 
 
+def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match="another run is using"):
+        CheckpointStore(tmp_path)
+    store.close()
+    CheckpointStore(tmp_path).close()
+
+
 @pytest.mark.parametrize("moment", ["writing", "manifest", "rename", "after"])
 def test_a_kill_during_a_save_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -111,6 +121,7 @@ def test_a_kill_during_a_save_leaves_the_one_before(
         store.save(2, lambda folder: (folder / "file").touch() if moment == "manifest" else write_half(folder))
     monkeypatch.undo()
     assert moment == "after" or leftovers(tmp_path) == [".saving_step_2"]
+    store.close()  # a kill does it too
     again = CheckpointStore(tmp_path, keep_top_k=1)
     assert leftovers(tmp_path) == []
     assert steps(again) == ([1, 2] if moment == "after" else [1])
@@ -133,6 +144,7 @@ def test_a_kill_while_an_old_one_is_removed_leaves_no_half(tmp_path: Path, monke
         store.save(2, write, metric=0.9)
     monkeypatch.undo()
     assert leftovers(tmp_path) == [".removing_step_1"]
+    store.close()
     assert steps(CheckpointStore(tmp_path)) == [2]
     assert leftovers(tmp_path) == []
 

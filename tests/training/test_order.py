@@ -92,5 +92,5 @@ def test_the_last_batch_is_smaller() -> None:
 
 
 def test_weights_that_leave_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no comparison in an epoch"):
+    with pytest.raises(ConfigError, match="leaves no comparison of its set"):
         order_of([10], weights=[0.01], seed=0, batch_size=4)

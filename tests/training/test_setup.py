@@ -25,6 +25,8 @@ def test_a_run_is_ready(tiny_run: Callable[..., Any]) -> None:
 def test_the_steps_are_those_of_the_epochs_unless_there_are_fewer(tiny_run: Callable[..., Any]) -> None:
     run = set_up(tiny_run("rm.max_num_steps=null", "+rm.max_num_epochs=3"))
     assert run.total_steps == 3 * run.order.steps_per_epoch
+    assert run.store is not None
+    run.store.close()
     assert set_up(tiny_run("rm.max_num_steps=1", "+rm.max_num_epochs=3")).total_steps == 1
 
 
@@ -59,7 +61,7 @@ def test_a_vocabulary_without_the_bytes_is_refused(tiny_run: Callable[..., Any])
 
 
 def test_weights_that_leave_no_row_are_refused(tiny_run: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="no comparison in an epoch"):
+    with pytest.raises(ConfigError, match="leaves no comparison of its set"):
         set_up(tiny_run("+data.train.weight=0.0001"))
 
 

@@ -7,25 +7,29 @@ import pytest
 
 from treeward.training.setup import set_up
 from treeward.training.validation import validate
+from treeward.tree.batch import plan_micro_batches
 
 
 def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) -> None:
     run = set_up(tiny_run())
     dataset = run.validation_sets["held_out"]
 
-    def metrics(**options: Any) -> Any:
-        return validate(run.model, dataset, run.pairs_of, run.loss_of, **options)
+    def metrics(limit: int | None, **budget: int) -> Any:
+        def plan(comparisons: Any) -> list[list[int]]:
+            return plan_micro_batches([comparison.tree_tokens for comparison in comparisons], **budget)
 
-    few = metrics(limit=24, max_tokens=100)
+        return validate(run.model, dataset, run.pairs_of, run.loss_of, plan, limit=limit)
+
+    few = metrics(24, max_tokens=100)
     assert few.num_groups == 24
-    assert few.means() == pytest.approx(metrics(limit=24, max_groups=24).means(), abs=1e-5)
-    assert metrics(max_tokens=8192).num_groups == metrics(limit=10**6, max_tokens=8192).num_groups == len(dataset)
+    assert few.means() == pytest.approx(metrics(24, max_groups=24).means(), abs=1e-5)
+    assert metrics(None, max_tokens=8192).num_groups == metrics(10**6, max_tokens=8192).num_groups == len(dataset)
 
 
 def test_the_model_is_left_as_it_was(tiny_run: Callable[..., Any]) -> None:
     run = set_up(tiny_run())
     for training in (True, False):
         run.model.train(training)
-        validate(run.model, run.validation_sets["held_out"], run.pairs_of, run.loss_of, limit=4, max_groups=2)
+        validate(run.model, run.validation_sets["held_out"], run.pairs_of, run.loss_of, run.plan, limit=4)
         assert run.model.training is training
     assert all(parameter.grad is None for parameter in run.model.parameters())

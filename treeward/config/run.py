@@ -47,6 +47,18 @@ class RewardModelRunConfig(Strict):
         return self.data.max_input_seq_length or self.policy.max_total_sequence_length
 
     @model_validator(mode="after")
+    def _upload_has_a_model(self) -> RewardModelRunConfig:
+        if self.hub.push_to_hub and not self.checkpointing.enabled:
+            raise ConfigError(
+                "hub.push_to_hub has nothing to upload: checkpointing.enabled is false",
+                field="hub.push_to_hub",
+                got="true",
+                need="checkpointing.enabled: true, whose export is uploaded",
+                fix="set checkpointing.enabled=true, or hub.push_to_hub=false",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lengths_fit(self) -> RewardModelRunConfig:
         longest, limit = self.data.max_input_seq_length, self.policy.max_total_sequence_length
         if longest is not None and longest > limit:

@@ -26,6 +26,8 @@ __all__ = ["CONTRACT_FILE", "export_model", "push_folder", "read_contract"]
 
 CONTRACT_FILE = "reward_contract.json"
 _CONTRACT_VERSION = 1
+# The HTTP client's own base error: the hub's library lets it through where there is no connection.
+_HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 
 
 def export_model(
@@ -71,7 +73,7 @@ def push_folder(folder: Path, repo_id: str, *, private: bool) -> None:
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reward model")
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except (OSError, ValueError, _HTTP_ERROR) as error:
         raise ModelError(
             "the model cannot be uploaded",
             where=f"hub.repo_id: {repo_id}",

@@ -21,6 +21,8 @@ from treeward.scoring.scorer import Score, Scorer
 
 __all__ = ["conversations_of", "score_rows"]
 
+_Request = tuple[Row, list[list[Message]]]
+
 _ROWS_AT_ONCE = 256
 _SHAPES = (
     "messages; or context and completions; or prompt with chosen and rejected, or with responses; "
@@ -31,16 +33,37 @@ _SHAPES = (
 def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     """Each row with its `score` (a row of one conversation) or `scores`, in order; memory does not grow with the rows.
 
-    A conversation too long to score has the score None and the row an `error` that says so.
+    Rows are scored up to 256 at a time. A conversation too long to score has the score None and the row an `error` that
+    says so. A row that is wrong raises `DataError`, after the rows before it.
     """
     remaining = iter(rows)
-    while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
-        requests = [conversations_of(row.values, row.where) for row in chunk]
-        flat = [conversation for request in requests for conversation in request]
-        where = [row.where for row, request in zip(chunk, requests, strict=True) for _ in request]
+    while True:
+        chunk: list[_Request] = []
+        wrong: DataError | None = None
+        try:
+            chunk.extend((row, conversations_of(row.values, row.where)) for row in islice(remaining, _ROWS_AT_ONCE))
+        except DataError as error:  # it keeps what came before the wrong row
+            wrong = error
+        yield from _score_chunk(scorer, chunk)
+        if wrong is not None:
+            raise wrong
+        if len(chunk) < _ROWS_AT_ONCE:
+            return
+
+
+def _score_chunk(scorer: Scorer, chunk: Sequence[_Request]) -> Iterator[dict[str, Any]]:
+    flat = [conversation for _, conversations in chunk for conversation in conversations]
+    where = [row.where for row, conversations in chunk for _ in conversations]
+    try:
         scores = iter(scorer.score(flat, where=where))
-        for row, request in zip(chunk, requests, strict=True):
-            yield _with_scores(row.values, [next(scores) for _ in request])
+    except DataError:
+        if len(chunk) == 1:
+            raise
+        for request in chunk:  # up to the row that is wrong
+            yield from _score_chunk(scorer, [request])
+        return
+    for row, conversations in chunk:
+        yield _with_scores(row.values, [next(scores) for _ in conversations])
 
 
 def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message]]:

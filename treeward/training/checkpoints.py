@@ -12,6 +12,7 @@ and so does one of another name than the store's: numbers of two metrics cannot 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -66,7 +67,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in one folder."""
+    """The checkpoints of one run in one folder, which no other process may use at the same time."""
 
     def __init__(
         self,
@@ -80,8 +81,10 @@ class CheckpointStore:
         self.keep_top_k = keep_top_k
         self.higher_is_better = higher_is_better
         self.metric_name = metric_name
+        self._lock: int | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(folder)
             for leftover in [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_REMOVING}*")]:
                 shutil.rmtree(leftover)
         except OSError as error:
@@ -92,6 +95,15 @@ class CheckpointStore:
                 need="a folder that can be written",
                 fix="set checkpointing.checkpoint_dir",
             ) from error
+
+    def close(self) -> None:
+        """Let another run use the folder. Safe to repeat."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __del__(self) -> None:
+        self.close()
 
     def save(self, step: int, write: Callable[[Path], None], *, metric: float | None = None) -> Checkpoint:
         """Have `write` fill a folder, and make it the checkpoint of `step`; then remove those that need not stay.
@@ -172,6 +184,21 @@ class CheckpointStore:
             doomed = self.folder / f"{_REMOVING}{checkpoint.path.name}"
             os.rename(checkpoint.path, doomed)
             shutil.rmtree(doomed)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder until the descriptor is closed, at the latest when the process ends, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise CheckpointError(
+            "another run is using this checkpoint folder",
+            where=str(folder),
+            fix="wait until it has ended, or set checkpointing.checkpoint_dir",
+        ) from error
+    return descriptor
 
 
 def _replace_folder(partial: Path, final: Path) -> None:

@@ -27,7 +27,7 @@ class TrainingOrder:
     """The order of the comparisons of one or several sets.
 
     `datasets`: sequences of comparisons. `weights`: passes over each per epoch, positive; default 1 each. `batch_size`:
-    comparisons per step. Raises `ConfigError` when an epoch would hold nothing.
+    comparisons per step. Raises `ConfigError` when an epoch would hold nothing of a set.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class TrainingOrder:
         self.seed, self.batch_size, self.shuffle = seed, batch_size, shuffle
         self.sizes = [len(dataset) for dataset in datasets]
         self._epoch_order = lru_cache(maxsize=2)(self._draw_epoch)
-        if self.comparisons_per_epoch == 0:
+        if any(round(size * weight) == 0 for size, weight in zip(self.sizes, self.weights, strict=True)):
             raise ConfigError(
-                "the weights leave no comparison in an epoch",
+                "a weight leaves no comparison of its set in an epoch",
                 where="data.train",
                 got=f"weights {self.weights} of sets of {self.sizes} comparisons",
-                need="at least one comparison",
-                fix="raise a weight",
+                need="at least one comparison of each set",
+                fix="raise the weight, or remove the set",
             )
 
     @property

@@ -88,7 +88,7 @@ class TrainingProgress:
             self._bar = None
 
     def update(self, step: int, loss: float, accuracy: float, margin: float, tokens: int) -> None:
-        """Report that `step` steps are done; `tokens` are those that this step (over all ranks) has computed."""
+        """Report that `step` steps are done; `tokens` are those that this step has trained on, as plain rows."""
         now = self._clock()
         advance, self._step = step - self._step, step
         self._tokens += tokens

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import TrainingOrder
 from treeward.training.state import TrainingState, check_identity, load_state
+from treeward.tree.batch import plan_micro_batches
 
 __all__ = ["Run", "set_up"]
 
@@ -84,6 +85,15 @@ class Run:
     def parameter_names(self) -> dict[Tensor, str]:
         return {parameter: name for name, parameter in self.model.named_parameters()}
 
+    def plan(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> list[list[int]]:
+        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow."""
+        policy, max_groups = self.config.policy, self.config.policy.train_micro_batch_size
+        if validation:
+            max_groups = self.config.rm.val_micro_batch_size or max_groups
+        shares = self.model.layout == "tree"
+        sizes = [c.tree_tokens if shares else len(c.token_ids) * max(map(len, c.token_ids)) for c in comparisons]
+        return plan_micro_batches(sizes, max_tokens=policy.micro_batch_tokens, max_groups=max_groups)
+
     def pairs_of(self, comparisons: Sequence[Comparison]) -> Pairs:
         """The pairs that the loss compares."""
         margins = [c.margin for c in comparisons] if self.config.rm.loss.margin else None
@@ -108,11 +118,21 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
 
     Raises a `TreewardError` for anything that the user can mend.
     """
+    store = _open_store(config)
+    try:
+        return _assemble(config, store, show_progress)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_progress: bool) -> Run:
+    checkpoint = None if store is None else _latest_checkpoint(config, store)
     quiet_transformers()
     torch.set_float32_matmul_precision(config.policy.matmul_precision)
     torch.manual_seed(config.rm.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    store, checkpoint = _open_store(config)
     streams = [open_dataset(dataset) for dataset in config.data.train]
     if checkpoint is not None:
         checkpoint.verify()  # before anything of it is read: a cut file makes each reader fail in a way of its own
@@ -132,6 +152,7 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
         _validation_name(dataset): _encode(config, open_dataset(dataset), renderer, show_progress)
         for dataset in config.data.validation
     }
+    _check_schedule(config)
     order = TrainingOrder(
         list(training_sets.values()),
         weights=[dataset.weight for dataset in config.data.train],
@@ -139,7 +160,7 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
         batch_size=config.policy.train_global_batch_size,
         shuffle=config.data.shuffle,
     )
-    identity = _identity(config, renderer, list(training_sets.values()))
+    identity = _identity(config, renderer, training_sets, validation_sets)
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint, device).model
@@ -172,26 +193,29 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
     )
 
 
-def _open_store(config: RewardModelRunConfig) -> tuple[CheckpointStore | None, Checkpoint | None]:
+def _open_store(config: RewardModelRunConfig) -> CheckpointStore | None:
     checkpointing = config.checkpointing
     if not checkpointing.enabled:
         logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
-        return None, None
-    store = CheckpointStore(
+        return None
+    return CheckpointStore(
         Path(checkpointing.checkpoint_dir),
         keep_top_k=checkpointing.keep_top_k,
         higher_is_better=checkpointing.metric_is_better_when_higher,
         metric_name=checkpointing.metric_name,
     )
+
+
+def _latest_checkpoint(config: RewardModelRunConfig, store: CheckpointStore) -> Checkpoint | None:
     latest = store.latest()
-    if latest is not None and not checkpointing.resume:
+    if latest is not None and not config.checkpointing.resume:
         raise ConfigError(
             "there are checkpoints of an earlier run, and checkpointing.resume is false",
             where=str(store.folder),
             got=latest.path.name,
             fix="set another checkpointing.checkpoint_dir, or move the folder away",
         )
-    return store, latest
+    return latest
 
 
 def _find_tokenizer(
@@ -272,6 +296,20 @@ def _enable_activation_checkpointing(model: RewardModel) -> None:
         ) from error
 
 
+def _check_schedule(config: RewardModelRunConfig) -> None:
+    """Warn of checkpoints that no validation measures: they rank behind all others."""
+    checkpointing, validated = config.checkpointing, config.rm.val_period
+    saved = checkpointing.save_period
+    if checkpointing.metric_name and saved is not None and (validated is None or saved % validated):
+        logger.warning(
+            "checkpointing.save_period (%s) is no multiple of rm.val_period (%s): checkpoints that are saved between "
+            "validations have no %s and rank last.",
+            saved,
+            validated,
+            checkpointing.metric_name,
+        )
+
+
 def _check_length(config: RewardModelRunConfig, model: RewardModel) -> None:
     limit = model.max_positions
     if limit is not None and config.max_sequence_length > limit:
@@ -285,16 +323,23 @@ def _check_length(config: RewardModelRunConfig, model: RewardModel) -> None:
 
 
 def _identity(
-    config: RewardModelRunConfig, renderer: Renderer, training_sets: Sequence[EncodedDataset]
+    config: RewardModelRunConfig,
+    renderer: Renderer,
+    training_sets: Mapping[str, EncodedDataset],
+    validation_sets: Mapping[str, EncodedDataset],
 ) -> dict[str, str]:
     """What a resumed run must have in common with the one it continues, each as a short text."""
     policy = config.policy
     model = policy.model_name or json.dumps(policy.architecture, sort_keys=True)
-    data = [(dataset.fingerprint, sets.weight) for dataset, sets in zip(training_sets, config.data.train, strict=True)]
+    weights = [dataset.weight for dataset in config.data.train]
+    data = [(dataset.fingerprint, weight) for dataset, weight in zip(training_sets.values(), weights, strict=True)]
+    # By other validation data the checkpoints of the two sessions could not be compared.
+    validation = {name: dataset.fingerprint for name, dataset in validation_sets.items()}
     return {
         "the model": model,
         "the tokenizer or template": _short(renderer.fingerprint),
         "the training data": _short(json.dumps(data)),
+        "the validation data": _short(json.dumps(validation, sort_keys=True)),
         "rm.seed": str(config.rm.seed),
         "policy.train_global_batch_size": str(policy.train_global_batch_size),
         "data.shuffle": str(config.data.shuffle),

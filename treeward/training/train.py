@@ -10,9 +10,11 @@ had not been: the order of the data follows from the step, and everything else i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +35,6 @@ from treeward.training.state import TrainingState, read_state, save_state
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup, open_trackers
 from treeward.training.validation import validate
-from treeward.tree.batch import plan_micro_batches
 
 __all__ = ["TrainingOutcome", "train"]
 
@@ -70,7 +71,8 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     run = set_up(config, show_progress=show_progress)
     resumed_at = run.state.step or None
     # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.
-    with stop, open_trackers(config.logger, log_dir, resume_step=resumed_at) as trackers:
+    store = contextlib.nullcontext() if run.store is None else contextlib.closing(run.store)
+    with store, stop, open_trackers(config.logger, log_dir, resume_step=resumed_at) as trackers:
         trackers.log_config(config.model_dump(mode="json", by_alias=True))
         save_config(config, log_dir / "config.yaml")
         if resumed_at is None:
@@ -133,17 +135,13 @@ class _Loop:
         comparisons = run.order.comparisons(self.state.step)
         num_groups = run.pairs_of(comparisons).num_groups
         total, computed_tokens, row_tokens = RewardMetrics(), 0, 0
-        policy = run.config.policy
-        for members in plan_micro_batches(
-            [comparison.tree_tokens for comparison in comparisons],
-            max_tokens=policy.micro_batch_tokens,
-            max_groups=policy.train_micro_batch_size,
-        ):
+        for members in run.plan(comparisons):
             batch = run.model.make_batch([comparisons[i].token_ids for i in members])
             pairs = run.pairs_of([comparisons[i] for i in members]).to(run.model.device)
-            scores_S = run.model(batch)
-            loss_sum = run.loss_of(scores_S, pairs)
-            (loss_sum / max(num_groups, 1)).backward()
+            with _memory_error_explained(batch.num_computed_tokens, len(members)):
+                scores_S = run.model(batch)
+                loss_sum = run.loss_of(scores_S, pairs)
+                (loss_sum / max(num_groups, 1)).backward()
             total += RewardMetrics.of(scores_S, pairs, loss_sum)
             computed_tokens += batch.num_computed_tokens
             row_tokens += batch.num_row_tokens
@@ -181,7 +179,8 @@ class _Loop:
                 f"the loss is not finite at {'the first step' if step == 1 else f'step {step}'}",
                 got=f"loss {total.means()['loss']}, gradient norm {norm}",
                 need="finite numbers; the weights were not changed by this step",
-                fix="lower policy.optimizer.kwargs.lr, or train in policy.precision=float32",
+                fix="start anew in another checkpointing.checkpoint_dir with a lower policy.optimizer.kwargs.lr, or in "
+                "policy.precision=float32",
             )
         run.optimizer.step()
         run.scheduler.step()
@@ -190,7 +189,7 @@ class _Loop:
 
     def validate(self) -> None:
         """Validate on every set, log the metrics, and keep them for the checkpoint."""
-        run, rm = self.run, self.run.config.rm
+        run = self.run
         if not run.validation_sets:
             return
         started = time.monotonic()
@@ -205,9 +204,8 @@ class _Loop:
                     dataset,
                     run.pairs_of,
                     run.loss_of,
+                    partial(run.plan, validation=True),
                     limit=run.validation_limit,
-                    max_tokens=run.config.policy.micro_batch_tokens,
-                    max_groups=rm.val_micro_batch_size or run.config.policy.train_micro_batch_size,
                 )
                 pooled += metrics
                 results[name] = metrics.means()
@@ -289,6 +287,18 @@ class _Loop:
             assert hub.repo_id is not None  # the schema sees to it
             push_folder(final, hub.repo_id, private=hub.private)
         return replace(outcome, validation=validation, model_folder=final, model_step=best.step)
+
+
+@contextlib.contextmanager
+def _memory_error_explained(num_tokens: int, num_comparisons: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            "the GPU's memory is too small for a forward and backward pass",
+            got=f"{num_tokens} tokens of {num_comparisons} comparisons at once: {str(error).splitlines()[0]}",
+            fix="lower policy.train_micro_batch_tokens, or set policy.activation_checkpointing_enabled=true",
+        ) from error
 
 
 def _validation_of(state: TrainingState) -> dict[str, dict[str, float]]:
