@@ -1,3 +1,70 @@
-"""treeward trains, examines, serves and optimises against reward models; the prompt is computed once."""
+"""treeward trains, examines, serves and optimises against reward models; the prompt is computed once.
+
+    from treeward import Scorer, load_config, train
+
+    outcome = train(load_config("examples/configs/quickstart.yaml"))
+    Scorer.load(outcome.model_folder).score_completions(context, ["an answer", "another"])
+
+A name is imported when it is first used: `import treeward` loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treeward.config.load import load_config as load_config
+    from treeward.data.datasets import open_dataset as open_dataset
+    from treeward.data.datasets import register_dataset as register_dataset
+    from treeward.data.preference import Completion as Completion
+    from treeward.data.preference import Preference as Preference
+    from treeward.data.rendering import Renderer as Renderer
+    from treeward.data.synthetic import gold_quality as gold_quality
+    from treeward.errors import CheckpointError as CheckpointError
+    from treeward.errors import ConfigError as ConfigError
+    from treeward.errors import DataError as DataError
+    from treeward.errors import ModelError as ModelError
+    from treeward.errors import TreewardError as TreewardError
+    from treeward.losses import bradley_terry as bradley_terry
+    from treeward.losses import ranked_pairs as ranked_pairs
+    from treeward.model.loading import load_reward_model as load_reward_model
+    from treeward.model.reward_model import RewardModel as RewardModel
+    from treeward.scoring.scorer import Score as Score
+    from treeward.scoring.scorer import Scorer as Scorer
+    from treeward.training.train import TrainingOutcome as TrainingOutcome
+    from treeward.training.train import train as train
+    from treeward.tree.batch import RowBatch as RowBatch
+    from treeward.tree.batch import TreeBatch as TreeBatch
+    from treeward.tree.token_tree import TokenTree as TokenTree
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "config.load": ("load_config",),
+    "data.datasets": ("open_dataset", "register_dataset"),
+    "data.preference": ("Completion", "Preference"),
+    "data.rendering": ("Renderer",),
+    "data.synthetic": ("gold_quality",),
+    "errors": ("CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"),
+    "losses": ("bradley_terry", "ranked_pairs"),
+    "model.loading": ("load_reward_model",),
+    "model.reward_model": ("RewardModel",),
+    "scoring.scorer": ("Score", "Scorer"),
+    "training.train": ("TrainingOutcome", "train"),
+    "tree.batch": ("RowBatch", "TreeBatch"),
+    "tree.token_tree": ("TokenTree",),
+}
+_HOME_OF = {name: f"treeward.{home}" for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"treeward has no {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

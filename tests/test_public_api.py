@@ -1,0 +1,61 @@
+"""What `import treeward` offers: a promise to users, so a change of this list is a decision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import treeward
+
+NAMES = [
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "ModelError",
+    "Preference",
+    "Renderer",
+    "RewardModel",
+    "RowBatch",
+    "Score",
+    "Scorer",
+    "TokenTree",
+    "TrainingOutcome",
+    "TreeBatch",
+    "TreewardError",
+    "bradley_terry",
+    "gold_quality",
+    "load_config",
+    "load_reward_model",
+    "open_dataset",
+    "ranked_pairs",
+    "register_dataset",
+    "train",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(treeward.__all__) == sorted(NAMES)
+    assert set(NAMES) <= set(dir(treeward))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_can_be_imported_and_is_documented(name: str) -> None:
+    found = getattr(treeward, name)
+    assert found.__name__ == name
+    assert found.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Scorers"):
+        treeward.Scorers  # noqa: B018
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "datasets", "pyarrow", "numpy", "pydantic")
+    code = f"import sys, treeward; print([name for name in {heavy} if name in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
