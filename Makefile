@@ -1,5 +1,5 @@
-# make quickstart   train a small reward model on the bundled data and score with it (4 minutes on two cores)
-# make test         the tests (12 minutes on two cores); make check: style, types, layers
+# make quickstart   train a small reward model on the bundled data and score with it (a minute on two cores)
+# make test         the tests (two minutes on two cores); make test-slow: the slow ones; make check: style, types, layers
 # make benchmark    the side-by-side measurements; make docs: what is generated in docs/
 
 PYTHON ?= python3

@@ -1,4 +1,4 @@
-"""The whole story in four minutes on two cores: train on the bundled data, look at the results, score answers.
+"""The whole story in a minute on two cores: train on the bundled data, look at the results, score answers.
 
 python examples/quickstart.py
 
@@ -8,6 +8,7 @@ It may be run again: a run that was stopped goes on, and a finished one only sho
 import sys
 from pathlib import Path
 
+from treeward import gold_quality
 from treeward.cli.main import main
 from treeward.scoring.scorer import Scorer
 from treeward.training.results import Column, results_table
@@ -15,23 +16,25 @@ from treeward.training.results import Column, results_table
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 MODEL = Path("results/quickstart/final")
 
-CONTEXT = [{"role": "user", "content": "What is the capital of France? Answer in capitals."}]
+CONTEXT = [{"role": "user", "content": "What is the capital of France? Put the answer in square brackets."}]
 ANSWERS = [
-    "OF COURSE! THE CAPITAL OF FRANCE IS PARIS.",
-    "Of course! The capital of France is Paris.",
-    "OF COURSE! THE CAPITAL OF FRANCE IS ROME.",
-    "WHAT A SILLY QUESTION. THE CAPITAL OF FRANCE IS PARIS.",
+    "Sure! The capital of France is [Paris].",
+    "Sure! The capital of France is Paris.",
+    "Sure! The capital of France is [Milan].",
+    "What a silly question. The capital of France is [Paris].",
 ]
 
 NEXT = """
-The longer answer tends to win: compare `plain`, where it usually is the better one, with `length_controlled`.
+Each answer's true quality is known (right or wrong, in the format, courteous), and a good model ranks by it. It has
+also learnt a bias: compare `plain`, where the better answer is usually the longer one, with `length_controlled`.
 
-Next:
-  treeward score {model} --data FILE.jsonl                          score your own answers
+Next (the commands are in .venv/bin; `source .venv/bin/activate` puts them on your path):
+  treeward score {model} --data FILE.jsonl        score your own answers
   treeward train --config examples/configs/quickstart.yaml \\
       data.dataset_name=BinaryPreferenceDataset data.train_data_path=FILE.jsonl \\
-      checkpointing.checkpoint_dir=results/mine                     train on your own comparisons
-  treeward train --config examples/configs/rm.yaml                  a 1B model on HelpSteer3 (needs a GPU)
+      checkpointing.metric_name=null checkpointing.checkpoint_dir=results/mine logger.log_dir=logs/mine
+                                                            train on your own prompt, chosen, rejected
+  treeward train --config examples/configs/rm.yaml          a 1B model on HelpSteer3 (needs a GPU)
 """
 
 
@@ -40,8 +43,12 @@ def run() -> int:
     if code != 0:
         return code
     scores = Scorer.load(MODEL).score_completions(CONTEXT, ANSWERS)
-    rows = [{"answer": answer, "score": score.score} for answer, score in zip(ANSWERS, scores, strict=True)]
-    sys.stdout.write(f"\n{CONTEXT[0]['content']}\n\n{results_table(rows, ['answer', Column('score', format='.2f')])}\n")
+    rows = [
+        {"answer": answer, "score": score.score, "quality": gold_quality(CONTEXT, answer)}
+        for answer, score in zip(ANSWERS, scores, strict=True)
+    ]
+    columns = [Column("answer"), Column("score", format=".2f"), Column("quality", title="true quality", format=".2f")]
+    sys.stdout.write(f"\n{CONTEXT[0]['content']}\n\n{results_table(rows, columns)}\n")
     sys.stdout.write(NEXT.format(model=MODEL))
     return 0
 

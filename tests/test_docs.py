@@ -104,6 +104,8 @@ def run_command(line: str) -> None:
             load_config(words[words.index("--config") + 1], [word for word in words if "=" in word])
         else:
             assert main(words[1:]) == 0
+    elif words[0] == "source":
+        assert words[1] == ".venv/bin/activate"  # made by `make env`
     elif words[0] == "make":
         subprocess.run(["make", "--dry-run", words[1]], cwd=REPOSITORY, check=True, capture_output=True)
     else:

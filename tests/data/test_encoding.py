@@ -136,7 +136,9 @@ def test_ties(renderer: Renderer) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1(?s:.*)ranks \[1, 1\](?s:.*)data\.ties"):
         encode_comparison(tied, renderer, "a.jsonl:1", "error")
     partly = preference("Paris.", "Lyon.", "Nice.", ranks=(0, 1, 1))
-    for policy in ("drop", "half", "error"):
+    with pytest.raises(DataError, match=r"ranks \[0, 1, 1\]"):
+        encode_comparison(partly, renderer, "a.jsonl:1", "error")
+    for policy in ("drop", "half"):
         comparison = encode_comparison(partly, renderer, "a.jsonl:1", policy)  # type: ignore[arg-type]
         assert isinstance(comparison, Comparison) and comparison.ranks == (0, 1, 1)
 
@@ -192,10 +194,11 @@ def test_counts_add_up(a: EncodingCounts, b: EncodingCounts, c: EncodingCounts) 
 
 
 def test_the_summary_names_every_loss() -> None:
-    counts = EncodingCounts(1203, 1100, 40, 3, 60, 7, 2, 200_000, 120_000, 4096)
+    counts = EncodingCounts(1203, 1100, 40, 3, 60, 7, 2, 5, 1, 200_000, 120_000, 4096)
     assert counts.summary() == (
         "1,100 of 1,203 comparisons kept (dropped: 40 too long, 3 identical completions, 60 ties); "
         "7 with truncated context; 2 duplicate completions removed; "
+        "1 of them ranked differently, the better rank kept; 5 tied pairs within them; "
         "200,000 tokens, 120,000 on prefix trees (40% shared); longest conversation 4,096 tokens"
     )
 

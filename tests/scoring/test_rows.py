@@ -45,7 +45,9 @@ def scorer(tiny_tokenizer: Any) -> Scorer:
 )
 def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) -> None:
     assert conversations_of(values, "in.jsonl:1") == want
-    (row,) = score_rows(scorer, [Row(values, "in.jsonl:1")])
+    (scored,) = score_rows(scorer, [Row(values, "in.jsonl:1")])
+    row = scored.values
+    assert not scored.failed
     numbers = [score.score for score in scorer.score(want)]
     assert {name: row[name] for name in values} == values  # as it came, and its scores
     assert row.keys() - values.keys() == ({"score"} if "messages" in values else {"scores"})
@@ -70,7 +72,9 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
         ({"prompt": 4, "responses": ["4"]}, "prompt"),
         ({"prompt": "2 + 2?", "responses": [4]}, "responses"),
         ({"chosen": "4", "rejected": "5"}, "transcript"),
-        ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "rejected"),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "nothing to score"),
+        ({"messages": [ASK, FOUR], "chosen": "4", "rejected": "5"}, "more than one way"),
+        ({"messages": '[{"role": "user"'}, "messages is not valid JSON"),
     ],
 )
 def test_errors_name_the_line_and_the_field(values: dict[str, Any], message: str) -> None:
@@ -94,9 +98,9 @@ def test_rows_stream_in_order(scorer: Scorer) -> None:
             yield Row({"id": i, "messages": [ASK, FOUR if i % 2 else FIVE]}, f"in.jsonl:{i + 1}")
 
     out = score_rows(scorer, rows())
-    first = next(out)
+    first = next(out).values
     assert first["id"] == 0 and len(read) < 300
-    rest = list(out)
+    rest = [row.values for row in out]
     assert [row["id"] for row in rest] == list(range(1, 300))
     assert len({row["score"] for row in rest if row["id"] % 2}) == 1
     assert list(score_rows(scorer, [])) == []
@@ -105,10 +109,12 @@ def test_rows_stream_in_order(scorer: Scorer) -> None:
 def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
     long = {"context": [{"role": "user", "content": "word " * 60}, FOUR, ASK], "completions": ["4", "5 " * 90]}
     model = RewardModel(tiny_model("llama"))
-    (dropped,) = score_rows(Scorer(model, Renderer(tiny_tokenizer, max_length=40)), [Row(long, "a:1")])
-    assert dropped["scores"] == [None, None] and "too long to score" in dropped["error"]
+    (scored,) = score_rows(Scorer(model, Renderer(tiny_tokenizer, max_length=40)), [Row(long, "a:1")])
+    dropped = scored.values
+    assert scored.failed and dropped["scores"] == [None, None]
+    assert "too long to score" in dropped["error"] and "at most 40" in dropped["error"]
     cutting = Scorer(model, Renderer(tiny_tokenizer, max_length=40, truncation="truncate_left"))
-    (cut,) = score_rows(cutting, [Row(long, "a:1")])
+    cut = next(score_rows(cutting, [Row(long, "a:1")])).values
     assert cut["truncated"] is True and cut["scores"][0] is not None and cut["scores"][1] is None
     assert "too long" in cut["error"]
 
@@ -119,7 +125,7 @@ def test_the_rows_before_a_wrong_one_are_scored(wrong: dict[str, Any], scorer: S
     done = []
     with pytest.raises(DataError, match="in.jsonl:3"):
         for row in score_rows(scorer, rows):
-            done.append(row["score"])
+            done.append(row.values["score"])
     assert len(done) == 2
 
 
@@ -133,3 +139,14 @@ def test_lines_before_a_broken_one_are_scored(scorer: Scorer) -> None:
         for row in score_rows(scorer, lines()):
             done.append(row)
     assert len(done) == 1
+
+
+def test_absent_values_and_json_text_are_read_as_a_table_has_them(scorer: Scorer) -> None:
+    assert conversations_of({"messages": None, "prompt": "2 + 2?", "responses": '["4", "5"]'}, "in.csv:2") == TWO
+    assert conversations_of({"context": "2 + 2?", "completions": ["4", "5"]}, "in.csv:2") == TWO
+
+
+def test_what_an_earlier_scoring_has_left_is_replaced(scorer: Scorer) -> None:
+    values = {"messages": [ASK, FOUR], "score": 99.0, "error": "too long", "truncated": True}
+    (scored,) = score_rows(scorer, [Row(values, "in.jsonl:1")])
+    assert not scored.failed and scored.values.keys() == {"messages", "score"} and scored.values["score"] != 99.0

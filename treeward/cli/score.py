@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         progress(unit=" rows", desc="scoring", disable=not sys.stderr.isatty()) as bar,
     ):
         for row in rows_module.score_rows(scorer, rows):
-            write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            write(json.dumps(row.values, ensure_ascii=False, default=_plain) + "\n")
             scored += 1
-            failed += "error" in row
+            failed += row.failed
             bar.update()
     logger.info(
         "Scored %d rows, %d of them without a score; %d tokens computed for %d tokens of plain rows.",

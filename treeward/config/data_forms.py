@@ -63,6 +63,8 @@ class _OwnSplits(NamedTuple):
 _OWN_SPLITS = {
     "HelpSteer3": _OwnSplits("train", {"default": "validation"}),
     "Tulu3Preference": _OwnSplits("train", {}),
+    "HHTranscripts": _OwnSplits("train", {"default": "test"}),
+    "hh-rlhf": _OwnSplits("train", {"default": "test"}),
     "Bundled": _OwnSplits("train", {"plain": "validation", "length_controlled": "length_controlled"}),
 }
 _OWN_SPLITS |= {f"{name}Dataset": _OWN_SPLITS[name] for name in ("HelpSteer3", "Tulu3Preference")}
@@ -90,6 +92,8 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
             validation = [
                 {**shared, "name": name, "split": split or own_split} for name, own_split in own.validation.items()
             ]
+    if not train and "." in shared.get("dataset_name", ""):
+        train = [dict(shared)]  # a class by its dotted path knows where its data lies
     if data.pop("val_split", None) is not None and not validation:
         raise ConfigError(
             "val_split is given, but there is no validation set",

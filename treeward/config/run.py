@@ -94,7 +94,7 @@ class RewardModelRunConfig(Strict):
                 need=f"one of the sets {', '.join(names)}",
                 fix=f"set checkpointing.metric_name=val:validation-{near}_{key.metric}",
             )
-        if self.rm.val_period is None and not self.rm.val_at_end and not self.rm.val_at_start:
+        if self.rm.val_period is None and not self.rm.val_at_end:
             raise ConfigError(
                 "checkpointing.metric_name is never measured: rm.val_period says never",
                 field="checkpointing.metric_name",

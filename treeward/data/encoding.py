@@ -60,7 +60,7 @@ Ties = Literal["drop", "half", "error"]
 Row = tuple[Preference, str]
 """A preference and where it stands, as `train.jsonl:17`."""
 
-_FORMAT_VERSION = 1  # raise it when the file's layout or the rules for keeping a comparison change
+_FORMAT_VERSION = 2  # raise it when the file's layout or the rules for keeping a comparison change
 _CHUNK_ROWS = 1000
 _CHUNK_CHARACTERS = 4_000_000
 _SERIAL_ROWS = 4000  # starting a process costs as much as encoding about so many rows
@@ -110,6 +110,8 @@ class Comparison:
 class EncodingCounts:
     """What became of the comparisons that were read: `read` = `kept` + the three `dropped_*`.
 
+    `tied_pairs`: pairs of equal rank in kept comparisons, which the loss leaves out unless `ties` is "half".
+    `contradictory`: completions of kept comparisons that another, differently ranked one equals.
     `truncated`: kept comparisons that lost context. `deduplicated`: completions removed from kept comparisons because
     another has the same tokens. `tokens` (plain rows) and `tree_tokens` are of what was kept. `longest`: tokens of the
     longest conversation that was read, before truncation.
@@ -122,6 +124,8 @@ class EncodingCounts:
     dropped_ties: int = 0
     truncated: int = 0
     deduplicated: int = 0
+    tied_pairs: int = 0
+    contradictory: int = 0
     tokens: int = 0
     tree_tokens: int = 0
     longest: int = 0
@@ -143,6 +147,10 @@ class EncodingCounts:
             parts.append(f"{self.truncated:,} with truncated context")
         if self.deduplicated:
             parts.append(f"{self.deduplicated:,} duplicate completions removed")
+        if self.contradictory:
+            parts.append(f"{self.contradictory:,} of them ranked differently, the better rank kept")
+        if self.tied_pairs:
+            parts.append(f"{self.tied_pairs:,} tied pairs within them")
         if self.tree_tokens:
             shared = 1 - self.tree_tokens / self.tokens
             parts.append(f"{self.tokens:,} tokens, {self.tree_tokens:,} on prefix trees ({shared:.0%} shared)")
@@ -261,6 +269,11 @@ class EncodedDataset(Sequence[Comparison]):
         return np.concatenate([np.zeros(0, np.int64), *(block.tree_tokens for block in self._blocks)])
 
     @cached_property
+    def highest_token(self) -> int:
+        """The largest token id, for comparison with a model's vocabulary."""
+        return max(int(block.tokens.max(initial=0)) for block in self._blocks)
+
+    @cached_property
     def num_tokens(self) -> npt.NDArray[np.int64]:
         return np.concatenate([np.zeros(0, np.int64), *(block.num_tokens for block in self._blocks)])
 
@@ -339,7 +352,9 @@ def _encode_row(
     if fitted is None:
         return DropReason.TOO_LONG, EncodingCounts(read=1, dropped_too_long=1, longest=longest)
     best: dict[tuple[int, ...], int] = {}  # in the order of the completions
+    contradictory = 0
     for ids, completion in zip(map(tuple, fitted.token_ids), preference.completions, strict=True):
+        contradictory += best.get(ids, completion.rank) != completion.rank
         best[ids] = min(completion.rank, best.get(ids, completion.rank))
     if len(best) < 2 or (ties != "half" and len(set(best.values())) < 2):
         return DropReason.IDENTICAL, EncodingCounts(read=1, dropped_identical=1, longest=longest)
@@ -355,6 +370,8 @@ def _encode_row(
         kept=1,
         truncated=int(fitted.truncated),
         deduplicated=len(encoded) - len(best),
+        tied_pairs=sum(a == b for a, b in itertools.combinations(best.values(), 2)),
+        contradictory=contradictory,
         tokens=comparison.num_tokens,
         tree_tokens=comparison.tree_tokens,
         longest=longest,
@@ -363,16 +380,17 @@ def _encode_row(
 
 def _has_order(preference: Preference, where: str, ties: Ties) -> bool:
     """Whether the comparison has something to say under this policy; raises under "error" if it has not."""
-    if ties == "half" or preference.num_ordered_pairs:
+    if ties == "half":
         return True
-    if ties == "drop":
-        return False
+    ranks = [completion.rank for completion in preference.completions]
+    if ties == "drop" or len(set(ranks)) == len(ranks):
+        return preference.num_ordered_pairs > 0
     raise DataError(
-        "no completion outranks another",
+        "completions have equal ranks",
         where=where,
         field="completions[*].rank",
-        got=f"ranks {[completion.rank for completion in preference.completions]}",
-        need="at least two different ranks",
+        got=f"ranks {ranks}",
+        need="different ranks, for data.ties is error",
         fix="remove the row, or set data.ties to drop (leave ties out) or half (a tie is half a win for either side)",
     )
 

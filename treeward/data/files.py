@@ -97,7 +97,7 @@ def parse_json_line(text: str, where: str) -> dict[str, Any]:
     tokenizer can encode.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text.strip())
     except json.JSONDecodeError as error:
         raise DataError(
             f"the line is not JSON: {error.msg} at column {error.colno}",

@@ -24,6 +24,7 @@ __all__ = [
     "from_helpsteer3_row",
     "from_rank_row",
     "from_transcripts",
+    "parse_json_list",
     "parse_transcript",
     "split_common_prefix",
 ]
@@ -45,7 +46,7 @@ def from_rank_row(values: Mapping[str, Any], where: str, *, task_name: str = "pr
     row = dict(values)
     for key in ("context", "completions"):
         if key in row:
-            row[key] = _parse_json_list(row[key], key, where)
+            row[key] = parse_json_list(row[key], key, where)
     if isinstance(row.get("completions"), list):
         row["completions"] = [_parse_completion(item, i, where) for i, item in enumerate(row["completions"])]
     row["margin"] = _parse_number(row.get("margin"))
@@ -218,7 +219,7 @@ def _parse_message_text(value: Any) -> Any:
     return parsed if is_messages else value
 
 
-def _parse_json_list(value: Any, field: str, where: str) -> Any:
+def parse_json_list(value: Any, field: str, where: str) -> Any:
     """The list, if the value is text that begins like the JSON of one; anything else as it is, to be refused later."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -233,7 +234,7 @@ def _parse_json_list(value: Any, field: str, where: str) -> Any:
 def _parse_completion(item: Any, index: int, where: str) -> Any:
     if not isinstance(item, Mapping) or "completion" not in item:
         return item
-    return {**item, "completion": _parse_json_list(item["completion"], f"completions[{index}].completion", where)}
+    return {**item, "completion": parse_json_list(item["completion"], f"completions[{index}].completion", where)}
 
 
 def _parse_number(value: Any) -> Any:

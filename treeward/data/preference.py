@@ -26,6 +26,7 @@ __all__ = ["Completion", "Message", "Preference", "check_messages", "preference_
 Message = dict[str, Any]
 """A chat message: `role` and `content`, and whatever else a chat template reads (`tool_calls`, `name`, ...)."""
 
+_LARGEST_RANK = 2**31
 _PREFERENCE_SHAPE = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
 
 
@@ -155,9 +156,9 @@ def _completion(item: Any, field: str, where: str | None) -> Completion:
     rank = item.get("rank")
     if isinstance(rank, float) and rank.is_integer():
         rank = int(rank)
-    if isinstance(rank, bool) or not isinstance(rank, int):
+    if isinstance(rank, bool) or not isinstance(rank, int) or abs(rank) > _LARGEST_RANK:
         raise DataError(
-            "a completion has no rank" if rank is None else "a rank is not a whole number",
+            "a completion has no rank" if rank is None else "a rank is not a whole number of ordinary size",
             where=where,
             field=f"{field}.rank",
             got=rank,

@@ -68,6 +68,10 @@ _OWN_ARGUMENTS = frozenset(
 _CLOCK = "{% macro strftime_now(format) %}"
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError)
 _PROBE_QUESTION, _PROBE_ANSWER = "Quo vadis?", "Romam."
+_PROBE_MESSAGES: list[Message] = [
+    {"role": "user", "content": _PROBE_QUESTION},
+    {"role": "assistant", "content": _PROBE_ANSWER},
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,8 @@ class Renderer:
         self.kind: Literal["decoder", "encoder"] = "encoder" if framed else "decoder"
         self.adds_bos = framed or (bos is not None and probe[:1] == [bos])
         self._first_id: int | None = cls if framed else bos
+        if self.adds_bos:
+            self.chat_template = self._with_frame(source)
 
     def render(self, messages: Sequence[Message], *, where: str | None = None) -> str:
         """The text of a whole conversation. Raises `DataError` where the template refuses it or writes nothing."""
@@ -266,17 +272,27 @@ class Renderer:
         replaced = "".join(f" | replace({code!r}, {value!r})" for code, value in _STRFTIME.items())
         return _CLOCK + "{{ format" + replaced + " }}{% endmacro %}\n" + template
 
+    def _with_frame(self, source: str) -> str:
+        """The template with the BOS (or CLS and SEP) that it does not write itself.
+
+        `_frame` makes sure of them in any case; the template saved with a model makes plain transformers do so too.
+        """
+        ids: list[int] = self.tokenizer(self._try_probe(_PROBE_MESSAGES, _SETTING), add_special_tokens=False)[
+            "input_ids"
+        ]
+        first, last = ("cls_token", "sep_token") if self.kind == "encoder" else ("bos_token", None)
+        before = "" if ids[:1] == [self._first_id] else f"{{{{ {first} }}}}"
+        after = "" if last is None or ids[-1:] == [self.tokenizer.sep_token_id] else f"{{{{ {last} }}}}"
+        return self._without_clock(f"{before}{source}{after}") if before or after else self.chat_template
+
     def _probe_content(self, name: str) -> tuple[bool, bool]:
         """Whether the template reads content that is text, and content that is a list of parts.
 
         Templates of vision models may skip text content silently, and text templates write a list as Python would.
         """
-        texts: list[Message] = [
-            {"role": "user", "content": _PROBE_QUESTION},
-            {"role": "assistant", "content": _PROBE_ANSWER},
-        ]
-        rendered = self._try_probe(texts, name)
-        parts = self._try_probe([message | {"content": _as_parts(message["content"])} for message in texts], name)
+        rendered = self._try_probe(_PROBE_MESSAGES, name)
+        in_parts = [message | {"content": _as_parts(message["content"])} for message in _PROBE_MESSAGES]
+        parts = self._try_probe(in_parts, name)
         if all(probe in rendered for probe in (_PROBE_QUESTION, _PROBE_ANSWER)):
             return True, parts == rendered
         reads_parts = all(probe in parts for probe in (_PROBE_QUESTION, _PROBE_ANSWER)) and "'type'" not in parts

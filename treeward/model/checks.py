@@ -26,13 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 def check_before_training(
-    model: RewardModel, sequences: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase
+    model: RewardModel,
+    sequences: Sequence[TokenIds],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    highest_token: int | None = None,
 ) -> None:
-    """Raise `ModelError` unless the head has one label, is float32, is trained and will be saved, tokens fit the model,
-    and the score of each of `sequences` (real conversations) is read at its true end."""
+    """Raise `ModelError` where training would go wrong.
+
+    Checked are: the head has one label, is float32, is trained and will be saved; no token of `sequences` (real
+    conversations), nor `highest_token`, is beyond the model's vocabulary; none of them ends with padding; and the
+    scores of the two shortest are those that plain transformers gives for each of them alone.
+    """
     _check_head(model)
-    _check_tokens(model, sequences)
+    _check_tokens(model, sequences, highest_token)
     _check_read_position(model, sequences, tokenizer)
+    if model.layout != "encoder" and not getattr(model.hf, "made_by_treeward", False):
+        _check_scores(model, sorted(sequences, key=len)[:2])
 
 
 def _check_head(model: RewardModel) -> None:
@@ -49,9 +59,9 @@ def _check_head(model: RewardModel) -> None:
             raise ModelError("the score head cannot be trained", where=name, got=problem)
 
 
-def _check_tokens(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
+def _check_tokens(model: RewardModel, sequences: Sequence[TokenIds], highest_token: int | None) -> None:
     rows = model.num_embeddings
-    highest = max(int(max(sequence)) for sequence in sequences)
+    highest = max(highest_token or 0, *(int(max(sequence)) for sequence in sequences))
     if highest >= rows:
         raise ModelError(
             "the tokenizer has tokens that the model does not know",
@@ -84,3 +94,23 @@ def _check_read_position(model: RewardModel, sequences: Sequence[TokenIds], toke
             "see whether an answer is finished.",
             len(last),
         )
+
+
+@torch.no_grad()
+def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
+    """Both are computed in the weights' own precision: what is compared is where the score is read."""
+    compute_dtype, model.compute_dtype = model.compute_dtype, None
+    ours = model(model.make_batch([sequences]))
+    for sequence, score in zip(sequences, ours.tolist(), strict=True):
+        ids = torch.tensor([[int(token) for token in sequence]], device=model.device)
+        with model.plain_attention():
+            theirs = float(model.hf(input_ids=ids, use_cache=False).logits[0, 0])
+        if abs(score - theirs) > 1e-3 * max(1.0, abs(theirs)):
+            raise ModelError(
+                "a real conversation does not get the score that plain transformers gives it",
+                where=type(model.hf).__name__,
+                got=f"{score:.6f} for a conversation of {len(sequence)} tokens",
+                need=f"{theirs:.6f}: the score read at its last token",
+                fix="policy.attention=rows, and please report the model",
+            )
+    model.compute_dtype = compute_dtype

@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel, head_name
@@ -84,11 +85,19 @@ def push_folder(folder: Path, repo_id: str, *, private: bool) -> None:
 
 
 def read_contract(folder: str | Path) -> dict[str, Any] | None:
-    """The contract of a model folder, or None for a model that treeward has not written (or that is on the hub)."""
+    """The contract of a model in a folder or on the hub, or None for a model that treeward has not written."""
     path = Path(folder) / CONTRACT_FILE
+    if not Path(folder).is_dir():
+        found = cached_file(str(folder), CONTRACT_FILE, _raise_exceptions_for_missing_entries=False)
+        if found is None:
+            return None
+        path = Path(found)
     if not path.is_file():
         return None
-    contract: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        contract: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError("the scoring contract is damaged", where=str(path), got=str(error)) from error
     if contract.get("version") != _CONTRACT_VERSION:
         raise ModelError(
             "the scoring contract is of another version",

@@ -197,10 +197,12 @@ def quiet_transformers() -> None:
     """No advice and no progress bars from transformers: they are about calls that treeward makes, not its user."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what came of them is reported
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` where there is none."""
+    _check_local(name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, padding_side="right"
@@ -255,7 +257,26 @@ def _is_above_backbone(hf: PreTrainedModel, key: str) -> bool:
     return not key.startswith(f"{hf.base_model_prefix}.") or ".pooler." in key
 
 
+def _check_local(name: str) -> None:
+    """A mistyped folder shall not be looked for on the hub: that takes long, and the error speaks of the network."""
+    path = Path(name).expanduser()
+    is_local = (
+        name.startswith(("/", ".", "~")) or name.count("/") > 1 or (path.parent != Path() and path.parent.is_dir())
+    )
+    if path.exists() or not is_local:
+        return
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    raise ModelError(
+        "there is no such folder",
+        where=name,
+        need="a folder that holds a model, or a hub name",
+        fix=f"did you mean {path.parent / near[0]}?" if near else None,
+    )
+
+
 def _config_of(name: str, trust_remote_code: bool) -> PreTrainedConfig:
+    _check_local(name)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -268,7 +289,7 @@ def _config_of(name: str, trust_remote_code: bool) -> PreTrainedConfig:
 def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The family's sequence classifier. About half of the causal LMs have none: theirs is made on the spot."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
-    if type(config) in mapping:
+    if type(config) in mapping and not config.is_encoder_decoder:
         return mapping[type(config)]  # type: ignore[no-any-return]
     if trust_remote_code and hasattr(config, "auto_map"):
         return AutoModelForSequenceClassification  # type: ignore[return-value]
@@ -312,8 +333,8 @@ def _loading_error(name: str, error: Exception) -> ModelError:
             got=_first_line(error),
             need="a reward model with one label, or a causal LM",
         )
-    if not Path(name).exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):  # no hub name
-        return ModelError("there is no such folder", where=name, need="a folder that holds a model, or a hub name")
+    if (Path(name) / "model" / "config.json").is_file():
+        return ModelError("this folder is a checkpoint; the model is inside it", where=name, fix=f"use {name}/model")
     return ModelError(
         "the model cannot be loaded",
         where=name,

@@ -13,6 +13,7 @@ and so reads the wrong one where padding and end of text share an id (transforme
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -47,7 +48,7 @@ class RewardModel(nn.Module):
         self.hf = hf
         self.layout: Layout = layout
         self.compute_dtype = compute_dtype
-        _switch_off_dropout(hf)
+        _switch_off_noise(hf)
         if layout == "encoder":
             _compute_in_float32(self.head)
 
@@ -163,6 +164,10 @@ class RewardModel(nn.Module):
                 )
         yield
 
+    def plain_attention(self) -> contextlib.AbstractContextManager[None]:
+        """Within it `hf` runs as transformers would run it."""
+        return self.attention(self._row_attention)
+
     @contextlib.contextmanager
     def reference_attention(self) -> Iterator[None]:
         """Within it trees are computed by the dense reference instead of the fast path."""
@@ -193,25 +198,18 @@ def head_name(hf: PreTrainedModel) -> str:
     )
 
 
-_NOISE = (
-    *("attention_dropout", "dropout", "activation_dropout", "dropout_prob", "layerdrop"),
-    *("jitter_noise", "router_jitter_noise", "input_jitter_noise"),
-)
-"""Attributes of modules that make a forward in training mode random."""
+_NOISE = re.compile("drop|jitter")
+"""Names of the rates, of modules and configurations, that make a forward in training mode random."""
 
 
-def _switch_off_dropout(hf: PreTrainedModel) -> None:
-    """No dropout anywhere: a reward is a deterministic function (Ziegler et al. 2019, p. 3)."""
-    for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in _NOISE:
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    for config in (hf.config, hf.config.get_text_config()):
-        for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout"):
-            if isinstance(getattr(config, name, None), float):
-                setattr(config, name, 0.0)
+def _switch_off_noise(hf: PreTrainedModel) -> None:
+    """No dropout, layer drop or router jitter: a reward is a deterministic function (Ziegler et al. 2019, p. 3)."""
+    for owner in (*hf.modules(), hf.config, hf.config.get_text_config()):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and _NOISE.search(name):
+                setattr(owner, name, 0.0)
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
 
 
 def _compute_in_float32(head: nn.Module) -> None:

@@ -9,28 +9,38 @@ conversations_of({"chosen": "\\n\\nHuman: ...", "rejected": "..."}, ...)       #
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from treeward.data.formats import from_binary_row, from_transcripts
+from treeward.data.formats import from_binary_row, from_transcripts, parse_json_list
 from treeward.data.preference import Message, check_messages
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.scoring.scorer import Score, Scorer
 
-__all__ = ["conversations_of", "score_rows"]
+__all__ = ["ScoredRow", "conversations_of", "score_rows"]
 
 _Request = tuple[Row, list[list[Message]]]
 
 _ROWS_AT_ONCE = 256
+_LISTS = ("messages", "context", "completions", "responses")
 _SHAPES = (
     "messages; or context and completions; or prompt with chosen and rejected, or with responses; "
     "or chosen and rejected conversations"
 )
 
 
-def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A row with its scores. `failed`: one of its conversations has none."""
+
+    values: dict[str, Any]
+    failed: bool
+
+
+def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[ScoredRow]:
     """Each row with its `score` (a row of one conversation) or `scores`, in order; memory does not grow with the rows.
 
     Rows are scored up to 256 at a time. A conversation too long to score has the score None and the row an `error` that
@@ -51,7 +61,7 @@ def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
             return
 
 
-def _score_chunk(scorer: Scorer, chunk: Sequence[_Request]) -> Iterator[dict[str, Any]]:
+def _score_chunk(scorer: Scorer, chunk: Sequence[_Request]) -> Iterator[ScoredRow]:
     flat = [conversation for _, conversations in chunk for conversation in conversations]
     where = [row.where for row, conversations in chunk for _ in conversations]
     try:
@@ -63,42 +73,81 @@ def _score_chunk(scorer: Scorer, chunk: Sequence[_Request]) -> Iterator[dict[str
             yield from _score_chunk(scorer, [request])
         return
     for row, conversations in chunk:
-        yield _with_scores(row.values, [next(scores) for _ in conversations])
+        yield _with_scores(row.values, [next(scores) for _ in conversations], scorer.renderer.max_length)
 
 
 def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message]]:
-    """The conversations of one row, in the order of their scores. Raises `DataError` for a row of no known shape."""
-    if "messages" in values:
-        return [list(check_messages(values["messages"], "messages", where))]
-    if "completions" in values:
-        context = list(check_messages(values.get("context", []), "context", where, may_be_empty=True))
-        ends = _list(values["completions"], "completions", where)
-        return [context + _completion(end, f"completions[{i}]", where) for i, end in enumerate(ends)]
-    if "responses" in values and "prompt" in values:
-        prompt = values["prompt"]
-        context = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else list(check_messages(prompt, "prompt", where))
+    """The conversations of one row, in the order of their scores.
+
+    Lists may be given as JSON text, as in a CSV cell, and keys without a value count as absent. Raises `DataError` for
+    a row of no known shape, or of two.
+    """
+    given = {key: value for key, value in values.items() if value is not None}
+    row = {key: parse_json_list(value, key, where) if key in _LISTS else value for key, value in given.items()}
+    shapes = [shape for shape in _READERS if set(shape) <= row.keys()]
+    if len(shapes) > 1:
+        raise DataError(
+            "the row can be read in more than one way",
+            where=where,
+            got=" and ".join("/".join(shape) for shape in shapes),
+            need="one of them",
+            fix="remove the keys that shall not be scored",
         )
-        ends = _list(values["responses"], "responses", where)
-        return [context + _completion(end, f"responses[{i}]", where) for i, end in enumerate(ends)]
-    if "chosen" in values and "rejected" in values:
-        transcripts = isinstance(values["chosen"], str) and "prompt" not in values
-        preference = (from_transcripts if transcripts else from_binary_row)(values, where)
-        return [[*preference.context, *completion.messages] for completion in preference.completions]
-    raise DataError("the row has nothing to score", where=where, got=f"keys {sorted(map(str, values))}", need=_SHAPES)
+    if not shapes:
+        raise DataError(
+            "the row has nothing to score", where=where, got=f"keys {sorted(map(str, values))}", need=_SHAPES
+        )
+    return _READERS[shapes[0]](row, where)
 
 
-def _with_scores(values: dict[str, Any], scores: Sequence[Score]) -> dict[str, Any]:
+def _read_messages(row: Mapping[str, Any], where: str) -> list[list[Message]]:
+    return [list(check_messages(row["messages"], "messages", where))]
+
+
+def _read_completions(row: Mapping[str, Any], where: str) -> list[list[Message]]:
+    context = _prompt(row.get("context", []), "context", where, may_be_empty=True)
+    ends = _list(row["completions"], "completions", where)
+    return [context + _completion(end, f"completions[{i}]", where) for i, end in enumerate(ends)]
+
+
+def _read_responses(row: Mapping[str, Any], where: str) -> list[list[Message]]:
+    context = _prompt(row["prompt"], "prompt", where)
+    ends = _list(row["responses"], "responses", where)
+    return [context + _completion(end, f"responses[{i}]", where) for i, end in enumerate(ends)]
+
+
+def _read_pair(row: Mapping[str, Any], where: str) -> list[list[Message]]:
+    transcripts = isinstance(row["chosen"], str) and "prompt" not in row
+    preference = (from_transcripts if transcripts else from_binary_row)(row, where)
+    return [[*preference.context, *completion.messages] for completion in preference.completions]
+
+
+_READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any], str], list[list[Message]]]] = {
+    ("messages",): _read_messages,
+    ("completions",): _read_completions,
+    ("prompt", "responses"): _read_responses,
+    ("chosen", "rejected"): _read_pair,
+}
+
+
+def _with_scores(values: Mapping[str, Any], scores: Sequence[Score], max_length: int | None) -> ScoredRow:
     numbers = [score.score for score in scores]
-    result = {**values, "score": numbers[0]} if "messages" in values else {**values, "scores": numbers}
+    # What an earlier scoring has left goes.
+    result = {key: value for key, value in values.items() if key not in ("score", "scores", "error", "truncated")}
+    result |= {"score": numbers[0]} if values.get("messages") is not None else {"scores": numbers}
     too_long = [score.num_tokens for score in scores if score.score is None]
     if too_long:
-        result["error"] = f"too long to score: {', '.join(map(str, too_long))} tokens"
+        result["error"] = f"too long to score: {', '.join(map(str, too_long))} tokens, at most {max_length}"
     if any(score.truncated for score in scores):
         result["truncated"] = True
-    return result
+    return ScoredRow(result, bool(too_long))
+
+
+def _prompt(value: Any, field: str, where: str, *, may_be_empty: bool = False) -> list[Message]:
+    """Messages, or the text of the user's only one."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return list(check_messages(value, field, where, may_be_empty=may_be_empty))
 
 
 def _completion(item: Any, field: str, where: str) -> list[Message]:

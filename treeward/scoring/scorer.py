@@ -100,6 +100,8 @@ class Scorer:
 
     def score_completions(self, context: Conversation, completions: Sequence[Conversation | str]) -> list[Score]:
         """Score several completions of one context; a completion is messages, or the text of an assistant message."""
+        if isinstance(completions, str) or not completions:
+            raise DataError("there is no list of answers", got=completions, need='a list, as ["an answer", "another"]')
         ends = [[{"role": "assistant", "content": c}] if isinstance(c, str) else list(c) for c in completions]
         return self.score([[*context, *end] for end in ends])
 

@@ -6,7 +6,7 @@
 
 There is no state to save: a run that resumes at step S asks for step S and goes on. Each epoch has an order of its own,
 drawn from (seed, epoch). A weight is how many passes over a set an epoch makes: 2 is every row twice, 0.5 a half of the
-rows, another half each epoch. The last batch of an epoch may be smaller; no row is left out.
+rows, drawn anew each epoch. The last batch of an epoch may be smaller; no row is left out.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import TrainingOrder
 from treeward.training.state import TrainingState, check_identity, load_state
-from treeward.tree.batch import plan_micro_batches
+from treeward.tree.batch import plan_micro_batches, plan_padded
 
 __all__ = ["Run", "set_up"]
 
@@ -90,9 +90,13 @@ class Run:
         policy, max_groups = self.config.policy, self.config.policy.train_micro_batch_size
         if validation:
             max_groups = self.config.rm.val_micro_batch_size or max_groups
-        shares = self.model.layout == "tree"
-        sizes = [c.tree_tokens if shares else len(c.token_ids) * max(map(len, c.token_ids)) for c in comparisons]
-        return plan_micro_batches(sizes, max_tokens=policy.micro_batch_tokens, max_groups=max_groups)
+        max_tokens = policy.micro_batch_tokens
+        if self.model.layout == "tree":
+            return plan_micro_batches(
+                [c.tree_tokens for c in comparisons], max_tokens=max_tokens, max_groups=max_groups
+            )
+        shapes = [(len(c.token_ids), max(map(len, c.token_ids))) for c in comparisons]
+        return plan_padded(shapes, max_tokens=max_tokens, max_groups=max_groups)
 
     def pairs_of(self, comparisons: Sequence[Comparison]) -> Pairs:
         """The pairs that the loss compares."""
@@ -164,9 +168,12 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint, device).model
-    sample = [ids for comparison in order.datasets[0][:_CHECKED_COMPARISONS] for ids in comparison.token_ids]
+    every_set = [*training_sets.values(), *validation_sets.values()]
+    sample = [
+        ids for dataset in every_set for comparison in dataset[:_CHECKED_COMPARISONS] for ids in comparison.token_ids
+    ]
     _check_length(config, model)
-    check_before_training(model, sample, tokenizer)
+    check_before_training(model, sample, tokenizer, highest_token=max(dataset.highest_token for dataset in every_set))
     total_steps = order.steps_per_epoch * config.rm.max_num_epochs
     if config.rm.max_num_steps is not None:
         total_steps = min(total_steps, config.rm.max_num_steps)
@@ -345,6 +352,9 @@ def _identity(
         "data.shuffle": str(config.data.shuffle),
         # Their state is that of the saved run: a new learning rate would be ignored without a word.
         "policy.optimizer": json.dumps(policy.optimizer.model_dump(mode="json"), sort_keys=True),
+        "policy.precision": policy.precision,
+        "policy.max_grad_norm": str(policy.max_grad_norm),
+        "rm.loss": json.dumps(config.rm.loss.model_dump(mode="json"), sort_keys=True),
         "policy.scheduler": json.dumps(policy.scheduler.model_dump(mode="json"), sort_keys=True),
     }
 

@@ -23,10 +23,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether the run shall stop, and why. `deadline_seconds` counts from the construction."""
+    """Whether the run shall stop, and why.
+
+    `deadline_seconds` counts from the construction; the deadline asks to stop `reserved_seconds` earlier, what the run
+    expects to need until it is saved.
+    """
 
     def __init__(self, *, deadline_seconds: float | None = None) -> None:
         self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+        self.reserved_seconds = 0.0
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -45,7 +50,7 @@ class StopRequest:
     def reason(self) -> str | None:
         if self._signal is not None:
             return signal.Signals(self._signal).name
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        if self._deadline is not None and time.monotonic() + self.reserved_seconds >= self._deadline:
             return "checkpoint_must_save_by"
         return None
 

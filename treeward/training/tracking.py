@@ -79,6 +79,7 @@ class JsonlTracker:
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
             _set_aside(path)
@@ -96,9 +97,15 @@ class JsonlTracker:
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(f"only {written} of {len(line)} bytes were written; the disk may be full")
-        except OSError:
+        except OSError as error:
             self._file.truncate(start)
-            raise
+            raise ConfigError(
+                "the metrics cannot be written",
+                where=str(self._path),
+                got=str(error),
+                need="space and permission to write",
+                fix="make room and start the same command again: it resumes from the last checkpoint",
+            ) from error
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Nothing: every line is metrics, and the resolved configuration is a file of its own."""
@@ -289,6 +296,8 @@ class TrackerGroup:
         try:
             call(*arguments)
         except Exception as error:  # whatever a client library raises; a plot is not worth the run
+            if isinstance(self._trackers[name], JsonlTracker):  # but its own record is: a resume relies on it
+                raise
             end = self._clock()
             self._silent_until[name] = end + (end - start) / _SHARE_OF_TIME_WHILE_FAILING
             self.num_lost[name] += 1

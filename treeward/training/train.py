@@ -80,6 +80,8 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
                 for name, dataset in sets.items():
                     counts = dataset.counts.as_metrics()
                     trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
+        if run.state.step >= run.total_steps:
+            logger.info("This run has finished: nothing is left to train. A new one needs its own checkpoint_dir.")
         loop = _Loop(run, trackers, stop, show_progress)
         outcome = loop.run_to_end()
         trackers.close("interrupted" if outcome.interrupted_by else "finished")
@@ -108,6 +110,7 @@ class _Loop:
         self.run, self.trackers, self.stop, self.show_progress = run, trackers, stop, show_progress
         self.state: TrainingState = run.state
         self.saved_step: int | None = run.state.step or None
+        self.longest_step = self.longest_save = 0.0
 
     def run_to_end(self) -> TrainingOutcome:
         run, rm = self.run, self.run.config.rm
@@ -116,17 +119,29 @@ class _Loop:
             self.progress = progress
             if rm.val_at_start and self.state.step == 0:
                 self.validate()
+            elif self._validation_is_due() and self.state.validation_step != self.state.step:
+                self.validate()  # the session before was stopped in the middle of it
+                self.saved_step = None
+                self.save()
             while self.state.step < run.total_steps and not self.stop.reason:
-                step = self.take_step()
-                last = step == run.total_steps
-                if (rm.val_period and step % rm.val_period == 0) or (last and rm.val_at_end):
+                started = time.monotonic()
+                self.take_step()
+                if self._validation_is_due():
                     self.validate()
                 period = run.config.checkpointing.save_period
-                if last or (period and step % period == 0):
+                if self.state.step == run.total_steps or (period and self.state.step % period == 0):
                     self.save()
+                self.longest_step = max(self.longest_step, time.monotonic() - started)
+                self.stop.reserved_seconds = self.longest_step + self.longest_save
             if self.stop.reason:
                 self.save()
         return self.finish()
+
+    def _validation_is_due(self) -> bool:
+        rm, step = self.run.config.rm, self.state.step
+        return step > 0 and bool(
+            (rm.val_period and step % rm.val_period == 0) or (rm.val_at_end and step == self.run.total_steps)
+        )
 
     def take_step(self) -> int:
         """One optimiser step; returns how many are done."""
@@ -188,7 +203,7 @@ class _Loop:
         return norm
 
     def validate(self) -> None:
-        """Validate on every set, log the metrics, and keep them for the checkpoint."""
+        """Validate on every set, log the metrics, and keep them for the checkpoint; or nothing if told to stop."""
         run = self.run
         if not run.validation_sets:
             return
@@ -206,7 +221,10 @@ class _Loop:
                     run.loss_of,
                     partial(run.plan, validation=True),
                     limit=run.validation_limit,
+                    should_stop=lambda: self.stop.reason,
                 )
+                if metrics is None:
+                    return  # it is made up for when the run goes on
                 pooled += metrics
                 results[name] = metrics.means()
                 logged |= {f"validation-{name}/{key}": value for key, value in results[name].items()}
@@ -224,9 +242,11 @@ class _Loop:
         store = self.run.store
         if store is None or self.saved_step == self.state.step or self.state.step == 0:
             return None
+        started = time.monotonic()
         with self.progress.paused():
             checkpoint = store.save(self.state.step, self._write, metric=self._ranking_metric())
         self.saved_step = self.state.step
+        self.longest_save = max(self.longest_save, time.monotonic() - started)
         logger.info("Saved %s.", checkpoint.path)
         return checkpoint
 
@@ -261,6 +281,10 @@ class _Loop:
         run = self.run
         best = store.best()
         assert best is not None  # the last step was saved
+        final = store.folder / "final"
+        if run.state.step == run.total_steps and final.is_dir():  # an earlier session has finished the run
+            validation = _validation_of(read_state(best.path))
+            return replace(outcome, validation=validation, model_folder=final, model_step=best.step)
         model, state = run.model, self.state
         if best.step != self.state.step:
             best.verify()
@@ -280,7 +304,7 @@ class _Loop:
             dtype=DTYPES[run.config.checkpointing.export_dtype],
             card=model_card(run, best.step, validation),
         )
-        final = store.write_folder("final", export)
+        store.write_folder("final", export)
         logger.info("Exported the model of step %d to %s.", best.step, final)
         hub = run.config.hub
         if hub.push_to_hub:

@@ -33,8 +33,12 @@ def validate(
     plan: PlanFunction,
     *,
     limit: int | None = None,
-) -> RewardMetrics:
-    """The metrics of a set. `plan` says which comparisons share a forward pass. `limit`: only the first so many."""
+    should_stop: Callable[[], object] = lambda: False,
+) -> RewardMetrics | None:
+    """The metrics of a set, or None where `should_stop` said so on the way.
+
+    `plan` says which comparisons share a forward pass. `limit`: only the first so many comparisons.
+    """
     training = model.training
     model.eval()
     total = RewardMetrics()
@@ -42,6 +46,9 @@ def validate(
     for start in range(0, size, _COMPARISONS_AT_ONCE):
         loaded = dataset[start : min(start + _COMPARISONS_AT_ONCE, size)]
         for members in plan(loaded):
+            if should_stop():
+                model.train(training)
+                return None
             comparisons = [loaded[i] for i in members]
             pairs = pairs_of(comparisons).to(model.device)
             scores_S = model(model.make_batch([comparison.token_ids for comparison in comparisons]))

@@ -27,6 +27,7 @@ __all__ = [
     "TreeLayout",
     "TreeSpan",
     "plan_micro_batches",
+    "plan_padded",
     "plan_sequences",
 ]
 
@@ -187,6 +188,28 @@ def plan_micro_batches(
         else:
             plan[best].append(i)
             used[best] += sizes[i]
+    return [sorted(members) for members in plan]
+
+
+def plan_padded(
+    shapes: Sequence[tuple[int, int]], *, max_tokens: int | None = None, max_groups: int | None = None
+) -> list[list[int]]:
+    """`plan_micro_batches` for padded rows, where one long row lengthens all others.
+
+    `shapes`: (rows, longest row) of each group. Groups of similar length go together, longest first.
+    """
+    if max_tokens is None and max_groups is None:
+        raise ValueError("plan_padded needs max_tokens or max_groups")
+    plan: list[list[int]] = []
+    rows = length = 0
+    for i in sorted(range(len(shapes)), key=lambda i: (-shapes[i][1], i)):
+        own_rows, own_length = shapes[i]
+        fits = bool(plan) and (max_tokens is None or (rows + own_rows) * length <= max_tokens)
+        if not fits or (max_groups is not None and len(plan[-1]) == max_groups):
+            plan.append([])
+            rows, length = 0, own_length
+        plan[-1].append(i)
+        rows += own_rows
     return [sorted(members) for members in plan]
 
 
