@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from families import score_error, tiny_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
@@ -69,6 +70,41 @@ def test_plain_transformers_gives_the_same_scores(
     scorer = Scorer.load(tmp_path / "out", device="cpu")
     scores = torch.tensor([score.score for score in scorer.score(conversations)])
     assert score_error(scores, want) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"])
+def test_the_frame_of_the_tokenizer_is_in_the_exported_template(
+    family: str, template: str | None, real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """A tokenizer that adds BOS (or CLS and SEP) by itself, and a template that does not write them."""
+    model, plain = trained(family, tiny_tokenizer)
+    tokenizer = framing(plain, ("ÿ", None) if family == "llama" else ("ÿ", "þ"))  # in no chat
+    tokenizer.chat_template = None
+    renderer, conversations = Renderer(tokenizer, chat_template=template), conversations_of(real_chats)
+    ids = renderer.encode(conversations[0])
+    first, last = tokenizer.bos_token_id or tokenizer.cls_token_id, tokenizer.sep_token_id
+    assert ids.count(first) == 1 and ids[0] == first and (last is None or ids[-1] == last)
+    want = our_scores(model, renderer, conversations)
+    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings)
+    got = plain_code(tmp_path / "out", conversations, batch=False, attn_implementation="eager")
+    assert score_error(got, want) <= 1e-5
+    scores = torch.tensor([score.score for score in Scorer.load(tmp_path / "out", device="cpu").score(conversations)])
+    assert score_error(scores, want) <= 1e-5
+
+
+def framing(tokenizer: Any, ends: tuple[str, str | None]) -> Any:
+    """The tokenizer with a post-processor that puts its first (and last) token around every text."""
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    first, last = ends
+    special = [(token, backend.token_to_id(token)) for token in ends if token is not None]
+    backend.post_processor = TemplateProcessing(
+        single=f"{first} $A{f' {last}' if last else ''}", special_tokens=special
+    )
+    names = {"bos_token": first} if last is None else {"cls_token": first, "sep_token": last}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=tokenizer.eos_token, pad_token=tokenizer.pad_token, **names
+    )
 
 
 def test_the_default_loading_of_transformers(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from families import (
     score_error,
     tiny_model,
 )
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.loading import _classifier_class
@@ -191,3 +191,40 @@ def test_longest_conversation(family: str, changes: dict[str, Any], limit: int) 
     assert model.max_positions == limit
     with torch.no_grad():
         assert model(model.make_batch([[[3] * limit]])).isfinite().all()
+
+
+NOISY = ("drop", "jitter")
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *ROW_FAMILIES, *ENCODERS, "falcon", "gpt_bigcode", "opt"])
+def test_nothing_is_random_in_training_mode(family: str) -> None:
+    """Whatever rates of dropout, layer drop and jitter a configuration has."""
+    others = {
+        "falcon": {"model_type": "falcon", "num_attention_heads": 4},
+        "gpt_bigcode": {"model_type": "gpt_bigcode", "n_embd": 32, "n_layer": 2, "n_head": 4},
+        "opt": {"model_type": "opt", "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    }
+    if family in others:
+        size = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 600, "num_labels": 1, "pad_token_id": 0}
+        config = AutoConfig.for_model(**{**size, **others[family]})
+    else:
+        config = config_of(family)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and any(word in name for word in NOISY):
+            setattr(config, name, 0.5)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf = _classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    layout = "encoder" if hasattr(hf, "classifier") else "rows"
+    model = RewardModel(hf, layout=layout).train()
+    batch = model.make_batch([[[5, 6, 7, 8], [5, 6, 9]]])
+    with torch.no_grad():
+        assert torch.equal(model(batch), model(batch))
+
+
+def test_a_score_next_to_nothing_is_no_reason_to_refuse_a_model() -> None:
+    """The check against transformers is absolute: a fresh head may score a probe 0.0002, with rounding of 1e-8."""
+    hf = tiny_model("qwen3")
+    with torch.no_grad():
+        hf.score.weight.mul_(1e-4)
+    assert choose_layout(hf, "tree") == "tree"

@@ -26,6 +26,31 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
     assert metrics(None, max_tokens=8192).num_groups == metrics(10**6, max_tokens=8192).num_groups == len(dataset)
 
 
+@pytest.mark.parametrize(("layout", "budget"), [("tree", 300), ("rows", 300)])
+def test_a_runs_plan_keeps_its_budget(layout: str, budget: int, tiny_run: Callable[..., Any]) -> None:
+    run = set_up(tiny_run(f"policy.attention={layout}", f"policy.train_micro_batch_tokens={budget}"))
+    comparisons = run.validation_sets["held_out"][:60]
+    plan = run.plan(comparisons)
+    assert sorted(i for members in plan for i in members) == list(range(60))
+    for members in plan:
+        batch = run.model.make_batch([comparisons[i].token_ids for i in members])
+        assert batch.num_computed_tokens <= budget or len(members) == 1
+
+
+def test_it_can_be_stopped_on_the_way(tiny_run: Callable[..., Any]) -> None:
+    run = set_up(tiny_run())
+    calls = iter([False, False, True])
+    stopped = validate(
+        run.model.train(),
+        run.validation_sets["held_out"],
+        run.pairs_of,
+        run.loss_of,
+        run.plan,
+        should_stop=lambda: next(calls),
+    )
+    assert stopped is None and run.model.training
+
+
 def test_the_model_is_left_as_it_was(tiny_run: Callable[..., Any]) -> None:
     run = set_up(tiny_run())
     for training in (True, False):

@@ -14,6 +14,7 @@ from treeward.tree.batch import (
     RowBatch,
     TreeBatch,
     plan_micro_batches,
+    plan_padded,
     plan_sequences,
 )
 from treeward.tree.token_tree import TokenTree
@@ -164,3 +165,23 @@ def test_prompts_are_shared_across_a_call() -> None:
     batch = TreeBatch.from_groups([[sequences[i] for i in group] for group in groups])
     assert batch.num_computed_tokens == TokenTree.from_sequences(sequences).num_tokens == 40 + 30 + 20 * 2
     assert batch.num_row_tokens == sum(map(len, sequences))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 300)), max_size=40),
+    st.one_of(st.none(), st.integers(1, 1500)),
+    st.one_of(st.none(), st.integers(1, 5)),
+)
+def test_padded_plans_keep_the_budget_and_lose_nothing(
+    shapes: list[tuple[int, int]], max_tokens: int | None, max_groups: int | None
+) -> None:
+    if max_tokens is None and max_groups is None:
+        with pytest.raises(ValueError, match="needs max_tokens"):
+            plan_padded(shapes)
+        return
+    plan = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_groups)
+    assert sorted(i for members in plan for i in members) == list(range(len(shapes)))
+    for members in plan:
+        padded = sum(shapes[i][0] for i in members) * max(shapes[i][1] for i in members)
+        assert max_groups is None or len(members) <= max_groups
+        assert max_tokens is None or padded <= max_tokens or len(members) == 1

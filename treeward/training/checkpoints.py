@@ -62,7 +62,7 @@ class Checkpoint:
             where=str(self.path / name),
             got=got,
             need=need,
-            fix=f"remove {self.path}: the run then resumes from the checkpoint before it, or begins anew if none is left",
+            fix=f"remove {self.path}: the run resumes from the checkpoint before it, or begins anew without one",
         )
 
 
