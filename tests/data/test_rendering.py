@@ -254,7 +254,7 @@ def test_end_of_turn() -> None:
         "eos",
         "other",
     ]
-    assert renderer.last_token_report(ids) == "the last token is 'Ċ' after '<|im_end|>' (newline)"
+    assert renderer.read_token == "newline"
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

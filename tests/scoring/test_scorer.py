@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError
+from treeward.model.export import export_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.scorer import Score, Scorer
 from treeward.tree.token_tree import TokenTree
@@ -182,3 +184,17 @@ def test_nothing_gives_nothing(make_scorer: Any) -> None:
     assert make_scorer().score([]) == [] and make_scorer().score_tokens([]) == []
     with pytest.raises(ValueError):
         make_scorer().score(CHATS, where=["one"])
+
+
+def test_a_template_that_ends_otherwise_than_in_training_is_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    hf, tokenizer = tiny_model("llama"), copy.deepcopy(tiny_tokenizer)
+    renderer = Renderer(tokenizer)
+    assert renderer.read_token == "eos"
+    export_model(
+        RewardModel(hf), tokenizer, tmp_path / "out", rendering=renderer.settings, read_token=renderer.read_token
+    )
+    Scorer.load(tmp_path / "out", device="cpu")
+    template = tmp_path / "out" / "chat_template.jinja"
+    template.write_text(template.read_text(encoding="utf-8").replace("eos_token", "''"), encoding="utf-8")
+    with pytest.raises(ModelError, match="do not end as they did in training(?s:.*)eos, says"):
+        Scorer.load(tmp_path / "out", device="cpu")

@@ -209,18 +209,20 @@ class Renderer:
         return None if shortened is None else Fitted(tuple(shortened), truncated=True)
 
     def end_of_turn(self, token_ids: Sequence[int]) -> Literal["eos", "newline", "other"]:
-        """What the last token of a conversation is, where its score is read: part of the scoring contract."""
+        """What the last token of a conversation is, where its score is read."""
         last = int(token_ids[-1])
         if last == self.tokenizer.eos_token_id:
             return "eos"
         text = str(self.tokenizer.decode([last]))
         return "newline" if "\n" in text and not text.strip() else "other"
 
-    def last_token_report(self, token_ids: Sequence[int]) -> str:
-        """A line for the log: the last token and the one before it, as text, and what the last one is."""
-        last, *before = (repr(self.tokenizer.convert_ids_to_tokens(int(i))) for i in reversed(token_ids[-2:]))
-        after = f" after {before[0]}" if before else ""
-        return f"the last token is {last}{after} ({self.end_of_turn(token_ids)})"
+    @cached_property
+    def read_token(self) -> Literal["eos", "newline", "other"] | None:
+        """What ends a conversation of one question and one answer; None where the template refuses such a one."""
+        try:
+            return self.end_of_turn(self.encode(_PROBE_MESSAGES))
+        except DataError:
+            return None
 
     @property
     def settings(self) -> dict[str, Any]:

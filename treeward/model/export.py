@@ -37,13 +37,15 @@ def export_model(
     folder: Path,
     *,
     rendering: Mapping[str, Any],
+    read_token: str | None = None,
     dtype: torch.dtype = torch.float32,
     card: str | None = None,
 ) -> None:
     """Write a model folder; the caller makes it atomic.
 
-    `rendering`: the settings of the `Renderer` that was used; its template becomes the tokenizer's. `dtype`: of the
-    backbone's weights; the head's are float32 always. `card`: the text of README.md.
+    `rendering`: the settings of the `Renderer` that was used; its template becomes the tokenizer's. `read_token`: what
+    it ends conversations with, so that whoever scores can check it. `dtype`: of the backbone's weights; the head's are
+    float32 always. `card`: the text of README.md.
     """
     folder.mkdir(parents=True, exist_ok=True)
     head = head_name(model.hf)
@@ -62,7 +64,12 @@ def export_model(
     others = dict(rendering)
     tokenizer.chat_template = others.pop("chat_template")
     tokenizer.save_pretrained(folder)
-    contract = {"version": _CONTRACT_VERSION, "read_position": "last token", "rendering": others}
+    contract = {
+        "version": _CONTRACT_VERSION,
+        "read_position": "last token",
+        "read_token": read_token,
+        "rendering": others,
+    }
     (folder / CONTRACT_FILE).write_text(json.dumps(contract, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -21,7 +21,7 @@ import torch
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError
-from treeward.model.export import read_contract
+from treeward.model.export import CONTRACT_FILE, read_contract
 from treeward.model.loading import load_reward_model, quiet_transformers
 from treeward.model.reward_model import RewardModel
 from treeward.tree.batch import plan_sequences
@@ -79,7 +79,17 @@ class Scorer:
         settings = dict(contract.get("rendering", {}))
         if settings.get("max_length") is None:
             settings["max_length"] = loaded.model.max_positions
-        return cls(loaded.model, Renderer(loaded.tokenizer, **settings), batch_tokens=batch_tokens)
+        renderer = Renderer(loaded.tokenizer, **settings)
+        trained_on = contract.get("read_token")
+        if trained_on not in (None, renderer.read_token):
+            raise ModelError(
+                "conversations do not end as they did in training, so the score would be read at another token",
+                where=str(model),
+                got=f"{renderer.read_token} at the end",
+                need=f"{trained_on}, says {CONTRACT_FILE}",
+                fix="restore the tokenizer and the chat template that were exported with the model",
+            )
+        return cls(loaded.model, renderer, batch_tokens=batch_tokens)
 
     def score(self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None) -> list[Score]:
         """Score whole conversations. `where` names each in errors.

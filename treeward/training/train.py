@@ -252,7 +252,14 @@ class _Loop:
 
     def _write(self, folder: Path) -> None:
         run = self.run
-        export_model(run.model, run.tokenizer, folder / "model", rendering=run.renderer.settings)
+        renderer = run.renderer
+        export_model(
+            run.model,
+            run.tokenizer,
+            folder / "model",
+            rendering=renderer.settings,
+            read_token=renderer.read_token,
+        )
         optimizer = run.optimizer if run.config.checkpointing.save_optimizer else None
         save_state(folder, self.state, optimizer, run.scheduler, run.parameter_names)
         save_config(run.config, folder / "config.yaml")
@@ -301,6 +308,7 @@ class _Loop:
             model,
             run.tokenizer,
             rendering=run.renderer.settings,
+            read_token=run.renderer.read_token,
             dtype=DTYPES[run.config.checkpointing.export_dtype],
             card=model_card(run, best.step, validation),
         )

@@ -264,13 +264,16 @@ def _masked_attention(
     query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor, mask: PositionMask, layout: TreeLayout, scale: float
 ) -> Tensor:
     """One call of PyTorch's attention per tree, with a mask (any device)."""
-    grouped = query_BHTD.shape[1] != key_BJTD.shape[1]
+    # Not `enable_gqa`: together with a mask it leaves CUDA only the slow kernel (transformers avoids it too).
+    repeats = query_BHTD.shape[1] // key_BJTD.shape[1]
+    key_BHTD, value_BHTD = (x.repeat_interleave(repeats, dim=1) for x in (key_BJTD, value_BJTD))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tree: TreeSpan) -> Tensor:
-        seen = mask.tree_mask(layout, tree, query.device)
-        return F.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask.tree_mask(layout, tree, query.device), scale=scale
+        )
 
-    return _by_tree(query_BHTD, key_BJTD, value_BJTD, layout, attend)
+    return _by_tree(query_BHTD, key_BHTD, value_BHTD, layout, attend)
 
 
 def _arithmetic(
