@@ -146,7 +146,12 @@ def test_absent_values_and_json_text_are_read_as_a_table_has_them(scorer: Scorer
     assert conversations_of({"context": "2 + 2?", "completions": ["4", "5"]}, "in.csv:2") == TWO
 
 
-def test_what_an_earlier_scoring_has_left_is_replaced(scorer: Scorer) -> None:
+def test_what_an_earlier_scoring_has_left_is_replaced_and_told(
+    scorer: Scorer, caplog: pytest.LogCaptureFixture
+) -> None:
     values = {"messages": [ASK, FOUR], "score": 99.0, "error": "too long", "truncated": True}
-    (scored,) = score_rows(scorer, [Row(values, "in.jsonl:1")])
+    scored, _ = score_rows(scorer, [Row(values, "in.jsonl:1"), Row(values, "in.jsonl:2")])
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "rows have error, score, truncated already: what this scoring finds takes its place."
+    ]
     assert not scored.failed and scored.values.keys() == {"messages", "score"} and scored.values["score"] != 99.0

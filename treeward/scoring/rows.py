@@ -9,6 +9,7 @@ conversations_of({"chosen": "\\n\\nHuman: ...", "rejected": "..."}, ...)       #
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,9 +23,12 @@ from treeward.scoring.scorer import Score, Scorer
 
 __all__ = ["ScoredRow", "conversations_of", "score_rows"]
 
+logger = logging.getLogger(__name__)
+
 _Request = tuple[Row, list[list[Message]]]
 
 _ROWS_AT_ONCE = 256
+_OURS = ("score", "scores", "error", "truncated")
 _LISTS = ("messages", "context", "completions", "responses")
 _SHAPES = (
     "messages; or context and completions; or prompt with chosen and rejected, or with responses; "
@@ -47,6 +51,7 @@ def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[ScoredRow]:
     says so. A row that is wrong raises `DataError`, after the rows before it.
     """
     remaining = iter(rows)
+    warned = False
     while True:
         chunk: list[_Request] = []
         wrong: DataError | None = None
@@ -54,6 +59,10 @@ def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[ScoredRow]:
             chunk.extend((row, conversations_of(row.values, row.where)) for row in islice(remaining, _ROWS_AT_ONCE))
         except DataError as error:  # it keeps what came before the wrong row
             wrong = error
+        taken = sorted({key for row, _ in chunk for key in _OURS if key in row.values})
+        if taken and not warned:
+            logger.warning("rows have %s already: what this scoring finds takes its place.", ", ".join(taken))
+            warned = True
         yield from _score_chunk(scorer, chunk)
         if wrong is not None:
             raise wrong
@@ -132,8 +141,8 @@ _READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any], str], list[list[Mes
 
 def _with_scores(values: Mapping[str, Any], scores: Sequence[Score], max_length: int | None) -> ScoredRow:
     numbers = [score.score for score in scores]
-    # What an earlier scoring has left goes.
-    result = {key: value for key, value in values.items() if key not in ("score", "scores", "error", "truncated")}
+    # An error or a score that an earlier scoring has left would be taken for this one's.
+    result = {key: value for key, value in values.items() if key not in _OURS}
     result |= {"score": numbers[0]} if values.get("messages") is not None else {"scores": numbers}
     too_long = [score.num_tokens for score in scores if score.score is None]
     if too_long:
