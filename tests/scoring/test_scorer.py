@@ -19,6 +19,7 @@ from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model.export import export_model
+from treeward.model.prefix_cache import PrefixCache
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.score import Score
@@ -76,6 +77,34 @@ def test_a_call_equals_its_conversations_one_by_one(family: str, batch_tokens: i
     assert max(values(together)) - min(values(together)) > 0.1
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gptj"])
+def test_a_prefix_cache_changes_no_score(family: str, make_scorer: Any) -> None:
+    plain, scorer = make_scorer(family), make_scorer(family)
+    scorer.prefix_cache = PrefixCache(2**24)
+    for _ in range(2):
+        one_by_one = [scorer.score([chat])[0] for chat in CHATS]
+        assert values(one_by_one) == pytest.approx(values(plain.score(CHATS)), abs=CLOSE)
+        assert values(scorer.score(CHATS)) == pytest.approx(values(plain.score(CHATS)), abs=CLOSE)
+    if family != "gptj":
+        assert scorer.num_computed_tokens < scorer.num_row_tokens / 2
+        assert 0 < scorer.prefix_cache.num_bytes <= 2**24
+
+
+def test_answers_that_come_one_after_another_share_their_prompt(make_scorer: Any) -> None:
+    scorer = make_scorer()
+    scorer.prefix_cache = PrefixCache(2**24)
+    prompt = [user("What is the capital of France, and why is it so famous all over the world? " * 3)]
+    answers = ["Paris.", "~ Paris", "It is Paris, and for its art.", "Lyon"]
+    conversations = [[*prompt, assistant(answer)] for answer in answers]
+    scorer.score(conversations[:1])
+    known = scorer.prepare(conversations[:1])[0].prompt_length
+    for conversation in conversations[1:]:
+        before = scorer.num_computed_tokens
+        scorer.score([conversation])
+        assert scorer.num_computed_tokens - before == len(scorer.renderer.encode(conversation)) - known
+    assert known > len(scorer.renderer.encode(prompt + [assistant("")])) - 8
+
+
 def test_neither_order_nor_company_matters(make_scorer: Any, real_chats: list[Any]) -> None:
     scorer = make_scorer()
     want = dict(enumerate(values(scorer.score(CHATS))))
@@ -104,7 +133,7 @@ def _token_scorer() -> Scorer:
     if not _TOKEN_SCORER:
         scorer = object.__new__(Scorer)
         scorer.model = RewardModel(tiny_model("llama")).eval()
-        scorer.max_sequences = scorer.head_weights = None
+        scorer.max_sequences = scorer.head_weights = scorer.prefix_cache = None
         _TOKEN_SCORER.append(scorer)
     return _TOKEN_SCORER[0]
 

@@ -173,10 +173,19 @@ class Renderer:
         """`encode` for many conversations with one call of the tokenizer; `where` names each for errors."""
         places = where if where is not None else [None] * len(conversations)
         texts = [self.render(messages, where=place) for messages, place in zip(conversations, places, strict=True)]
+        return self.encode_texts(texts, where=places)
+
+    def encode_texts(self, texts: Sequence[str], *, where: Sequence[str | None] | None = None) -> list[list[int]]:
+        """The token ids of texts that are rendered already; of what `render` gives, those of `encode`.
+
+        A BOS (or CLS and SEP) that a text has is not doubled, and one that is missing is added. Raises `DataError` for
+        a text without a token.
+        """
+        places = where if where is not None else [None] * len(texts)
         if not texts:
             return []  # a tokenizer cannot tell an empty batch from a text
         rows: list[list[int]] = self.tokenizer(
-            texts,
+            list(texts),
             add_special_tokens=False,
             padding=False,
             truncation=False,

@@ -18,13 +18,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
+from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
 from treeward.tree import attention
 from treeward.tree.batch import Batch, RowBatch, TreeBatch, plan_sequences
+from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds
 
 __all__ = ["DEFAULT_BATCH_TOKENS", "Layout", "RewardModel", "check_finite"]
@@ -141,27 +144,69 @@ class RewardModel(nn.Module):
         *,
         max_tokens: int | None = DEFAULT_BATCH_TOKENS,
         max_sequences: int | None = None,
+        cache: PrefixCache | None = None,
+        prompt_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Values of token sequences, each a whole conversation: float32 (S, H) on the CPU, in order.
 
         What sequences have in common is computed once. `max_tokens`: most tokens computed in one forward pass, counted
         after sharing (a longer sequence has a pass to itself); `max_sequences`: most sequences in one; not both None.
-        Raises `ModelError` for a sequence that is empty, longer than `max_positions`, or has tokens that the model does
-        not know.
+        `cache`: where beginnings that were computed before are found, and where the first `prompt_lengths[i]` tokens of
+        sequence i are kept; models that run as rows have no use for it. Raises `ModelError` for a sequence that is
+        empty, longer than `max_positions`, or has tokens that the model does not know.
         """
         self._check_sequences(sequences)
         values_SH = torch.full((len(sequences), self.num_heads), torch.nan)
         share = self.layout == "tree"
-        for groups in plan_sequences(sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share):
-            batch = self.make_batch([[sequences[i] for i in group] for group in groups])
+        if not share or cache is None or cache.max_bytes == 0:
+            cache = None
+        known = None if cache is None else [cache.match(sequence) for sequence in sequences]
+        for groups in plan_sequences(
+            sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, known=known
+        ):
+            if cache is None:
+                batch = self.make_batch([[sequences[i] for i in group] for group in groups])
+                values = self.heads(batch)
+            else:
+                groups = [part for group in groups for part in _alike(cache, sequences, group)]
+                batch, values = self._heads_with(cache, sequences, groups, prompt_lengths or [0] * len(sequences))
             self.num_computed_tokens += batch.num_computed_tokens
-            self.num_row_tokens += batch.num_row_tokens
-            values_SH[[i for group in groups for i in group]] = self.heads(batch).cpu()
+            self.num_row_tokens += sum(len(sequences[i]) for group in groups for i in group)
+            values_SH[[i for group in groups for i in group]] = values.cpu()
         # Masked attention multiplies what it leaves out by zero, and zero times NaN is NaN: a conversation that breaks
         # down may have taken others with it.
         for i in (~values_SH.isfinite().all(dim=1)).nonzero().flatten().tolist():
             values_SH[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()[0]
         return values_SH
+
+    def _heads_with(
+        self,
+        cache: PrefixCache,
+        sequences: Sequence[TokenIds],
+        groups: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+    ) -> tuple[TreeBatch, Tensor]:
+        """The values of groups of sequences, of which only what the cache does not know is computed; and the batch."""
+        prefixes: list[Prefix | None] = []
+        keep: list[tuple[int, int, int]] = []
+        prompts: list[TokenIds] = []
+        for g, group in enumerate(groups):
+            known = cache.match(sequences[group[0]])
+            prefixes.append(cache.get(sequences[group[0]], known) if known else None)
+            cache.num_reused_tokens += known * len(group)
+            own = {tuple(map(int, sequences[i][: prompt_lengths[i]])): k for k, i in enumerate(group)}
+            for prompt, k in own.items():
+                if len(prompt) > max(known, MIN_PREFIX_TOKENS - 1):
+                    keep.append((g, k, len(prompt) - known))
+                    prompts.append(prompt)
+        starts = [0 if prefix is None else len(prefix) for prefix in prefixes]
+        rests = [[sequences[i][start:] for i in group] for start, group in zip(starts, groups, strict=True)]
+        batch = TreeBatch.from_groups(rests, prefixes=prefixes, keep=keep).to(self.device)
+        values = self.heads(batch)
+        assert batch.layout.exchange is not None
+        for tokens, kept in zip(prompts, batch.layout.exchange.kept(), strict=True):
+            cache.put(tokens, kept)
+        return batch, values
 
     def _check_sequences(self, sequences: Sequence[TokenIds]) -> None:
         limit, known = self.max_positions, self.num_known_tokens
@@ -272,6 +317,15 @@ class RewardModel(nn.Module):
         if self.compute_dtype is None or self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+def _alike(cache: PrefixCache, sequences: Sequence[TokenIds], group: Sequence[int]) -> list[list[int]]:
+    """The sequences of a group by what the cache knows of them, so that each part continues one prefix."""
+    parts: dict[bytes, list[int]] = {}
+    for i in group:
+        known = np.asarray(sequences[i][: cache.match(sequences[i])], dtype=np.int64)
+        parts.setdefault(known.tobytes(), []).append(i)
+    return list(parts.values())
 
 
 def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:

@@ -14,7 +14,8 @@ Shapes: S conversations, M members.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
 from treeward.scoring.score import Conversation, OnError, Score
-from treeward.scoring.scorer import Scorer, as_conversations
+from treeward.scoring.scorer import Prepared, Scorer, as_conversations
 
 __all__ = ["EnsembleScorer", "combine", "standardize"]
 
@@ -132,13 +133,37 @@ class EnsembleScorer:
         `Score.members` holds what each member says, as it says it, before standardisation. `num_tokens` is that of the
         first member, `truncated` is whether any of them cut.
         """
-        names = list(where) if where is not None else [f"conversation {i}" for i in range(len(conversations))]
-        if self.config.over == "heads":
-            return self._combined_heads(self.members[0].score(conversations, where=names, on_error=on_error))
+        return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
+
+    def prepare(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[tuple[Prepared, ...]]:
+        """The first half of `score`: each conversation as the tokens of each member."""
+        by_member = []
+        for m, member in enumerate(self.members):
+            with self._errors_name(m):
+                by_member.append(member.prepare(conversations, where=where, on_error=on_error))
+        return list(zip(*by_member, strict=True))
+
+    def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[tuple[Prepared, ...]]:
+        """As `Scorer.prepare_texts`, by each member. It means the same to all of them only if they `render_alike`."""
+        return list(zip(*(member.prepare_texts(texts) for member in self.members), strict=True))
+
+    @property
+    def render_alike(self) -> bool:
+        """Whether all members make the same tokens of a conversation."""
+        return len({member.renderer.fingerprint for member in self.members}) == 1
+
+    def score_prepared(self, prepared: Sequence[tuple[Prepared, ...]], *, on_error: OnError = "raise") -> list[Score]:
+        """The second half of `score`: the tokens of `prepare` go through each member."""
         scores: list[Score] = []
-        for m in range(len(self.members)):
-            said = self._scores_of(m, conversations, names, on_error)
-            scores = said if m == 0 else [_joined(*pair) for pair in zip(scores, said, strict=True)]
+        for m, member in enumerate(self.members):
+            with self._errors_name(m):
+                said = member.score_prepared([one[m] for one in prepared], on_error=on_error)
+            if self.config.over == "heads":
+                return self._combined([s if s.score is None else replace(s, members=s.heads) for s in said])
+            of_member = [self._of_member(m, score) for score in said]
+            scores = of_member if m == 0 else [_joined(*pair) for pair in zip(scores, of_member, strict=True)]
         return self._combined(scores)
 
     def score_completions(
@@ -147,24 +172,23 @@ class EnsembleScorer:
         """Score several completions of one context; a completion is messages, or the text of an assistant message."""
         return self.score(as_conversations(context, completions), on_error=on_error)
 
-    def _scores_of(
-        self, m: int, conversations: Sequence[Conversation], names: Sequence[str], on_error: OnError
-    ) -> list[Score]:
-        """What member m says; its value is in `members`."""
-        label = f"member {m + 1} of {len(self.members)}, {self.names[m]}"
-        try:
-            scores = self.members[m].score(conversations, where=names, on_error=on_error)
-        except TreewardError as error:
-            raise _named(error, label) from error
-        return [
-            replace(score, heads=(), error=f"{label}: {score.error}")
-            if score.score is None
-            else replace(score, heads=(), members=(score.score,))
-            for score in scores
-        ]
+    def _of_member(self, m: int, score: Score) -> Score:
+        """What a member says: its value is in `members`, and an error names it."""
+        if score.score is None:
+            return replace(score, heads=(), error=f"{self._label(m)}: {score.error}")
+        return replace(score, heads=(), members=(score.score,))
 
-    def _combined_heads(self, scores: Sequence[Score]) -> list[Score]:
-        return self._combined([s if s.score is None else replace(s, members=s.heads) for s in scores])
+    @contextlib.contextmanager
+    def _errors_name(self, m: int) -> Iterator[None]:
+        try:
+            yield
+        except TreewardError as error:
+            if self.config.over == "heads":
+                raise
+            raise _named(error, self._label(m)) from error
+
+    def _label(self, m: int) -> str:
+        return f"member {m + 1} of {len(self.members)}, {self.names[m]}"
 
     def _combined(self, scores: Sequence[Score]) -> list[Score]:
         values_SM = np.array([score.members for score in scores if score.score is not None], dtype=np.float64)

@@ -14,11 +14,15 @@ messages before it and numbers after it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,14 +31,19 @@ from treeward.data.rendering import Renderer, Truncation
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
 from treeward.model.loading import load_reward_model, load_tokenizer, quiet_transformers
+from treeward.model.prefix_cache import PrefixCache
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import diagnose
 from treeward.scoring.score import Conversation, OnError, Score
+from treeward.tree.token_tree import common_prefix_length
 
-__all__ = ["Scorer", "as_conversations", "check_conversation"]
+__all__ = ["Prepared", "Scorer", "as_conversations", "check_conversation"]
 
 
 logger = logging.getLogger(__name__)
+
+_ANOTHER_ANSWER = "~"
+_MOST_PROMPTS = 4096
 
 
 class Scorer:
@@ -42,7 +51,8 @@ class Scorer:
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing; `max_sequences`: most conversations
     in one. At least one of them is a number. `head_weights`: what each head of a model with several adds to the score;
-    None for a model with one.
+    None for a model with one. `prefix_cache`: where the prompts of earlier calls are found; None computes each call's
+    own once.
     """
 
     def __init__(
@@ -54,6 +64,7 @@ class Scorer:
         max_sequences: int | None = None,
         head_weights: Sequence[float] | None = None,
         contract: ScoringContract | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         if batch_tokens is None and max_sequences is None:
             raise ConfigError(
@@ -63,6 +74,8 @@ class Scorer:
         self.renderer = renderer
         self.batch_tokens, self.max_sequences = batch_tokens, max_sequences
         self.contract = contract
+        self.prefix_cache = prefix_cache
+        self._with_another_answer: dict[str, npt.NDArray[np.int64]] = {}
         self.head_weights = _check_head_weights(head_weights, model.num_heads)
 
     @classmethod
@@ -81,13 +94,15 @@ class Scorer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         head_weights: Sequence[float] | None = None,
         check_contract: bool = True,
+        prefix_cache_bytes: int = 0,
         trust_remote_code: bool = False,
     ) -> Scorer:
         """Load a reward model from a folder or the hub. `device`: None is a GPU where there is one.
 
         How conversations are rendered and what becomes of long ones is what the model's scoring contract says; a model
         without one has its tokenizer's chat template and drops what is longer than its positions. The arguments of the
-        same names override either, but no conversation is longer than the model's positions. Raises `ModelError` for a
+        same names override either, but no conversation is longer than the model's positions. `prefix_cache_bytes`: for
+        the prompts of earlier calls, none with 0. Raises `ModelError` for a
         checkpoint without a trained head, for several heads without `head_weights`, and for a model that does not give
         its contract's golden conversations their tokens and scores; `check_contract=False` leaves that out.
         """
@@ -123,6 +138,7 @@ class Scorer:
         if contract is not None and check_contract:
             as_contracted = (tokenizer, chat_template, chat_template_kwargs) == (None, None, None)
             scorer._check_contract(contract, str(model), with_tokens=as_contracted)
+        scorer.prefix_cache = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         return scorer
 
     @property
@@ -144,15 +160,40 @@ class Scorer:
         turn at its end, or that the chat template refuses, and `ModelError` for a score that is not finite; with
         `on_error="mask"` its score is None instead, and `Score.error` says why.
         """
+        return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
+
+    def prepare(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[Prepared]:
+        """The first half of `score`, without the model: conversations become tokens. A server does it beforehand."""
         names = where or [f"conversation {i}" for i in range(len(conversations))]
-        rendered = self._render(conversations, names, on_error)
-        rows = [one.ids for one in rendered if one.ids is not None]
-        values_SH = iter(self._values(rows).tolist())
+        prepared = self._render(conversations, names, on_error)
+        if self.prefix_cache is not None:
+            prepared = [
+                one if one.ids is None else replace(one, prompt_length=self._prompt_length(conversation, one.ids))
+                for conversation, one in zip(conversations, prepared, strict=True)
+            ]
+        return prepared
+
+    def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
+        """As `prepare`, masked, for conversations that a client has rendered, or tokenized, itself.
+
+        A text that `renderer.render` gives has the tokens, and so the score, of its conversation. One that is too long
+        is never cut, for nothing shows where its messages are.
+        """
+        return [self._prepare_text(text, f"text {i}") for i, text in enumerate(texts)]
+
+    def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
+        """The second half of `score`: the tokens of `prepare` go through the model."""
+        with_ids = [one for one in prepared if one.ids is not None]
+        values_SH = iter(
+            self._values([one.ids or [] for one in with_ids], [one.prompt_length for one in with_ids]).tolist()
+        )
         scores = []
-        for one, name in zip(rendered, names, strict=True):
+        for one in prepared:
             score = Score(None, one.num_tokens, one.truncated, error=one.error)
             if one.ids is not None:
-                score = self._score(next(values_SH), one, name, on_error)
+                score = self._score(next(values_SH), one, on_error)
             scores.append(score)
         return scores
 
@@ -193,13 +234,34 @@ class Scorer:
             raise _broken_contract(model, f"{check.part} ({check.summary})", str(check.got), str(check.need))
         self.model.num_computed_tokens, self.model.num_row_tokens = counts
 
-    def _values(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        return self.model.score_tokens(sequences, max_tokens=self.batch_tokens, max_sequences=self.max_sequences)
+    def _values(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> Tensor:
+        return self.model.score_tokens(
+            sequences,
+            max_tokens=self.batch_tokens,
+            max_sequences=self.max_sequences,
+            cache=self.prefix_cache,
+            prompt_lengths=prompt_lengths,
+        )
 
-    def _score(self, values: list[float], one: _Rendered, name: str, on_error: OnError) -> Score:
+    def _prompt_length(self, conversation: Conversation, ids: Sequence[int]) -> int:
+        """How many tokens come before the last message: those that another answer would have too."""
+        key = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str)
+        with_another = self._with_another_answer.get(key)
+        if with_another is None:
+            other = [*conversation[:-1], {"role": conversation[-1]["role"], "content": _ANOTHER_ANSWER}]
+            try:
+                with_another = np.asarray(self.renderer.encode(other), dtype=np.int64)
+            except DataError:  # a template that refuses it: nothing of this prompt is kept
+                with_another = np.empty(0, dtype=np.int64)
+            if len(self._with_another_answer) >= _MOST_PROMPTS:
+                self._with_another_answer.pop(next(iter(self._with_another_answer)))
+            self._with_another_answer[key] = with_another
+        return min(common_prefix_length(np.asarray(ids, dtype=np.int64), with_another), len(ids) - 1)
+
+    def _score(self, values: list[float], one: Prepared, on_error: OnError) -> Score:
         error = None
         try:
-            check_finite(values, name, one.num_tokens)
+            check_finite(values, one.name, one.num_tokens)
         except ModelError as problem:
             if on_error == "raise":
                 raise
@@ -212,9 +274,22 @@ class Scorer:
             return values[0]
         return sum(weight * value for weight, value in zip(self.head_weights, values, strict=True))
 
-    def _render(
-        self, conversations: Sequence[Conversation], names: Sequence[str], on_error: OnError
-    ) -> list[_Rendered]:
+    def _prepare_text(self, text: str | Sequence[int], name: str) -> Prepared:
+        ids: list[int]
+        try:
+            ids = self.renderer.encode_texts([text], where=[name])[0] if isinstance(text, str) else list(text)
+        except DataError as error:
+            return Prepared(name, None, error=_one_line(error))
+        except UnicodeError as error:
+            return Prepared(name, None, error=f"the text is not valid Unicode: {error}")
+        known, limit = self.model.num_known_tokens, self.renderer.max_length
+        if not ids or min(ids) < 0 or max(ids) >= known:
+            return Prepared(name, None, len(ids), error=f"there must be tokens, with ids from 0 to {known - 1}")
+        if limit is not None and len(ids) > limit:
+            return Prepared(name, None, len(ids), error=f"too long to score: {len(ids)} tokens, at most {limit}")
+        return Prepared(name, ids, len(ids))
+
+    def _render(self, conversations: Sequence[Conversation], names: Sequence[str], on_error: OnError) -> list[Prepared]:
         try:
             checked = [check_conversation(*item) for item in zip(conversations, names, strict=True)]
             encoded = self.renderer.encode_many(checked, where=names)
@@ -223,19 +298,19 @@ class Scorer:
             if on_error == "raise":
                 raise
             if len(conversations) == 1:
-                return [_Rendered(None, error=_one_line(error))]
+                return [Prepared(names[0], None, error=_one_line(error))]
         # One of them is wrong: the others are found one by one.
         return [
             self._render([conversation], [name], on_error)[0]
             for conversation, name in zip(conversations, names, strict=True)
         ]
 
-    def _fit(self, conversation: Conversation, ids: list[int], name: str) -> _Rendered:
+    def _fit(self, conversation: Conversation, ids: list[int], name: str) -> Prepared:
         fitted = self.renderer.fit(conversation, encoded=ids, where=name)
         if fitted is None:
             too_long = f"too long to score: {len(ids)} tokens, at most {self.renderer.max_length}"
-            return _Rendered(None, len(ids), error=too_long)
-        return _Rendered(fitted.token_ids, len(fitted.token_ids), fitted.truncated)
+            return Prepared(name, None, len(ids), error=too_long)
+        return Prepared(name, fitted.token_ids, len(fitted.token_ids), fitted.truncated)
 
 
 def as_conversations(context: Conversation, completions: Sequence[Conversation | str]) -> list[Conversation]:
@@ -246,13 +321,16 @@ def as_conversations(context: Conversation, completions: Sequence[Conversation |
     return [[*context, *end] for end in ends]
 
 
-class _Rendered(NamedTuple):
-    """The token ids of a conversation, or why there are none."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The token ids of a conversation, or why there are none. `prompt_length`: tokens before its last message."""
 
+    name: str
     ids: list[int] | None
     num_tokens: int = 0
     truncated: bool = False
     error: str | None = None
+    prompt_length: int = 0
 
 
 def _one_line(error: DataError | ModelError) -> str:

@@ -18,7 +18,7 @@ Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,13 +41,16 @@ CALL_COST = 4000
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
+Prefixes = Sequence[tuple[Tensor, Tensor] | None]
+"""For each tree the keys and values (J, P, D) of its prefix in one layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Queries [q_start, q_end) against keys [k_start, k_end) of the row.
+    """Queries [q_start, q_end) against keys [k_start, k_end) of the row, or of a tree's prefix.
 
     `causal`: query i sees keys up to i (the two ranges are one). `mask_QK`: which keys are seen, or None for all.
-    `first`: no earlier part wrote these queries.
+    `first`: no earlier part wrote these queries. `prefix_of`: the index of the tree whose prefix holds the keys.
     """
 
     q_start: int
@@ -57,6 +60,7 @@ class Part:
     causal: bool
     mask_QK: Tensor | None
     first: bool
+    prefix_of: int | None = None
 
     @property
     def area(self) -> int:
@@ -89,7 +93,9 @@ class PositionMask:
         """For each tree, the parts that cover exactly what its tokens may see."""
         if self._layout is not layout:
             self._layout, self._masks, self._fast_parts = layout, {}, []
-            self._parts = [tuple(self._tree_parts(tree)) for tree in layout.trees]
+            self._parts = [
+                (*self._tree_parts(tree), *self._prefix_parts(t, tree)) for t, tree in enumerate(layout.trees)
+            ]
         return self._parts
 
     def fast_parts(self, layout: TreeLayout) -> list[Part]:
@@ -97,19 +103,20 @@ class PositionMask:
         all_parts = self.parts(layout)
         if not self._fast_parts:
             for tree, parts in zip(layout.trees, all_parts, strict=True):
-                if len(tree) ** 2 <= sum(part.area for part in parts) + CALL_COST * (len(parts) - 1):
-                    mask = None if len(parts) == 1 else self.tree_mask(layout, tree, torch.device("cpu"))
-                    one = Part(tree.start, tree.end, tree.start, tree.end, mask is None, mask, first=True)
-                    parts = parts if len(parts) == 1 else (one,)
-                self._fast_parts += parts
+                above = [part for part in parts if part.prefix_of is not None]
+                own = [part for part in parts if part.prefix_of is None]
+                if len(own) > 1 and len(tree) ** 2 <= sum(part.area for part in own) + CALL_COST * (len(own) - 1):
+                    mask = _mask_of(own, tree.start, tree.end)
+                    own = [Part(tree.start, tree.end, tree.start, tree.end, False, mask, first=True)]
+                self._fast_parts += own + above
         return self._fast_parts
 
     def tree_mask(self, layout: TreeLayout, tree: TreeSpan, device: torch.device) -> Tensor:
-        """What the tokens of one tree see of each other, bool (N, N)."""
+        """What the tokens of one tree see of its prefix and of each other, bool (N, P + N)."""
         key = (tree.start, device)
         if key not in self._masks:
             parts = self.parts(layout)[layout.trees.index(tree)]
-            self._masks[key] = _mask_of(parts, tree.start, tree.end).to(device)
+            self._masks[key] = _mask_of(parts, tree.start, tree.end, tree.num_prefix_tokens).to(device)
         return self._masks[key]
 
     def _tree_parts(self, tree: TreeSpan) -> Iterator[Part]:
@@ -120,9 +127,23 @@ class PositionMask:
                 where="policy.attention",
                 fix="policy.attention=rows",
             )
-        if bool(self.allowed(last, torch.arange(tree.depth)).all()):  # nothing is out of the last token's sight
-            return self._causal_parts(tree)
-        return self._patterned_parts(tree)
+        return self._causal_parts(tree) if self._sees_all(tree) else self._patterned_parts(tree)
+
+    def _sees_all(self, tree: TreeSpan) -> bool:
+        """Whether nothing is out of the last token's sight."""
+        return bool(self.allowed(torch.tensor([tree.depth - 1]), torch.arange(tree.depth)).all())
+
+    def _prefix_parts(self, t: int, tree: TreeSpan) -> Iterator[Part]:
+        """The parts of a tree's tokens against its prefix; each comes after the tokens' first part."""
+        before = tree.num_prefix_tokens
+        if before and self._sees_all(tree):
+            yield Part(tree.start, tree.end, 0, before, False, None, first=False, prefix_of=t)
+        elif before:
+            root = Segment(0, before, before, 0, None)
+            for own in tree.segments:
+                queries = torch.arange(own.depth, own.depth + len(own))
+                for part in _trimmed(own, root, self.allowed(queries, torch.arange(before))):
+                    yield replace(part, prefix_of=t)
 
     @staticmethod
     def _causal_parts(tree: TreeSpan) -> Iterator[Part]:
@@ -174,6 +195,7 @@ def _tree_attention(
 ) -> tuple[Tensor, None]:
     mask, layout = _checked(module, query_BHTD, attention_mask, tree_layout, kwargs)
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+    prefixes = None if layout.exchange is None else layout.exchange.enter(key_BJTD, value_BJTD)
     out: Tensor
     if softcap is not None or s_aux is not None:
         out = _by_tree(
@@ -182,12 +204,18 @@ def _tree_attention(
             value_BJTD,
             layout,
             lambda q, k, v, tree: _arithmetic(q, k, v, mask.tree_mask(layout, tree, q.device), scale, softcap, s_aux),
+            prefixes,
         )
     elif query_BHTD.device.type == "cpu" and query_BHTD.shape[-1] == value_BJTD.shape[-1]:
         query_BHTD, key_BJTD, value_BJTD = _in_one_dtype(query_BHTD, key_BJTD, value_BJTD)
-        out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, mask.fast_parts(layout), scale)  # type: ignore[no-untyped-call]
+        parts = mask.fast_parts(layout)
+        if prefixes is None:
+            out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, parts, scale)  # type: ignore[no-untyped-call]
+        else:
+            out, _ = _sliced(query_BHTD, key_BJTD, value_BJTD, parts, scale, prefixes)
+            out = out.view(query_BHTD.shape)
     else:
-        out = _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, layout, scale)
+        out = _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, layout, scale, prefixes)
     return out.transpose(1, 2), None
 
 
@@ -204,6 +232,7 @@ def _dense_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     mask, layout = _checked(module, query_BHTD, attention_mask, tree_layout, kwargs)
+    assert layout.exchange is None, "the reference computes every token"
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     mask_TT = dense_mask(mask, layout).to(query_BHTD.device)
     out = _arithmetic(query_BHTD, key_BJTD, value_BJTD, mask_TT, scale, softcap, s_aux)
@@ -253,27 +282,40 @@ def _by_tree(
     value_BJTD: Tensor,
     layout: TreeLayout,
     attend: Callable[[Tensor, Tensor, Tensor, TreeSpan], Tensor],
+    prefixes: Prefixes | None = None,
 ) -> Tensor:
     sizes = [len(tree) for tree in layout.trees]
     # split, not slices: its backward writes each gradient once, where a slice's fills a whole row with zeros
-    pieces = zip(*(torch.split(x, sizes, dim=2) for x in (query_BHTD, key_BJTD, value_BJTD)), layout.trees, strict=True)
-    return torch.cat([attend(q, k, v, tree) for q, k, v, tree in pieces], dim=2)
+    queries, keys, values = (torch.split(x, sizes, dim=2) for x in (query_BHTD, key_BJTD, value_BJTD))
+    outs = []
+    for t, tree in enumerate(layout.trees):
+        key, value = keys[t], values[t]
+        if prefixes is not None and (prefix := prefixes[t]) is not None:
+            key, value = (torch.cat([x.to(own)[None], own], dim=2) for x, own in zip(prefix, (key, value), strict=True))
+        outs.append(attend(queries[t], key, value, tree))
+    return torch.cat(outs, dim=2)
 
 
 def _masked_attention(
-    query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor, mask: PositionMask, layout: TreeLayout, scale: float
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    mask: PositionMask,
+    layout: TreeLayout,
+    scale: float,
+    prefixes: Prefixes | None = None,
 ) -> Tensor:
     """One call of PyTorch's attention per tree, with a mask (any device)."""
     # Not `enable_gqa`: together with a mask it leaves CUDA only the slow kernel (transformers avoids it too).
     repeats = query_BHTD.shape[1] // key_BJTD.shape[1]
-    key_BHTD, value_BHTD = (x.repeat_interleave(repeats, dim=1) for x in (key_BJTD, value_BJTD))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tree: TreeSpan) -> Tensor:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, mask.tree_mask(layout, tree, query.device), scale=scale
         )
 
-    return _by_tree(query_BHTD, key_BHTD, value_BHTD, layout, attend)
+    return _by_tree(query_BHTD, key_BJTD, value_BJTD, layout, attend, prefixes)
 
 
 def _arithmetic(
@@ -300,6 +342,44 @@ def _arithmetic(
     return weights.to(value.dtype) @ value
 
 
+def _sliced(
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    parts: Sequence[Part],
+    scale: float,
+    prefixes: Prefixes | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The merged output (J, R, T, D) of the parts of a row, and its log-sum-exp (J, R, T)."""
+    query, key, value = _by_key_head(query_BHTD, key_BJTD, value_BJTD)
+    repeats = query.shape[1]
+    out = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    for part in parts:
+        q, k = slice(part.q_start, part.q_end), slice(part.k_start, part.k_end)
+        keys, values = key, value
+        if part.prefix_of is not None:
+            assert prefixes is not None and (prefix := prefixes[part.prefix_of]) is not None
+            keys, values = (x.to(query.dtype).unsqueeze(1).expand(-1, repeats, -1, -1) for x in prefix)
+        part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[:, :, q],
+            keys[:, :, k],
+            values[:, :, k],
+            0.0,
+            part.causal,
+            attn_mask=_additive(part.mask_QK, query.dtype),
+            scale=scale,
+        )
+        if part.first:
+            out[:, :, q], lse[:, :, q] = part_out, part_lse
+        else:
+            merged = torch.logaddexp(lse[:, :, q], part_lse)
+            old_weight, weight = (torch.exp(x - merged).unsqueeze(-1) for x in (lse[:, :, q], part_lse))
+            out[:, :, q] = out[:, :, q] * old_weight + part_out * weight
+            lse[:, :, q] = merged
+    return out, lse
+
+
 class _SlicedAttention(torch.autograd.Function):
     """Flash attention over the parts of a row, merged by log-sum-exp (CPU).
 
@@ -313,27 +393,7 @@ class _SlicedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor, parts: Sequence[Part], scale: float
     ) -> Tensor:
-        query, key, value = _by_key_head(query_BHTD, key_BJTD, value_BJTD)
-        out = torch.empty_like(query)
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        for part in parts:
-            q, k = slice(part.q_start, part.q_end), slice(part.k_start, part.k_end)
-            part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, q],
-                key[:, :, k],
-                value[:, :, k],
-                0.0,
-                part.causal,
-                attn_mask=_additive(part.mask_QK, query.dtype),
-                scale=scale,
-            )
-            if part.first:
-                out[:, :, q], lse[:, :, q] = part_out, part_lse
-            else:
-                merged = torch.logaddexp(lse[:, :, q], part_lse)
-                old_weight, weight = (torch.exp(x - merged).unsqueeze(-1) for x in (lse[:, :, q], part_lse))
-                out[:, :, q] = out[:, :, q] * old_weight + part_out * weight
-                lse[:, :, q] = merged
+        out, lse = _sliced(query_BHTD, key_BJTD, value_BJTD, parts, scale)
         ctx.save_for_backward(query_BHTD, key_BJTD, value_BJTD, out, lse)
         ctx.parts, ctx.scale = parts, scale
         return out.view(query_BHTD.shape)
@@ -383,10 +443,12 @@ def _additive(mask_QK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(mask_QK.shape, dtype=dtype).masked_fill_(~mask_QK, float("-inf"))
 
 
-def _mask_of(parts: Sequence[Part], start: int, end: int) -> Tensor:
-    mask = torch.zeros(end - start, end - start, dtype=torch.bool)
+def _mask_of(parts: Sequence[Part], start: int, end: int, num_prefix_tokens: int = 0) -> Tensor:
+    """What the tokens `start` to `end` see of a prefix of P tokens and of each other, bool (N, P + N)."""
+    mask = torch.zeros(end - start, num_prefix_tokens + end - start, dtype=torch.bool)
     for part in parts:
-        block = mask[part.q_start - start : part.q_end - start, part.k_start - start : part.k_end - start]
+        offset = num_prefix_tokens - start if part.prefix_of is None else 0
+        block = mask[part.q_start - start : part.q_end - start, part.k_start + offset : part.k_end + offset]
         if part.causal:
             block |= torch.ones_like(block).tril()
         else:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treeward.tree.prefix import Exchange, Kept, Prefix
 from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length
 
 __all__ = [
@@ -42,12 +43,17 @@ MIN_SHARED_BETWEEN_SEQUENCES = 8
 
 @dataclass(frozen=True, slots=True)
 class TreeSpan:
-    """One tree's place in the row: tokens `start` to `end`, its longest conversation `depth`, its segments."""
+    """One tree's place in the row: tokens `start` to `end`, its longest conversation `depth`, its segments.
+
+    `num_prefix_tokens`: tokens that come before its root and are not in the row; `depth` and those of the segments
+    count them.
+    """
 
     start: int
     end: int
     depth: int
     segments: tuple[Segment, ...]
+    num_prefix_tokens: int = 0
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -55,10 +61,15 @@ class TreeSpan:
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """What attention must know of a row of T tokens: its trees, left to right, and each token's position (T,)."""
+    """What attention must know of a row of T tokens: its trees, left to right, and each token's position (T,).
+
+    `exchange`: the prefixes of the trees, and what is to be kept; None where there is neither. It is used up by one
+    forward pass.
+    """
 
     trees: tuple[TreeSpan, ...]
     positions_T: Tensor
+    exchange: Exchange | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -85,11 +96,18 @@ class TreeBatch:
 
     @classmethod
     def from_groups(
-        cls, groups: Sequence[Sequence[TokenIds]], *, min_shared: int = MIN_SHARED_BETWEEN_GROUPS
+        cls,
+        groups: Sequence[Sequence[TokenIds]],
+        *,
+        min_shared: int = MIN_SHARED_BETWEEN_GROUPS,
+        prefixes: Sequence[Prefix | None] | None = None,
+        keep: Sequence[tuple[int, int, int]] = (),
     ) -> TreeBatch:
         """Pack groups of non-empty token sequences. `min_shared`: tokens that groups must share to share a tree.
 
-        Raises `ValueError` for an empty group, sequence or batch.
+        `prefixes`: for each group the prefix that its sequences continue, which are given without it; such groups
+        share no trees. `keep`: (group, sequence in the group, tokens): what is to be kept as a prefix, the group's own
+        prefix and then so many tokens of that sequence. Raises `ValueError` for an empty group, sequence or batch.
         """
         if not groups or any(len(group) == 0 for group in groups):
             raise ValueError("a TreeBatch needs at least one group, and every group at least one sequence")
@@ -100,15 +118,27 @@ class TreeBatch:
         spans: list[TreeSpan] = []
         reads = np.empty(len(sequences), dtype=np.int64)
         offset = 0
-        for members in _clusters(sequences, sizes, min_shared):
+        # With prefixes or something to keep, every group is a tree of its own: which is which is then plain.
+        alone = prefixes is not None or bool(keep)
+        of_groups = [None] * len(groups) if prefixes is None else list(prefixes)
+        for members in _ranges(sizes) if alone else _clusters(sequences, sizes, min_shared):
+            prefix = of_groups[len(spans)] if alone else None
+            before = 0 if prefix is None else len(prefix)
             tree = TokenTree.from_sequences([sequences[i] for i in members])
             tokens.append(tree.tokens_N)
-            positions.append(tree.positions_N)
-            segments = tuple(segment.shifted(offset) for segment in tree.segments)
-            spans.append(TreeSpan(offset, offset + tree.num_tokens, tree.depth, segments))
+            positions.append(tree.positions_N + before)
+            segments = tuple(segment.shifted(offset, before) for segment in tree.segments)
+            spans.append(TreeSpan(offset, offset + tree.num_tokens, tree.depth + before, segments, before))
             reads[members] = tree.reads_S + offset
             offset += tree.num_tokens
-        layout = TreeLayout(tuple(spans), torch.from_numpy(np.concatenate(positions)))
+        exchange = None
+        if alone:
+            starts = np.cumsum([0, *sizes])
+            kept = [
+                Kept(of_groups[g], _path(spans[g], int(reads[starts[g] + k]), num_tokens)) for g, k, num_tokens in keep
+            ]
+            exchange = Exchange(of_groups, kept)
+        layout = TreeLayout(tuple(spans), torch.from_numpy(np.concatenate(positions)), exchange)
         num_row_tokens = sum(len(sequence) for sequence in sequences)
         return cls(torch.from_numpy(np.concatenate(tokens)), layout, torch.from_numpy(reads), sizes, num_row_tokens)
 
@@ -220,13 +250,15 @@ def plan_sequences(
     max_tokens: int | None = None,
     max_sequences: int | None = None,
     share: bool = True,
+    known: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Plan the scoring of sequences that belong to no groups: micro-batches of groups of indices.
 
     In lexicographic order those that begin alike are neighbours, so they fall into one micro-batch and one group, and
     what they share is computed once; equal sequences cost nothing. With `share=False` (models that pad rows)
     sequences of similar length are neighbours instead. `max_tokens`: computed tokens per micro-batch; a sequence that
-    is longer on its own gets a micro-batch to itself. `max_sequences`: sequences per micro-batch.
+    is longer on its own gets a micro-batch to itself. `max_sequences`: sequences per micro-batch. `known`: of each
+    sequence, how many of its first tokens need not be computed.
     """
     if max_tokens is None and max_sequences is None:
         raise ValueError("plan_sequences needs max_tokens or max_sequences")
@@ -246,10 +278,11 @@ def plan_sequences(
         shared = 0 if previous is None else common_prefix_length(arrays[previous], arrays[i])
         if shared < min(MIN_SHARED_BETWEEN_SEQUENCES, len(arrays[i])):  # an equal is shared however short it is
             shared = 0
-        cost = len(arrays[i]) - shared
+        free = 0 if known is None else known[i]
+        cost = len(arrays[i]) - max(shared, free)
         if not plan or (cost and used + cost > max_tokens) or count == max_sequences:
             plan.append([])
-            used, count, shared, cost = 0, 0, 0, len(arrays[i])
+            used, count, shared, cost = 0, 0, 0, len(arrays[i]) - free
         if shared:
             plan[-1][-1].append(i)
         else:
@@ -258,6 +291,28 @@ def plan_sequences(
         count += 1
         previous = i
     return plan
+
+
+def _ranges(sizes: Sequence[int]) -> list[list[int]]:
+    """The sequences of each group."""
+    starts = np.cumsum([0, *sizes]).tolist()
+    return [list(range(start, end)) for start, end in zip(starts, starts[1:], strict=False)]
+
+
+def _path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Where in the row the first `num_tokens` tokens of a tree's sequence lie, whose last one is at `read`."""
+    at: int | None = next(i for i, segment in enumerate(tree.segments) if segment.start <= read < segment.end)
+    path: list[Segment] = []
+    while at is not None:
+        path.append(tree.segments[at])
+        at = path[-1].parent
+    ranges: list[tuple[int, int]] = []
+    for segment in reversed(path):
+        if num_tokens > 0:
+            taken = min(num_tokens, len(segment))
+            ranges.append((segment.start, segment.start + taken))
+            num_tokens -= taken
+    return tuple(ranges)
 
 
 def _clusters(sequences: Sequence[np.ndarray], sizes: Sequence[int], min_shared: int) -> list[list[int]]:

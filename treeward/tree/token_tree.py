@@ -39,9 +39,13 @@ class Segment:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def shifted(self, tokens: int) -> Segment:
-        """This segment where `tokens` tokens lie before its tree; `parent` still counts within the tree."""
-        return Segment(self.start + tokens, self.end + tokens, self.subtree_end + tokens, self.depth, self.parent)
+    def shifted(self, tokens: int, depth: int = 0) -> Segment:
+        """This segment where `tokens` tokens lie before its tree, whose root continues `depth` tokens; `parent` still
+        counts within the tree.
+        """
+        return Segment(
+            self.start + tokens, self.end + tokens, self.subtree_end + tokens, self.depth + depth, self.parent
+        )
 
 
 @dataclass(frozen=True, slots=True)

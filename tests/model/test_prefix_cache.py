@@ -1,0 +1,125 @@
+"""Scores with a prefix cache are those without one, whatever was scored before, and only what is new is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.families import DECODERS, VOCABULARY, tiny_model
+from treeward.errors import ConfigError
+from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
+from treeward.model.reward_model import RewardModel
+from treeward.tree.prefix import Prefix
+
+TOLERANCE = 1e-5
+
+
+def _ids(generator: np.random.Generator, length: int) -> list[int]:
+    return [int(i) for i in generator.integers(3, VOCABULARY, length)]
+
+
+def _prefix(length: int, num_bytes_per_token: int = 8) -> Prefix:
+    part = torch.zeros(1, length, num_bytes_per_token // 8, dtype=torch.float32)
+    return Prefix((part,), (part,))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_scores_are_those_without_a_cache(family: str) -> None:
+    model, cache = RewardModel(tiny_model(family)).eval(), PrefixCache(2**30)
+    assert model.layout == "tree"
+    generator = np.random.default_rng(0)
+    system = _ids(generator, 40)
+    prompts = [system + _ids(generator, 30), system + _ids(generator, 50), _ids(generator, 35)]
+    for answers in ((1, 7, 20), (1, 7, 20), (1, 3)):  # first nothing is known, then the prompts are
+        sequences = [prompt + _ids(generator, n) for prompt in prompts for n in answers]
+        lengths = [len(prompt) for prompt in prompts for _ in answers]
+        plain = model.score_tokens(sequences)
+        cached = model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
+        assert (cached - plain).abs().max() < TOLERANCE
+    assert cache.num_reused_tokens > 0
+
+
+def test_only_what_is_new_is_computed() -> None:
+    model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
+    generator = np.random.default_rng(1)
+    prompt, other = _ids(generator, 64), _ids(generator, 40)
+    score = lambda sequences, lengths: model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)  # noqa: E731
+    score([prompt + [5, 6]], [64])
+    assert model.num_computed_tokens == 66
+    score([prompt + [7], prompt + [8, 9], other + [7]], [64, 64, 40])
+    assert model.num_computed_tokens == 66 + 3 + 41
+    score([prompt + [7, 7], other + [8, 8, 8]], [64, 40])
+    assert model.num_computed_tokens == 110 + 2 + 3
+    assert model.num_row_tokens == 66 + 65 + 66 + 41 + 66 + 43
+    # The next turn continues the first answer: the longer prompt takes the place of the shorter one, and serves both.
+    turn = prompt + _ids(generator, 30)
+    score([turn + [9]], [94])
+    assert len(cache) == 2
+    before = model.num_computed_tokens
+    score([prompt + [4, 4, 4], turn + [4, 4]], [64, 94])
+    assert model.num_computed_tokens - before == 3 + 2
+
+
+def test_a_sequence_that_is_known_to_its_end_is_read_all_the_same() -> None:
+    model, cache = RewardModel(tiny_model("qwen3")).eval(), PrefixCache(2**30)
+    prompt = _ids(np.random.default_rng(2), 50)
+    model.score_tokens([prompt + [3, 4]], cache=cache, prompt_lengths=[50])
+    before = model.num_computed_tokens
+    short = model.score_tokens([prompt, prompt[:40]], cache=cache, prompt_lengths=[0, 0])
+    assert model.num_computed_tokens - before == 2
+    assert (short - model.score_tokens([prompt, prompt[:40]])).abs().max() < TOLERANCE
+
+
+def test_prompts_with_a_common_beginning_are_each_continued_from_their_own_end() -> None:
+    model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
+    generator = np.random.default_rng(3)
+    system = _ids(generator, 40)
+    prompts = [system + _ids(generator, 40) for _ in range(3)]
+    model.score_tokens([p + [3] for p in prompts[:2]], cache=cache, prompt_lengths=[80, 80])
+    before = model.num_computed_tokens
+    model.score_tokens([p + [4, 4] for p in prompts], cache=cache, prompt_lengths=[80] * 3)
+    assert model.num_computed_tokens - before == 2 + 2 + (40 + 2)
+
+
+def test_rows_have_no_use_for_a_cache() -> None:
+    model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
+    model.layout = "rows"
+    ids = _ids(np.random.default_rng(4), 50)
+    model.score_tokens([ids], cache=cache, prompt_lengths=[40])
+    assert len(cache) == 0
+
+
+def test_the_least_recently_used_go_first() -> None:
+    size = _prefix(40).num_bytes
+    cache = PrefixCache(2 * size)
+    keys = [[n] * 40 for n in (1, 2, 3)]
+    cache.put(keys[0], _prefix(40))
+    cache.put(keys[1], _prefix(40))
+    assert len(cache.get(keys[0] + [9], 40)) == 40
+    cache.put(keys[2], _prefix(40))
+    assert [cache.match(key + [9]) for key in keys] == [40, 0, 40]
+    assert (cache.num_bytes, cache.num_evicted, cache.num_kept) == (2 * size, 1, 3)
+    cache.clear()
+    assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+def test_it_never_holds_more_than_its_bytes() -> None:
+    generator = np.random.default_rng(5)
+    cache = PrefixCache(3000)
+    for _ in range(300):
+        length = int(generator.integers(1, 120))
+        tokens = generator.integers(0, 3, length).tolist()
+        cache.put(tokens, _prefix(length))
+        assert cache.num_bytes <= 3000
+        assert cache.num_bytes == sum(entry.num_bytes for entry in cache._entries.values())
+        assert sorted(cache._entries) == cache._sorted
+
+
+def test_what_is_too_short_or_too_large_is_not_kept() -> None:
+    cache = PrefixCache(_prefix(50).num_bytes)
+    cache.put([1] * (MIN_PREFIX_TOKENS - 1), _prefix(MIN_PREFIX_TOKENS - 1))
+    cache.put([1] * 51, _prefix(51))
+    assert len(cache) == 0
+    with pytest.raises(ConfigError):
+        PrefixCache(-1)

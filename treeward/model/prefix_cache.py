@@ -1,0 +1,106 @@
+"""`PrefixCache`: the keys and values of prompts that were scored before, within a budget of bytes.
+
+    cache = PrefixCache(max_bytes=2**30)
+    model.score_tokens(sequences, cache=cache, prompt_lengths=[120, 120])
+    model.score_tokens(more_answers, cache=cache, prompt_lengths=[120])     # computes only what is new
+
+Answers to one prompt do not always come in one call: a server sees them one by one, as a policy finishes them. What is
+found is exact: tokens that begin alike have the same keys and values, whatever comes after them. An entry serves any
+beginning of its tokens, and one that another continues makes room for it; the least recently used go first.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+
+import numpy as np
+
+from treeward.errors import ConfigError
+from treeward.tree.prefix import Prefix
+from treeward.tree.token_tree import TokenIds, common_prefix_length
+
+__all__ = ["MIN_PREFIX_TOKENS", "PrefixCache"]
+
+MIN_PREFIX_TOKENS = 32
+"""Shorter beginnings are not kept: computing them again costs about as much as looking them up."""
+
+
+class PrefixCache:
+    """Prefixes by their tokens. `max_bytes`: of keys and values; raises `ConfigError` if it is negative.
+
+    It belongs to one model as it is: after a change of its weights it must be cleared. One thread uses it at a time.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise ConfigError("a cache cannot have this size", field="max_bytes", got=max_bytes, need="0 or more bytes")
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_reused_tokens = self.num_kept = self.num_evicted = 0
+        """So far: tokens that were found and not computed again, and entries that were made and dropped."""
+        self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # least recently used first
+        self._sorted: list[bytes] = []  # the same keys in lexicographic order, which is that of their tokens
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def match(self, tokens: TokenIds) -> int:
+        """How many of the first tokens are known, at most all but the last; 0 where it is too few to matter."""
+        return self._longest(_key(tokens))[1]
+
+    def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
+        """The keys and values of the first `num_tokens` tokens, of which `match` said that they are known."""
+        key = _key(tokens)
+        entry, known = self._longest(key, whole=True)
+        assert entry is not None and num_tokens <= known, f"{num_tokens} of {known} known tokens"
+        self._entries.move_to_end(entry)
+        return self._entries[entry].first(num_tokens)
+
+    def put(self, tokens: TokenIds, prefix: Prefix) -> None:
+        """Keep the keys and values of all of these tokens, if they fit."""
+        key = _key(tokens)
+        size = prefix.num_bytes
+        if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key, whole=True)[1] == len(prefix):
+            return
+        place = bisect.bisect_left(self._sorted, key)
+        if place and key.startswith(self._sorted[place - 1]):  # this one continues it
+            self._drop(self._sorted[place - 1])
+        while self.num_bytes + size > self.max_bytes:
+            self._drop(next(iter(self._entries)))
+            self.num_evicted += 1
+        self._entries[key] = prefix
+        bisect.insort(self._sorted, key)
+        self.num_bytes += size
+        self.num_kept += 1
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self._sorted.clear()
+        self.num_bytes = 0
+
+    def _drop(self, key: bytes) -> None:
+        self.num_bytes -= self._entries.pop(key).num_bytes
+        del self._sorted[bisect.bisect_left(self._sorted, key)]
+
+    def _longest(self, key: bytes, *, whole: bool = False) -> tuple[bytes | None, int]:
+        """The entry that begins most like `key`, and how many tokens they share; all of the key's only if `whole`."""
+        place = bisect.bisect_left(self._sorted, key)
+        best, most = None, 0
+        for neighbour in self._sorted[max(place - 1, 0) : place + 1]:
+            shared = common_prefix_length(_tokens(neighbour), _tokens(key))
+            if shared > most:
+                best, most = neighbour, shared
+        if not whole:
+            most = min(most, len(key) // 8 - 1)
+        return (best, most) if most >= MIN_PREFIX_TOKENS else (None, 0)
+
+
+def _key(tokens: TokenIds) -> bytes:
+    """Bytes whose order is that of the tokens."""
+    return np.asarray(tokens, dtype=np.int64).astype(">i8").tobytes()
+
+
+def _tokens(key: bytes) -> np.ndarray:
+    return np.frombuffer(key, dtype=">i8")
