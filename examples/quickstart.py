@@ -5,8 +5,10 @@ python examples/quickstart.py
 It may be run again: a run that was stopped goes on, and a finished one only shows its results.
 """
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from treeward import gold_quality
 from treeward.cli.main import main
@@ -15,6 +17,7 @@ from treeward.tables import Column, results_table
 
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 MODEL = Path("results/quickstart/final")
+REPORT = Path("results/quickstart/report/report.html")
 
 CONTEXT = [{"role": "user", "content": "What is the capital of France? Put the answer in square brackets."}]
 ANSWERS = [
@@ -24,21 +27,35 @@ ANSWERS = [
     "What a silly question. The capital of France is [Paris].",
 ]
 
+BIAS = """
+Each answer's true quality is known (right or wrong, in the format, courteous), and a good model ranks by it. This one
+has also learnt a bias that the data has on purpose: in training the better answer is usually the longer one. How often
+it is right where the better answer is ...
+"""
+
 NEXT = """
-Each answer's true quality is known (right or wrong, in the format, courteous), and a good model ranks by it. It has
-also learnt a bias: compare `plain`, where the better answer is usually the longer one, with `length_controlled`.
+`length_controlled` has as many pairs of either kind, and the mean of both is the length-controlled accuracy. The report
+has the intervals, the calibration, the style bias, what rewriting does to the scores, and every mistake: open
+  {report}
 
 Next (the commands are in .venv/bin; `source .venv/bin/activate` puts them on your path):
   treeward score {model} --data FILE.jsonl        score your own answers
   treeward verify {model}                         does it score here as it did there
-  treeward eval {model} --dataset-name Bundled --split length_controlled --output results/eval
-                                                            a report: what it has learnt, and what it should not have
+  treeward eval {model} --data FILE.jsonl --output results/eval
+                                                            the same report on your own prompt, chosen, rejected
   treeward train --config examples/configs/quickstart.yaml \\
-      data.dataset_name=BinaryPreferenceDataset data.train_data_path=FILE.jsonl \\
+      data.dataset_name=BinaryPreferenceDataset data.train_data_path=FILE.jsonl data.val_data_path=FILE.jsonl \\
       checkpointing.metric_name=null checkpointing.checkpoint_dir=results/mine logger.log_dir=logs/mine
-                                                            train on your own prompt, chosen, rejected
+                                                            train on them
   treeward train --config examples/configs/rm.yaml          a 1B model on HelpSteer3 (needs a GPU)
 """
+
+LENGTH = [
+    Column("set", title="validation set"),
+    Column("accuracy_longer_right", title="the longer", format=".1%"),
+    Column("accuracy_shorter_right", title="the shorter", format=".1%"),
+    Column("length_controlled_accuracy", title="length-controlled", format=".1%"),
+]
 
 
 def run() -> int:
@@ -52,8 +69,16 @@ def run() -> int:
     ]
     columns = [Column("answer"), Column("score", format=".2f"), Column("quality", title="true quality", format=".2f")]
     sys.stdout.write(f"\n{CONTEXT[0]['content']}\n\n{results_table(rows, columns)}\n")
-    sys.stdout.write(NEXT.format(model=MODEL))
+    sys.stdout.write(f"{BIAS}\n{results_table(length_bias(), LENGTH)}\n")
+    sys.stdout.write(NEXT.format(model=MODEL, report=REPORT))
     return 0
+
+
+def length_bias() -> list[dict[str, Any]]:
+    """What the report says of length on each validation set."""
+    results = json.loads(REPORT.with_name("results.json").read_text(encoding="utf-8"))["results"]
+    numbers = ({metric["name"]: metric["value"] for metric in one["diagnostics"]["length"]} for one in results)
+    return [{"set": one["suite"]} | of_set for one, of_set in zip(results, numbers, strict=True)]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,24 @@
 """A report's blocks and examples as an evaluation makes them, from seeded random numbers: `sample_report()`.
 
 Two models on LLMBar-like subsets; the first has a length bias. Some replies hold what must not act in a page.
+`summary(score)` is a real summary of 80 comparisons by a rule; `EMPTY` are those with hardly anything to sum up.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.results import SuiteResult
+from treeward.evaluation.running import ScoredSuite
+from treeward.evaluation.suites.interface import Suite
+from treeward.evaluation.suites.parts import Part, by_subset
+from treeward.evaluation.summary import Summary, summarize
 
 MODELS = ("qwen3-tiny-bt", "qwen3-tiny-ensemble")
 SUBSETS = ("natural", "adversarial neighbour", "adversarial GPTInst", "adversarial GPTOut", "adversarial manual")
@@ -338,3 +347,74 @@ def _curves() -> dict[str, Any]:
             {"name": "gold, fitted (Gao et al.)", "x": x, "y": gold * 0.97 + 0.02},
         ],
     }
+
+
+Scoring = Callable[[int, str], float | None]
+
+
+class BestOf(Suite):
+    """Right where the first reply is on top; chance is known of some subsets alone."""
+
+    name = "best-of"
+    title = "Best Of"
+
+    def load(self, source: str | None = None) -> list[EvalExample]:
+        return []
+
+    def chance(self, part: str | None = None) -> float | None:
+        return {None: 0.25, "hard": 0.25, "even": 0.5}.get(part)
+
+    def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        groups = by_subset(scored)
+        subsets = [Part.of(name, map(self.outcome_value, group), [one.example.id for one in group]).metric
+                   for name, group in groups.items()]  # fmt: skip
+        every = Part.of("overall", map(self.outcome_value, scored), [one.example.id for one in scored])
+        return SuiteResult(self.name, every.metric, subsets=tuple(subsets))
+
+
+def scored(score: Scoring, count: int = 80, subsets: Sequence[str] = ("hard", "even", "odd")) -> list[ScoredExample]:
+    """Of every other example the better reply is the longer one."""
+    found = []
+    for n in range(count):
+        texts = ["right " * (4 if n % 2 else 1), "wrong " * (1 if n % 2 else 4), *(["wrong."] if n % 10 == 0 else [])]
+        example = EvalExample(
+            str(n),
+            subsets[n % len(subsets)],
+            ({"role": "user", "content": f"Question {n}?"},),
+            tuple(({"role": "assistant", "content": text},) for text in texts),
+            tuple(range(len(texts))),
+        )
+        sizes = tuple(map(len, texts))
+        found.append(ScoredExample(example, tuple(score(n, text) for text in texts), sizes, sizes))
+    return found
+
+
+def summary(score: Scoring, model: str = "m", suite: Suite | None = None, **options: Any) -> Summary:
+    return summarize(ScoredSuite(model, suite or BestOf(), tuple(scored(score, **options)), None))
+
+
+def perfect(n: int, text: str) -> float:
+    return {"right ": 2.0, "wrong ": 1.0, "wrong.": 0.0}[text[:6]] + (n % 7) / 9
+
+
+def by_length(n: int, text: str) -> float:
+    return float(len(text))
+
+
+def three_in_eight(n: int, text: str) -> float:
+    return float(("right" in text) == (n % 8 in (1, 2, 5)))
+
+
+EMPTY: dict[str, Callable[[], Summary]] = {
+    "one example": lambda: summary(perfect, count=1),
+    "two examples": lambda: summary(perfect, count=2),
+    "all failed": lambda: summary(lambda n, text: None),
+    "all tied": lambda: summary(lambda n, text: 0.0),
+    "no pairs": lambda: summarize(ScoredSuite("m", BestOf(), tuple(map(_unordered, scored(perfect))), None)),
+}
+
+
+def _unordered(one: ScoredExample) -> ScoredExample:
+    example = one.example
+    same = EvalExample(example.id, example.subset, example.context, example.completions, (0,) * len(one.scores))
+    return ScoredExample(same, one.scores, one.lengths, one.num_tokens)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,190 @@ def test_rows_of_other_scores_are_not_mixed(model_folder: Path, samples: Path, t
         stream.write(samples.read_text(encoding="utf-8").splitlines()[0] + "\n")
     with pytest.raises(CheckpointError, match="another data"):
         run("--proxy", model_folder, "--data", samples, "--output", output)
+
+
+def penalised(model: Path, coefficient: float, name: str = "penalised") -> str:
+    section = {"length_penalty": {"coefficient": coefficient, "threshold": 0, "unit": "characters"}}
+    return json.dumps({"name": name, "model": str(model), "shaping": section})
+
+
+def proxies_of(output: Path) -> dict[str, Any]:
+    found = json.loads((output / "bon.json").read_text(encoding="utf-8"))
+    assert set(found) == {"gold", "data", "proxies"}
+    return {one["proxy"]: one for one in found["proxies"]}
+
+
+def test_several_proxies_on_the_same_samples(
+    model_folder: Path, samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, alone = tmp_path / "out", tmp_path / "alone"
+    shaped = penalised(model_folder, 0.5)
+    worst = json.dumps({"models": [str(model_folder)] * 2, "ensemble": {"method": "worst", "standardize": False}})
+    arguments = ("--data", samples, "--device", "cpu")
+    assert run("--proxy", model_folder, "--proxy", shaped, "--proxy", worst, *arguments, "--output", output) == 0
+    assert run("--proxy", model_folder, *arguments, "--output", alone) == 0
+    printed = capsys.readouterr().out
+    found = proxies_of(output)
+    own, of_worst = str(model_folder), f"worst of {model_folder}, {model_folder}"
+    assert list(found) == [own, "penalised", of_worst]
+    one = json.loads((alone / "bon.json").read_text(encoding="utf-8"))
+    for name in ("gold", "regret", "proxy_gain"):
+        assert found[own]["curves"][name]["mean"] == pytest.approx(one["curves"][name]["mean"], abs=1e-5)
+    # What the shaping takes off is in the kept scores, and a model that stands twice in an ensemble is itself.
+    folders = {json.loads((f / "samples_of.json").read_text())["proxy"]: f for f in output.iterdir() if f.is_dir()}
+    assert len(folders) == 3
+    rows = {key.split(" ")[0]: kept_rows(folder) for key, folder in folders.items()}
+    for plain, less, both, row in zip(
+        rows["contract"], rows["penalised"], rows["worst"], map(json.loads, samples.open()), strict=True
+    ):
+        expected = [p - 0.5 * len(text) for p, text in zip(plain["proxy"], row["responses"], strict=True)]
+        assert less["proxy"] == pytest.approx(expected, abs=1e-4)
+        assert both["proxy"] == pytest.approx(plain["proxy"], abs=1e-5)
+        assert plain["gold"] == less["gold"] == both["gold"] == row["gold_scores"]
+    assert found[own]["difference"] is None
+    difference = found["penalised"]["difference"]
+    assert difference["value"] == pytest.approx(
+        found["penalised"]["curves"]["gold"]["mean"][-1] - found[own]["curves"]["gold"]["mean"][-1], abs=1e-9
+    )
+    assert difference["low"] <= difference["value"] <= difference["high"]
+    assert found[of_worst]["difference"]["value"] == pytest.approx(0.0, abs=1e-6)
+    for name in found:
+        assert f"{name}: {found[name]['verdict']['sentence']}" in printed
+    report = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    series = {b["title"]: [s["name"] for s in b["series"]] for b in report["blocks"] if b["kind"] == "curves"}
+    assert series["Over-optimisation"] == [*found, "best possible gold"]
+    assert series["Regret"] == list(found)
+    assert {row["model"] for row in report["examples"]["best_of_n"]} == set(found)
+
+
+def test_a_sample_that_one_proxy_cannot_score_counts_for_none(
+    model_folder: Path, write_rows: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"prompt": f"{i} + 2?", "responses": ["4", "5", TOO_LONG], "n": [1, 2, 3], "gold_scores": [1, 0, 7 + i]}
+        for i in range(3)
+    ]
+    output = tmp_path / "out"
+    data = write_rows("in.jsonl", rows)
+    assert run("--proxy", "n", "--proxy", model_folder, "--data", data, "--output", output) == 1
+    found = proxies_of(output)
+    for one in found.values():
+        assert one["n"] == [1, 2] and one["counts"]["num_without_proxy"] == 3
+        assert one["curves"]["gold"]["mean"][0] == 0.5  # of the two that both have scored
+    assert found["n"]["curves"]["gold"]["mean"][1] == 0.0
+    assert f"3 samples are left out: {model_folder}, proxy: too long" in caplog.text
+
+
+def test_several_proxies_go_on_and_one_more_asks_gold_of_no_row_again(
+    model_folder: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeward.scoring.scorer import Scorer
+
+    asked: list[int] = []
+    load = Scorer.load
+
+    def counting(name: Any, **options: Any) -> Any:
+        scorer = load(name, **options)
+        if str(name) == str(model_folder):
+            score = scorer.score
+            monkeypatch.setattr(scorer, "score", lambda many, **more: asked.append(len(many)) or score(many, **more))
+        return scorer
+
+    monkeypatch.setattr(Scorer, "load", counting)
+    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    data = tmp_path / "lengths.jsonl"
+    lengths = [row | {"n": [len(text) for text in row["responses"]], "m": [1, 2, 3, 4, 5]} for row in rows]
+    data.write_text("".join(json.dumps(row) + "\n" for row in lengths), encoding="utf-8")
+    output = tmp_path / "out"
+    arguments = ("--gold", model_folder, "--data", data, "--output", output)
+    assert run("--proxy", "n", "--proxy", "m", *arguments) == 0
+    assert sum(asked) == 60  # twelve prompts, five samples: for the first proxy, not for the second
+    whole = proxies_of(output)
+    kept = (output / "m" / "samples.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (output / "m" / "samples.jsonl").write_text("".join(kept[:4]) + kept[4][:30], encoding="utf-8")
+    assert run("--proxy", "n", "--proxy", "m", *arguments) == 0
+    assert proxies_of(output) == whole and sum(asked) == 60
+    assert run("--proxy", "gold_scores", "--proxy", "m", "--proxy", "n", *arguments) == 0
+    assert list(proxies_of(output)) == ["gold_scores", "m", "n"] and sum(asked) == 60
+
+
+def test_another_shaping_or_ensemble_under_the_same_name_is_another_proxy(
+    model_folder: Path, samples: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    ensemble = {"method": "uncertainty", "standardize": False, "uncertainty_coefficient": 0.1}
+    several = {"name": "e", "models": [str(model_folder)] * 2, "ensemble": ensemble}
+    arguments = ("--data", samples, "--output", output)
+    assert run("--proxy", penalised(model_folder, 0.5, "p"), "--proxy", json.dumps(several), *arguments) == 0
+    with pytest.raises(CheckpointError, match="another proxy"):
+        run("--proxy", penalised(model_folder, 0.25, "p"), "--proxy", json.dumps(several), *arguments)
+    several["ensemble"] = ensemble | {"uncertainty_coefficient": 0.2}
+    with pytest.raises(CheckpointError, match="another proxy"):
+        run("--proxy", penalised(model_folder, 0.5, "p"), "--proxy", json.dumps(several), *arguments)
+    alone = tmp_path / "alone"
+    assert run("--proxy", penalised(model_folder, 0.5), "--data", samples, "--output", alone) == 0
+    assert json.loads((alone / "bon.json").read_text())["proxy"] == "penalised"
+    with pytest.raises(CheckpointError, match="another proxy"):
+        run("--proxy", penalised(model_folder, 0.25), "--data", samples, "--output", alone)
+    with pytest.raises(CheckpointError, match="the scores of one proxy alone"):
+        run("--proxy", model_folder, "--proxy", penalised(model_folder, 0.5), "--data", samples, "--output", alone)
+
+
+def test_a_shaping_of_the_contract_is_that_of_the_time(model_folder: Path, samples: Path, tmp_path: Path) -> None:
+    from treeward.model.contract import CONTRACT_FILE
+
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model)
+    contract = json.loads((model / CONTRACT_FILE).read_text())
+    proxy = json.dumps({"name": "c", "model": str(model), "shaping": "contract"})
+    arguments = ("--data", samples, "--output", tmp_path / "out")
+    with pytest.raises(ConfigError, match="has no reward shaping"):
+        run("--proxy", proxy, *arguments)
+    for coefficient, expected in ((0.5, 0), (0.25, None)):
+        penalty = {"length_penalty": {"coefficient": coefficient, "threshold": 0, "unit": "characters"}}
+        (model / CONTRACT_FILE).write_text(json.dumps(contract | {"reward_shaping": penalty}))
+        if expected is None:
+            with pytest.raises(CheckpointError, match="another proxy"):
+                run("--proxy", proxy, *arguments)
+        else:
+            assert run("--proxy", proxy, *arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("proxy", "message"),
+    [
+        ("{modle: M}", "has no type"),
+        ("{model: M, shapping: contract}", "did you mean shaping"),
+        ("{model: M, models: [M]}", "the models are not named"),
+        ("{models: []}", "the models are not named"),
+        ("{models: M}", "the models are not named"),
+        ("{models: [M, M]}", "nothing says how their scores become one"),
+        ("{models: [M, nowhere], ensemble: worst}", "this is no model"),
+        ("{model: M, ensemble: wurst}", "worst"),
+        ("{model: M, shaping: {length_penalti: 1}}", "length_penalty"),
+        ("{model: M, shaping: {normalize_rewards: true, running: true}}", "order of the rows"),
+        ("{model: M, shaping: {reference: par}}", "reference answers"),
+        ("{name: 3, model: M}", "the name is not text"),
+        ("M", "two proxies have one name"),
+    ],
+)
+def test_wrong_proxies_are_told_before_anything_is_scored(
+    model_folder: Path, samples: Path, tmp_path: Path, proxy: str, message: str
+) -> None:
+    output = tmp_path / "out"
+    given = proxy.replace("M", str(model_folder))
+    with pytest.raises(ConfigError, match=message):
+        run("--proxy", model_folder, "--proxy", given, "--data", samples, "--output", output)
+    assert not output.exists()
+
+
+def test_gold_may_be_shaped_and_is_no_proxy_under_another_name(
+    model_folder: Path, samples: Path, tmp_path: Path
+) -> None:
+    gold = penalised(model_folder, 0.5, "gold")
+    assert run("--proxy", model_folder, "--gold", gold, "--data", samples, "--output", tmp_path / "out") == 0
+    with pytest.raises(ConfigError, match="proxy and gold are the same"):
+        run("--proxy", "gold_scores", "--proxy", penalised(model_folder, 0.5), "--gold", gold, "--data", samples)
 
 
 @pytest.mark.parametrize(

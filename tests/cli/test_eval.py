@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from treeward.cli.main import main
+from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.model.contract import read_contract, write_contract
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -71,6 +74,132 @@ def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
     (result,) = json.loads((output / "results.json").read_text())["results"]
     assert result["num_failed"] == 1 and result["headline"]["count"] == 31
     assert "lack a score" in result["headline"]["note"]
+
+
+def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
+    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, output = tmp_path / "run", tmp_path / "eval"
+    for name in ("step_10/model", "step_9/model", "final"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).symlink_to(model_folder)
+    (run / "report").mkdir()
+    data = write_rows("held_out.jsonl", ROWS[:12])
+    words = ["eval", str(model_folder), "--checkpoints", str(run), "--data", str(data)]
+    assert main([*words, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "scores moved" in printed and "+0.000" in printed
+    results = json.loads((output / "results.json").read_text())
+    name = results["results"][3]["model"]  # the model that is none of the checkpoints
+    assert [one["model"] for one in results["results"]] == ["step_9", "step_10", "final", name]
+    (drift,) = results["drift"]
+    assert [(step["before"], step["after"]) for step in drift["steps"]] == [("step_9", "step_10"), ("step_10", "final")]
+    assert [one["model"] for one in drift["checkpoints"]] == ["step_9", "step_10", "final"]
+    assert "Drift between checkpoints" in (output / "report.html").read_text()
+    (run / "step_9" / "model").unlink()
+    assert main(words) == 2
+    assert "a checkpoint holds no model" in capsys.readouterr().err
+
+
+def test_shaped_rewards_and_ensembles_are_ranked_and_said_to_be(
+    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write_rows("held_out.jsonl", ROWS), tmp_path / "eval"
+    other = tmp_path / "other"
+    other.symlink_to(model_folder)
+
+    def rows(*words: str) -> tuple[str, list[dict[str, Any]]]:
+        assert main(["eval", *words, "--data", str(data), "--output", str(output)]) == 0
+        (result,) = json.loads((output / "results.json").read_text())["results"]
+        file = output / result["model"] / "held_out" / "examples.jsonl"
+        return result["model"], [json.loads(line) for line in file.read_text().splitlines()]
+
+    name, plain = rows(str(model_folder))
+    shaped_name, shaped = rows(str(model_folder), "--shaping", "{length_penalty: {coefficient: 10, threshold: 0}}")
+    assert shaped_name == f"{name}-shaped"
+    for before, after in zip(plain, shaped, strict=True):
+        want = [score - 10 * length for score, length in zip(before["scores"], before["lengths"], strict=True)]
+        assert after["scores"] == pytest.approx(want, abs=1e-4) and after["outcome"] == "right"  # the shorter is
+    report = json.loads((output / "report.json").read_text())
+    assert "rewards, shaped by {length_penalty: {coefficient: 10.0, threshold: 0.0}}" in report["subtitle"]
+    # Other shapings and other members are never mixed with rows that are there.
+    words = ["eval", "--data", str(data), "--output", str(output), str(model_folder)]
+    assert main([*words, "--shaping", "{length_penalty: {coefficient: 9}}"]) == 2
+    assert "another model" in capsys.readouterr().err
+    ensemble = "{method: uncertainty, uncertainty_coefficient: 4, standardize: true, means: [0, 1], stds: [1, 2]}"
+    ensemble_name, joined = rows(str(model_folder), str(other), "--ensemble", ensemble)
+    assert ensemble_name == f"uncertainty-of-{name}-other" and len(list(output.glob("*/held_out"))) == 3
+    for before, after in zip(plain, joined, strict=True):
+        members = [(score, (score - 1) / 2) for score in before["scores"]]
+        want = [(a + b) / 2 - 4 * ((a - b) / 2) ** 2 for a, b in members]
+        assert after["scores"] == pytest.approx(want, abs=1e-4)
+    assert main([*words, str(other), "--ensemble", ensemble.replace("[0, 1]", "[0, 2]")]) == 2
+    assert "another model" in capsys.readouterr().err
+
+
+def test_running_statistics_of_a_contract_are_refused_too(
+    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = tmp_path / "model", write_rows("held_out.jsonl", ROWS[:3])
+    shutil.copytree(model_folder, folder)
+    contract = read_contract(folder)
+    assert contract is not None
+    shaping = RewardShapingConfig(normalize_rewards=True, running=True)
+    write_contract(contract.model_copy(update={"reward_shaping": shaping}), folder)
+    for verb in ("eval", "score"):
+        assert main([verb, str(folder), "--data", str(data), "--shaping", "contract"]) == 2
+        printed = capsys.readouterr()
+        assert "order of the rows" in printed.err and not printed.out
+
+
+def test_models_without_an_ensemble_are_evaluated_one_by_one_with_the_same_shaping(
+    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, data = tmp_path / "other", write_rows("held_out.jsonl", ROWS[:6])
+    other.symlink_to(model_folder)
+    words = ["eval", str(model_folder), str(other), "--data", str(data)]
+    assert main([*words, "--shaping", "{temperature: 2}"]) == 0
+    assert main([*words, "--ensemble", "{over: heads, standardize: false}"]) == 0
+    printed = capsys.readouterr().out
+    assert "other-shaped" in printed and "mean-of-heads-of-other" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["MODEL", "--shaping", "{normalize_rewards: true, running: true}"], "order of the rows"),
+        (["MODEL", "--shaping", "{reference: par}"], "reference answers, and there are none"),
+        (["MODEL", "--shaping", "contract"], "no reward shaping"),
+        (["MODEL", "--shaping", "{length_penalti: {}}"], "did you mean length_penalty"),
+        (["MODEL", "--ensemble", "wrost"], "worst"),
+        (["MODEL", "--checkpoints", "EMPTY"], "the folder has no checkpoints"),
+        (["--checkpoints", "nowhere"], "there is no such run"),
+        (["--checkpoints", "RUN", "--ensemble", "mean"], "checkpoints are compared with each other"),
+        ([], "there is no model to evaluate"),
+    ],
+)
+def test_what_cannot_be_is_told_before_a_suite_is_read(
+    words: list[str],
+    message: str,
+    model_folder: Path,
+    write_rows: Write,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "empty" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "step_1").mkdir(parents=True)
+    (tmp_path / "run" / "step_1" / "model").symlink_to(model_folder)
+    places = {"MODEL": model_folder, "EMPTY": tmp_path / "empty", "RUN": tmp_path / "run"}
+    given = [str(places.get(word, word)) for word in words]
+    data = write_rows("held_out.jsonl", ROWS[:3])
+    with caplog.at_level("INFO", logger="treeward"):
+        assert main(["eval", *given, "--data", str(data)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert "Reading" not in caplog.text and "Loading" not in caplog.text
+    if "EMPTY" in words:
+        assert "with logs" in error  # what was found
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_config_of_nemo_rl_loads_unchanged(write, tmp_path, caplog):
     assert (config.policy.train_micro_batch_size, config.policy.micro_batch_tokens) == (1, None)
     assert config.policy.dynamic_batching.train_mb_tokens == 8192
     assert config.checkpointing.save_period == 16
-    assert config.checkpointing.metric_key == ("default", "loss")
+    assert config.ranking_metric == ("default", "loss")
     assert [(d.split, d.name) for d in (*config.data.train, *config.data.validation)] == [
         ("train", None),
         ("validation", "default"),
@@ -150,7 +150,7 @@ def test_a_config_of_nemo_rl_loads_unchanged(write, tmp_path, caplog):
 
 @pytest.mark.parametrize("name", ["val_loss", "validation-default_loss", "validation-default/loss", "eval/rm/loss"])
 def test_older_metric_names_load(write, name):
-    assert load_config(write(NEMO), [f"checkpointing.metric_name={name}"]).checkpointing.metric_key.metric == "loss"
+    assert load_config(write(NEMO), [f"checkpointing.metric_name={name}"]).ranking_metric.metric == "loss"
 
 
 def test_a_minimal_file_is_enough(write):
@@ -307,9 +307,60 @@ def test_contradictions_between_sections(write, overrides, field, words):
 
 def test_the_metric_of_a_set_with_underscores(write):
     config = load_config(write(SMALL), [*VALIDATION, "checkpointing.metric_name=val:validation-hard_set_accuracy"])
-    assert config.checkpointing.metric_key == ("hard_set", "accuracy")
+    assert config.ranking_metric == ("hard_set", "accuracy")
     off = ["checkpointing.metric_name=val_loss", "checkpointing.enabled=false"]
     assert not load_config(write(SMALL), off).checkpointing.enabled, "nothing is ranked when nothing is saved"
+
+
+SETS = "[{{data_path: a.jsonl, name: {0}}}, {{data_path: b.jsonl, name: {1}}}]"
+
+
+@pytest.mark.parametrize(
+    ("sets", "name", "key"),
+    [
+        (("plain", "hard"), "val:validation-plain_length_controlled_accuracy", ("plain", "length_controlled_accuracy")),
+        (("plain", "length_controlled"), "validation-length_controlled_accuracy", ("length_controlled", "accuracy")),
+        (("plain", "a_robust"), "validation-a_robust_accuracy", ("a_robust", "accuracy")),
+        (("plain", "a"), "validation-a_robust_accuracy", ("a", "robust_accuracy")),
+        (("a", "a_robust"), "validation-a/robust_accuracy", ("a", "robust_accuracy")),
+        (("a", "a_robust"), "validation-a_robust/accuracy", ("a_robust", "accuracy")),
+        (("a", "a_robust"), "val_worst_subset", (None, "worst_subset")),
+    ],
+)
+def test_which_underscore_parts_set_and_metric_is_known_from_the_sets(write, sets, name, key):
+    data = f"data.validation={SETS.format(*sets)}"
+    config = load_config(write(SMALL), [data, f"checkpointing.metric_name={name}"])
+    assert config.ranking_metric == key
+
+
+def test_a_metric_that_can_be_read_in_two_ways_is_refused(write):
+    data = f"data.validation={SETS.format('a', 'a_robust')}"
+    error = mistake(write(SMALL), data, "checkpointing.metric_name=val:validation-a_robust_accuracy")
+    assert error.summary == "a metric's name can be read in two ways" and error.field == "checkpointing.metric_name"
+    assert error.fix == "write validation-a/robust_accuracy or validation-a_robust/accuracy"
+    unsaved = ["checkpointing.metric_name=val:validation-a_robust_accuracy", "checkpointing.enabled=false"]
+    assert load_config(write(SMALL), [data, *unsaved]).ranking_metric is None, "nothing is ranked"
+
+
+def test_a_metric_without_its_set_is_not_taken_for_a_set(write):
+    error = mistake(write(SMALL), *VALIDATION, "checkpointing.metric_name=validation-length_controlled_accuracy")
+    assert "not in data: length_controlled" in error.summary
+    assert error.fix.endswith("/length_controlled_accuracy")
+    fixed = error.fix.removeprefix("set ")
+    assert load_config(write(SMALL), [*VALIDATION, fixed]).ranking_metric.metric == "length_controlled_accuracy"
+
+
+def test_robust_accuracy_is_measured_where_it_is_asked_for(write):
+    def numbers(*overrides):
+        data = f"data.validation={SETS.format('a', 'b')}"
+        config = load_config(write(SMALL), [data, *overrides])
+        return [config.num_perturbations(name) for name in ("a", "b")]
+
+    assert numbers() == numbers("checkpointing.metric_name=val_accuracy") == [None, None]
+    assert numbers("checkpointing.metric_name=validation-b_robust_accuracy") == [None, 100]
+    assert numbers("checkpointing.metric_name=val_robust_accuracy") == [100, 100]
+    assert numbers("checkpointing.metric_name=val_robust_accuracy", "rm.val_perturbations=7") == [7, 7]
+    assert numbers("checkpointing.metric_name=val_robust_accuracy", "checkpointing.enabled=false") == [None, None]
 
 
 def test_nothing_heavy_is_imported():

@@ -234,10 +234,28 @@ def test_direction_of_the_metric():
     assert higher(metric_name="val_accuracy") and not higher(metric_name="val_loss")
     assert higher(metric_name="val_accuracy", higher_is_better=True)
     assert not higher(metric_name="val_chosen_rewards", higher_is_better=False)
-    assert CheckpointingConfig().metric_key is None
+    assert higher(metric_name="val_length_controlled_accuracy") and not higher(metric_name="validation-a_ece")
+    assert not higher(metric_name="eval/rm/brier") and higher(metric_name="validation-a/worst_subset")
+    assert not higher(metric_name="val_accuracy_gap", higher_is_better=False)
     refused(CheckpointingConfig, {"metric_name": "val_accuracy", "higher_is_better": False}, "contradicts")
     refused(CheckpointingConfig, {"metric_name": "val_loss", "higher_is_better": True}, "contradicts")
     refused(CheckpointingConfig, {"metric_name": "val_chosen_rewards"}, "does not say which")
+    refused(CheckpointingConfig, {"metric_name": "val_accuracy_gap"}, "does not say which")
+
+
+def test_a_name_that_can_be_read_as_two_metrics_has_one_direction():
+    ambiguous = [(long, short) for long in METRICS for short in METRICS if long.endswith(f"_{short}")]
+    assert ("length_controlled_accuracy", "accuracy") in ambiguous
+    assert all(METRICS[long] == METRICS[short] for long, short in ambiguous)
+
+
+@given(NAMES, st.sampled_from(sorted(METRICS)))
+def test_a_set_that_is_there_is_meant(name, metric):
+    spelling = f"{name}_{metric}"
+    for other in METRICS:
+        if spelling.endswith(f"_{other}") and spelling != f"_{other}":
+            key = spelling.removesuffix(f"_{other}"), other
+            assert parse_metric_name(f"validation-{spelling}", [key[0]]) == key
 
 
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))

@@ -10,6 +10,7 @@ import pickle
 import resource
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ from treeward.data.encoding import (
     encode_comparison,
     encode_dataset,
 )
-from treeward.data.preference import Completion, Preference
+from treeward.data.preference import Completion, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
+from treeward.scoring.shaping import reply_length
 
 SHARED = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 CHATML = (
@@ -99,6 +101,7 @@ def varied(number: int) -> list[Preference]:
             ranks=tuple((j * (i % 5 > 0)) for j in range(2 + i % 3)),
             prompt=f"Question {i}? " * (1 + 20 * (i % 11 == 0)),
             margin=i / 2 if i % 4 == 0 else None,
+            task_name=f"task {i % 3}",
         )
         for i in range(number)
     ]
@@ -106,6 +109,7 @@ def varied(number: int) -> list[Preference]:
 
 def assert_same(a: Comparison, b: Comparison) -> None:
     assert (a.ranks, a.margin, a.where, a.tree_tokens) == (b.ranks, b.margin, b.where, b.tree_tokens)
+    assert (a.lengths, a.subset) == (b.lengths, b.subset)
     assert [ids.tolist() for ids in a.token_ids] == [ids.tolist() for ids in b.token_ids]
 
 
@@ -119,6 +123,20 @@ def test_a_comparison_is_its_plain_rows(renderer: Renderer) -> None:
     assert (comparison.ranks, comparison.margin, comparison.where) == ((0, 2, 1), 0.5, "a.jsonl:1")
     assert comparison.num_tokens == sum(map(len, rows))
     assert comparison.tree_tokens == count_tree_tokens(rows) < comparison.num_tokens
+
+
+def test_a_comparison_keeps_the_lengths_of_its_replies_and_its_subset(renderer: Renderer) -> None:
+    turns = ({"role": "assistant", "content": "Let me see."}, {"role": "assistant", "content": "Paris!"})
+    two_messages = Completion(2, turns)
+    row = preference("Paris.", "Lyon", "Paris.", ranks=(1, 0, 3), task_name="capitals")
+    row = replace(row, completions=(*row.completions, two_messages))
+    comparison = encode_comparison(row, renderer, "a.jsonl:1", "drop")
+    assert isinstance(comparison, Comparison)
+    assert comparison.ranks == (1, 0, 2)
+    assert comparison.lengths == (6, 4, 6), "characters of the last message; the duplicate is gone"
+    assert comparison.subset == "capitals"
+    for one in (row.completions[0].messages, turns):
+        assert len(last_text(one)) == reply_length(one, "characters", None) == 6
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=6))
@@ -297,6 +315,17 @@ def test_no_flipped_bit_changes_what_is_learnt(
     assert len(found) == len(dataset)  # a flip in padding, or in a part of the format that nothing reads
     for ours, theirs in zip(found, dataset, strict=True):
         assert_same(ours, theirs)
+
+
+def test_a_changed_length_or_subset_is_noticed(renderer: Renderer, tmp_path: Path) -> None:
+    row = preference("P" * 101, "L" * 203, task_name="capitals")
+    sound = encode_dataset(Rows([row]), renderer, ties="drop", cache_dir=tmp_path).path.read_bytes()
+    damaged = tmp_path / "damaged.arrow"
+    for was, becomes in ((np.int32([101, 203]).tobytes(), np.int32([101, 202]).tobytes()), (b"capitals", b"capitole")):
+        assert sound.count(was) == 1
+        damaged.write_bytes(sound.replace(was, becomes))
+        with pytest.raises(DataError, match="its checksum differs"):
+            EncodedDataset(damaged, "rows")
 
 
 def test_a_broken_row_stops_the_encoding_and_leaves_no_file(renderer: Renderer, tmp_path: Path) -> None:

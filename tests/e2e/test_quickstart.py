@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent.parent
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+
+REPORT = Path("results") / "quickstart" / "report"
 
 
 def quickstart(folder: Path) -> str:
@@ -28,5 +32,64 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(tmp_path: Path) -> 
     assert plain >= 0.90
     assert controlled <= plain - 0.05, "the planted length bias is not seen"
     assert "Put the answer in square brackets" in first and "Next" in first
+    check_report(tmp_path / REPORT, {"plain": plain, "length_controlled": controlled}, first)
+    written = (tmp_path / REPORT / "report.html").stat().st_mtime_ns
     again = quickstart(tmp_path)
     assert again == first  # nothing is trained again, and the exported model scores as before
+    assert (tmp_path / REPORT / "report.html").stat().st_mtime_ns == written
+
+
+def check_report(folder: Path, accuracies: dict[str, float], shown: str) -> None:
+    """The report finds the bias that the generator has planted, says how large it is, and agrees with validation."""
+    results = {one["suite"]: one for one in json.loads((folder / "results.json").read_text())["results"]}
+    assert list(results) == ["plain", "length_controlled"]
+    length = {name: {m["name"]: m for m in one["diagnostics"]["length"]} for name, one in results.items()}
+    for name, one in results.items():
+        assert one["headline"]["value"] == pytest.approx(accuracies[name], abs=1e-6)
+        assert one["num_failed"] == 0 and "perturbations" in one["diagnostics"] and "overlap" in one["diagnostics"]
+        # Measured: 0.11 (0.05 to 0.19) on plain, 0.31 (0.24 to 0.37) on length_controlled; points of the score by 100
+        # characters at equal rank 3.6 (2.9 to 4.4) and 2.7 (2.4 to 3.0), 0.8 and 0.6 of the scores' own spread.
+        assert length[name]["slope_given_rank"]["low"] > 1.0
+        assert 0.3 < length[name]["relative_slope"]["value"] < 1.2
+    # The generator draws longer replies as the better ones in training and in plain; elsewhere length says nothing.
+    assert length["plain"]["longer_is_right"]["low"] > 0.6
+    assert length["length_controlled"]["longer_is_right"]["value"] == pytest.approx(0.5, abs=0.02)
+    gap = length["length_controlled"]["accuracy_gap"]
+    assert gap["low"] > 0.1 and 0.15 < gap["value"] < 0.5 and gap["high"] - gap["low"] < 0.25
+    controlled = length["length_controlled"]["length_controlled_accuracy"]
+    assert controlled["high"] < accuracies["plain"]
+    longer, shorter = (length["length_controlled"][f"accuracy_{name}_right"]["value"] for name in ("longer", "shorter"))
+    page, said = (folder / "report.html").read_text(encoding="utf-8"), "It likes longer replies too much"
+    assert said in page and f"On length_controlled: {said}: right in {longer:.1%}" in shown
+    for text in (f"{longer:.1%}", f"{shorter:.1%}", f"{controlled['value']:.1%}"):
+        assert text in page and shown.count(text) >= 2  # in the sentence, and in the table at the end
+
+
+# Human comparisons of dialogues teach a model of this size nothing about following instructions.
+HH = """
+defaults: {config}
+rm: {{max_num_steps: {steps}, max_num_epochs: 10, val_period: null}}
+policy: {{train_global_batch_size: 16, max_total_sequence_length: 512}}
+data:
+  dataset_name: HHTranscripts
+  train_data_path: {data}/hh_harmless/train.jsonl.gz
+  val_data_path: {data}/hh_harmless/validation.jsonl.gz
+checkpointing: {{metric_name: null, checkpoint_dir: {folder}/run}}
+evaluation: {{suites: ["llmbar={data}/llmbar"], perturbations: null}}
+logger: {{log_dir: {folder}/logs}}
+"""
+
+
+def test_a_toy_that_was_trained_on_hh_is_said_to_know_nothing_of_llmbar(shared_data: Path, tmp_path: Path) -> None:
+    config = tmp_path / "hh.yaml"
+    quickstart_config = REPOSITORY / "examples" / "configs" / "quickstart.yaml"
+    config.write_text(HH.format(config=quickstart_config, steps=60, data=shared_data, folder=tmp_path))
+    command = [sys.executable, "-m", "treeward.cli.main", "train", "--config", str(config)]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())["results"]
+    headline = {one["suite"]: one["headline"] for one in results}["llmbar"]
+    assert headline["count"] == 100 and headline["low"] <= 0.5
+    said = (tmp_path / "run" / "report" / "report.json").read_text(encoding="utf-8")
+    (standing,) = set(re.findall(r"\*\*run\*\* on LLMBar: accuracy [^;]*; (no better|worse) than chance", said))
+    assert standing == ("worse" if headline["high"] < 0.5 else "no better")
+    assert re.search(r"better than a coin|worse than a coin", said)

@@ -86,6 +86,40 @@ def test_swapping_the_models_negates_the_difference() -> None:
     assert [one.example.id for one in back.disagreements] == [one.example.id for one in there.disagreements]
 
 
+def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
+    """Four examples that one model alone has right are no evidence (p = 0.125), but hardly a resample has none."""
+    found = of_margins([1.0] * 100, [-1.0] * 4 + [1.0] * 96)
+    low, high = paired_bootstrap([1.0] * 100, [0.0] * 4 + [1.0] * 96)
+    assert found.overall.p_value == 0.125 and low is not None and low > 0
+    assert (found.overall.difference.low, found.overall.difference.high) == (0.0, high)
+    back = of_margins([-1.0] * 4 + [1.0] * 96, [1.0] * 100)
+    assert (back.overall.difference.high, back.overall.difference.low) == (0.0, pytest.approx(-(high or 0)))
+    clear = of_margins([1.0] * 100, [-1.0] * 9 + [1.0] * 91)
+    assert clear.overall.p_value < 0.05 and (clear.overall.difference.low or 0) > 0
+
+
+def test_of_more_than_two_completions_right_is_said_to_be_stricter() -> None:
+    three = [
+        ScoredExample(
+            EvalExample(str(i), "s", (message("user", f"{i}?"),), ((message("assistant", "a"),),) * 3, (0, 1, 1)),
+            (1.0, 0.0, 2.0 * (i % 2)),
+            (1, 1, 1),
+            (2, 2, 2),
+        )
+        for i in range(4)
+    ]
+    found = compare(evaluation("a", *three), evaluation("b", *three))
+    assert found.num_several == 4 and found.overall.first.value == 0.5
+    assert any("more than two completions" in note for note in notes(found))
+    assert not any("more than two" in note for note in notes(of_margins([1.0], [1.0])))
+
+
+def test_a_score_that_is_no_number_is_told(tmp_path: Path) -> None:
+    file = write(tmp_path / "m" / "s", [scored(0, 1.0), scored(1, float("nan"))])
+    with pytest.raises(DataError, match=r"examples.jsonl:2: a score is not finite"):
+        read_evaluation(file)
+
+
 def test_examples_of_one_prompt_are_one_draw() -> None:
     margins = [(1.0, -1.0)] * 30 + [(-1.0, 1.0)] * 10
     prompts = [f"Prompt {n // 10}?" for n in range(40)]

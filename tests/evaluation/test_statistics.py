@@ -156,6 +156,39 @@ def test_weighted_mean_covers() -> None:
     assert LOWEST_COVERAGE < held / NUM_DATA_SETS < 0.985
 
 
+@pytest.mark.parametrize("accuracy", [0.95, 0.99])
+def test_weighted_mean_of_many_parts_that_are_nearly_all_right_covers(accuracy: float) -> None:
+    """A part that is all right reaches nowhere above itself, so the sum of 23 of them reached too low."""
+    rng, held = np.random.default_rng(14), 0
+    for _ in range(NUM_DATA_SETS):
+        parts = [Metric("p", k / 100, *wilson(int(k), 100), 100) for k in rng.binomial(100, accuracy, size=23)]
+        found = weighted_mean_metric(parts, [1.0] * 23, "headline")
+        assert found.low is not None and found.high is not None and found.high <= 1.0
+        held += found.low <= accuracy <= found.high
+    assert held / NUM_DATA_SETS > 0.935
+
+
+def test_weighted_mean_of_one_part_is_that_part() -> None:
+    for right in (0, 1, 30, 99, 100):
+        part = Metric("a", right / 100, *wilson(right, 100), 100)
+        found = weighted_mean_metric([part], [7.0], "a")
+        assert (found.value, found.low, found.high) == pytest.approx((part.value, part.low, part.high))
+
+
+def test_one_wrong_of_a_hundred_prompts_is_not_more_certain_because_two_examples_share_one() -> None:
+    """Resampling one failure says 0.97 to 1; Wilson's interval of as many prompts goes down to 0.945."""
+    outcomes, clusters = [0.0] + [1.0] * 99, [*range(99), 98]
+    found, resampled = accuracy_metric(outcomes, "a", clusters), cluster_bootstrap(outcomes, clusters)
+    low, high = wilson(0.99 * 99, 99)
+    assert (found.low, found.high) == (low, resampled[1]) and high < 1.0
+    rng, held = np.random.default_rng(15), 0
+    for _ in range(NUM_DATA_SETS):
+        metric = accuracy_metric((rng.random(100) < 0.96).astype(float).tolist(), "a", clusters)
+        assert metric.low is not None and metric.high is not None
+        held += metric.low <= 0.96 <= metric.high
+    assert held / NUM_DATA_SETS > 0.935
+
+
 def test_weighted_mean_of_what_is_there() -> None:
     parts = [Metric("a", 0.5, 0.25, 0.75, 4), Metric("b", None), Metric("c", 1.0, 0.5, 1.0, 2)]
     found = weighted_mean_metric(parts, [1, 5, 3], "headline")

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from treeward.config.checkpointing import METRICS
 from treeward.errors import ModelError
+from treeward.evaluation.gates import GATE_METRICS
+from treeward.metrics import METRIC_NAMES
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
@@ -58,9 +60,11 @@ def test_the_metrics_have_the_names_that_are_promised(trained: Trained) -> None:
     names = {name for line in lines for name in line}
     metrics = ["loss", "accuracy", "chosen_rewards", "rejected_rewards", "reward_margin"]
     assert names >= {f"{group}/{m}" for group in ("train/rm", "validation-held_out", "eval/rm") for m in metrics}
+    assert names >= {f"{group}/{m}" for group in ("validation-held_out", "eval/rm") for m in GATE_METRICS}
+    assert not any("robust_accuracy" in name for name in names)
     assert names >= {"train/rm/lr", "train/rm/grad_norm", "episode", "epoch", "timing/train/total_step_time"}
     assert names >= {"timing/validation/total_validation_time", "data/train/Bundled/kept"}
-    assert set(METRICS) == set(metrics)
+    assert set(METRICS) == {*metrics, *GATE_METRICS, "robust_accuracy"}
 
 
 def test_steps_and_validations_come_when_they_should(trained: Trained) -> None:
@@ -99,7 +103,7 @@ def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows
         "checkpointing.metric_name=val_loss",
     )
     line = next(line for line in lines if "eval/rm/loss" in line)
-    for metric in METRICS:
+    for metric in METRIC_NAMES:
         expected = sum(line[f"validation-{name}/{metric}"] * size for name, size in sizes.items()) / 16
         assert line[f"eval/rm/{metric}"] == pytest.approx(expected)
 

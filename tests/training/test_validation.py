@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from treeward.training.setup import set_up
-from treeward.training.validation import validate
+from treeward.training.validation import validate, values_of
 from treeward.tree.batch import plan_micro_batches
 
 
@@ -21,9 +21,14 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
         return validate(run.model, dataset, run.pairs_of, run.loss_of, plan, limit=limit)
 
     few = metrics(24, max_tokens=100)
-    assert few.num_groups == 24
-    assert few.means() == pytest.approx(metrics(24, max_groups=24).means(), abs=1e-5)
-    assert metrics(None, max_tokens=8192).num_groups == metrics(10**6, max_tokens=8192).num_groups == len(dataset)
+    assert few.sums.num_groups == len(few.scored) == 24
+    other = metrics(24, max_groups=24)
+    assert values_of(few.metrics()) == pytest.approx(values_of(other.metrics()), abs=1e-5)
+    for one, same, comparison in zip(few.scored, other.scored, dataset[:24], strict=True):
+        assert one.scores == pytest.approx(same.scores, abs=1e-5)
+        assert (one.example.ranks, one.lengths) == (comparison.ranks, comparison.lengths)
+        assert (one.example.id, one.example.subset) == (comparison.where, comparison.subset)
+    assert metrics(None, max_tokens=8192).sums.num_groups == len(metrics(10**6, max_tokens=8192).scored) == len(dataset)
 
 
 @pytest.mark.parametrize(("layout", "budget"), [("tree", 300), ("rows", 300)])

@@ -1,13 +1,15 @@
-"""`treeward bon`: what best-of-n by a proxy does to gold, from samples of a file."""
+"""`treeward bon`: what best-of-n by one or several proxies does to gold, from samples of a file."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,9 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treeward.cli.model_arguments import add_model_arguments, model_options, parse_yaml
+from treeward.cli.model_arguments import (
+    RewardModels,
+    add_model_arguments,
+    ensemble_section,
+    fixed_shaping,
+    model_options,
+    parse_yaml,
+)
 from treeward.config.base import nearest_name
-from treeward.errors import ConfigError, DataError
+from treeward.errors import CheckpointError, ConfigError, DataError
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -29,19 +38,31 @@ examples:
   treeward bon --proxy MODEL --gold "{type: rules, rule: math}" --data samples.jsonl
   treeward bon --proxy MODEL --gold gold_scores --data samples.jsonl
   treeward bon --proxy scores --gold rank --data comparisons.jsonl
+  treeward bon --proxy A --proxy "{model: A, shaping: contract}" --proxy "{models: [A, B], ensemble: worst}" \
+      --gold OTHER --data samples.jsonl --output results/bon
 
 Rows hold `prompt` (text), or `context` or `messages`, with `responses` or `completions`: N samples of one prompt. A
 proxy and a gold are each a reward model, a field of the rows with a number for each sample (of preference files also
 `score` or `rank`), an environment as {type: ..., ...}, which sees the row's other columns, or `synthetic`: the gold
-quality of the bundled data's world. With --output an interrupted run goes on where it stopped."""
+quality of the bundled data's world. A reward model may be one of {model: NAME} or {models: [NAME, ...], ensemble: ...},
+with shaping and a name of its own. Several proxies are compared on the same samples. With --output an interrupted run
+goes on where it stopped."""
 
 _DEFAULT_GOLD = "gold_scores"
 _SYNTHETIC = "synthetic"
 _RULES = ("exact_match", "math", "regex")
+_MODEL_KEYS = ("name", "model", "models", "ensemble", "shaping")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--proxy", required=True, metavar="MODEL", help="what chooses: a reward model, or as --gold")
+    parser.add_argument(
+        "--proxy",
+        required=True,
+        action="append",
+        metavar="MODEL|YAML|FIELD",
+        help="what chooses: a reward model, {model: NAME, shaping: contract}, {models: [A, B], ensemble: worst}, or as "
+        "--gold; given several times, each proxy is compared with the first",
+    )
     parser.add_argument(
         "--gold",
         default=None,
@@ -60,36 +81,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
     sources = importlib.import_module("treeward.data.sources")
-    analysis = importlib.import_module("treeward.evaluation.best_of_n.analysis")
     first = next(samples.sampled_rows(sources.read_rows(arguments.data)))
     given = arguments.gold if arguments.gold is not None else _DEFAULT_GOLD
     if arguments.gold is None and _DEFAULT_GOLD not in first.values:
         need = f"--gold, or a column {_DEFAULT_GOLD} with a number for each response"
         raise ConfigError("nothing says what gold is", where="--gold", got=f"no {_DEFAULT_GOLD}", need=need)
-    proxy, gold = _meaning(arguments.proxy, "--proxy", first), _meaning(given, "--gold", first)
-    if proxy == gold:
-        raise ConfigError("proxy and gold are the same", where="--proxy, --gold", got=proxy.name, need="two scores")
+    proxies = [_meaning(text, "--proxy", first) for text in arguments.proxy]
+    gold = _meaning(given, "--gold", first)
+    _check(proxies, gold, arguments)
     # Every row is read once before anything is loaded: what is wrong with the last one is told at once.
-    fields = [samples.by_field(one.name) for one in (proxy, gold) if one.kind == "field"]
+    fields = [samples.by_field(one.name) for one in (*proxies, gold) if one.kind == "field"]
     num_rows = _survey(samples.sampled_rows(sources.read_rows(arguments.data)), fields)
-    options = model_options(arguments)
-    rows = samples.sampled_rows(sources.read_rows(arguments.data))
-    if arguments.output is None:
-        scored = list(_score(rows, num_rows, proxy, gold, options))
-    else:
-        identity = {"data": sources.fingerprint(arguments.data)}
-        identity |= {"proxy": _identity(proxy, arguments), "gold": _identity(gold, arguments)}
-        with samples.SampleFile(Path(arguments.output), identity) as file:
-            scored = list(file.kept)
-            for one in _score(rows, num_rows, proxy, gold, options, done={one.row for one in scored}):
-                file.add(one)
-                scored.append(one)
+    scored = _scored(proxies, gold, num_rows, arguments)
     failed = _failures(scored)
-    result = analysis.analyse([one.prompt for one in scored], max_n=arguments.max_n)
-    _show(result)
-    if arguments.output is not None:
-        _write(Path(arguments.output), result, scored, proxy.name, gold.name, arguments.data)
+    if len(proxies) == 1:
+        analysis = importlib.import_module("treeward.evaluation.best_of_n.analysis")
+        (own,) = scored.values()
+        result = analysis.analyse([one.prompt for one in own], max_n=arguments.max_n)
+        _show(result)
+        if arguments.output is not None:
+            _write(Path(arguments.output), result, own, proxies[0].name, gold.name, arguments.data)
+    else:
+        several = importlib.import_module("treeward.evaluation.best_of_n.several")
+        compared = several.analyse_several(
+            {name: [one.prompt for one in own] for name, own in scored.items()}, max_n=arguments.max_n
+        )
+        _show_several(compared)
+        if arguments.output is not None:
+            _write_several(Path(arguments.output), compared, scored, gold.name, arguments.data)
     return 1 if failed else 0
+
+
+def _check(proxies: Sequence[_Meaning], gold: _Meaning, arguments: argparse.Namespace) -> None:
+    names = [proxy.name for proxy in proxies]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        fix = "{name: ..., model: ...} gives one a name of its own"
+        raise ConfigError("two proxies have one name", where="--proxy", got=twice, need="different names", fix=fix)
+    for proxy in proxies:
+        if proxy.meaning == gold.meaning:
+            raise ConfigError("proxy and gold are the same", where="--proxy, --gold", got=proxy.name, need="two scores")
+    for one in (*proxies, gold):
+        if one.rewards is not None:
+            one.rewards.check_alone(trust_remote_code=arguments.trust_remote_code)
+    output = None if arguments.output is None else Path(arguments.output)
+    if output is not None and len(proxies) > 1 and (output / "samples.jsonl").exists():
+        raise CheckpointError(
+            "this folder holds the scores of one proxy alone",
+            where=str(output),
+            got="samples.jsonl",
+            need="an empty folder, or that of a run of several proxies",
+            fix="choose another --output",
+        )
+
+
+def _scored(
+    proxies: Sequence[_Meaning], gold: _Meaning, num_rows: int, arguments: argparse.Namespace
+) -> dict[str, list[Any]]:
+    """The scored rows of each proxy by its name; one proxy's model is in memory at a time, and gold is asked once."""
+    samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
+    sources = importlib.import_module("treeward.data.sources")
+    options = model_options(arguments)
+    scored: dict[str, list[Any]] = {proxy.name: [] for proxy in proxies}
+    with contextlib.ExitStack() as stack:
+        files: dict[str, Any] = {}
+        if arguments.output is not None:  # all of them before the first is scored: a folder of another run is told
+            of_all = {"data": sources.fingerprint(arguments.data), "gold": _identity(gold, arguments)}
+            for proxy in proxies:
+                folder = Path(arguments.output) / (_folder(proxy.name) if len(proxies) > 1 else "")
+                identity = {"data": of_all["data"], "proxy": _identity(proxy, arguments), "gold": of_all["gold"]}
+                files[proxy.name] = stack.enter_context(samples.SampleFile(folder, identity))
+                scored[proxy.name] += files[proxy.name].kept
+        for proxy in proxies:
+            own = scored[proxy.name]
+            known = [one for rows in scored.values() for one in rows]
+            rows = samples.sampled_rows(sources.read_rows(arguments.data))
+            for one in _score(rows, num_rows, proxy, gold, options, {one.row for one in own}, known):
+                if proxy.name in files:
+                    files[proxy.name].add(one)
+                own.append(one)
+    return scored
 
 
 def _survey(rows: Iterator[Any], checks: Sequence[Callable[[list[Any]], Any]]) -> int:
@@ -108,42 +179,61 @@ def _score(
     proxy: _Meaning,
     gold: _Meaning,
     options: Mapping[str, Any],
-    done: Collection[int] = (),
+    done: Collection[int],
+    known: Sequence[Any],
 ) -> Iterator[Any]:
-    """The rows that are not done, as they are scored; nothing is loaded where all are."""
+    """The rows that are not done, as they are scored; nothing is loaded where all are. Gold is that of `known` rows."""
     samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
     progress = importlib.import_module("tqdm").tqdm
     if len(done) == num_rows:
-        logger.info("All %d rows were scored before.", num_rows)
+        logger.info("All %d rows were scored before by %s.", num_rows, proxy.name)
         return
     if done:
-        logger.info("%d of %d rows were scored before.", len(done), num_rows)
+        logger.info("%d of %d rows were scored before by %s.", len(done), num_rows, proxy.name)
     left = (row for row in rows if row.number not in done)
     with contextlib.ExitStack() as stack:
-        graders = [_grader(one, options, stack) for one in (proxy, gold)]
+        of_proxy = _grader(proxy, options, stack)
+        of_gold = samples.by_known(known, lambda: _grader(gold, options, stack))
         bar = stack.enter_context(
-            progress(total=num_rows, initial=len(done), unit=" prompts", disable=not sys.stderr.isatty())
+            progress(
+                total=num_rows, initial=len(done), unit=" prompts", desc=proxy.name, disable=not sys.stderr.isatty()
+            )
         )
-        for scored in samples.score_samples(left, *graders):
+        for scored in samples.score_samples(left, of_proxy, of_gold):
             yield scored
             bar.update()
 
 
 @dataclass(frozen=True)
 class _Meaning:
-    """What a proxy or gold is: `kind` is model, field, environment or synthetic; `section` is the environment's."""
+    """What a proxy or gold is: `kind` is model, field, environment or synthetic.
+
+    `section` is the environment's; `rewards`: the models, with the ensemble and the shaping that make a score of them.
+    """
 
     kind: str
     name: str
     section: Mapping[str, Any] | None = None
+    rewards: RewardModels | None = None
+
+    @property
+    def meaning(self) -> object:
+        """What it is, whatever it is called."""
+        one = self.rewards
+        return (self.kind, self.name) if one is None else (one.models, one.ensemble, one.shaping)
 
 
 def _meaning(text: str, option: str, first: Any) -> _Meaning:
     if text.lstrip().startswith("{"):
         section = parse_yaml(text, option)
+        if isinstance(section, dict) and {"model", "models"} & section.keys() and "type" not in section:
+            return _models(section, option)
         if not isinstance(section, dict) or not isinstance(section.get("type"), str):
             raise ConfigError(
-                "the environment has no type", where=option, got=text, need="{type: rules, rule: math}, or another type"
+                "the environment has no type",
+                where=option,
+                got=text,
+                need="{type: rules, rule: math}, or another type; or {model: NAME, shaping: ...}",
             )
         return _Meaning("environment", text.strip(), section)
     fields = importlib.import_module("treeward.evaluation.best_of_n.samples").fields_of(first)
@@ -151,8 +241,8 @@ def _meaning(text: str, option: str, first: Any) -> _Meaning:
         return _Meaning("field", text)
     if text == _SYNTHETIC:
         return _Meaning("synthetic", text)
-    if Path(text).expanduser().exists() or ("/" in text and not text.startswith((".", "/", "~"))):
-        return _Meaning("model", text)
+    if _may_be_model(text):
+        return _Meaning("model", text, rewards=RewardModels((text,), where=option))
     if text in _RULES:
         return _Meaning("environment", text, {"type": "rules", "rule": text})
     near = nearest_name(text, [*fields, _SYNTHETIC, *_RULES])
@@ -164,6 +254,44 @@ def _meaning(text: str, option: str, first: Any) -> _Meaning:
         + (f": {', '.join(fields)}" if fields else f"; the first row ({first.where}) has none"),
         fix=f"did you mean {near}?" if near else None,
     )
+
+
+def _models(section: Mapping[str, Any], option: str) -> _Meaning:
+    """Reward models as {model: A} or {models: [A, B], ensemble: worst}, with `shaping` and `name`."""
+    for key in section:
+        if key not in _MODEL_KEYS:
+            near = nearest_name(str(key), _MODEL_KEYS)
+            need = f"one of {', '.join(_MODEL_KEYS)}"
+            fix = f"did you mean {near}?" if near else None
+            raise ConfigError("there is no such key", where=option, field=str(key), got=key, need=need, fix=fix)
+    given = section.get("models", [section.get("model")])
+    if {"model", "models"} <= section.keys() or not isinstance(given, list) or not given:
+        need = "model: NAME, or models: [NAME, ...]"
+        raise ConfigError("the models are not named", where=option, got=dict(section), need=need)
+    for name in given:
+        if not isinstance(name, str) or not _may_be_model(name):
+            raise ConfigError("this is no model", where=option, got=name, need="a folder or hub name")
+    if len(given) > 1 and section.get("ensemble") is None:
+        fix = "add ensemble: mean, worst or uncertainty"
+        raise ConfigError("nothing says how their scores become one", where=option, got=given, need="ensemble", fix=fix)
+    ensemble = None if section.get("ensemble") is None else ensemble_section(section["ensemble"], f"{option}, ensemble")
+    where = f"{option}, shaping"
+    shaping = fixed_shaping(section.get("shaping"), where)
+    name = ", ".join(given) if ensemble is None else f"{ensemble.method} of {', '.join(given)}"
+    if shaping is not None:
+        name += f", shaped: {_one_line(section['shaping'])}"
+    if not isinstance(section.get("name", name), str):
+        raise ConfigError("the name is not text", where=option, field="name", got=section["name"], need="text")
+    return _Meaning("model", section.get("name", name), rewards=RewardModels(tuple(given), ensemble, shaping, where))
+
+
+def _one_line(section: Any) -> str:
+    text: str = importlib.import_module("yaml").safe_dump(section, default_flow_style=True, sort_keys=False, width=1000)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def _may_be_model(text: str) -> bool:
+    return Path(text).expanduser().exists() or ("/" in text and not text.startswith((".", "/", "~")))
 
 
 def _grader(meaning: _Meaning, options: Mapping[str, Any], stack: contextlib.ExitStack) -> Any:
@@ -178,8 +306,8 @@ def _grader(meaning: _Meaning, options: Mapping[str, Any], stack: contextlib.Exi
         environment = registry.make_environment("rules", meaning.section, where=meaning.name)
         stack.callback(environment.shutdown)
         return _by_environment(environment, samples.Grade)
-    scorer = importlib.import_module("treeward.scoring.scorer").Scorer
-    return samples.by_scorer(scorer.load(meaning.name, **options))
+    assert meaning.rewards is not None
+    return samples.by_scorer(meaning.rewards.load_rewards(options))
 
 
 def _by_environment(environment: Any, grade: Callable[..., Any]) -> Callable[[Sequence[Any]], list[list[Any]]]:
@@ -194,26 +322,76 @@ def _by_environment(environment: Any, grade: Callable[..., Any]) -> Callable[[Se
 
 def _identity(meaning: _Meaning, arguments: argparse.Namespace) -> str:
     """What decides the scores: a run that was interrupted goes on only if it is the same."""
-    if meaning.kind != "model":
+    rewards = meaning.rewards
+    if rewards is None:
         return f"{meaning.kind} {meaning.name}"
-    contract = importlib.import_module("treeward.model.contract").read_contract(meaning.name)
-    folder = Path(meaning.name).expanduser()
+    models = [_model_identity(name) for name in rewards.models]
+    how = f"{arguments.dtype} {arguments.max_length} {arguments.truncation}"
+    if rewards.ensemble is None and rewards.shaping is None:
+        return f"{models[0]} {how}"
+    shaping = rewards.shaping
+    settings = {
+        "models": models,
+        "ensemble": None if rewards.ensemble is None else rewards.ensemble.model_dump(mode="json"),
+        "shaping": shaping if shaping is None or isinstance(shaping, str) else shaping.model_dump(mode="json"),
+        "contracts": [_constants(name) for name in rewards.models],
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return f"{meaning.name} {digest} {how}"
+
+
+def _model_identity(name: str) -> str:
+    contract = importlib.import_module("treeward.model.contract").read_contract(name)
+    folder = Path(name).expanduser()
     if contract is not None:
-        model = f"contract {contract.scores_sha256}"
-    elif folder.is_dir():
+        return f"contract {contract.scores_sha256}"
+    if folder.is_dir():
         states = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-        model = f"{meaning.name} {[(name, state.st_size, state.st_mtime_ns) for name, state in states]}"
-    else:
-        model = meaning.name
-    return f"{model} {arguments.dtype} {arguments.max_length} {arguments.truncation}"
+        return f"{name} {[(file, state.st_size, state.st_mtime_ns) for file, state in states]}"
+    return name
+
+
+def _constants(name: str) -> object:
+    """What of a model's contract decides rewards and no score: its shaping, and the constants that were fitted."""
+    contract = importlib.import_module("treeward.model.contract").read_contract(name)
+    if contract is None:
+        return None
+    shaping, known = contract.reward_shaping, contract.calibration
+    return {
+        "shaping": None if shaping is None else shaping.model_dump(mode="json"),
+        "calibration": None if known is None else known.model_dump(mode="json", exclude={"provenance"}),
+    }
+
+
+def _folder(name: str) -> str:
+    """A folder for a proxy of that name; a name that is no good one has a digest in it, so that no two share one."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:60]
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".strip("-")
 
 
 def _show(result: Any) -> None:
-    tables = importlib.import_module("treeward.tables")
     shown = importlib.import_module("treeward.evaluation.best_of_n.blocks")
-    can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    table = tables.results_table(shown.table_rows(result), shown.table_columns(result), ascii_only=not can_draw)
+    table = _table(shown.table_rows(result), shown.table_columns(result))
     sys.stdout.write(f"{table}\n\n{result.verdict.sentence}\n")
+    _tell_fewer(result)
+
+
+def _show_several(compared: Sequence[Any]) -> None:
+    shown = importlib.import_module("treeward.evaluation.best_of_n.several_blocks")
+    by_size = _table(shown.by_size(compared), shown.by_size_columns(compared))
+    by_proxy = _table(shown.by_proxy(compared), shown.by_proxy_columns(compared))
+    verdicts = "\n".join(f"{one.name}: {one.result.verdict.sentence}" for one in compared)
+    sys.stdout.write(f"{by_size}\n\n{by_proxy}\n\n{verdicts}\n")
+    _tell_fewer(compared[0].result)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Any]) -> str:
+    can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
+    table: str = importlib.import_module("treeward.tables").results_table(rows, columns, ascii_only=not can_draw)
+    return table
+
+
+def _tell_fewer(result: Any) -> None:
     fewer = result.counts["num_prompts_with_fewer_samples"]
     if fewer:
         logger.warning("%d prompts have fewer than %d scored samples and are left out.", fewer, result.max_n)
@@ -222,17 +400,38 @@ def _show(result: Any) -> None:
 def _write(output: Path, result: Any, scored: Sequence[Any], proxy: str, gold: str, data: str) -> None:
     shown = importlib.import_module("treeward.evaluation.best_of_n.blocks")
     content = {"proxy": proxy, "gold": gold, "data": data} | shown.to_json(result)
+    examples = shown.examples(scored, proxy)
+    _write_files(output, content, proxy, shown.blocks(result, proxy, gold), examples, gold, data)
+
+
+def _write_several(
+    output: Path, compared: Sequence[Any], scored: Mapping[str, Sequence[Any]], gold: str, data: str
+) -> None:
+    shown = importlib.import_module("treeward.evaluation.best_of_n.blocks")
+    of_several = importlib.import_module("treeward.evaluation.best_of_n.several_blocks")
+    content = {"gold": gold, "data": data, "proxies": of_several.several_to_json(compared)}
+    examples = [row for name, own in scored.items() for row in shown.examples(own, name)]
+    title = f"{len(compared)} proxies"
+    _write_files(output, content, title, of_several.blocks_of_several(compared, gold), examples, gold, data)
+
+
+def _write_files(
+    output: Path,
+    content: Mapping[str, Any],
+    title: str,
+    blocks: Sequence[Mapping[str, Any]],
+    examples: Sequence[Mapping[str, Any]],
+    gold: str,
+    data: str,
+) -> None:
     path = output / "bon.json"
+    source = importlib.import_module("treeward.evaluation.best_of_n.blocks").EXAMPLES_SOURCE
     try:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(partial, path)
         report = importlib.import_module("treeward.evaluation.report.build").write_report(
-            output,
-            f"Best of n: {proxy}",
-            shown.blocks(result, proxy, gold),
-            {shown.EXAMPLES_SOURCE: shown.examples(scored, proxy)},
-            subtitle=f"gold: {gold}; samples: {data}",
+            output, f"Best of n: {title}", blocks, {source: examples}, subtitle=f"gold: {gold}; samples: {data}"
         )
     except OSError as error:
         raise DataError(
@@ -241,10 +440,16 @@ def _write(output: Path, result: Any, scored: Sequence[Any], proxy: str, gold: s
     logger.info("Wrote %s and %s.", path, report)
 
 
-def _failures(scored: Sequence[Any]) -> int:
+def _failures(scored: Mapping[str, Sequence[Any]]) -> int:
+    """How many scores are missing, told by their reasons; what gold lacks is counted once, as it is the same."""
     errors: Counter[str] = Counter()
-    for one in scored:
-        errors.update(one.errors)
+    for number, (name, own) in enumerate(scored.items()):
+        prefix = "" if len(scored) == 1 else f"{name}, "
+        for one in own:
+            for reason, count in one.errors.items():
+                of_gold = reason.startswith("gold: ")
+                if not of_gold or number == 0:
+                    errors[reason if of_gold else prefix + reason] += count
     for reason, count in errors.most_common(5):
         logger.warning("%d samples are left out: %s", count, reason)
     if len(errors) > 5:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import re
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treeward.cli.model_arguments import add_model_arguments, model_options, positive
+from treeward.cli.comparisons import dataset_config
+from treeward.cli.model_arguments import (
+    RewardModels,
+    add_model_arguments,
+    add_reward_arguments,
+    ensemble_section,
+    fixed_shaping,
+    model_options,
+    positive,
+)
 from treeward.errors import ConfigError
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -23,14 +35,23 @@ examples:
   treeward eval results/quickstart/final --dataset-name Bundled --split length_controlled --output results/eval
   treeward eval MODEL OTHER_MODEL --suite rewardbench,rewardbench2 --output results/eval
   treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
+  treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
+  treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
+  treeward eval MODEL --shaping contract --data held_out.jsonl --output results/eval-shaped
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or, as NAME=FOLDER, from a copy. The same
 command goes on where it was interrupted. OUTPUT/report.html is the report, OUTPUT/results.json has its numbers, and
 OUTPUT/MODEL/SUITE/examples.jsonl a row for each example."""
 
+_STEP = re.compile(r"step_(\d+)")
+_LONGEST_NAME = 100
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="folders or hub names of reward models")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="folders or hub names of reward models")
+    parser.add_argument(
+        "--checkpoints", default=None, metavar="RUN_DIR", help="the checkpoints of a training run, and how they drift"
+    )
     parser.add_argument("--suite", action="append", default=[], metavar="NAME[=FOLDER],...", help="suites to run")
     parser.add_argument(
         "--data", action="append", default=[], metavar="FILE", help="comparisons in any format that training reads"
@@ -50,51 +71,134 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rewrite the replies of N examples of each suite",
     )
     parser.add_argument(
-        "--training-data", default=None, metavar="FILE", help="comparisons of training, to look for in the suites"
+        "--training-data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="comparisons of training, to look for in the suites",
     )
     parser.add_argument("--no-report", action="store_true", help="results.json only")
+    add_reward_arguments(parser)
     add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = model_options(arguments)
     suites = _suites(arguments)
-    running = importlib.import_module("treeward.evaluation.running")
-    summary = importlib.import_module("treeward.evaluation.summary")
-    output = None if arguments.output is None else Path(arguments.output)
-    summaries = []
-    overlaps: dict[str, Any] = {}
-    names = running.folder_names(arguments.models)
-    for model in arguments.models:
-        scorer = importlib.import_module("treeward.scoring.scorer").Scorer.load(model, **options)
-        identity = _identity(model, scorer, arguments)
-        with _Bar() as bar:
-            scored_suites = running.evaluate(
-                {model: scorer},
-                suites,
-                output,
-                names=names,
-                identities={model: identity},
-                limit=arguments.limit,
-                on_progress=bar.show,
+    training_data = [dataset_config(path, None, None) for path in arguments.training_data]
+    candidates = _candidates(arguments, options)  # what cannot be is told before suites are read
+    session = importlib.import_module("treeward.evaluation.session")
+    with _Bar() as bar:
+        done = session.run_evaluation(
+            candidates,
+            suites,
+            None if arguments.output is None else Path(arguments.output),
+            limit=arguments.limit,
+            num_perturbations=arguments.perturbations,
+            training_data=training_data,
+            drift=arguments.checkpoints is not None,
+            report=not arguments.no_report,
+            on_progress=bar.show,
+        )
+    _print(done.summaries)
+    _print_drift(done.drift)
+    if done.path is not None:
+        sys.stdout.write(f"\n{'The report is' if done.path.suffix == '.html' else 'The results are'} {done.path}\n")
+    return 1 if any(one.result.num_failed for one in done.summaries) else 0
+
+
+def _candidates(arguments: argparse.Namespace, options: Mapping[str, Any]) -> list[Any]:
+    """The checkpoints in order, then the models; with an ensemble of models they are one."""
+    session = importlib.import_module("treeward.evaluation.session")
+    folder_names = importlib.import_module("treeward.evaluation.running").folder_names
+    ensemble = None if arguments.ensemble is None else ensemble_section(arguments.ensemble)
+    shaping = fixed_shaping(arguments.shaping)
+    checkpoints = {} if arguments.checkpoints is None else _checkpoints(Path(arguments.checkpoints))
+    if not arguments.models and not checkpoints:
+        raise ConfigError(
+            "there is no model to evaluate", where="MODEL", got="none", need="a model, or --checkpoints RUN_DIR"
+        )
+    names = {model: name for name, model in checkpoints.items()}
+    names |= {model: name for model, name in folder_names(arguments.models).items() if model not in names}
+    if ensemble is not None and ensemble.over == "models":
+        if checkpoints:
+            raise ConfigError(
+                "an ensemble is one model, and checkpoints are compared with each other",
+                where="--ensemble, --checkpoints",
+                need="one of them, or an ensemble of heads as {over: heads}",
+                fix="to make an ensemble of checkpoints, name them as models: RUN_DIR/step_100/model ...",
             )
-        for scored in scored_suites:
-            if arguments.training_data is not None and scored.suite.name not in overlaps:
-                overlaps[scored.suite.name] = _overlap(arguments.training_data, scored)
-            summaries.append(
-                summary.summarize(
-                    scored,
-                    perturbations=_perturbations(arguments, scorer, scored),
-                    overlap=overlaps.get(scored.suite.name),
-                )
+        groups = [tuple(arguments.models)]
+    else:
+        groups = [(model,) for model in names]
+    candidates = []
+    for models in groups:
+        rewards = RewardModels(models, ensemble, shaping)
+        shaper = rewards.check_alone(trust_remote_code=arguments.trust_remote_code)
+        name = _name_of_rewards(rewards, [names[model] for model in models])
+        is_plain = ensemble is None and shaping is None
+        candidates.append(
+            session.Candidate(
+                name,
+                partial(_load, rewards, options),
+                published_name=models[0] if is_plain and not Path(models[0]).exists() else None,
+                note=_note(rewards, shaper),
+                in_drift=models[0] in checkpoints.values(),
             )
-            _write_published(scored, model)
-        del scorer
-    _print(summaries)
-    if output is not None:
-        path = summary.write_results(output, summaries, report=not arguments.no_report)
-        sys.stdout.write(f"\n{'The report is' if path.suffix == '.html' else 'The results are'} {path}\n")
-    return 1 if any(one.result.num_failed for one in summaries) else 0
+        )
+    return candidates
+
+
+def _load(rewards: RewardModels, options: Mapping[str, Any]) -> tuple[Any, str]:
+    scorer = rewards.load_rewards(options)
+    identity = importlib.import_module("treeward.evaluation.session").scorer_identity
+    return scorer, identity(scorer, rewards.models[0])
+
+
+def _checkpoints(folder: Path) -> dict[str, str]:
+    """The models of a run's checkpoints by name, in the order of their steps, and `final` last."""
+    if not folder.is_dir():
+        raise ConfigError(
+            "there is no such run", where="--checkpoints", got=str(folder), need="a run's checkpoint_dir, a folder"
+        )
+    inside = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    steps = sorted((int(match[1]), name) for name in inside if (match := _STEP.fullmatch(name)))
+    found = {name: folder / name / "model" for _, name in steps}
+    if "final" in inside:
+        found["final"] = folder / "final"
+    if absent := [str(path) for path in found.values() if not path.is_dir()]:
+        raise ConfigError("a checkpoint holds no model", where="--checkpoints", got=f"no folder {absent[0]}")
+    if not found:
+        raise ConfigError(
+            "the folder has no checkpoints",
+            where="--checkpoints",
+            got=f"{folder} with {', '.join(inside[:10]) or 'no folders'}{', ...' if len(inside) > 10 else ''}",
+            need="folders step_N, as in checkpointing.checkpoint_dir of a training run",
+        )
+    return {name: str(path) for name, path in found.items()}
+
+
+def _name_of_rewards(rewards: RewardModels, names: list[str]) -> str:
+    """Of the candidate's folder: worst-of-a-b, a-shaped, ..."""
+    name = "-".join(names)
+    if rewards.ensemble is not None:
+        if len(name) > _LONGEST_NAME:
+            name = f"{len(names)}-models"
+        heads = "heads-of-" if rewards.ensemble.over == "heads" else ""
+        name = f"{rewards.ensemble.method}-of-{heads}{name}"
+    return name if rewards.shaping is None else f"{name}-shaped"
+
+
+def _note(rewards: RewardModels, shaper: Any) -> str | None:
+    """What a reader of the report must know of the numbers that are ranked."""
+    parts = []
+    if rewards.ensemble is not None:
+        members = "its heads" if rewards.ensemble.over == "heads" else ", ".join(rewards.models)
+        parts.append(f"{rewards.ensemble.method} of {members}")
+    if shaper is not None:
+        section = json.dumps(shaper.config.model_dump(mode="json", exclude_defaults=True)).replace('"', "")
+        parts.append(f"rewards, shaped by {section}, in the place of scores")
+    return "; ".join(parts) or None
 
 
 def _suites(arguments: argparse.Namespace) -> list[tuple[Any, str | None]]:
@@ -106,9 +210,8 @@ def _suites(arguments: argparse.Namespace) -> list[tuple[Any, str | None]]:
             found.append((module.get_suite(name, tie_policy=arguments.tie_policy), source or None))
     data = arguments.data or ([None] if arguments.dataset_name is not None else [])
     if data:
-        configs = importlib.import_module("treeward.cli.comparisons")
         for path in data:
-            config = configs.dataset_config(path, arguments.dataset_name, arguments.split)
+            config = dataset_config(path, arguments.dataset_name, arguments.split)
             name = _name_of(path or arguments.dataset_name, arguments.split)
             found.append((module.PreferenceSuite(name, config, tie_policy=arguments.tie_policy), None))
     if not found:
@@ -124,55 +227,6 @@ def _suites(arguments: argparse.Namespace) -> list[tuple[Any, str | None]]:
 def _name_of(path: str, split: str | None) -> str:
     name = re.sub(r"(\.(jsonl|json|csv|parquet|arrow|gz))+$", "", Path(path).name) or "data"
     return re.sub(r"[^\w.-]+", "-", name if split is None else f"{name}-{split}")
-
-
-def _identity(model: str, scorer: Any, arguments: argparse.Namespace) -> str:
-    """What a row depends on besides the example."""
-    contract = scorer.contract.scores_sha256 if scorer.contract is not None else model
-    settings = (scorer.renderer.max_length, scorer.renderer.truncation, arguments.dtype)
-    return f"{contract} {settings}"
-
-
-def _overlap(training_data: str, scored: Any) -> Any:
-    configs = importlib.import_module("treeward.cli.comparisons")
-    datasets = importlib.import_module("treeward.data.datasets")
-    stream = datasets.open_dataset(configs.dataset_config(training_data, None, None))
-    overlap = importlib.import_module("treeward.evaluation.diagnostics.overlap")
-    logger.info("Looking for the examples of %s in %s.", scored.suite.name, training_data)
-    return overlap.find_overlap([one.example for one in scored.examples], (preference for preference, _ in stream))
-
-
-def _perturbations(arguments: argparse.Namespace, scorer: Any, scored: Any) -> Any:
-    if arguments.perturbations is None:
-        return None
-    module = importlib.import_module("treeward.evaluation.diagnostics.perturbations")
-    examples = [one.example for one in scored.examples]
-    with _Bar() as bar:
-        done = 0
-
-        def on_progress(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.show(f"rewriting {scored.suite.name}", done, min(arguments.perturbations, len(examples)))
-
-        return module.diagnose_perturbations(
-            scorer, examples, num_examples=arguments.perturbations, on_progress=on_progress
-        )
-
-
-def _write_published(scored: Any, model: str) -> None:
-    """The suite's own result files, beside the rows."""
-    if scored.folder is None:
-        return
-    json = importlib.import_module("json")
-    name = scored.model if Path(model).exists() else model
-    for path, content in scored.suite.published_files(scored.examples, name).items():
-        file = scored.folder / "published" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = content if path.endswith(".jsonl") else [content]
-        indent = None if path.endswith(".jsonl") else 2
-        text = "".join(json.dumps(line, ensure_ascii=False, indent=indent) + "\n" for line in lines)
-        file.write_text(text, encoding="utf-8")
 
 
 def _print(summaries: list[Any]) -> None:
@@ -192,8 +246,32 @@ def _print(summaries: list[Any]) -> None:
         tables.Column("high", title="to", format=".3f"),
         tables.Column("count", title="of"),
     ]
+    _write_table(rows, columns)
+
+
+def _print_drift(drift: list[Any]) -> None:
+    tables = importlib.import_module("treeward.tables")
+    rows = []
+    for one in drift:
+        for step in one.steps:
+            found = {} if step.drift is None else {m.name: m.value for m in step.drift.metrics()}
+            rows.append({"suite": one.suite, "from": step.before, "to": step.after} | found)
+    columns = [
+        *(tables.Column(key) for key in ("suite", "from", "to")),
+        tables.Column("shift", title="scores moved", format="+.3f"),
+        tables.Column("scale_ratio", title="spread x", format=".3f"),
+        tables.Column("order_agreement", title="pairs alike", format=".3f"),
+        tables.Column("rank_correlation", title="rank correlation", format=".3f"),
+    ]
+    if rows:
+        sys.stdout.write("\n")
+        _write_table(rows, columns)
+
+
+def _write_table(rows: list[dict[str, Any]], columns: list[Any]) -> None:
     can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    sys.stdout.write(tables.results_table(rows, columns, ascii_only=not can_draw) + "\n")
+    table = importlib.import_module("treeward.tables").results_table(rows, columns, ascii_only=not can_draw)
+    sys.stdout.write(table + "\n")
 
 
 class _Bar:
@@ -209,8 +287,11 @@ class _Bar:
         if what != self._what:
             self.__exit__()
             self._what = what
-            self._bar = self._make(total=total, desc=what, unit=" examples", disable=not sys.stderr.isatty())
-        self._bar.update(done - self._bar.n)
+            self._bar = self._make(total=total or None, desc=what, unit=" examples", disable=not sys.stderr.isatty())
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+            if done == total:
+                self.__exit__()
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

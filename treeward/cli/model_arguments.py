@@ -4,22 +4,118 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
+    from treeward.config.ensemble import EnsembleConfig
     from treeward.config.reward_shaping import RewardShapingConfig
 
 __all__ = [
+    "RewardModels",
     "add_loading_arguments",
     "add_model_arguments",
+    "add_reward_arguments",
+    "ensemble_section",
+    "fixed_shaping",
     "loading_options",
+    "model_options",
     "parse_yaml",
     "positive",
-    "model_options",
     "shaping_section",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModels:
+    """Reward models that score as one: a single one, or an ensemble; with or without a shaping of their scores.
+
+    `where`: the option that asks for the shaping, for errors.
+    """
+
+    models: tuple[str, ...]
+    ensemble: EnsembleConfig | None = None
+    shaping: RewardShapingConfig | Literal["contract"] | None = None
+    where: str = "--shaping"
+
+    def load(self, options: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The scorer, and the `Shaper` of its scores (None without shaping). `options`: those of `Scorer.load`.
+
+        Raises `ConfigError` for a shaping whose rewards depend on the order of what is scored.
+        """
+        if self.ensemble is not None:
+            module = importlib.import_module("treeward.scoring.ensemble")
+            scorer = module.EnsembleScorer.load(self.models, config=self.ensemble, **options)
+        else:
+            scorer = importlib.import_module("treeward.scoring.scorer").Scorer.load(self.models[0], **options)
+        return scorer, self.shaper(tokenizer=scorer.renderer.tokenizer)
+
+    def shaper(self, **tokenizer: Any) -> Any:
+        """The shaper alone, without the weights: what is missing or cannot be is told before they are loaded.
+
+        `tokenizer`: the arguments of that name, or `trust_remote_code`, of `load_shaper`.
+        """
+        rewarding = importlib.import_module("treeward.scoring.rewarding")
+        is_ensemble = self.ensemble is not None
+        shaper = rewarding.load_shaper(self.shaping, self.models[0], is_ensemble=is_ensemble, **tokenizer)
+        if shaper is not None:
+            rewarding.check_fixed(shaper.config, self.where)
+        return shaper
+
+    def check_alone(self, **tokenizer: Any) -> Any:
+        """The shaper, as `shaper` gives it. Raises `ConfigError` for one that compares with reference answers too."""
+        shaper = self.shaper(**tokenizer)
+        if shaper is not None:
+            importlib.import_module("treeward.scoring.rewarding").check_alone(shaper.config, self.where)
+        return shaper
+
+    def load_rewards(self, options: Mapping[str, Any]) -> Any:
+        """A `ConversationScorer`: the scorer, or, with shaping, one whose scores are the rewards.
+
+        Raises as `check_alone`.
+        """
+        scorer, shaper = self.load(options)
+        if shaper is None:
+            return scorer
+        return importlib.import_module("treeward.scoring.rewarding").RewardScorer(scorer, shaper, where=self.where)
+
+
+def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
+    """How scores of models become rewards."""
+    parser.add_argument(
+        "--shaping", metavar="YAML", help="a reward_shaping section, or `contract` for that of the model's contract"
+    )
+    parser.add_argument(
+        "--ensemble", metavar="YAML", help="several models as one: mean, worst, uncertainty, or an ensemble section"
+    )
+
+
+def ensemble_section(given: Any, where: str = "--ensemble") -> EnsembleConfig:
+    """An ensemble section: text as an option has it, or what was read of one already; a name is a method."""
+    value = parse_yaml(given, where) if isinstance(given, str) else given
+    section = importlib.import_module("treeward.config.ensemble").EnsembleConfig
+    ensemble: EnsembleConfig = importlib.import_module("treeward.config.load").load_section(
+        section, {"method": value} if isinstance(value, str) else value, where=where
+    )
+    return ensemble
+
+
+def fixed_shaping(given: Any, where: str = "--shaping") -> RewardShapingConfig | Literal["contract"] | None:
+    """A shaping that makes the same reward of a conversation wherever it stands: a section, "contract", or None.
+
+    `given`: as `ensemble_section` takes it. Raises `ConfigError` for one with running statistics.
+    """
+    if given is None:
+        return None
+    if given == "contract":
+        return "contract"
+    shaping = shaping_section(given, where)
+    if shaping.running:  # asked here: the import takes seconds, and most shapings have nothing to refuse
+        importlib.import_module("treeward.scoring.rewarding").check_fixed(shaping, where)
+    return shaping
 
 
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +160,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, need a positive number of tokens")
+        raise argparse.ArgumentTypeError(f"got {text}, need a positive number")
     return int(text)
 
 
@@ -82,14 +178,14 @@ def parse_yaml(text: str, option: str) -> Any:
     return value
 
 
-def shaping_section(text: str) -> RewardShapingConfig:
-    """A reward_shaping section that is given as an option."""
-    given = parse_yaml(text, "--shaping")
-    if isinstance(given, str):
-        raise ConfigError("this is no shaping", where="--shaping", got=given, need="a section, as {reference: par}")
+def shaping_section(given: Any, where: str = "--shaping") -> RewardShapingConfig:
+    """A reward_shaping section: text as an option has it, or what was read of one already."""
+    value = parse_yaml(given, where) if isinstance(given, str) else given
+    if isinstance(value, str):
+        raise ConfigError("this is no shaping", where=where, got=value, need="a section, as {reference: par}")
     section = importlib.import_module("treeward.config.reward_shaping").RewardShapingConfig
     shaping: RewardShapingConfig = importlib.import_module("treeward.config.load").load_section(
-        section, given, where="--shaping"
+        section, value, where=where
     )
     return shaping
 

@@ -12,14 +12,17 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, TextIO
 
-from treeward.cli.model_arguments import add_model_arguments, model_options, parse_yaml, shaping_section
+from treeward.cli.model_arguments import (
+    RewardModels,
+    add_model_arguments,
+    add_reward_arguments,
+    ensemble_section,
+    fixed_shaping,
+    model_options,
+)
 from treeward.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from treeward.config.ensemble import EnsembleConfig
-    from treeward.config.reward_shaping import RewardShapingConfig
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -41,17 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder or hub name of a reward model")
     parser.add_argument("--data", required=True, metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin")
     parser.add_argument("--output", default="-", metavar="FILE", help="where rows go as JSON lines; - is stdout")
-    parser.add_argument(
-        "--shaping", metavar="YAML", help="a reward_shaping section, or `contract` for that of the model's contract"
-    )
-    parser.add_argument(
-        "--ensemble", metavar="YAML", help="several models as one: mean, worst, uncertainty, or an ensemble section"
-    )
+    add_reward_arguments(parser)
     add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    ensemble, shaping = _ensemble(arguments), _shaping(arguments)
+    models = _models(arguments)
     sources = importlib.import_module("treeward.data.sources")
     files = importlib.import_module("treeward.data.files")
     rows_module = importlib.import_module("treeward.scoring.rows")
@@ -63,13 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = sources.read_rows(arguments.data)
     # A missing file or a bad first line is told before the model is loaded and before the output is emptied.
     rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
-    scorer = _load(arguments, ensemble)
-    shaper = importlib.import_module("treeward.scoring.rewarding").load_shaper(
-        shaping,
-        arguments.models[0],
-        is_ensemble=ensemble is not None,
-        tokenizer=scorer.renderer.tokenizer,
-    )
+    scorer, shaper = models.load(model_options(arguments))
     scored = failed = missing = 0
     first_error = None
     with (
@@ -96,48 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _load(arguments: argparse.Namespace, ensemble: EnsembleConfig | None) -> Any:
-    options = model_options(arguments)
-    if ensemble is not None:
-        return importlib.import_module("treeward.scoring.ensemble").EnsembleScorer.load(
-            arguments.models, config=ensemble, **options
-        )
-    return importlib.import_module("treeward.scoring.scorer").Scorer.load(arguments.models[0], **options)
-
-
-def _ensemble(arguments: argparse.Namespace) -> EnsembleConfig | None:
-    if arguments.ensemble is None:
-        if len(arguments.models) > 1:
-            raise ConfigError(
-                "several models are named, and nothing says how their scores become one",
-                where="MODEL",
-                got=" ".join(arguments.models),
-                need="one model, or --ensemble",
-                fix="--ensemble mean, or a run for each model",
-            )
-        return None
-    given = parse_yaml(arguments.ensemble, "--ensemble")
-    section = importlib.import_module("treeward.config.ensemble").EnsembleConfig
-    ensemble: EnsembleConfig = importlib.import_module("treeward.config.load").load_section(
-        section, {"method": given} if isinstance(given, str) else given, where="--ensemble"
-    )
-    return ensemble
-
-
-def _shaping(arguments: argparse.Namespace) -> RewardShapingConfig | Literal["contract"] | None:
-    if arguments.shaping in (None, "contract"):
-        return arguments.shaping  # type: ignore[no-any-return]
-    shaping = shaping_section(arguments.shaping)
-    if shaping.running:
+def _models(arguments: argparse.Namespace) -> RewardModels:
+    if arguments.ensemble is None and len(arguments.models) > 1:
         raise ConfigError(
-            "with running statistics a reward would depend on the order of the rows",
-            where="--shaping",
-            field="running",
-            got="true",
-            need="constants: reward_mean and reward_std, or those of the model's contract",
-            fix="treeward calibrate MODEL --data FILE, and leave running out",
+            "several models are named, and nothing says how their scores become one",
+            where="MODEL",
+            got=" ".join(arguments.models),
+            need="one model, or --ensemble",
+            fix="--ensemble mean, or a run for each model",
         )
-    return shaping
+    ensemble = None if arguments.ensemble is None else ensemble_section(arguments.ensemble)
+    return RewardModels(tuple(arguments.models), ensemble, fixed_shaping(arguments.shaping))
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     card = importlib.import_module("treeward.training.card")
     results = importlib.import_module("treeward.tables")
     outcome = training.train(config)
-    if outcome.interrupted_by:
+    if outcome.interrupted_by and outcome.model_folder is None:
         sys.stderr.write(
             f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). "
             f"{_what_was_saved(outcome.step, config.checkpointing)}\n"
@@ -47,7 +47,23 @@ def run(arguments: argparse.Namespace) -> int:
             f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}\n"
             f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl\n"
         )
-    return 0
+    if outcome.report is not None:
+        sys.stdout.write(f"What it has learnt:  {shlex.quote(str(outcome.report))}\n")
+        sys.stdout.write(
+            _finding(importlib.import_module("treeward.training.reporting").report_findings(outcome.report))
+        )
+    if outcome.interrupted_by:
+        sys.stderr.write(f"The report was stopped ({outcome.interrupted_by}). The same command goes on with it.\n")
+    return int(outcome.exit_code)
+
+
+def _finding(findings: dict[str, str]) -> str:
+    """What must not be overlooked in a report: the worst, and where else it is."""
+    if not findings:
+        return ""
+    (first, finding), *others = findings.items()
+    too = f" The report says it of {', '.join(name for name, _ in others)} too." if others else ""
+    return f"\nOn {first}: {finding}{too}\n"
 
 
 def _what_was_saved(step: int, checkpointing: CheckpointingConfig) -> str:

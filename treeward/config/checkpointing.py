@@ -2,18 +2,19 @@
 
     checkpointing:
       checkpoint_dir: results/rm
-      metric_name: val:validation-plain_accuracy
+      metric_name: val:validation-plain_length_controlled_accuracy
       keep_top_k: 3
       save_period: 100       # optimiser steps
 
 A metric of one validation set is spelt `val:validation-<name>_<metric>`, `validation-<name>_<metric>` or
 `validation-<name>/<metric>`; one pooled over all sets `val_<metric>`, `val:val_<metric>` or `eval/rm/<metric>`.
+Metrics are those of the loss (`loss`, `accuracy`, `reward_margin`, ...) and the diagnostics of `treeward eval`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt, model_validator
@@ -29,8 +30,22 @@ METRICS: Mapping[str, bool | None] = {
     "reward_margin": True,
     "chosen_rewards": None,
     "rejected_rewards": None,
+    "length_controlled_accuracy": True,
+    "accuracy_longer_right": True,
+    "accuracy_shorter_right": True,
+    "accuracy_gap": None,
+    "ece": False,
+    "brier": False,
+    "auroc": True,
+    "kendall_tau": True,
+    "worst_subset": True,
+    "robust_accuracy": True,
 }
-"""The validation metrics -> whether higher is better; None where neither direction is."""
+"""The validation metrics -> whether higher is better; None where neither direction is.
+
+A metric whose name ends in `_` and another's has the other's direction, so that a name in underscores, which may be
+read as either, has one direction.
+"""
 
 _DURATION = re.compile(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})")
 _SPELLINGS = "val:validation-<name>_<metric>, validation-<name>/<metric>, val_<metric> or eval/rm/<metric>"
@@ -43,8 +58,13 @@ class MetricKey(NamedTuple):
     metric: str
 
 
-def parse_metric_name(name: str) -> MetricKey:
-    """Read a metric's name in any accepted spelling. Raises `ConfigError` if it is none of them."""
+def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
+    """Read a metric's name in any accepted spelling.
+
+    `sets`: the names of the validation sets. With underscores `validation-a_robust_accuracy` is the metric
+    `robust_accuracy` of the set `a` or `accuracy` of `a_robust`: a set that is there is meant, and where none is the
+    longer metric. Raises `ConfigError` for what is no name of a metric, and where both sets are there.
+    """
     spelling = name.removeprefix("val:")
     for pooled in ("val_", "eval/rm/"):
         if spelling.startswith(pooled):
@@ -61,13 +81,28 @@ def parse_metric_name(name: str) -> MetricKey:
     if "/" in spelling:
         validation, _, metric = spelling.rpartition("/")
     else:
-        # The name of a set may contain underscores, and so may a metric: the longest known metric at the end wins.
-        known = [metric for metric in METRICS if spelling.endswith(f"_{metric}")]
-        metric = max(known, key=len) if known else spelling.rpartition("_")[2]
-        validation = spelling.removesuffix(f"_{metric}") if known else spelling.rpartition("_")[0]
+        validation, metric = _split_at_underscore(spelling, sets, name)
     if not validation:
         raise ConfigError("a metric's name does not say of which validation set", got=name, need=_SPELLINGS)
     return MetricKey(validation, _known_metric(metric, name))
+
+
+def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple[str, str]:
+    """The set and the metric of a spelling in which only underscores part them, the longest metric first."""
+    known = sorted((m for m in METRICS if spelling.endswith(f"_{m}") and spelling != f"_{m}"), key=len, reverse=True)
+    readings = [(spelling.removesuffix(f"_{metric}"), metric) for metric in known]
+    if not readings:
+        validation, _, metric = spelling.rpartition("_")
+        return validation, metric
+    meant = [reading for reading in readings if reading[0] in sets] or readings[:1]
+    if len(meant) > 1:
+        raise ConfigError(
+            "a metric's name can be read in two ways",
+            got=name,
+            need="a slash between the set and the metric",
+            fix="write " + " or ".join(f"validation-{validation}/{metric}" for validation, metric in meant),
+        )
+    return meant[0]
 
 
 def _known_metric(metric: str, name: str) -> str:
@@ -115,9 +150,12 @@ class CheckpointingConfig(Strict):
     checkpoint_must_save_by: Annotated[PositiveFloat | None, BeforeValidator(_seconds)] = None
     """Save and leave after this time, as `DD:HH:MM:SS` or in seconds."""
     metric_name: str | None = None
-    """The metric that ranks checkpoints (spellings above). None: the latest are kept."""
+    """The metric that ranks checkpoints (spellings above): `loss`, `accuracy`, `reward_margin`, `chosen_rewards`,
+    `rejected_rewards`, `length_controlled_accuracy`, `accuracy_longer_right`, `accuracy_shorter_right`, `accuracy_gap`,
+    `ece`, `brier`, `auroc`, `kendall_tau`, `worst_subset` or `robust_accuracy`. None: the latest are kept."""
     higher_is_better: bool | None = None
-    """Direction of the metric. None: decided by the metric."""
+    """Direction of the metric. None: decided by the metric; those of which neither direction is better (`accuracy_gap`,
+    `chosen_rewards`, `rejected_rewards`) need it."""
     keep_top_k: PositiveInt | None = 3
     """How many of the best checkpoints stay, beside the latest. None: all."""
     save_optimizer: bool = True
@@ -126,11 +164,6 @@ class CheckpointingConfig(Strict):
     """The only format: pickled weights would be code."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the exported weights; the score head stays float32."""
-
-    @property
-    def metric_key(self) -> MetricKey | None:
-        """The metric that ranks checkpoints, parsed; None if the latest are kept."""
-        return None if self.metric_name is None else parse_metric_name(self.metric_name)
 
     @model_validator(mode="after")
     def _metric_is_known(self) -> CheckpointingConfig:
@@ -149,6 +182,9 @@ class CheckpointingConfig(Strict):
                 field="higher_is_better",
                 got="null",
                 need="true or false",
+                fix="a gap costs length_controlled_accuracy, which has a direction: rank by that"
+                if key.metric == "accuracy_gap"
+                else None,
             )
         if direction is not None and self.higher_is_better not in (None, direction):
             raise ConfigError(

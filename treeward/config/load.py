@@ -26,7 +26,7 @@ from treeward.config.run import RewardModelRunConfig
 from treeward.config.yaml_file import Tree, read_yaml, write_yaml
 from treeward.errors import ConfigError
 
-__all__ = ["load_config", "load_section", "save_config"]
+__all__ = ["load_config", "load_file", "load_section", "save_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,24 @@ _Section = TypeVar("_Section", bound=Strict)
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig:
     """Read, override, resolve and check. Raises one `ConfigError` that lists every mistake found."""
-    file = Path(path)
-    tree, origins = _read_with_defaults(file, ())
+    return load_file(RewardModelRunConfig, path, overrides)
+
+
+def load_file(
+    section: type[_Section],
+    path: str | PathLike[str] | None,
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+) -> _Section:
+    """A whole configuration of another kind, read, overridden, resolved and checked as by `load_config`.
+
+    `path`: None for one without a file. `values`: laid over the file's before the overrides, as a command's own
+    options. Raises `ConfigError`.
+    """
+    file = Path("command line") if path is None else Path(path)
+    tree, origins = ({}, {}) if path is None else _read_with_defaults(file, ())
+    tree = merge_trees(tree, dict(values or {}))
     for text in overrides:
         override = parse_override(text)
         apply_override(tree, override)
@@ -45,12 +61,12 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Rew
     resolved = _resolve(tree, file, origins)
     ignored: IgnoredKeys = []
     try:
-        config = RewardModelRunConfig.model_validate(resolved, context={"ignored": ignored})
+        config = section.model_validate(resolved, context={"ignored": ignored})
     except ValidationError as error:
         raise config_error(
-            error, RewardModelRunConfig, resolved, file=str(file), origin=lambda key: _origin(origins, key, file)
+            error, section, resolved, file=str(file), origin=lambda key: _origin(origins, key, file)
         ) from None
-    _log_ignored(ignored, RewardModelRunConfig)
+    _log_ignored(ignored, section)
     return config
 
 

@@ -50,6 +50,9 @@ class RMConfig(Strict):
     """Most batches of `val_global_batch_size` to validate on, per set. None (or -1): the whole set."""
     val_global_batch_size: PositiveInt | None = None
     """Comparisons in a validation batch. None: `policy.train_global_batch_size`."""
+    val_perturbations: PositiveInt | None = None
+    """Most comparisons of each validation set whose replies are rewritten (padded, cut off, marked up ...) to measure
+    `robust_accuracy`. None: it is not measured, unless `checkpointing.metric_name` names it; then it is of 100."""
     val_micro_batch_size: PositiveInt | None = None
     """Most comparisons in one forward pass of validation. None: as many as in training."""
     val_at_start: bool = False

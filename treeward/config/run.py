@@ -11,9 +11,10 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from treeward.config.base import Strict, nearest_name
-from treeward.config.checkpointing import CheckpointingConfig
+from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
 from treeward.config.data import DataConfig
+from treeward.config.evaluation import EvaluationConfig
 from treeward.config.hub import HubConfig
 from treeward.config.logger import LoggerConfig
 from treeward.config.policy import PolicyConfig
@@ -22,6 +23,8 @@ from treeward.config.rm import RMConfig
 from treeward.errors import ConfigError
 
 __all__ = ["RewardModelRunConfig"]
+
+_PERTURBATIONS = 100  # so says the docstring of rm.val_perturbations
 
 
 class RewardModelRunConfig(Strict):
@@ -38,6 +41,8 @@ class RewardModelRunConfig(Strict):
     environment finds it. Constants that it needs are fitted on the validation sets when the model is exported."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     """When the run is saved, and which checkpoints stay."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """The report that is written at the end."""
     logger: LoggerConfig = LoggerConfig()
     """Where the metrics go."""
     cluster: ClusterConfig = ClusterConfig()
@@ -50,6 +55,23 @@ class RewardModelRunConfig(Strict):
         """Longest conversation, in tokens."""
         return self.data.max_input_seq_length or self.policy.max_total_sequence_length
 
+    @property
+    def validation_names(self) -> list[str]:
+        """The names of the validation sets."""
+        return [dataset.name for dataset in self.data.validation if dataset.name is not None]
+
+    @property
+    def ranking_metric(self) -> MetricKey | None:
+        """The metric that ranks checkpoints, as it is read where the validation sets are known; None if none does."""
+        name = self.checkpointing.metric_name if self.checkpointing.enabled else None
+        return None if name is None else parse_metric_name(name, self.validation_names)
+
+    def num_perturbations(self, validation: str) -> int | None:
+        """Of how many comparisons of a validation set `robust_accuracy` is measured; None where it is not."""
+        key = self.ranking_metric
+        ranks = key is not None and key.metric == "robust_accuracy" and key.validation in (None, validation)
+        return self.rm.val_perturbations or (_PERTURBATIONS if ranks else None)
+
     @model_validator(mode="after")
     def _upload_has_a_model(self) -> RewardModelRunConfig:
         if self.hub.push_to_hub and not self.checkpointing.enabled:
@@ -59,6 +81,28 @@ class RewardModelRunConfig(Strict):
                 got="true",
                 need="checkpointing.enabled: true, whose export is uploaded",
                 fix="set checkpointing.enabled=true, or hub.push_to_hub=false",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _report_has_a_model_and_data(self) -> RewardModelRunConfig:
+        if not self.evaluation.enabled:
+            return self
+        if not self.checkpointing.enabled:
+            raise ConfigError(
+                "evaluation.enabled has nothing to evaluate: checkpointing.enabled is false",
+                field="evaluation.enabled",
+                got="true",
+                need="checkpointing.enabled: true, whose export is evaluated",
+                fix="set checkpointing.enabled=true, or evaluation.enabled=false",
+            )
+        if not self.data.validation and not self.evaluation.suites:
+            raise ConfigError(
+                "evaluation.enabled has nothing to evaluate on",
+                field="evaluation.enabled",
+                got="true, with no set in data.validation and no evaluation.suites",
+                need="a validation set or a suite",
+                fix="give data.val_data_path or evaluation.suites, or set evaluation.enabled=false",
             )
         return self
 
@@ -90,10 +134,9 @@ class RewardModelRunConfig(Strict):
 
     @model_validator(mode="after")
     def _ranking_metric_is_measured(self) -> RewardModelRunConfig:
-        key = self.checkpointing.metric_key
-        if not self.checkpointing.enabled or key is None:
+        if not self.checkpointing.enabled or self.checkpointing.metric_name is None:
             return self
-        names = [dataset.name for dataset in self.data.validation if dataset.name is not None]
+        names = self.validation_names
         if not names:
             raise ConfigError(
                 "checkpointing.metric_name is a validation metric, and data has no validation set",
@@ -102,14 +145,22 @@ class RewardModelRunConfig(Strict):
                 need="a set in data.validation, or no metric_name",
                 fix="give data.val_data_path, or set checkpointing.metric_name=null to keep the latest checkpoints",
             )
+        try:
+            key = parse_metric_name(self.checkpointing.metric_name, names)
+        except ConfigError as error:
+            raise ConfigError(
+                error.summary, field="checkpointing.metric_name", got=error.got, need=error.need, fix=error.fix
+            ) from None
         if key.validation is not None and key.validation not in names:
-            near = nearest_name(key.validation, names) or names[0]
+            near, metric = nearest_name(key.validation, names) or names[0], key.metric
+            if f"{key.validation}_{key.metric}" in METRICS:  # validation-length_controlled_accuracy: the set is missing
+                metric = f"{key.validation}_{key.metric}"
             raise ConfigError(
                 f"checkpointing.metric_name names a validation set that is not in data: {key.validation}",
                 field="checkpointing.metric_name",
                 got=self.checkpointing.metric_name,
                 need=f"one of the sets {', '.join(names)}",
-                fix=f"set checkpointing.metric_name=val:validation-{near}_{key.metric}",
+                fix=f"set checkpointing.metric_name=validation-{near}/{metric}",
             )
         if self.rm.val_period is None and not self.rm.val_at_end:
             raise ConfigError(

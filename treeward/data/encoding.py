@@ -36,7 +36,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from tqdm import tqdm
 
-from treeward.data.preference import Preference
+from treeward.data.preference import Preference, last_text
 from treeward.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ Ties = Literal["drop", "half", "error"]
 Row = tuple[Preference, str]
 """A preference and where it stands, as `train.jsonl:17`."""
 
-_FORMAT_VERSION = 2  # raise it when the file's layout or the rules for keeping a comparison change
+_FORMAT_VERSION = 3  # raise it when the file's layout or the rules for keeping a comparison change
 _CHUNK_ROWS = 1000
 _CHUNK_CHARACTERS = 4_000_000
 _SERIAL_ROWS = 4000  # starting a process costs as much as encoding about so many rows
@@ -71,6 +71,8 @@ _SCHEMA = pa.schema(
     [
         ("token_ids", pa.list_(pa.list_(pa.int32()))),
         ("ranks", pa.list_(pa.int64())),
+        ("lengths", pa.list_(pa.int32())),
+        ("subset", pa.string()),
         ("margin", pa.float64()),
         ("where", pa.string()),
         ("tree_tokens", pa.int64()),
@@ -90,12 +92,15 @@ class DropReason(Enum):
 class Comparison:
     """A tokenized `Preference`: K conversations that begin with the same prompt.
 
-    `token_ids`: K int32 arrays, read-only. `ranks`: lower is better. `tree_tokens`: tokens when common beginnings are
-    held once. No two conversations are identical.
+    `token_ids`: K int32 arrays, read-only. `ranks`: lower is better. `lengths`: characters of the last message of each
+    completion. `subset`: the preference's `task_name`. `tree_tokens`: tokens when common beginnings are held once. No
+    two conversations are identical.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
     ranks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    subset: str
     margin: float | None
     where: str
     tree_tokens: int
@@ -198,10 +203,8 @@ def encode_dataset(
     Raises `DataError` for a row that is wrong or when no comparison is left, `ConfigError` if `cache_dir` cannot be
     written.
     """
-    fingerprint = hashlib.sha256(
-        json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties]).encode()
-    ).hexdigest()
-    path = Path(cache_dir) / f"{fingerprint[:32]}.arrow"
+    content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties])
+    path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
     dataset = _open_if_sound(path, stream.name)
     if dataset is None:
         _write(path, stream, renderer, ties, num_workers, progress)
@@ -287,16 +290,13 @@ class _Block:
         self.sequences = token_ids.values.offsets.to_numpy()
         self.tokens = token_ids.values.values.to_numpy()
         self.ranks = ranks.values.to_numpy()
+        self.lengths = batch.column("lengths").values.to_numpy()
         self.tree_tokens: npt.NDArray[np.int64] = batch.column("tree_tokens").to_numpy()
-        self.margins, self.where = batch.column("margin"), batch.column("where")
+        self.num_tokens: npt.NDArray[np.int64] = np.diff(self.sequences[self.rows]).astype(np.int64)
+        self.margins, self.where, self.subsets = (batch.column(name) for name in ("margin", "where", "subset"))
 
     def __len__(self) -> int:
         return len(self.rows) - 1
-
-    @property
-    def num_tokens(self) -> npt.NDArray[np.int64]:
-        lengths: npt.NDArray[np.int64] = np.diff(self.sequences[self.rows]).astype(np.int64)
-        return lengths
 
     def row(self, i: int) -> Comparison:
         start, end = self.rows[i], self.rows[i + 1]
@@ -304,16 +304,19 @@ class _Block:
         return Comparison(
             token_ids=tuple(self.tokens[a:b] for a, b in zip(bounds, bounds[1:], strict=False)),
             ranks=tuple(self.ranks[start:end].tolist()),
+            lengths=tuple(self.lengths[start:end].tolist()),
+            subset=sys.intern(self.subsets[i].as_py()),  # there are few, and a validation keeps one per comparison
             margin=self.margins[i].as_py(),
             where=self.where[i].as_py(),
             tree_tokens=int(self.tree_tokens[i]),
         )
 
     def checksum(self, previous: int) -> int:
-        for array in (self.rows, self.sequences, self.tokens, self.ranks, self.tree_tokens):
+        for array in (self.rows, self.sequences, self.tokens, self.ranks, self.lengths, self.tree_tokens):
             previous = zlib.crc32(array.data, previous)
-        margins = self.margins.fill_null(float("nan")).to_numpy()
-        return zlib.crc32(margins, zlib.crc32("\n".join(self.where.to_pylist()).encode(), previous))
+        for texts in (self.where, self.subsets):
+            previous = zlib.crc32("\n".join(texts.to_pylist()).encode(), previous)
+        return zlib.crc32(self.margins.fill_null(float("nan")).to_numpy(), previous)
 
 
 def _encode_rows(
@@ -354,15 +357,19 @@ def _encode_row(
     if len(kept) < len(fitted):
         return DropReason.TOO_LONG, EncodingCounts(read=1, dropped_too_long=1, longest=longest)
     best: dict[tuple[int, ...], int] = {}  # in the order of the completions
+    lengths: dict[tuple[int, ...], int] = {}
     contradictory = 0
     for ids, completion in zip((tuple(one.token_ids) for one in kept), preference.completions, strict=True):
         contradictory += best.get(ids, completion.rank) != completion.rank
         best[ids] = min(completion.rank, best.get(ids, completion.rank))
+        lengths.setdefault(ids, len(last_text(completion.messages)))
     if len(best) < 2 or (ties != "half" and len(set(best.values())) < 2):
         return DropReason.IDENTICAL, EncodingCounts(read=1, dropped_identical=1, longest=longest)
     comparison = Comparison(
         token_ids=tuple(np.array(ids, dtype=np.int32) for ids in best),
         ranks=tuple(best.values()),
+        lengths=tuple(lengths.values()),
+        subset=preference.task_name,
         margin=preference.margin,
         where=where,
         tree_tokens=count_tree_tokens(list(best)),
@@ -406,6 +413,8 @@ def _encode_chunk(rows: Sequence[Row], renderer: Renderer, ties: Ties) -> tuple[
     columns = [
         pa.ListArray.from_arrays(per_row, pa.ListArray.from_arrays(_offsets(map(len, sequences)), tokens)),
         pa.ListArray.from_arrays(per_row, pa.array([r for c in kept for r in c.ranks], pa.int64())),
+        pa.ListArray.from_arrays(per_row, pa.array([n for c in kept for n in c.lengths], pa.int32())),
+        pa.array([c.subset for c in kept], pa.string()),
         pa.array([c.margin for c in kept], pa.float64()),
         pa.array([c.where for c in kept], pa.string()),
         pa.array([c.tree_tokens for c in kept], pa.int64()),

@@ -21,7 +21,15 @@ from typing import Any
 
 from treeward.errors import DataError
 
-__all__ = ["Completion", "Message", "Preference", "check_messages", "preference_from_dict", "preference_to_dict"]
+__all__ = [
+    "Completion",
+    "Message",
+    "Preference",
+    "check_messages",
+    "last_text",
+    "preference_from_dict",
+    "preference_to_dict",
+]
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, and whatever else a chat template reads (`tool_calls`, `name`, ...)."""
@@ -124,6 +132,18 @@ def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: b
     for i, message in enumerate(value):
         _check_message(message, f"{field}[{i}]", where)
     return tuple({key: item for key, item in message.items() if item is not None} for message in value)
+
+
+def last_text(messages: Sequence[Message]) -> str:
+    """The text of the last message, whose characters are the length of a reply.
+
+    Of content in parts those that are text; empty for a message without content, and without messages.
+    """
+    content: Any = messages[-1].get("content") if messages else None
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (part if isinstance(part, str) else part.get("text") for part in content)
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _check_message(message: Any, field: str, where: str | None) -> None:

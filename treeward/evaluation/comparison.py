@@ -78,7 +78,8 @@ class OutcomeCounts:
 class PairedResult:
     """Two models on the same `count` examples of `num_prompts` prompts; of a subset, a suite (subset None), or all.
 
-    `difference`: the first's accuracy less the second's, with a paired interval. `only_first` and `only_second`: how
+    `difference`: the first's accuracy less the second's, with a paired interval, which holds 0 wherever `p_value` is
+    0.05 or more. `only_first` and `only_second`: how
     many examples that model alone has right. `p_value`: of `test`, "McNemar" where each prompt has one example, else
     "sign flip" of whole prompts; both exact and two-sided. `adjusted_p_value`: by Holm's method over the `family` of
     results of the same kind; the overall result is one test and has none.
@@ -136,6 +137,7 @@ class Comparison:
 
     `unmatched`: of each model, the examples by suite that only it has. `num_changed`: same id, another prompt, answers
     or ranks. `num_unordered`: without a better and a worse answer. These three are left out; all else is compared.
+    `num_several`: how many of the compared examples have more than two completions.
     """
 
     names: tuple[str, str]
@@ -149,6 +151,7 @@ class Comparison:
     unmatched: tuple[Mapping[str, int], Mapping[str, int]]
     num_changed: int
     num_unordered: int
+    num_several: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +252,7 @@ def compare(
         unmatched=(_positive(unmatched[0]), _positive(unmatched[1])),
         num_changed=changed,
         num_unordered=len(pairs) - len(ordered),
+        num_several=sum(len(pair.first.example.ranks) > 2 for pair in ordered),
     )
 
 
@@ -261,6 +265,11 @@ def notes(comparison: Comparison) -> list[str]:
             found.append(f"Left out, because only {name} has them: {_examples(sum(suites.values()))} ({parts}).")
     if comparison.num_changed:
         found.append(f"Left out, because their content differs: {_examples(comparison.num_changed)} with the same id.")
+    if comparison.num_several:
+        found.append(
+            f"{_examples(comparison.num_several)} with more than two completions: right is to have the best-ranked all"
+            " ahead of the others, which is stricter than the accuracy over pairs that `treeward eval` shows."
+        )
     if comparison.num_unordered:
         found.append(f"Left out, because no answer is better: {_examples(comparison.num_unordered)}.")
     for name, counts in zip(comparison.names, comparison.outcomes, strict=True):
@@ -299,6 +308,14 @@ def _read_rows(file: Path) -> list[ScoredExample]:
     rows: dict[str, ScoredExample] = {}
     for row in read_file(str(file)):
         scored = scored_from_row(row.values, row.where)
+        if not all(score is None or math.isfinite(score) for score in scored.scores):
+            raise DataError(
+                "a score is not finite",
+                where=row.where,
+                field="scores",
+                got=list(scored.scores),
+                need="numbers, or null where there is no score",
+            )
         if scored.example.id in rows:
             raise DataError(
                 "two examples have one id, so nothing says which of another model's belongs to which",
@@ -356,7 +373,12 @@ def _result(
     num_prompts = len(set(prompts))
     exact = mcnemar(*right)
     a, b = (side.astype(np.float64) for side in right)
+    p_value = exact.p_value if num_prompts == len(pairs) else sign_flip_test(a - b, prompts)
     low, high = paired_bootstrap(a, b, prompts, **settings)
+    if p_value >= 0.05 and low is not None and high is not None:
+        # Of few differing examples (4 to 0) resampling excludes 0 where the exact test, which is the stricter, does
+        # not: one line must not say both.
+        low, high = min(low, 0.0), max(high, 0.0)
     return PairedResult(
         suite=suite,
         subset=subset,
@@ -368,7 +390,7 @@ def _result(
         only_first=exact.only_first,
         only_second=exact.only_second,
         test="McNemar" if num_prompts == len(pairs) else "sign flip",
-        p_value=exact.p_value if num_prompts == len(pairs) else sign_flip_test(a - b, prompts),
+        p_value=p_value,
     )
 
 

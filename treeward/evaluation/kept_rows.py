@@ -1,7 +1,9 @@
 """Rows that outlive a killed run: a folder that belongs to one identity, and a file of JSON lines in it.
 
-    claim(folder, {"model": "...", "examples": "..."}, "evaluation.json", rows="examples.jsonl", summary="...")
-    done = list(read_kept(folder / "examples.jsonl", parse))       # then append the rows that are missing
+    names = {"identity_file": "evaluation.json", "rows": "examples.jsonl", "summary": "of another model"}
+    with keeping(folder, {"model": "...", "examples": "..."}, parse, **names) as (done, keep):
+        for row in missing(done):
+            keep(row)                                              # on the disk when it returns
 
 The identity says what the rows depend on. A folder of another one is refused, so that no table mixes two models.
 """
@@ -11,14 +13,53 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from treeward.errors import CheckpointError, DataError
 
-__all__ = ["claim", "read_kept"]
+__all__ = ["claim", "keeping", "read_kept"]
 
 _Row = TypeVar("_Row")
+
+
+@contextmanager
+def keeping(
+    folder: Path | None,
+    identity: Mapping[str, str],
+    parse: Callable[[Any, str], _Row],
+    *,
+    identity_file: str,
+    rows: str,
+    summary: str,
+) -> Iterator[tuple[list[_Row], Callable[[Mapping[str, Any]], None]]]:
+    """The rows that are in the folder already, and a function that writes one more as soon as it is given it.
+
+    Of None nothing is read or kept. Raises as `claim` and `read_kept`, and `DataError` where nothing can be written.
+    """
+    if folder is None:
+        yield [], lambda row: None
+        return
+    try:
+        claim(folder, identity, identity_file, rows=rows, summary=summary)
+        done = list(read_kept(folder / rows, parse))
+        stream = (folder / rows).open("a", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+    def keep(row: Mapping[str, Any]) -> None:
+        try:
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+            stream.flush()
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+
+    try:
+        yield done, keep
+    finally:
+        with suppress(OSError):  # it tries to write once more what a full disk has refused
+            stream.close()
 
 
 def claim(folder: Path, identity: Mapping[str, str], file_name: str, *, rows: str, summary: str) -> None:
@@ -67,6 +108,16 @@ def read_kept(file: Path, parse: Callable[[Any, str], _Row]) -> Iterator[_Row]:
             yield parse(row, where)
     if whole < file.stat().st_size:
         os.truncate(file, whole)
+
+
+def _unwritable(folder: Path, error: OSError) -> DataError:
+    return DataError(
+        "the evaluation cannot be written",
+        where=str(folder),
+        got=str(error),
+        need="a folder that can be written, and room in it",
+        fix="choose another --output, or make room and start the same command again: it goes on where it stopped",
+    )
 
 
 def _of_another(folder: Path, summary: str, got: str) -> CheckpointError:

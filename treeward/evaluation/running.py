@@ -4,7 +4,7 @@
 
 writes `results/eval/mine/llmbar/examples.jsonl`, a row for each example as soon as it is scored. The rows belong to
 what `evaluation.json` beside them says (the data, the model's contract); with anything else of the same name the folder
-is refused, so that no table mixes two models.
+is refused, so that no table mixes two models. `treeward.evaluation.session` makes a whole evaluation of it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,39 @@ from pathlib import Path
 
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample, scored_from_row, to_row
-from treeward.evaluation.kept_rows import claim, read_kept
+from treeward.evaluation.kept_rows import keeping
 from treeward.evaluation.suites.interface import Suite
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.shaping import reply_length
 
-__all__ = ["ScoredSuite", "evaluate", "folder_names", "score_examples"]
+__all__ = [
+    "LoadedSuite",
+    "Progress",
+    "ScoredSuite",
+    "evaluate",
+    "folder_names",
+    "load_suites",
+    "score_examples",
+    "score_suite",
+]
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being scored, how many examples are done, and how many there are."""
+"""Told what is being done, how many of it are done, and how many there are; 0 where that is not known."""
 
 _EXAMPLES_AT_ONCE = 64
 _ROWS, _IDENTITY = "examples.jsonl", "evaluation.json"
 _OF_ANOTHER = "this folder holds an evaluation of another model or of other data"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSuite:
+    """A suite with its examples; `digest` identifies them, in their order."""
+
+    suite: Suite
+    examples: tuple[EvalExample, ...]
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +70,53 @@ def evaluate(
     suites: Sequence[tuple[Suite, str | None]],
     output: Path | None = None,
     *,
-    names: Mapping[str, str] | None = None,
     identities: Mapping[str, str] | None = None,
     limit: int | None = None,
     on_progress: Progress | None = None,
 ) -> list[ScoredSuite]:
-    """Score every suite (with where it comes from, None for the hub) with every model.
+    """Score every suite (with where it comes from, None for the hub) with every model; its folder is as the model.
 
-    `output`: where rows are kept; None keeps none. `names`: what the folder of each model is called, as `folder_names`
-    gives them for models that are evaluated one after the other. `identities`: of each model, what a resumed run must
-    have in common with the one that it continues. `limit`: most examples of each suite, the first. Raises `DataError`
-    for a suite that cannot be read or is empty, and `CheckpointError` for rows of another model or of other data.
+    `output`: where rows are kept; None keeps none. `identities`: of each model, what a resumed run must have in common
+    with the one that it continues. `limit`: most examples of each suite, the first. Raises `DataError` for a suite that
+    cannot be read or is empty, and `CheckpointError` for rows of another model or of other data.
+    """
+    loaded = load_suites(suites, limit)  # all of them before any is scored
+    names = folder_names(list(models))
+    return [
+        score_suite(scorer, one, names[model], output, (identities or {}).get(model, model), on_progress)
+        for model, scorer in models.items()
+        for one in loaded
+    ]
+
+
+def load_suites(suites: Sequence[tuple[Suite, str | None]], limit: int | None = None) -> list[LoadedSuite]:
+    """Read every suite (with where it comes from, None for the hub), the first `limit` examples of each.
+
+    Raises `ConfigError` for two of one name, and `DataError` for one that cannot be read or is empty.
     """
     if len({suite.name for suite, _ in suites}) < len(suites):
         raise ConfigError("two suites have one name", got=[suite.name for suite, _ in suites], need="different names")
-    loaded = [(suite, _load(suite, source, limit)) for suite, source in suites]  # all of them before any is scored
-    names = names or folder_names(list(models))
-    scored = []
-    for model, scorer in models.items():
-        for suite, examples in loaded:
-            folder = None if output is None else output / names[model] / suite.name
-            identity = {"model": (identities or {}).get(model, model), "examples": _digest(examples)}
-            rows = _scored(scorer, examples, folder, identity, f"{names[model]} on {suite.name}", on_progress)
-            scored.append(ScoredSuite(names[model], suite, rows, folder))
-    return scored
+    return [_load(suite, source, limit) for suite, source in suites]
+
+
+def score_suite(
+    scorer: ConversationScorer,
+    loaded: LoadedSuite,
+    model: str,
+    output: Path | None = None,
+    identity: str | None = None,
+    on_progress: Progress | None = None,
+) -> ScoredSuite:
+    """Score one suite with one model. `model`: its name, and that of its folder in `output`; `identity`: what its rows
+    depend on besides the examples, by default the name. Rows that are there already are not scored again.
+
+    Raises `CheckpointError` for rows of another model or of other data.
+    """
+    folder = None if output is None else output / model / loaded.suite.name
+    identities = {"model": model if identity is None else identity, "examples": loaded.digest}
+    what = f"{model} on {loaded.suite.name}"
+    rows = _scored(scorer, loaded.examples, folder, identities, what, on_progress)
+    return ScoredSuite(model, loaded.suite, rows, folder)
 
 
 def score_examples(
@@ -110,7 +151,8 @@ def folder_names(models: Sequence[str]) -> dict[str, str]:
     return {model: f"{i}-{'-'.join(one) or 'model'}" for i, (model, one) in enumerate(parts.items())}
 
 
-def _load(suite: Suite, source: str | None, limit: int | None) -> list[EvalExample]:
+def _load(suite: Suite, source: str | None, limit: int | None) -> LoadedSuite:
+    logger.info("Reading %s%s.", suite.name, "" if source is None else f" from {source}")
     examples = suite.load(source)
     if not examples:
         raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
@@ -120,7 +162,7 @@ def _load(suite: Suite, source: str | None, limit: int | None) -> list[EvalExamp
             raise DataError(
                 "two examples have one id", where=example.where or suite.name, got=f"{example.id}, at {first.where} too"
             )
-    return list(examples[:limit])
+    return LoadedSuite(suite, tuple(examples[:limit]), _digest(examples[:limit]))
 
 
 def _scored(
@@ -131,31 +173,17 @@ def _scored(
     what: str,
     on_progress: Progress | None,
 ) -> tuple[ScoredExample, ...]:
-    done: dict[str, ScoredExample] = {}
-    if folder is not None:
-        try:
-            claim(folder, identity, _IDENTITY, rows=_ROWS, summary=_OF_ANOTHER)
-        except OSError as error:
-            raise DataError("the evaluation cannot be written", where=str(folder), got=str(error)) from error
-        done = {one.example.id: one for one in read_kept(folder / _ROWS, scored_from_row)}
+    report = on_progress or (lambda *_: None)
+    names = {"identity_file": _IDENTITY, "rows": _ROWS, "summary": _OF_ANOTHER}
+    with keeping(folder, identity, scored_from_row, **names) as (kept, keep):
+        done = {one.example.id: one for one in kept}
         if done:
             logger.info("%s: %d of %d examples were scored before.", what, len(done), len(examples))
-    left = [example for example in examples if example.id not in done]
-    report = on_progress or (lambda *_: None)
-    report(what, len(examples) - len(left), len(examples))
-    stream = None if folder is None else (folder / _ROWS).open("a", encoding="utf-8")
-    try:
-        for scored in score_examples(scorer, left):
+        left = [example for example in examples if example.id not in done]
+        report(what, len(done), len(examples))
+        for scored in score_examples(scorer, left, on_scored=lambda _: report(what, len(done), len(examples))):
+            keep(to_row(scored))
             done[scored.example.id] = scored
-            if stream is not None:
-                stream.write(json.dumps(to_row(scored), ensure_ascii=False) + "\n")
-            if len(done) % _EXAMPLES_AT_ONCE == 0 or len(done) == len(examples):
-                report(what, len(done), len(examples))
-                if stream is not None:
-                    stream.flush()
-    finally:
-        if stream is not None:
-            stream.close()
     return tuple(done[example.id] for example in examples)
 
 

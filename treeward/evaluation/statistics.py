@@ -31,6 +31,7 @@ __all__ = [
     "brier",
     "cluster_bootstrap",
     "cohen_kappa",
+    "expanded_tail",
     "expected_calibration_error",
     "holm",
     "kendall_tau_b",
@@ -141,18 +142,24 @@ def cluster_bootstrap(
     found = found[np.isfinite(found)]
     if len(found) == 0:
         return None, None
-    t = float(special.stdtrit(num_clusters - 1, (1 + level) / 2))
-    tail = NormalDist().cdf(-math.sqrt(num_clusters / (num_clusters - 1)) * t)
+    tail = expanded_tail(num_clusters, level)
     low, high = np.quantile(found, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def expanded_tail(num_clusters: int, level: float = 0.95) -> float:
+    """The a of `cluster_bootstrap`: the share of resamples of C >= 2 clusters to be left out on each side."""
+    t = float(special.stdtrit(num_clusters - 1, (1 + level) / 2))
+    return NormalDist().cdf(-math.sqrt(num_clusters / (num_clusters - 1)) * t)
 
 
 def accuracy_metric(outcomes: Sequence[float], name: str, clusters: Sequence[Hashable] | None = None) -> Metric:
     """The mean outcome with a 95 % interval: Wilson's where no two examples share a cluster, else a cluster bootstrap.
 
-    `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. With fewer than ten
-    clusters, or where all have the same mean, resampling tells too little: Wilson's interval then, with the number of
-    clusters as its count, which is wider than needed.
+    `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. Where resampling tells too
+    little, Wilson's interval with the number of clusters as its count stands in, which is wider than needed: with fewer
+    than ten clusters, or where all have the same mean. With fewer than ten whose mean is not the most common one (one
+    wrong of a hundred), each end is the wider of both.
     """
     values = np.asarray(outcomes, dtype=np.float64)
     count = len(values)
@@ -166,11 +173,15 @@ def accuracy_metric(outcomes: Sequence[float], name: str, clusters: Sequence[Has
         return Metric(name, value, low=low, high=high, count=count)
     note = f"The interval is over {num_clusters} prompts, which the {count} examples share."
     cluster_means = np.bincount(codes, weights=values) / np.bincount(codes)
-    if num_clusters < _FEWEST_CLUSTERS or np.ptp(cluster_means) < 1e-12:
-        low, high = wilson(value * num_clusters, num_clusters)
-        return Metric(name, value, low=low, high=high, count=count, note=note)
-    bounds = cluster_bootstrap(values, codes.tolist())
-    return Metric(name, value, low=bounds[0], high=bounds[1], count=count, note=note)
+    low, high = wilson(value * num_clusters, num_clusters)
+    if num_clusters >= _FEWEST_CLUSTERS and np.ptp(cluster_means) >= 1e-12:
+        resampled = cluster_bootstrap(values, codes.tolist())
+        assert resampled[0] is not None and resampled[1] is not None
+        most_common = int(np.unique(np.round(cluster_means, 12), return_counts=True)[1].max())
+        few_differ = num_clusters - most_common < _FEWEST_CLUSTERS
+        low = min(low, resampled[0]) if few_differ else resampled[0]
+        high = max(high, resampled[1]) if few_differ else resampled[1]
+    return Metric(name, value, low=low, high=high, count=count, note=note)
 
 
 def weighted_mean_metric(parts: Sequence[Metric], weights: Sequence[float], name: str) -> Metric:
@@ -178,8 +189,11 @@ def weighted_mean_metric(parts: Sequence[Metric], weights: Sequence[float], name
 
         p - sqrt(sum w_i^2 (p_i - low_i)^2),  p + sqrt(sum w_i^2 (high_i - p_i)^2)     with weights that sum to 1
 
-    The method of variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693. Parts without
-    a value are left out with their weight, and the note says how many; no interval where a part has none.
+    The method of variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693. A part that is
+    all right reaches nowhere above itself, so that with many of them the upper end would be too low: each end is at
+    least sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not beyond the weighted sum of the parts' own ends. For
+    Wilson's intervals that product is z^2 p_i (1 - p_i) / (n_i + z^2), the variance itself. Parts without a value are
+    left out with their weight, and the note says how many; no interval where a part has none.
     """
     known = [(part, weight) for part, weight in zip(parts, weights, strict=True) if part.value is not None]
     total = sum(weight for _, weight in known)
@@ -188,17 +202,15 @@ def weighted_mean_metric(parts: Sequence[Metric], weights: Sequence[float], name
     note = f"{missing} of {len(parts)} parts have no value and are left out." if missing else None
     if not known or total <= 0:
         return Metric(name, None, count=count, note=note or "There are no parts.")
-    value = below = above = 0.0
-    bounded = True
-    for part, weight in known:
-        p, share = float(part.value or 0.0), weight / total
-        value += share * p
-        if part.low is None or part.high is None:
-            bounded = False
-        else:
-            below += (share * (p - part.low)) ** 2
-            above += (share * (part.high - p)) ** 2
-    low, high = (value - math.sqrt(below), value + math.sqrt(above)) if bounded else (None, None)
+    shares = np.array([weight / total for _, weight in known])
+    value = float(shares @ [part.value or 0.0 for part, _ in known])
+    ends = [(part.low, part.high) for part, _ in known if part.low is not None and part.high is not None]
+    if len(ends) < len(known):
+        return Metric(name, value, count=count, note=note)
+    p, (lows, highs) = np.array([part.value or 0.0 for part, _ in known]), np.array(ends).T
+    least = math.sqrt(float(shares**2 @ ((p - lows) * (highs - p)).clip(0.0)))
+    low = max(value - max(float(np.linalg.norm(shares * (p - lows))), least), float(shares @ lows))
+    high = min(value + max(float(np.linalg.norm(shares * (highs - p))), least), float(shares @ highs))
     return Metric(name, value, low=low, high=high, count=count, note=note)
 
 

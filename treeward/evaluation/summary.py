@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,36 +22,34 @@ from typing import Any
 import numpy as np
 
 from treeward.errors import DataError
+from treeward.evaluation.chapters import chapter, opening
 from treeward.evaluation.diagnostics.length import LengthDiagnostics, diagnose_length
 from treeward.evaluation.diagnostics.overlap import OverlapComparison, OverlapDiagnostics, compare_overlap
 from treeward.evaluation.diagnostics.perturbations import PerturbationDiagnostics
 from treeward.evaluation.diagnostics.replies import collect_pairs
 from treeward.evaluation.diagnostics.scores import ScoreDiagnostics, describe_scores
 from treeward.evaluation.diagnostics.style import StyleDiagnostics, diagnose_style
+from treeward.evaluation.drift import SuiteDrift
 from treeward.evaluation.examples import ScoredExample, to_row
+from treeward.evaluation.gates import auroc_of_best, kendall_taus
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.running import ScoredSuite
 from treeward.evaluation.statistics import (
     ReliabilityBin,
     accuracy_metric,
-    auroc,
     brier,
     cluster_bootstrap,
     expected_calibration_error,
-    kendall_tau_b,
     pair_confidences,
     reliability_curve,
 )
-from treeward.evaluation.suites.rmbench import STYLES
 from treeward.scoring.calibration import fit_temperature
 from treeward.version import VERSION
 
 __all__ = ["Statistics", "Summary", "report_blocks", "statistics_of", "summarize", "write_results"]
 
 logger = logging.getLogger(__name__)
-
-_MARGIN_BINS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,10 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Everything that is known of one model in one suite."""
+    """Everything that is known of one model in one suite.
+
+    `chance`: what the headline comes to by chance, `chances` what each section and subset does; None: not known.
+    """
 
     model: str
     suite: str
@@ -95,6 +96,8 @@ class Summary:
     style: StyleDiagnostics
     scores: ScoreDiagnostics
     examples: tuple[ScoredExample, ...]
+    chance: float | None
+    chances: Mapping[str, float | None]
     perturbations: PerturbationDiagnostics | None = None
     overlap: OverlapDiagnostics | None = None
     without_overlap: OverlapComparison | None = None
@@ -134,6 +137,8 @@ def summarize(
         style=diagnose_style(examples),
         scores=describe_scores(examples, temperature=temperature),
         examples=examples,
+        chance=scored.suite.chance(),
+        chances={part.name: scored.suite.chance(part.name) for part in (*result.sections, *result.subsets)},
         perturbations=perturbations,
         overlap=overlap,
         without_overlap=None if overlap is None else compare_overlap(examples, overlap),
@@ -167,33 +172,16 @@ def statistics_of(scored: Sequence[ScoredExample], result: SuiteResult | None = 
 
 
 def _auroc(scored: Sequence[ScoredExample]) -> Metric:
-    right: list[float] = []
-    wrong: list[float] = []
-    for one in scored:
-        best = min(one.example.ranks, default=0)
-        if max(one.example.ranks, default=0) == best:
-            continue
-        for score, rank in zip(one.scores, one.example.ranks, strict=True):
-            if score is not None:
-                (right if rank == best else wrong).append(score)
-    return Metric("auroc", auroc(right, wrong) if right and wrong else None, count=len(right) + len(wrong))
+    value, count = auroc_of_best(scored)
+    return Metric("auroc", value, count=count)
 
 
 def _kendall(scored: Sequence[ScoredExample]) -> Metric:
-    values: list[float] = []
-    clusters: list[int] = []
-    for i, one in enumerate(scored):
-        known = [(s, r) for s, r in zip(one.scores, one.example.ranks, strict=True) if s is not None]
-        if len(known) < 3:
-            continue
-        tau = kendall_tau_b([s for s, _ in known], [-r for _, r in known])
-        if tau is not None:
-            values.append(tau)
-            clusters.append(i)
-    if not values:
+    taus = kendall_taus(scored)
+    if not taus:
         return Metric("kendall_tau", None, count=0, note="there are no examples of more than two replies")
-    low, high = cluster_bootstrap(values, clusters)
-    return Metric("kendall_tau", float(np.mean(values)), low, high, len(values))
+    low, high = cluster_bootstrap(taus, range(len(taus)))
+    return Metric("kendall_tau", float(np.mean(taus)), low, high, len(taus))
 
 
 def _worst(result: SuiteResult | None) -> Metric:
@@ -204,9 +192,17 @@ def _worst(result: SuiteResult | None) -> Metric:
     return dataclasses.replace(worst, name="worst_subset", note=worst.name)
 
 
-def write_results(output: Path, summaries: Sequence[Summary], *, report: bool = True) -> Path:
+def write_results(
+    output: Path,
+    summaries: Sequence[Summary],
+    *,
+    report: bool = True,
+    drift: Sequence[SuiteDrift] = (),
+    subtitle: str = "",
+) -> Path:
     """Write results.json and, unless switched off, the report; returns the path to look at.
 
+    `drift`: of checkpoints, suite by suite. `subtitle`: what a reader must know of the scores, below the title.
     Raises `DataError` where they cannot be written.
     """
     content = {
@@ -214,6 +210,8 @@ def write_results(output: Path, summaries: Sequence[Summary], *, report: bool = 
         "date": datetime.now(UTC).date().isoformat(),
         "results": [_plain(summary) for summary in summaries],
     }
+    content |= {"notes": subtitle} if subtitle else {}
+    content |= {"drift": [one.plain() for one in drift]} if drift else {}
     path = output / "results.json"
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -221,149 +219,20 @@ def write_results(output: Path, summaries: Sequence[Summary], *, report: bool = 
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         os.replace(partial, path)
         if report:
-            path = write_report(output, _title(summaries), report_blocks(summaries), _rows(summaries))
+            blocks = report_blocks(summaries, drift)
+            path = write_report(output, _title(summaries), blocks, _rows(summaries), subtitle=subtitle)
     except OSError as error:
         raise DataError("the results cannot be written", where=str(output), got=str(error)) from error
     return path
 
 
-def report_blocks(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """The report: what every suite says in short, then each suite in turn."""
-    blocks: list[dict[str, Any]] = [
-        {
-            "kind": "headline",
-            "items": [
-                _number(summary.result.headline, f"{summary.title}, {summary.model}")
-                | {"format": "percent", "note": _counts(summary)}
-                for summary in summaries
-            ],
-        },
-    ]
-    suites = dict.fromkeys(summary.suite for summary in summaries)
+def report_blocks(summaries: Sequence[Summary], drift: Sequence[SuiteDrift] = ()) -> list[dict[str, Any]]:
+    """The report: what to know first, what changed between checkpoints, then each suite in turn."""
+    suites = list(dict.fromkeys(summary.suite for summary in summaries))
+    blocks = opening(summaries) + [block for one in drift for block in one.blocks()]
     for suite in suites:
-        blocks += _suite_blocks([summary for summary in summaries if summary.suite == suite])
+        blocks += chapter([one for one in summaries if one.suite == suite], only=len(summaries) == 1)
     return blocks
-
-
-def _suite_blocks(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    title, suite = summaries[0].title, summaries[0].suite
-    parts = [("sections", [s.result.sections for s in summaries]), ("subsets", [s.result.subsets for s in summaries])]
-    bars = [
-        {
-            "kind": "bars",
-            "title": f"{title}: {name}",
-            "x_range": [0, 1],
-            "reference": 0.5,
-            "series": [
-                {"name": summary.model, "items": [_number(metric, metric.name) for metric in metrics]}
-                for summary, metrics in zip(summaries, of_models, strict=True)
-            ],
-        }
-        for name, of_models in parts
-        if any(of_models)
-    ]
-    edges = _edges([margin for summary in summaries for margin in summary.statistics.margins])
-    figures: list[dict[str, Any]] = []
-    if edges:
-        figures.append(
-            {
-                "kind": "histogram",
-                "title": f"{title}: margins",
-                "note": "Score of the better reply less that of the other, for each pair. Left of 0 is wrong.",
-                "edges": edges,
-                "x_label": "margin",
-                "mark": 0,
-                "series": [
-                    {"name": s.model, "counts": np.histogram(s.statistics.margins, edges)[0].tolist()}
-                    for s in summaries
-                ],
-            }
-        )
-        figures.append(
-            {
-                "kind": "reliability",
-                "title": f"{title}: how sure, and how often right",
-                "series": [{"name": s.model, "bins": _bins(s.statistics.reliability)} for s in summaries],
-            }
-        )
-    each: list[dict[str, Any]] = []
-    for summary in summaries:
-        each.append({"kind": "text", "title": f"{summary.model} on {title}", "markdown": _findings(summary)})
-        if (matrix := summary.result.details.get("matrix")) is not None:  # RM-Bench
-            each.append(
-                {
-                    "kind": "matrix",
-                    "title": f"Right answer in one style against wrong in another, {summary.model}",
-                    "rows": [f"right, {style}" for style in STYLES],
-                    "columns": [f"wrong, {style}" for style in STYLES],
-                    "values": matrix,
-                    "format": "percent",
-                    "range": [0, 1],
-                }
-            )
-        each.append(_outcomes_by_length(summary))
-        each += summary.length.blocks(summary.model)
-        each += summary.style.blocks(summary.model)
-        each += summary.scores.blocks(summary.model)
-        each += [] if summary.perturbations is None else summary.perturbations.blocks(summary.model)
-        each += [] if summary.without_overlap is None else summary.without_overlap.blocks(summary.model)
-        each.append(_table(f"{title}: all numbers of {summary.model}", summary.statistics.metrics()))
-    shared = next((s.overlap for s in summaries if s.overlap is not None), None)
-    overlap = [] if shared is None else shared.blocks()
-    examples = {
-        "kind": "examples",
-        "title": f"{title}: the examples",
-        "note": "The most confident mistakes first.",
-        "source": suite,
-    }
-    opening = {"kind": "text", "title": title, "markdown": "\n\n".join(_findings(summary) for summary in summaries)}
-    return [opening, *bars, *figures, *(each if len(summaries) > 1 else each[1:]), *overlap, examples]
-
-
-def _findings(summary: Summary) -> str:
-    """In words, what a reader should know first of a model in a suite."""
-    headline, length = summary.result.headline, summary.length
-    parts = [f"**{summary.model}** on {summary.title}: {headline.name} {_percent(headline)}."]
-    if headline.low is not None and headline.high is not None and headline.low <= 0.5 <= headline.high:
-        parts.append("The interval contains 50 %: nothing shows that it is better than a coin.")
-    longer, shorter, gap = length.accuracy_longer_right, length.accuracy_shorter_right, length.accuracy_gap
-    if gap.low is not None and gap.high is not None and (gap.low > 0 or gap.high < 0):
-        likes = "longer" if (gap.value or 0) > 0 else "shorter"
-        parts.append(
-            f"It likes {likes} replies too much: right in {_percent(longer)} of the pairs whose better reply is the "
-            f"longer, in {_percent(shorter)} where it is the shorter; length-controlled "
-            f"{_percent(length.length_controlled_accuracy)}."
-        )
-    worst = summary.statistics.worst_subset
-    if worst.value is not None and len(summary.result.subsets) > 1:
-        parts.append(f"Its worst subset is {worst.note} with {_percent(worst)}.")
-    if summary.result.num_failed:
-        parts.append(f"{summary.result.num_failed} examples have no score and count as wrong.")
-    if summary.result.headline.note:
-        parts.append(summary.result.headline.note)
-    return " ".join(parts)
-
-
-def _outcomes_by_length(summary: Summary) -> dict[str, Any]:
-    """Where it goes wrong: outcome of each pair by which reply is the longer, as shares of a row."""
-    pairs = collect_pairs(summary.examples)
-    longer = pairs.better > pairs.worse * 1.1
-    shorter = pairs.worse > pairs.better * 1.1
-    rows = {"better is longer": longer, "about as long": ~longer & ~shorter, "better is shorter": shorter}
-    kinds = [pairs.margins > 0, pairs.margins == 0, pairs.margins < 0, ~np.isfinite(pairs.margins)]
-    return {
-        "kind": "matrix",
-        "title": f"What becomes of a pair, {summary.model}",
-        "note": "Shares of each row; lengths within 10 % are about as long.",
-        "rows": [f"{name} ({int(where.sum())})" for name, where in rows.items()],
-        "columns": ["right", "tie", "wrong", "no score"],
-        "values": [
-            [float((where & kind).sum() / where.sum()) if where.any() else None for kind in kinds]
-            for where in rows.values()
-        ],
-        "format": "percent",
-        "range": [0, 1],
-    }
 
 
 def _rows(summaries: Sequence[Summary]) -> dict[str, list[dict[str, Any]]]:
@@ -388,63 +257,6 @@ def _plain(summary: Summary) -> dict[str, Any]:
             name: [dataclasses.asdict(metric) for metric in metrics] for name, metrics in summary.diagnostics.items()
         },
     }
-
-
-def _edges(margins: Sequence[float]) -> list[float]:
-    """Edges of bins that hold all margins, one of them at 0."""
-    if not margins:
-        return []
-    low, high = min(*margins, 0.0), max(*margins, 0.0)
-    width = (high - low) / _MARGIN_BINS or 1.0
-    first, last = int(np.floor(low / width)), max(int(np.ceil(high / width)), 1)
-    return [width * i for i in range(first, last + 1)]
-
-
-def _bins(bins: Sequence[ReliabilityBin]) -> list[dict[str, Any]]:
-    return [
-        {
-            "probability": one["mean_probability"],
-            "frequency": one["frequency"],
-            "low": one["interval"][0],
-            "high": one["interval"][1],
-            "count": one["count"],
-        }
-        for one in bins
-    ]
-
-
-def _number(metric: Metric, label: str) -> dict[str, Any]:
-    return {"label": label} | _cell(metric)
-
-
-def _cell(metric: Metric) -> dict[str, Any]:
-    return {"value": metric.value, "low": metric.low, "high": metric.high, "count": metric.count}
-
-
-def _table(title: str, metrics: Sequence[Metric]) -> dict[str, Any]:
-    columns = [
-        {"key": "name", "label": "Number", "format": "text"},
-        {"key": "value", "label": "Value", "format": "number"},
-        {"key": "note", "label": "", "format": "text"},
-    ]
-    rows = [{"name": m.name, "value": _cell(m), "note": m.note or ""} for m in metrics]
-    return {"kind": "table", "title": title, "columns": columns, "rows": rows}
-
-
-def _counts(summary: Summary) -> str:
-    result = summary.result
-    parts = [f"{result.num_examples} examples"]
-    parts += [f"{result.num_ties} ties"] if result.num_ties else []
-    parts += [f"{result.num_failed} without a score"] if result.num_failed else []
-    return ", ".join(parts)
-
-
-def _percent(metric: Metric) -> str:
-    if metric.value is None:
-        return "unknown"
-    if metric.low is None or metric.high is None:
-        return f"{metric.value:.1%}"
-    return f"{metric.value:.1%} ({metric.low:.1%} to {metric.high:.1%})"
 
 
 def _title(summaries: Sequence[Summary]) -> str:

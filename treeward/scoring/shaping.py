@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from treeward.config.reward_shaping import LengthCurve, LengthUnit, RewardCalibration, RewardShapingConfig
-from treeward.data.preference import Message, check_messages
+from treeward.data.preference import Message, check_messages, last_text
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.scoring.score import Conversation
 
@@ -108,17 +108,12 @@ def reply_length(conversation: Conversation, unit: LengthUnit, tokenizer: PreTra
 
     Parts of content that are not text, and messages without content, have no length.
     """
-    content = conversation[-1].get("content")
-    if content is not None and not isinstance(content, str):
-        texts = (part if isinstance(part, str) else part.get("text") for part in content)
-        content = "".join(text for text in texts if isinstance(text, str))
-    if not content:
-        return 0
-    if unit == "characters":
-        return len(content)
+    text = last_text(conversation)
+    if unit == "characters" or not text:
+        return len(text)
     assert tokenizer is not None, "a length in tokens needs a tokenizer"
     # Longer than the model's limit is fine here, and no reason for transformers to warn.
-    return len(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"])
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 # --- running statistics ----------------------------------------------------------------------------------------------
@@ -217,6 +212,12 @@ class Shaper:
         self._temperature = self._find_temperature(known, calibration)
         self._constants = self._find_constants(known, calibration)
         self._check_tokenizer()
+
+    @property
+    def reads_replies(self) -> bool:
+        """Whether a reward depends on the text of the reply, and not on its score alone."""
+        config = self.config
+        return self._curve is not None or config.length_penalty is not None or config.reference is not None
 
     def shape(
         self,

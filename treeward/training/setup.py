@@ -26,6 +26,7 @@ from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import ConfigError
+from treeward.evaluation.examples import EvalExample
 from treeward.losses import Pairs, bradley_terry, ranked_pairs
 from treeward.model.checks import check_before_training, check_tokenizer_survives
 from treeward.model.loading import (
@@ -41,6 +42,7 @@ from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import TrainingOrder
 from treeward.training.state import TrainingState, check_identity, load_state
+from treeward.training.validation import examples_to_perturb
 from treeward.tree.batch import plan_micro_batches, plan_padded
 
 __all__ = ["Run", "set_up"]
@@ -52,7 +54,10 @@ _CHECKED_COMPARISONS = 64
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training run that is ready to take its next step. `state.step` steps are done already."""
+    """A training run that is ready to take its next step. `state.step` steps are done already.
+
+    `perturbed`: by validation set, the comparisons whose replies are rewritten to measure `robust_accuracy`.
+    """
 
     config: RewardModelRunConfig
     model: RewardModel
@@ -66,14 +71,12 @@ class Run:
     total_steps: int
     store: CheckpointStore | None
     state: TrainingState
+    perturbed: Mapping[str, tuple[EvalExample, ...]]
 
     @property
     def validation_limit(self) -> int | None:
         """Most comparisons of a set that a validation looks at; None for all."""
-        rm = self.config.rm
-        if rm.val_batches is None:
-            return None
-        return rm.val_batches * (rm.val_global_batch_size or self.config.policy.train_global_batch_size)
+        return _validation_limit(self.config)
 
     @property
     def validation_sizes(self) -> dict[str, int]:
@@ -157,6 +160,7 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
         for dataset in config.data.validation
     }
     _check_schedule(config)
+    perturbed = _examples_to_perturb(config, validation_sets)
     order = TrainingOrder(
         list(training_sets.values()),
         weights=[dataset.weight for dataset in config.data.train],
@@ -199,7 +203,27 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
         max(total_steps, state.step),
         store,
         state,
+        perturbed,
     )
+
+
+def _examples_to_perturb(
+    config: RewardModelRunConfig, validation_sets: Mapping[str, EncodedDataset]
+) -> dict[str, tuple[EvalExample, ...]]:
+    found = {}
+    for dataset in config.data.validation:
+        name = _validation_name(dataset)
+        if (number := config.num_perturbations(name)) is not None:
+            limit = _validation_limit(config)
+            found[name] = examples_to_perturb(validation_sets[name], dataset, number, limit=limit)
+    return found
+
+
+def _validation_limit(config: RewardModelRunConfig) -> int | None:
+    rm = config.rm
+    if rm.val_batches is None:
+        return None
+    return rm.val_batches * (rm.val_global_batch_size or config.policy.train_global_batch_size)
 
 
 def _open_store(config: RewardModelRunConfig) -> CheckpointStore | None:

@@ -11,10 +11,11 @@ had not been: the order of the data follows from the step, and everything else i
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,18 +25,19 @@ import torch
 from treeward.config.load import save_config
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError, ModelError
-from treeward.metrics import RewardMetrics
+from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.exporting import export_final
 from treeward.training.progress import TrainingProgress
+from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import Run, set_up
 from treeward.training.state import TrainingState, read_state, save_state
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup, open_trackers
-from treeward.training.validation import validate
+from treeward.training.validation import SetValidation, pooled, robust_accuracy, validate, values_of
 
 __all__ = ["TrainingOutcome", "train"]
 
@@ -49,7 +51,8 @@ class TrainingOutcome:
     `interrupted_by`: why it stopped early, None if it finished; `exit_code` as a process should report it.
     `validation`: the metrics of each set in the model that was exported (of the last step where none was), empty if it
     was not validated; `validation_sizes`: how many comparisons they are of.
-    `model_folder`: the exported model, of step `model_step`.
+    `model_folder`: the exported model, of step `model_step`. `report`: the page that says what it has learnt, None if
+    there is none, and `report_error` is why one that was asked for is missing; the exit code is 1 then.
     """
 
     step: int
@@ -60,6 +63,8 @@ class TrainingOutcome:
     model_step: int | None = None
     interrupted_by: str | None = None
     exit_code: int = 0
+    report: Path | None = None
+    report_error: str | None = None
 
 
 def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
@@ -69,6 +74,7 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     """
     stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
     log_dir = _log_folder(config)
+    check_report(config)
     run = set_up(config, show_progress=show_progress)
     resumed_at = run.state.step or None
     # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.
@@ -85,8 +91,23 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
             logger.info("This run has finished: nothing is left to train. A new one needs its own checkpoint_dir.")
         loop = _Loop(run, trackers, stop, show_progress)
         outcome = loop.run_to_end()
+        if config.evaluation.enabled and outcome.model_folder is not None:
+            plan = plan_report(run, outcome.model_folder)
+            del run, loop  # the report loads the exported model: two in memory at once may be one too many
+            outcome = _with_report(outcome, plan, stop, show_progress)
         trackers.close("interrupted" if outcome.interrupted_by else "finished")
     return outcome
+
+
+def _with_report(outcome: TrainingOutcome, plan: ReportPlan, stop: StopRequest, show_progress: bool) -> TrainingOutcome:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    report = plan.write(should_stop=lambda: stop.reason, show_progress=show_progress)
+    if report.stopped_by is not None:
+        return replace(outcome, interrupted_by=report.stopped_by, exit_code=stop.exit_code)
+    exit_code = outcome.exit_code if report.error is None else 1
+    return replace(outcome, report=report.path, report_error=report.error, exit_code=exit_code)
 
 
 def _log_folder(config: RewardModelRunConfig) -> Path:
@@ -112,6 +133,7 @@ class _Loop:
         self.state: TrainingState = run.state
         self.saved_step: int | None = run.state.step or None
         self.longest_step = self.longest_save = 0.0
+        self.warned_of_ranking = False
 
     def run_to_end(self) -> TrainingOutcome:
         run, rm = self.run, self.run.config.rm
@@ -209,33 +231,70 @@ class _Loop:
         if not run.validation_sets:
             return
         started = time.monotonic()
-        pooled = RewardMetrics()
-        results: dict[str, dict[str, float]] = {}
+        measured: dict[str, SetValidation] = {}
         logged: dict[str, float] = {}
         with self.progress.paused():
-            for name, dataset in run.validation_sets.items():
+            for name in run.validation_sets:
                 set_started = time.monotonic()
-                metrics = validate(
-                    run.model,
-                    dataset,
-                    run.pairs_of,
-                    run.loss_of,
-                    partial(run.plan, validation=True),
-                    limit=run.validation_limit,
-                    should_stop=lambda: self.stop.reason,
-                )
-                if metrics is None:
+                of_set = self._measure(name)
+                if of_set is None:
                     return  # it is made up for when the run goes on
-                pooled += metrics
-                results[name] = metrics.means()
-                logged |= {f"validation-{name}/{key}": value for key, value in results[name].items()}
+                measured[name] = of_set
                 logged[f"timing/validation/{name}"] = time.monotonic() - set_started
-        logged |= {f"eval/rm/{key}": value for key, value in pooled.means().items()}
+            metrics = {name: one.metrics() for name, one in measured.items()} | {"": pooled(list(measured.values()))}
+        results = {name: values_of(of_set) for name, of_set in metrics.items()}
+        for name, values in results.items():
+            prefix = f"validation-{name}" if name else "eval/rm"
+            logged |= {f"{prefix}/{key}": value for key, value in values.items()}
         logged["timing/validation/total_validation_time"] = time.monotonic() - started
         self.trackers.log(logged, step=self.state.step)
-        self.state = replace(self.state, validation_step=self.state.step, validation=results | {"": pooled.means()})
-        for name, means in results.items():
+        self.state = replace(self.state, validation_step=self.state.step, validation=results)
+        self._tell_of_validation(results)
+        key = run.config.ranking_metric
+        if key is not None and not self.warned_of_ranking:
+            ranking = metrics[key.validation or ""].get(key.metric)
+            if ranking is None or ranking.value is None or not math.isfinite(ranking.value):
+                self.warned_of_ranking = True
+                logger.warning(
+                    "%s (checkpointing.metric_name) has no value after step %d: %s. Checkpoints without it rank last.",
+                    run.config.checkpointing.metric_name,
+                    self.state.step,
+                    (ranking and ranking.note) or "it is not a number",
+                )
+
+    def _measure(self, name: str) -> SetValidation | None:
+        """One validation set, or None if told to stop."""
+        run, policy = self.run, self.run.config.policy
+        measured = validate(
+            run.model,
+            run.validation_sets[name],
+            run.pairs_of,
+            run.loss_of,
+            partial(run.plan, validation=True),
+            limit=run.validation_limit,
+            should_stop=lambda: self.stop.reason,
+        )
+        if measured is None or name not in run.perturbed:
+            return measured
+        tokens, groups = policy.micro_batch_tokens, run.config.rm.val_micro_batch_size or policy.train_micro_batch_size
+        robust = robust_accuracy(
+            run.model,
+            run.renderer,
+            run.perturbed[name],
+            batch_tokens=tokens,
+            max_sequences=None if groups is None else 2 * groups,
+            should_stop=lambda: self.stop.reason,
+        )
+        return None if robust is None else replace(measured, robust=robust)
+
+    def _tell_of_validation(self, results: Mapping[str, Mapping[str, float]]) -> None:
+        key = self.run.config.ranking_metric
+        for name in self.run.validation_sets:
+            means = results[name]
             text = f"loss {means['loss']:.4f}  accuracy {means['accuracy']:.3f}  margin {means['reward_margin']:.2f}"
+            if key is not None and key.validation in (None, name) and key.metric not in METRIC_NAMES:
+                value = means.get(key.metric)
+                text += f"  {key.metric} {'-' if value is None else format(value, '.3f')}"
             self.progress.message(f"validation-{name} after step {self.state.step}: {text}")
 
     def save(self) -> Checkpoint | None:
@@ -267,7 +326,7 @@ class _Loop:
 
     def _ranking_metric(self) -> float | None:
         """The metric that ranks checkpoints, if it was measured at this very step."""
-        key = self.run.config.checkpointing.metric_key
+        key = self.run.config.ranking_metric
         if key is None or self.state.validation_step != self.state.step:
             return None
         return self.state.validation.get(key.validation or "", {}).get(key.metric)

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from families import tiny_model
 
 from treeward.data.rendering import Renderer
 from treeward.data.synthetic import gold_quality
-from treeward.errors import DataError
+from treeward.errors import CheckpointError, DataError
 from treeward.evaluation.diagnostics.perturbations import (
     PerturbedScores,
     diagnose_perturbations,
@@ -148,6 +149,44 @@ def test_a_row_depends_on_its_example_and_the_seed_alone(bundled: Any) -> None:
     assert summarize_perturbations(examples, again) == summarize_perturbations(examples, together)
     with pytest.raises(DataError, match="rows.jsonl:7"):
         perturbed_from_row({"id": "a"}, "rows.jsonl:7")
+
+
+def test_rows_are_kept_as_they_are_scored_and_belong_to_their_scorer_and_seed(bundled: Any, tmp_path: Path) -> None:
+    def rule(context: Any, text: str) -> float:
+        return float(sum(map(ord, text)) % 997)
+
+    class Dying(Rule):
+        def score(self, conversations: Any, **options: Any) -> list[Score]:
+            if self.num_conversations > 1000:
+                raise KeyboardInterrupt
+            return super().score(conversations, **options)
+
+    examples, folder, file = bundled("validation"), tmp_path / "kept", tmp_path / "kept" / "perturbations.jsonl"
+    want = diagnose_perturbations(Rule(rule), examples, num_examples=60)
+    with pytest.raises(KeyboardInterrupt):
+        diagnose_perturbations(Dying(rule), examples, num_examples=60, folder=folder, identity={"model": "m"})
+    kept = file.read_text().splitlines()
+    assert 16 <= len(kept) < 60 and json.loads(kept[0])["id"] == want_ids(examples)[0]
+    file.write_text("\n".join(kept)[:-30])  # as kill -9 leaves the last row
+    rest, told = Rule(rule), list[int]()
+    got = diagnose_perturbations(
+        rest, examples, num_examples=60, folder=folder, identity={"model": "m"}, on_progress=told.append
+    )
+    assert got == want and told[0] == len(kept) - 1 and sum(told) == 60
+    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == want_ids(examples)
+    for size in (30, 90):
+        got = diagnose_perturbations(Rule(rule), examples, num_examples=size, folder=folder, identity={"model": "m"})
+        assert got == diagnose_perturbations(Rule(rule), examples, num_examples=size)
+    samples = [{one.id for one in sample_examples(examples, size)} for size in (30, 60, 90)]
+    rows = [json.loads(line)["id"] for line in file.read_text().splitlines()]
+    assert len(rows) == len(set(rows)) and set(rows) == set.union(*samples)  # what is there is never scored again
+    for identity, seed in (({"model": "another"}, 0), ({"model": "m"}, 1), (None, 0)):
+        with pytest.raises(CheckpointError, match="another"):
+            diagnose_perturbations(Rule(rule), examples, num_examples=5, seed=seed, folder=folder, identity=identity)
+
+
+def want_ids(examples: Sequence[EvalExample]) -> list[str]:
+    return [one.id for one in sample_examples(examples, 60)]
 
 
 def test_the_sample_is_drawn_by_the_seed_from_what_can_be_rewritten(bundled: Any, make_example: Any) -> None:

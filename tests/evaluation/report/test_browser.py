@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_sample import HOSTILE, MODELS, NUM_EXAMPLES, SUBSETS, sample_report, sample_rows
+from report_sample import (
+    EMPTY,
+    HOSTILE,
+    MODELS,
+    NUM_EXAMPLES,
+    SUBSETS,
+    by_length,
+    perfect,
+    sample_report,
+    sample_rows,
+    summary,
+)
 
 from treeward.evaluation.report.blocks import FORMATS, format_number
 from treeward.evaluation.report.build import write_report
+from treeward.evaluation.summary import write_results
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
 expect = sync_api.expect
@@ -199,7 +211,7 @@ def test_groups_of_one_series_have_colours(visit: Visit, tmp_path: Path) -> None
 
     page = visit(write_report(tmp_path, "t", [scatter(num_groups) for num_groups in (1, 5, 12)], {}))
     legends = [figure.locator(".legend li").count() for figure in page.locator("figure").all()]
-    assert legends == [1, 5, 1]  # the series; its groups; more groups than colours are not told apart
+    assert legends == [0, 5, 0]  # a lone series needs no name; groups do, but not more of them than colours
     colours = page.locator("canvas").evaluate_all(
         """(all) => all.map((canvas) => {
             const known = [0, 1, 2, 3, 4, 5].map((index) => colour(`s${index}`).match(/\\d+/g).map(Number));
@@ -298,7 +310,7 @@ def test_long_tables_and_long_cells_are_folded(visit: Visit, tmp_path: Path) -> 
     page = visit(
         write_report(tmp_path, "t", [{"kind": "table", "title": "Long", "columns": columns, "rows": rows}], {})
     )
-    assert count(page, "tbody tr") == 100
+    assert count(page, "tbody tr") == 50
     page.get_by_role("button", name="Show all 250 rows").click()
     assert count(page, "tbody tr") == 250
     assert page.locator("tbody th").nth(12).inner_text() == "12"  # a column of whole numbers
@@ -539,3 +551,72 @@ def test_empty_and_odd_blocks_are_drawn(visit: Visit, tmp_path: Path) -> None:
     assert "NaN" not in page.content().split('id="report-data"')[0]
     page.locator(".rows .open").click()
     assert page.locator("#reader").is_visible()
+
+
+@pytest.mark.parametrize("what", EMPTY)
+def test_hardly_anything_to_report_is_drawn(visit: Visit, what: str, tmp_path: Path) -> None:
+    page = visit(write_results(tmp_path, [EMPTY[what]()]), width=400)
+    assert count(page, ".trouble") == 0 and count(page, ".kind-examples .row") > 0
+    assert not re.search(r"\bNaN\b|undefined|\bInfinity\b", page.locator("main").inner_text())
+    width, room = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert width <= room
+
+
+def test_a_real_report_of_two_models_reads_and_is_reached(visit: Visit, tmp_path: Path) -> None:
+    page = visit(write_results(tmp_path, [summary(by_length, "a"), summary(perfect, "b")]))
+    first = page.locator("main section").first
+    assert first.locator("li").all_inner_texts()[0].startswith("a on Best Of: overall")
+    box = page.locator(".card").first.bounding_box()
+    assert box["y"] + box["height"] < 900  # the verdicts and the first numbers are on the first screen
+    strata = page.locator(".kind-bars", has=page.get_by_role("heading", name="Accuracy by which reply is longer"))
+    assert [name.strip() for name in strata.locator(".legend li").all_inner_texts()] == ["a", "b"]
+    colours = strata.locator("rect.bar").evaluate_all("(all) => all.map((bar) => getComputedStyle(bar).fill)")
+    assert len(set(colours[:2])) == 2
+    assert "a: The longer reply is right 100.0%" in strata.locator(".plot").get_attribute("aria-label")
+    for link in page.locator(".contents a").all():
+        assert page.locator(link.get_attribute("href")).count() == 1
+    gap = page.locator("tr", has_text="Length gap in accuracy").first
+    assert "+100.0 points" in gap.inner_text() and "+0.0 points" not in gap.inner_text()
+    subsets = page.locator(".kind-bars", has=page.get_by_role("heading", name="Accuracy by subset"))
+    assert subsets.locator("line.reference").count() == 4  # two subsets with a known chance, two models
+    words = subsets.locator(".plot").get_attribute("aria-label")
+    assert "hard 48.1%" in words and "chance 25%" in words and "chance 50%" in words
+
+
+def test_contents_of_several_chapters_are_folded(visit: Visit, tmp_path: Path) -> None:
+    parts = [{"kind": "table", "title": f"Part {n}", "columns": [{"key": "a"}], "rows": []} for n in range(3)]
+    chapters = [
+        block for name in ("One", "Two") for block in ({"kind": "text", "title": name, "markdown": "x"}, *parts)
+    ]
+    page = visit(write_report(tmp_path, "t", chapters, {}))
+    links = page.locator(".contents a")
+    assert links.count() == 8 and [link.inner_text() for link in links.all() if link.is_visible()] == ["One", "Two"]
+    page.locator(".contents .parts summary").nth(1).click()
+    assert links.nth(7).is_visible() and not links.nth(3).is_visible()
+    links.nth(7).click()
+    assert page.evaluate("location.hash") == links.nth(7).get_attribute("href")
+    only = visit(write_report(tmp_path / "one", "t", chapters[:4], {}))
+    assert only.locator(".contents a").nth(3).is_visible()
+
+
+def test_curves_may_name_their_places_and_points(visit: Visit, tmp_path: Path) -> None:
+    series = {"name": "a", "x": [0.0, 0.44, 1.1], "y": [0, 1, 2], "labels": ["n = 1", "n = 2", "n = 7"]}
+    ticks = [{"x": 0.0, "label": "1"}, {"x": 0.44, "label": "2"}, {"x": 1.1, "label": "7"}]
+    curves = {"kind": "curves", "title": "c", "x_label": "n", "x_ticks": ticks, "series": [series]}
+    page = visit(write_report(tmp_path, "t", [curves], {}))
+    assert page.locator(".plot text.tick").all_text_contents()[-3:] == ["1", "2", "7"]
+    assert "n = 7: 2.000" in page.locator(".plot").get_attribute("aria-label")
+    page.locator(".plot").focus()
+    page.keyboard.press("End")
+    assert page.locator("#tip").inner_text().startswith("a: n = 7")
+
+
+def test_lists_and_long_tables_by_their_own_length(visit: Visit, tmp_path: Path) -> None:
+    rows = [{"a": n} for n in range(9)]
+    table = {"kind": "table", "title": "t", "columns": [{"key": "a", "format": "integer"}], "rows": rows, "most": 4}
+    text = {"kind": "text", "markdown": "First.\n\n- **one** is `x`\n- two - three"}
+    page = visit(write_report(tmp_path, "t", [text, table], {}))
+    assert page.locator(".prose li").all_inner_texts() == ["one is x", "two - three"]
+    assert count(page, ".prose strong") == 1 and count(page, "tbody tr") == 4
+    page.get_by_role("button", name="Show all 9 rows").click()
+    assert count(page, "tbody tr") == 9

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from treeward.config.data import DatasetConfig
 from treeward.data.files import Row
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.examples import EvalExample
+from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.statistics import weighted_mean_metric
-from treeward.evaluation.suites import SUITES, get_suite
+from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
 from treeward.evaluation.suites.parts import Part, combined
+from treeward.evaluation.suites.rewardbench2 import SIZES
 from treeward.evaluation.suites.rows import data_files, name_field, repository_rows, with_distinct_ids
 
 
@@ -148,3 +150,27 @@ def test_the_interval_of_parts_with_shared_prompts_covers_the_truth() -> None:
             covered[name] += metric.low <= 0.5 <= metric.high
     assert covered["combined"] / num_runs > 0.91
     assert covered["independent"] / num_runs < 0.88, "the test would not see an interval that is too narrow"
+
+
+def test_chance_is_that_of_the_suite() -> None:
+    suites = {name: get_suite(name) for name in SUITES}
+    best_of = suites.pop("rewardbench2")
+    for suite in (*suites.values(), PreferenceSuite("mine", DatasetConfig(data_path="mine.jsonl"))):
+        assert suite.chance() == 0.5 and suite.chance("any part of it") == 0.5
+    assert {part: best_of.chance(part) for part in ("Factuality", "Precise IF", "Math", "Safety", "Focus")} == {
+        part: 0.25 for part in SIZES if part != "Ties"
+    }
+    assert best_of.chance("Ties") is None and best_of.chance() is None
+
+
+def test_chance_is_what_random_scores_come_to() -> None:
+    draw = np.random.default_rng(3)
+    suite, replies = get_suite("rewardbench2"), (({"role": "assistant", "content": "x"},),) * 4
+    scored = [
+        ScoredExample(
+            EvalExample(str(n), "Math", (), replies, (0, 1, 1, 1)), tuple(draw.normal(size=4)), (1,) * 4, (1,) * 4
+        )
+        for n in range(4000)
+    ]
+    (metric,) = suite.summarize(scored).subsets
+    assert metric.low < suite.chance("Math") < metric.high

@@ -6,7 +6,8 @@
     result.verdict.sentence
 
 The same prompts stand behind every n. Intervals are of 95 %, by a bootstrap over clusters: the rows of one prompt are
-drawn together. Array suffixes: P prompts, C clusters, R resamples, G values of n, K statistics.
+drawn together, and the quantiles are those of `treeward.evaluation.statistics.cluster_bootstrap`. Array suffixes: P
+prompts, C clusters, R resamples, G values of n, K statistics.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,11 +33,12 @@ from treeward.evaluation.best_of_n.laws import (
 from treeward.evaluation.best_of_n.selection import Floats, curve_sizes, expected_best_of, kl_of_best_of, size_of_kl
 from treeward.evaluation.best_of_n.verdict import ROUNDING, Verdict, chunks, judge
 from treeward.evaluation.results import Metric
+from treeward.evaluation.statistics import expanded_tail
 
 __all__ = ["BestOfN", "Curve", "FittedLaw", "SampledPrompt", "analyse"]
 
 _SHARE_OF_PROMPTS = 0.95
-_TAILS = (0.025, 0.975)
+_Bounds: TypeAlias = tuple[Floats, Floats]
 _CURVES = ("gold", "proxy", "best", "regret", "normalised_regret", "gold_gain", "proxy_gain", "best_gain", "gap")
 
 
@@ -129,15 +131,15 @@ def analyse(
     derive = partial(_derive, distances=np.sqrt(kl_G))
     rng = np.random.default_rng(seed)
     point = derive(table_PK.mean(axis=0))
-    resampled = _resampled(sums_CK, counts_C, derive, num_resamples, rng) if len(counts_C) > 1 else {}
+    resampled = _resampled(sums_CK, counts_C, derive, num_resamples, rng) if len(counts_C) > 1 else _NO_RESAMPLES
     laws = tuple(_fitted(form, point, resampled, sizes, len(kept)) for form in FORMS if f"law_{form}" in point)
     of_bon = next((fitted for fitted in laws if fitted.law.form == "bon"), None)
-    curves = {name: _curve(point[name], resampled.get(name)) for name in _CURVES}
+    curves = {name: _curve(point[name], resampled.bounds(point[name], name)) for name in _CURVES}
     verdict = judge(
         sizes,
         sums_CK[:, : len(sizes)],
         counts_C,
-        rise=_metric("rise", point["rise"], resampled.get("rise"), len(kept)),
+        rise=_metric("rise", point["rise"], resampled.bounds(point["rise"], "rise"), len(kept)),
         expected_peak=None if of_bon is None else of_bon.peak,
         num_resamples=num_resamples,
         rng=rng,
@@ -147,7 +149,9 @@ def analyse(
         kl=tuple(kl_G.tolist()),
         curves=curves,
         laws=laws,
-        correlation=_metric("correlation", point["correlation"], resampled.get("correlation"), len(kept)),
+        correlation=_metric(
+            "correlation", point["correlation"], resampled.bounds(point["correlation"], "correlation"), len(kept)
+        ),
         verdict=verdict,
         counts={
             "num_prompts": len(kept),
@@ -240,39 +244,50 @@ def _divisor(values: Floats, beside: Floats) -> Floats:
     return np.where(values > ROUNDING * scale, values, np.nan)
 
 
+class _Resamples(NamedTuple):
+    """What `_derive` makes of the means of resamples, each (R, ...), and the share to leave out on each side."""
+
+    values: Mapping[str, Floats]
+    tail: float
+
+    def bounds(self, like: Floats, name: str, of: Callable[[Floats], Floats] | None = None) -> _Bounds:
+        """The 95 % interval (...,) of a number, or of what `of` makes of it; perhaps infinite.
+
+        NaN where a resample has no number, and without resamples.
+        """
+        if name not in self.values:
+            return np.full_like(like, np.nan), np.full_like(like, np.nan)
+        found = self.values[name] if of is None else of(self.values[name])
+        # without interpolation, as there is none between a number and infinity
+        low, high = np.quantile(found, (self.tail, 1.0 - self.tail), axis=0, method="inverted_cdf")
+        missing = np.isnan(found).any(axis=0)
+        return np.where(missing, np.nan, low), np.where(missing, np.nan, high)
+
+
+_NO_RESAMPLES = _Resamples({}, 0.0)
+
+
 def _resampled(
     sums_CK: Floats,
     counts_C: Floats,
     derive: Callable[[Floats], dict[str, Floats]],
     num_resamples: int,
     rng: np.random.Generator,
-) -> dict[str, Floats]:
-    """What `derive` makes of the means of resamples of the clusters, each (R, ...)."""
+) -> _Resamples:
     num = len(counts_C)
     found: list[dict[str, Floats]] = []
     for size in chunks(num_resamples, num + sums_CK.shape[1]):
         draws_RC = rng.multinomial(num, np.full(num, 1.0 / num), size=size).astype(np.float64)
         found.append(derive((draws_RC @ sums_CK) / (draws_RC @ counts_C)[:, None]))
-    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    return _Resamples({name: np.concatenate([part[name] for part in found]) for name in found[0]}, expanded_tail(num))
 
 
-def _bounds(resampled: Floats | None, like: Floats) -> tuple[Floats, Floats]:
-    """The 95 % interval (...,) of resamples (R, ...), perhaps infinite; NaN where a resample has no number."""
-    if resampled is None:
-        return np.full_like(like, np.nan), np.full_like(like, np.nan)
-    # without interpolation, as there is none between a number and infinity
-    low, high = np.quantile(resampled, _TAILS, axis=0, method="inverted_cdf")
-    missing = np.isnan(resampled).any(axis=0)
-    return np.where(missing, np.nan, low), np.where(missing, np.nan, high)
+def _curve(mean: Floats, bounds: _Bounds) -> Curve:
+    return Curve(_numbers(mean), _numbers(bounds[0]), _numbers(bounds[1]))
 
 
-def _curve(mean: Floats, resampled: Floats | None) -> Curve:
-    low, high = _bounds(resampled, mean)
-    return Curve(_numbers(mean), _numbers(low), _numbers(high))
-
-
-def _metric(name: str, value: Floats, resampled: Floats | None, count: int, note: str | None = None) -> Metric:
-    known = _numbers(np.stack([value, *_bounds(resampled, value)]))
+def _metric(name: str, value: Floats, bounds: _Bounds, count: int, note: str | None = None) -> Metric:
+    known = _numbers(np.stack([value, *bounds]))
     return Metric(name, known[0], known[1], known[2], count, note)
 
 
@@ -281,13 +296,11 @@ def _numbers(values: Floats) -> tuple[float | None, ...]:
 
 
 def _fitted(
-    form: GaoForm, point: Mapping[str, Floats], resampled: Mapping[str, Floats], sizes: Sequence[int], count: int
+    form: GaoForm, point: Mapping[str, Floats], resampled: _Resamples, sizes: Sequence[int], count: int
 ) -> FittedLaw:
-    values, values_R2 = point[f"law_{form}"], resampled.get(f"law_{form}")
-    alpha_R, beta_R, peak_R = (
-        (None,) * 3 if values_R2 is None else (values_R2[:, 0], values_R2[:, 1], _peak_sizes(values_R2, form))
-    )
+    name, values = f"law_{form}", point[f"law_{form}"]
     law, peak = GaoLaw(form, *values.tolist()), _peak_sizes(values, form)
+    alphas, betas = (np.array(ends) for ends in zip(*resampled.bounds(values, name), strict=True))
     distances = np.sqrt(kl_of_best_of(sizes))[1:]
     gain, weights = (point["gold"] - point["gold"][0])[1:], point_weights(distances)
     residual, total = float(weights @ (gain - law.gain(distances)) ** 2), float(weights @ gain**2)
@@ -298,9 +311,9 @@ def _fitted(
         note = "beyond the sampled n: an extrapolation"
     return FittedLaw(
         law=law,
-        alpha=_metric("alpha", values[0], alpha_R, count),
-        beta=_metric("beta", values[1], beta_R, count),
-        peak=_metric("peak", peak, peak_R, count, note),
+        alpha=_metric("alpha", values[0], (alphas[0], alphas[1]), count),
+        beta=_metric("beta", values[1], (betas[0], betas[1]), count),
+        peak=_metric("peak", peak, resampled.bounds(peak, name, lambda laws: _peak_sizes(laws, form)), count, note),
         r_squared=1.0 - residual / total if total > 0.0 else None,
     )
 

@@ -20,17 +20,18 @@ from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
 from treeward.evaluation.results import Metric
 from treeward.tables import Column
 
-__all__ = ["EXAMPLES_SOURCE", "blocks", "examples", "table_columns", "table_rows", "to_json"]
+__all__ = ["EXAMPLES_SOURCE", "blocks", "curve_block", "decimals", "examples", "left_out", "table_columns"]
+__all__ += ["table_rows", "to_json"]
 
 EXAMPLES_SOURCE = "best_of_n"
 _FORMATS = {"n": "integer", "normalised_regret": "percent"}
 _MOST_EXAMPLES = 200
-_AXIS = "square root of KL(n), in nats"
+_AXIS = "n, spaced by the square root of KL(n)"
 
 
 def table_columns(result: BestOfN) -> list[Column]:
     """The columns of `table_rows`, with as many decimals as the numbers need."""
-    of_proxy, of_gold = (_decimals(result, names) for names in (("proxy",), ("gold", "best")))
+    of_proxy, of_gold = (decimals(result, names) for names in (("proxy",), ("gold", "best")))
     return [
         Column("n"),
         Column("kl", title="KL", format=".3f"),
@@ -45,7 +46,7 @@ def table_columns(result: BestOfN) -> list[Column]:
     ]
 
 
-def _decimals(result: BestOfN, names: Sequence[str]) -> str:
+def decimals(result: BestOfN, names: Sequence[str]) -> str:
     """The format that shows four digits of the largest number of some curves."""
     largest = max((abs(value) for name in names for value in result.curves[name].mean if value), default=1.0)
     return f",.{max(0, 3 - math.floor(math.log10(largest)))}f"
@@ -89,36 +90,33 @@ def blocks(result: BestOfN, proxy: str, gold: str) -> list[dict[str, Any]]:
     return [
         {"kind": "text", "title": "Best of n", "markdown": _introduction(result, proxy, gold)},
         {"kind": "headline", "items": _headline(result)},
-        {
-            "kind": "curves",
-            "title": "Over-optimisation",
-            "note": "Gain over one sample, in standard deviations within a prompt, of what the proxy chooses among n: "
+        curve_block(
+            "Over-optimisation",
+            "Gain over one sample, in standard deviations within a prompt, of what the proxy chooses among n: "
             "by the proxy, by gold, and what choosing by gold would reach. "
-            f"From n = 1 on the left to n = {result.max_n} on the right.",
-            "x_label": _AXIS,
-            "y_label": "standard deviations",
-            "series": [
-                _series(result, "proxy_gain", f"proxy: {proxy}"),
-                _series(result, "gold_gain", f"gold: {gold}"),
-                _series(result, "best_gain", "best possible gold"),
+            "Where gold falls while the proxy rises, the proxy is being exploited.",
+            "standard deviations",
+            [
+                (result, "proxy_gain", f"proxy: {proxy}"),
+                (result, "gold_gain", f"gold: {gold}"),
+                (result, "best_gain", "best possible gold"),
             ],
-        },
+        ),
         {
             "kind": "curves",
             "title": "Gold, and the laws fitted to it",
             "note": _laws(result),
             "x_label": _AXIS,
+            "x_ticks": _ticks(result),
             "y_label": "gold",
             "series": [_series(result, "gold", "measured"), *_fitted_series(result)],
         },
-        {
-            "kind": "curves",
-            "title": "Regret",
-            "note": "By how much gold of the proxy's choice is below that of the best of the n.",
-            "x_label": _AXIS,
-            "y_label": "regret, in units of gold",
-            "series": [_series(result, "regret", "regret")],
-        },
+        curve_block(
+            "Regret",
+            "By how much gold of the proxy's choice is below that of the best of the n.",
+            "regret, in units of gold",
+            [(result, "regret", "regret")],
+        ),
         {
             "kind": "table",
             "title": "Best of n in numbers",
@@ -163,7 +161,16 @@ def _example(one: ScoredRow, best: int, chosen: int) -> dict[str, Any]:
 
 def _introduction(result: BestOfN, proxy: str, gold: str) -> str:
     counts = result.counts
-    left_out = [
+    return (
+        f"**{result.verdict.sentence}** {counts['num_samples']:,} samples of {counts['num_prompts']:,} prompts; "
+        f"the proxy is `{proxy}`, gold is `{gold}`.{left_out(result)}"
+    )
+
+
+def left_out(result: BestOfN) -> str:
+    """A sentence that begins with a space on the samples and prompts that are left out; nothing where none is."""
+    counts = result.counts
+    parts = [
         f"{counts[key]:,} {what}"
         for key, what in (
             ("num_without_proxy", "samples without a proxy score"),
@@ -172,22 +179,34 @@ def _introduction(result: BestOfN, proxy: str, gold: str) -> str:
         )
         if counts[key]
     ]
-    missing = f" Left out: {', '.join(left_out)}." if left_out else ""
-    return (
-        f"**{result.verdict.sentence}** {counts['num_samples']:,} samples of {counts['num_prompts']:,} prompts; "
-        f"the proxy is `{proxy}`, gold is `{gold}`.{missing}"
-    )
+    return f" Left out: {', '.join(parts)}." if parts else ""
+
+
+def curve_block(title: str, note: str, y_label: str, series: Sequence[tuple[BestOfN, str, str]]) -> dict[str, Any]:
+    """A block of curves over the square root of KL: of each series the result, which of its curves, and its name."""
+    shown = [_series(*one) for one in series]
+    ticks = _ticks(series[0][0])
+    return {
+        "kind": "curves", "title": title, "note": note, "x_label": _AXIS, "x_ticks": ticks, "y_label": y_label,
+        "series": shown,
+    }  # fmt: skip
+
+
+def _ticks(result: BestOfN) -> list[dict[str, Any]]:
+    """Where n = 1, 2, 4, ... and the largest n lie on the axis."""
+    named = [n for n in result.sizes if n & (n - 1) == 0 and 3 * n <= 2 * result.max_n] + [result.max_n]
+    return [{"x": float(np.sqrt(result.kl[result.sizes.index(n)])), "label": f"{n:,}"} for n in named]
 
 
 def _headline(result: BestOfN) -> list[dict[str, Any]]:
     n = result.max_n
     rise = result.at("gold_gain", n)
     items = [
-        (f"gold gained at n = {n}", rise, "signed", "in standard deviations within a prompt"),
-        (f"regret at n = {n}", result.at("regret", n), "number", "gold of the best of n less gold of the chosen"),
-        ("as a share of what was possible", result.at("normalised_regret", n), "number", "0 by gold, 1 at random"),
-        (f"proxy ahead of gold at n = {n}", result.at("gap", n), "signed", "in standard deviations within a prompt"),
-        ("correlation within prompts", result.correlation, "signed", "of proxy and gold"),
+        (f"Gold gained at n = {n}", rise, "signed", "in standard deviations within a prompt"),
+        (f"Regret at n = {n}", result.at("regret", n), "number", "gold of the best of n less gold of the chosen"),
+        ("Lost of what was possible", result.at("normalised_regret", n), "percent", "0 % by gold, 100 % at random"),
+        (f"Proxy ahead of gold at n = {n}", result.at("gap", n), "signed", "in standard deviations within a prompt"),
+        ("Correlation within prompts", result.correlation, "signed", "of proxy and gold"),
     ]
     return [_item(label, metric, form, note) for label, metric, form, note in items]
 
@@ -200,7 +219,10 @@ def _item(label: str, metric: Metric, form: str, note: str) -> dict[str, Any]:
 def _series(result: BestOfN, curve: str, name: str) -> dict[str, Any]:
     found = result.curves[curve]
     x = np.sqrt(result.kl).tolist()
-    return {"name": name, "x": x, "y": list(found.mean), "low": list(found.low), "high": list(found.high)}
+    names = [f"n = {n:,}" for n in result.sizes]
+    return {
+        "name": name, "x": x, "y": list(found.mean), "low": list(found.low), "high": list(found.high), "labels": names
+    }  # fmt: skip
 
 
 def _fitted_series(result: BestOfN) -> list[Mapping[str, Any]]:
@@ -216,7 +238,7 @@ def _laws(result: BestOfN) -> str:
     fitted = result.law("bon")
     if fitted is None:
         return "There are too few n to fit a law."
-    peak = "rises on and on" if fitted.peak.value is None else f"peaks at n = {fitted.peak.value:.3g}"
+    peak = "rises on and on" if fitted.peak.value is None else f"peaks at n = {fitted.peak.value:,.0f}"
     return (
         f"d is the square root of KL. The law of best-of-n has alpha = {fitted.law.alpha:.3g} and "
         f"beta = {fitted.law.beta:.3g} and {peak}; measured gold peaks at n = {result.verdict.peak}."

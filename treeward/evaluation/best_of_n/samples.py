@@ -30,8 +30,8 @@ from treeward.evaluation.kept_rows import claim, read_kept
 from treeward.scoring.rows import conversations_of
 from treeward.scoring.score import ConversationScorer, Score
 
-__all__ = ["Grade", "Grader", "SampleFile", "SampledRow", "ScoredRow", "by_field", "by_gold_quality", "by_scorer"]
-__all__ += ["fields_of", "sampled_rows", "score_samples"]
+__all__ = ["Grade", "Grader", "SampleFile", "SampledRow", "ScoredRow", "by_field", "by_gold_quality", "by_known"]
+__all__ += ["by_scorer", "fields_of", "sampled_rows", "score_samples"]
 
 _ANSWERS = ("responses", "completions")
 _PROMPTS = ("context", "prompt", "messages")
@@ -164,6 +164,35 @@ def by_field(name: str) -> Grader:
         return [_field_grades(row, name) for row in rows]
 
     return grade
+
+
+def by_known(scored: Iterable[ScoredRow], otherwise: Callable[[], Grader]) -> Grader:
+    """The gold of rows that are scored already, with another proxy; that of all others is what `otherwise` gives.
+
+    `otherwise` is called at the first row that is not known, so that a model is loaded only if it is needed.
+    """
+    known = {one.row: one for one in scored}
+    graders: list[Grader] = []
+
+    def grade(rows: Sequence[SampledRow]) -> list[list[Grade]]:
+        unknown = [row for row in rows if row.number not in known]
+        if unknown and not graders:
+            graders.append(otherwise())
+        fresh = iter(graders[0](unknown) if unknown else ())
+        return [_gold_grades(known[row.number]) if row.number in known else next(fresh) for row in rows]
+
+    return grade
+
+
+def _gold_grades(scored: ScoredRow) -> list[Grade]:
+    """The grades that a row was made of. Which sample had which reason is not kept, only how often each came."""
+    reasons = iter(
+        reason.removeprefix("gold: ")
+        for reason, count in scored.errors.items()
+        if reason.startswith("gold: ")
+        for _ in range(count)
+    )
+    return [Grade(value) if value is not None else Grade(None, next(reasons, "no score")) for value in scored.gold]
 
 
 def fields_of(row: SampledRow) -> list[str]:

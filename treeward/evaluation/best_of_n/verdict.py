@@ -29,6 +29,7 @@ MIN_CLUSTERS = 10
 """With fewer prompts nothing is said of certainty."""
 
 _LEVEL = 0.95
+_MOST = 1_000_000
 _NUMBERS_AT_ONCE = 4_000_000
 
 
@@ -150,8 +151,10 @@ def _not_seen(end: int, rise: Metric, scale: float, expected_peak: Metric | None
         peak, low, high = map(_size, (expected_peak.value, expected_peak.low, expected_peak.high))
         between = "" if expected_peak.low is None else f" (95 % interval: {low} to {high})"
         further = f" The fitted law, an extrapolation, has its peak at n = {peak}{between}."
+        if expected_peak.value > _MOST:
+            further = f" The fitted law, an extrapolation, has its peak beyond n = {_MOST:,}{between}."
     return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}.{further}"
 
 
 def _size(n: float | None) -> str:
-    return "over a million" if n is None or n > 1e6 else f"{n:,.0f}"
+    return "over a million" if n is None or n > _MOST else f"{n:,.0f}"

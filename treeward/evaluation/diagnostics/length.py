@@ -114,16 +114,18 @@ class LengthDiagnostics:
                 "Accuracy by which reply is longer",
                 model,
                 strata,
-                "Length-controlled: the mean of the first two. A model that only likes length has 1, 0 and 0.5.",
+                "Without a bias the first two are alike; a model that only likes length has 100 %, 0 % and 50 %. "
+                "Length-controlled is their mean.",
             ),
             {
                 "kind": "scatter",
-                "title": "Reward against length",
+                "title": "Score against length",
+                "note": "A point is a reply. The line is the score that length alone predicts: flat without a bias.",
                 "x_label": "characters of the reply",
                 "y_label": "score",
                 "series": [series],
             },
-            metrics_table(f"Length bias of {model}", self.metrics()),
+            metrics_table("Length in numbers", model, self.metrics()),
         ]
 
 

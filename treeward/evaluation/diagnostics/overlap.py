@@ -52,6 +52,8 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30f
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no word of a run loses its weight modulo 2^64
 _PROGRESS_EVERY = 256
 _MOST_LISTED = 200
+_LARGE_SHARE = 0.25
+_EXACT = frozenset(("prompt", "conversation", "reply"))
 _KINDS = {
     "prompt": "exact prompt",
     "conversation": "exact prompt with a reply",
@@ -100,20 +102,57 @@ class OverlapDiagnostics:
         shares["any_run"] = [flag.any_run for flag in self.flags]
         return tuple(accuracy_metric([float(hit) for hit in hits], name) for name, hits in shares.items())
 
+    @property
+    def flagged(self) -> float:
+        """The share of examples with an exact or near duplicate; 0 of no examples."""
+        return sum(flag.flagged for flag in self.flags) / max(1, len(self.flags))
+
+    @property
+    def exact(self) -> float:
+        """The share of examples with a duplicate word for word."""
+        return sum(bool(_EXACT & set(flag.kinds)) for flag in self.flags) / max(1, len(self.flags))
+
+    @property
+    def templated(self) -> bool:
+        """Whether duplicates are many and hardly any of them exact, as where texts are made from templates."""
+        return self.flagged >= _LARGE_SHARE and self.exact < self.flagged / 2
+
+    def finding(self) -> str:
+        """What the shares come to, in words: how many, and whether it is memory or only the data's templates."""
+        count = f"{len(self.flags):,} examples"
+        if not self.flagged:
+            return f"None of {count} has a duplicate among {self.num_training:,} training comparisons."
+        parts = [
+            f"{self.flagged:.1%} of {count} have a duplicate among {self.num_training:,} training comparisons: "
+            f"{self.exact:.1%} word for word, the others share most of their words in runs of {self.num_words} or more."
+        ]
+        if self.templated:
+            parts.append(
+                "So many near duplicates with so few exact ones are expected of templated data, whose sentences recur "
+                "by construction; there they are no sign of memory."
+            )
+        elif self.flagged >= _LARGE_SHARE:
+            parts.append("These numbers are of what was trained on: quote none of them as held out.")
+        return " ".join(parts)
+
     def blocks(self) -> list[dict[str, Any]]:
-        """The blocks of a report: a table of shares, and the flagged examples."""
+        """The blocks of a report: a table of shares, and the flagged examples if there are any."""
         flagged = sorted((flag for flag in self.flags if flag.flagged), key=_severity)
+        shares = metrics_table("Overlap with the training data", "examples", self.metrics(), self.finding())
+        if not flagged:
+            return [shares]
         return [
-            metrics_table(f"Overlap with {self.num_training} training comparisons", self.metrics()),
+            shares,
             {
                 "kind": "table",
-                "title": "Examples that were in the training data",
+                "title": "Examples with a duplicate in the training data",
+                "most": 10,
                 "columns": [
-                    {"key": "id", "label": "example", "format": "text"},
-                    {"key": "subset", "label": "subset", "format": "text"},
-                    {"key": "why", "label": "why", "format": "text"},
-                    {"key": "prompt_coverage", "label": "prompt", "format": "percent"},
-                    {"key": "reply_coverage", "label": "reply", "format": "percent"},
+                    {"key": "id", "label": "Example", "format": "text"},
+                    {"key": "subset", "label": "Subset", "format": "text"},
+                    {"key": "why", "label": "Why", "format": "text"},
+                    {"key": "prompt_coverage", "label": "Prompt", "format": "percent"},
+                    {"key": "reply_coverage", "label": "Reply", "format": "percent"},
                 ],
                 "rows": [
                     {
@@ -143,8 +182,8 @@ class OverlapComparison:
 
     def blocks(self, model: str = "model") -> list[dict[str, Any]]:
         """The block of a report: three bars."""
-        items = {"All": self.accuracy, "Not in the training data": self.accuracy_clean}
-        return [accuracy_bars("Accuracy and overlap", model, items | {"In the training data": self.accuracy_flagged})]
+        items = {"All": self.accuracy, "Without a duplicate in training": self.accuracy_clean}
+        return [accuracy_bars("Accuracy and overlap", model, items | {"With a duplicate": self.accuracy_flagged})]
 
 
 def find_overlap(

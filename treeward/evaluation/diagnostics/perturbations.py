@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +36,9 @@ from treeward.data.preference import Message
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.blocks import bar_item, metrics_table
 from treeward.evaluation.diagnostics.replies import Floats, divided, reply_text, shortened
-from treeward.evaluation.diagnostics.rewrites import REWRITES, RewriteKind
+from treeward.evaluation.diagnostics.rewrites import REWRITES, RewriteKind, rewrite_label
 from treeward.evaluation.examples import EvalExample
+from treeward.evaluation.kept_rows import keeping
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 from treeward.scoring.score import ConversationScorer
@@ -54,7 +57,14 @@ __all__ = [
     "summarize_perturbations",
 ]
 
+logger = logging.getLogger(__name__)
+
 _EXAMPLES_AT_ONCE = 16
+_KEPT = {
+    "identity_file": "perturbations.json",
+    "rows": "perturbations.jsonl",
+    "summary": "this folder holds rewritten replies as another model scores them, or of other data",
+}
 _MOST_WORST = 30
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _REFUSAL = re.compile(
@@ -172,10 +182,23 @@ class PerturbationDiagnostics:
         """The blocks of a report: shifts, flips, the worst cases."""
         note = "In mean margins: at 1, the rewrite moves the score as much as the data's replies differ."
         reach = max((abs(b) for r in self.results for b in _ends(r.relative_shift)), default=0.0) or 1.0
+        damages = ", ".join(rewrite_label(r.name) for r in self.results if r.kind == "damage")
         flips = [
-            ("Right pairs lost when the worse reply is rewritten", "rejected_flips"),
-            ("Right pairs lost when the better reply is rewritten", "chosen_flips"),
-            ("Replies that score higher rewritten", "share_gaining"),
+            (
+                "Right pairs lost when the worse reply is rewritten",
+                "rejected_flips",
+                "A rewrite hardly makes a worse reply the better one: a lost pair is a way to fool the model.",
+            ),
+            (
+                "Right pairs lost when the better reply is rewritten",
+                "chosen_flips",
+                f"Changes of style should lose none. What is damaged ({damages}) may well be the worse reply now.",
+            ),
+            (
+                "Replies that score higher rewritten",
+                "share_gaining",
+                f"Of what damages a reply ({damages}), none should.",
+            ),
         ]
         return [
             {
@@ -186,37 +209,39 @@ class PerturbationDiagnostics:
                 "reference": 0,
                 "format": "signed",
                 "series": [
-                    {"name": model, "items": [bar_item(_label(r), r.relative_shift) for r in self.results]},
+                    {
+                        "name": model,
+                        "items": [bar_item(rewrite_label(r.name), r.relative_shift, r.summary) for r in self.results],
+                    },
                 ],
             },
             *(
                 {
                     "kind": "bars",
                     "title": title,
-                    "note": None,
+                    "note": why,
                     "x_range": [0, 1],
                     "reference": 0.5 if field == "share_gaining" else 0,
                     "reference_label": "half" if field == "share_gaining" else None,
                     "format": "percent",
-                    "series": [
-                        {"name": model, "items": [bar_item(_label(r), getattr(r, field)) for r in self.results]}
-                    ],
+                    "series": [{"name": model, "items": [_bar(r, getattr(r, field)) for r in self.results]}],
                 }
-                for title, field in flips
+                for title, field, why in flips
             ),
-            metrics_table(f"Rewritten replies: {model}", (self.accuracy, self.robust_accuracy)),
+            metrics_table("Rewritten replies in numbers", model, (self.accuracy, self.robust_accuracy)),
             {
                 "kind": "table",
-                "title": f"What the rewrites gained most by: {model}",
+                "title": "Replies that a rewrite lifted most",
+                "most": 8,
                 "columns": [
-                    {"key": "id", "label": "example", "format": "text"},
-                    {"key": "rewrite", "label": "rewrite", "format": "text"},
-                    {"key": "side", "label": "reply", "format": "text"},
-                    {"key": "shift", "label": "shift", "format": "signed"},
-                    {"key": "before", "label": "before", "format": "text"},
-                    {"key": "after", "label": "after", "format": "text"},
+                    {"key": "id", "label": "Example", "format": "text"},
+                    {"key": "rewrite", "label": "Rewrite", "format": "text"},
+                    {"key": "side", "label": "Reply", "format": "text"},
+                    {"key": "shift", "label": "Shift", "format": "signed"},
+                    {"key": "before", "label": "Before", "format": "text"},
+                    {"key": "after", "label": "After", "format": "text"},
                 ],
-                "rows": [asdict(one) for one in self.worst],
+                "rows": [asdict(one) | {"rewrite": rewrite_label(one.rewrite)} for one in self.worst],
             },
         ]
 
@@ -227,11 +252,16 @@ def diagnose_perturbations(
     *,
     num_examples: int = 200,
     seed: int = 0,
+    folder: Path | None = None,
+    identity: Mapping[str, str] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> PerturbationDiagnostics:
     """Sample, rewrite, score and sum up. `on_progress` is told how many examples were scored since it was last called.
 
-    Raises `DataError` where no example has a better and a worse reply of text.
+    `folder`: where a row of each example is kept as soon as it is scored (perturbations.jsonl), so that nothing is
+    scored twice: a larger sample scores what it has more. `identity`: what a row depends on besides its example, the
+    seed and the rewrites. Raises `DataError` where no example has a better and a worse reply of text, and
+    `CheckpointError` for rows of another identity.
     """
     sampled = sample_examples(examples, num_examples, seed)
     if not sampled:
@@ -240,8 +270,18 @@ def diagnose_perturbations(
             got=f"{len(examples)} examples, none with a better and a worse reply that are text",
             need="an example with ranks of its replies",
         )
-    scores = list(score_perturbed(scorer, sampled, seed=seed, on_progress=on_progress))
-    return summarize_perturbations(sampled, scores, seed=seed)
+    own = {"seed": str(seed), "rewrites": ", ".join(REWRITES)} | dict(identity or {})
+    with keeping(folder, own, perturbed_from_row, **_KEPT) as (kept, keep):
+        known = {one.id: one for one in kept}
+        left = [example for example in sampled if example.id not in known]
+        if len(left) < len(sampled):
+            logger.info("%d of %d examples were rewritten and scored before.", len(sampled) - len(left), len(sampled))
+        if on_progress is not None:
+            on_progress(len(sampled) - len(left))
+        for one in score_perturbed(scorer, left, seed=seed, on_progress=on_progress):
+            keep(one.to_row())
+            known[one.id] = one
+    return summarize_perturbations(sampled, [known[example.id] for example in sampled], seed=seed)
 
 
 def sample_examples(examples: Sequence[EvalExample], num_examples: int, seed: int = 0) -> list[EvalExample]:
@@ -435,5 +475,5 @@ def _ends(metric: Metric) -> list[float]:
     return [bound for bound in (metric.value, metric.low, metric.high) if bound is not None]
 
 
-def _label(result: PerturbationResult) -> str:
-    return result.name.replace("_", " ")
+def _bar(result: PerturbationResult, metric: Metric) -> dict[str, Any]:
+    return bar_item(rewrite_label(result.name), metric, result.summary)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["REWRITES", "Rewrite", "RewriteKind"]
+__all__ = ["REWRITES", "Rewrite", "RewriteKind", "rewrite_label"]
 
 RewriteKind = Literal["style", "damage"]
 
@@ -129,3 +129,15 @@ REWRITES: Mapping[str, Rewrite] = {
     )
 }
 """All rewrites by name, in the order of a report."""
+
+_LABELS = {
+    "prompt_restated": "question restated",
+    "truncated_80": "cut at 80 %",
+    "truncated_50": "cut at 50 %",
+    "repeated": "said twice",
+}
+
+
+def rewrite_label(name: str) -> str:
+    """What a report calls the rewrite of that name."""
+    return _LABELS.get(name) or name.replace("_", " ")

@@ -101,42 +101,37 @@ class ScoreDiagnostics:
         return (self.mean, self.std, self.saturated, self.saturated_wrong, self.ties, self.repeated)
 
     def blocks(self, model: str = "model") -> list[dict[str, Any]]:
-        """The blocks of a report: scores by subset, margins, tables. The largest subsets are drawn, all are listed."""
-        drawn = sorted(self.subsets, key=lambda one: -one.count)[:_MOST_SERIES] or [self.overall]
+        """The blocks of a report: scores by subset, tables. The largest subsets are drawn, all are listed."""
+        several = self.subsets if len(self.subsets) > 1 else ()
+        drawn = sorted(several, key=lambda one: -one.count)[:_MOST_SERIES] or [self.overall]
         quantiles = {f"q{round(100 * q)}": f"{round(100 * q)} %" for q in QUANTILES}
-        columns = {"name": "subset", "count": "replies", "mean": "mean", "std": "standard deviation", **quantiles}
+        columns = {"name": "Subset", "count": "Replies", "mean": "Mean", "std": "Std. dev.", **quantiles}
         rows = [
             {"name": one.name, "count": one.count, "mean": one.mean, "std": one.std}
             | dict(zip(quantiles, one.quantiles or [None] * len(quantiles), strict=True))
-            for one in (self.overall, *self.subsets)
+            for one in (self.overall, *several)
         ]
         return [
             {
                 "kind": "histogram",
-                "title": f"Scores by subset: {model}",
+                "title": "Scores by subset" if several else "Scores",
+                "note": "Of every reply. Spikes and walls are replies that the model cannot tell apart.",
                 "edges": list(self.edges),
-                "series": [{"name": one.name, "counts": list(one.counts)} for one in drawn],
+                "series": [{"name": one.name if several else model, "counts": list(one.counts)} for one in drawn],
                 "x_label": "score",
+                "y_label": "replies",
                 "mark": None,
             },
             {
-                "kind": "histogram",
-                "title": f"Margins: {model}",
-                "edges": list(self.margin_edges),
-                "series": [{"name": model, "counts": list(self.margins)}],
-                "x_label": "score of the better reply less that of the worse",
-                "mark": 0,
-            },
-            {
                 "kind": "table",
-                "title": f"Distribution of scores: {model}",
+                "title": "Distribution of scores",
                 "columns": [
                     {"key": key, "label": label, "format": {"name": "text", "count": "integer"}.get(key, "number")}
                     for key, label in columns.items()
                 ],
                 "rows": rows,
             },
-            metrics_table(f"Saturation: {model}", self.metrics()),
+            metrics_table("Scores in numbers", model, self.metrics()),
         ]
 
 
@@ -183,7 +178,7 @@ class Drift:
                 "x_label": "score",
                 "mark": None,
             },
-            metrics_table(f"Drift from {first} to {second}", self.metrics()),
+            metrics_table(f"Drift from {first} to {second}", f"{first} to {second}", self.metrics()),
         ]
 
 

@@ -51,7 +51,8 @@ def stratify(pairs: Pairs, better: Floats, worse: Floats) -> Strata:
 
     The intervals of `controlled` and `gap` are made from those of the two strata by the method of variance estimates
     recovery (Zou and Donner 2008, Statistics in Medicine 27, page 1693; for a difference of proportions Newcombe 1998,
-    method 10), which takes them for independent; where a prompt has pairs in both, by a bootstrap over prompts.
+    method 10), which takes them for independent. Where a prompt has pairs in both they are not: then prompts are drawn
+    anew too, and of both intervals each end is the wider one (a stratum that is all right has nothing to resample).
     """
     differences = better - worse
     similar = np.abs(differences) <= SIMILAR * np.maximum(better, worse)
@@ -95,8 +96,9 @@ def _combined(
     if not np.intersect1d(pairs.prompts[masks[0]], pairs.prompts[masks[1]]).size:
         return metric
     low, high = _bootstrapped(pairs, masks, weights)
-    # Where all prompts are alike there is nothing to resample.
-    return metric if low is None or low == high else replace(metric, low=low, high=high)
+    if low is None or high is None:
+        return metric
+    return replace(metric, low=min(low, value - below), high=max(high, value + above))
 
 
 def _recovered(parts: tuple[Metric, Metric], weights: tuple[float, float]) -> tuple[float, float]:

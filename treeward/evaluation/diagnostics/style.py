@@ -88,10 +88,13 @@ class StyleDiagnostics:
             "About as much": self.accuracy_similar_markdown,
             "Style-controlled": self.style_controlled_accuracy,
         }
-        note = "Style-controlled: the mean of the first two. A model that only likes markdown has 1, 0 and 0.5."
+        note = (
+            "Without a bias the first two are alike; a model that only likes markdown has 100 %, 0 % and 50 %. "
+            "Style-controlled is their mean."
+        )
         return [
             accuracy_bars("Accuracy by which reply has more markdown", model, strata, note),
-            metrics_table(f"Style of {model}", self.metrics()),
+            metrics_table("Style in numbers", model, self.metrics()),
         ]
 
 

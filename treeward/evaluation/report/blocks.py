@@ -21,9 +21,12 @@
     {"kind": "examples", "title": "Mistakes", "source": "rewardbench", "filter": {"outcome": "wrong"}}
 
 Every kind takes a `title` and a `note` (a sentence below the title). A number that is None or not finite shows as a
-dash. Formats: percent (of a fraction), number, signed, integer, text. A table's cell may be a number's object
-{"value", "low", "high", "count"}. The rows of `examples` are those of `treeward.evaluation.examples.to_row`, with a
-`model` where there is more than one.
+dash. Formats: percent (of a fraction), points (a difference of fractions, in percentage points), number, signed,
+integer, text. A table's cell may be a number's object {"value", "low", "high", "count"}, with a "format" of its own
+where it is not the column's; of its rows the first `most` are shown until all are asked for. An item of bars may have
+its own `reference`, where chance differs. Curves may name the places of their x axis, `x_ticks` [{"x", "label"}], and
+each point, `labels` beside x and y. The rows of `examples` are those of `treeward.evaluation.examples.to_row`,
+with a `model` where there is more than one.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from treeward.errors import DataError
 __all__ = ["BLOCK_KINDS", "FORMATS", "check_blocks", "format_number", "plain"]
 
 ABSENT = "–"
-FORMATS = ("percent", "number", "signed", "integer", "text")
+FORMATS = ("percent", "points", "number", "signed", "integer", "text")
 
 # Of each kind the fields that it needs and those that it may have, besides those of every kind.
 _EVERY = ("kind", "title", "note")
@@ -51,8 +54,8 @@ BLOCK_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reliability": (("title", "series"), ("x_label", "y_label")),
     "scatter": (("title", "series"), ("x_label", "y_label", "source")),
     "matrix": (("title", "rows", "columns", "values"), ("format", "row_label", "column_label", "range")),
-    "curves": (("title", "series"), ("x_label", "y_label", "x_scale", "format")),
-    "table": (("title", "columns", "rows"), ()),
+    "curves": (("title", "series"), ("x_label", "y_label", "x_scale", "x_ticks", "format")),
+    "table": (("title", "columns", "rows"), ("most",)),
     "examples": (("title", "source"), ("filter",)),
 }
 # Decimals of a number by its size: at least three digits that count.
@@ -81,6 +84,10 @@ def check_blocks(blocks: Sequence[Mapping[str, Any]], sources: Sequence[str]) ->
         elif kind == "table":
             for index, column in enumerate(block["columns"]):
                 _one_of(column.get("format", "text"), FORMATS, where, f"columns[{index}].format")
+            for index, row in enumerate(block["rows"]):
+                for key, cell in row.items():
+                    if isinstance(cell, Mapping) and "format" in cell:
+                        _one_of(cell["format"], FORMATS, where, f"rows[{index}].{key}.format")
         elif kind == "headline":
             for index, item in enumerate(block["items"]):
                 _one_of(item.get("format", "number"), FORMATS, where, f"items[{index}].format")
@@ -109,7 +116,7 @@ def _check_series(block: Mapping[str, Any], series: Mapping[str, Any], field: st
             raise DataError(f"a series of {block['kind']} lacks {name}", where=where, field=f"{path}.{name}")
     if block["kind"] == "histogram":
         _length(series["counts"], len(block["edges"]) - 1, where, f"{path}.counts")
-    for name in ("x", "low", "high") if block["kind"] == "curves" else ():
+    for name in ("x", "low", "high", "labels") if block["kind"] == "curves" else ():
         if name == "x" or series.get(name) is not None:
             _length(series.get(name, ()), len(series["y"]), where, f"{path}.{name}")
     line = series.get("line") if block["kind"] == "scatter" else None
@@ -171,6 +178,8 @@ def format_number(value: float | None, format: str = "number") -> str:
     size = abs(value)
     if format == "percent":
         text = f"{size * 100:.1f}%"
+    elif format == "points":
+        text = f"{size * 100:.1f} points"
     elif format == "integer" or (size == round(size) and size >= 100):
         text = f"{math.floor(size + 0.5):,}"
     elif size != 0 and (size < 1e-4 or size >= 1e6):
@@ -180,4 +189,4 @@ def format_number(value: float | None, format: str = "number") -> str:
         text = f"{size:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
     text = text.replace("e-", "e\N{MINUS SIGN}")
     negative = value < 0 and any(digit in "123456789" for digit in text)
-    return ("\N{MINUS SIGN}" if negative else "+" if format == "signed" and value > 0 else "") + text
+    return ("\N{MINUS SIGN}" if negative else "+" if format in ("signed", "points") and value > 0 else "") + text

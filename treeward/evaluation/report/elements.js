@@ -6,7 +6,7 @@ const ABSENT = "–";
 const MINUS = "−";
 const SERIES_COLOURS = 6;
 const LONG_TEXT = 280;
-const MANY_ROWS = 100;
+const MANY_ROWS = 50;
 
 // h("a", {href: "#x", class: "y", onclick: f}, "text", node): text is only ever text.
 function h(tag, properties, ...children) {
@@ -48,22 +48,34 @@ function formatNumber(value, format = "number", decimals = decimalsOf([value])) 
   const fixed = (digits) => size.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   let text;
   if (format === "percent") text = `${(size * 100).toFixed(1)}%`;
+  else if (format === "points") text = `${(size * 100).toFixed(1)} points`;
   else if (format === "integer" || (Number.isInteger(size) && size >= 100)) text = fixed(0);
   else if (size !== 0 && (size < 1e-4 || size >= 1e6)) text = size.toExponential(2).replace("e-", `e${MINUS}`);
   else text = fixed(decimals);
   const negative = value < 0 && /[1-9]/.test(text);
-  return (negative ? MINUS : format === "signed" && value > 0 ? "+" : "") + text;
+  return (negative ? MINUS : (format === "signed" || format === "points") && value > 0 ? "+" : "") + text;
 }
+
+// A number that is given, not measured: without decimals that say nothing.
+const roundNumber = (value, format) => formatNumber(value, format).replace(/\.0+(?=%|$)/, "");
 
 // "71.0% (62.1% to 79.0%, n = 100)"; what is not known is left out.
 function formatInterval(item, format) {
   const parts = [];
   const decimals = decimalsOf([item.value, item.low, item.high]);
   if (isNumber(item.low) || isNumber(item.high)) {
-    parts.push(`${formatNumber(item.low, format, decimals)} to ${formatNumber(item.high, format, decimals)}`);
+    const [low, high] = [formatNumber(item.low, format, decimals), formatNumber(item.high, format, decimals)];
+    parts.push(`${low} to ${high}`.replaceAll(" points", ""));
   }
   if (isNumber(item.count)) parts.push(`n = ${formatNumber(item.count, "integer")}`);
   return formatNumber(item.value, format, decimals) + (parts.length ? ` (${parts.join(", ")})` : "");
+}
+
+// A number in a table: its interval beside it in a quieter voice, so that a column of values can be read down.
+function numberCell(item, format) {
+  const whole = formatInterval(item, format);
+  const value = formatNumber(item.value, format, decimalsOf([item.value, item.low, item.high]));
+  return [h("span", { class: "cell-value" }, value), h("span", { class: "cell-range" }, whole.slice(value.length))];
 }
 
 // Characters that are invisible or reorder their neighbours, and halves of surrogate pairs; not the joiners of emoji.
@@ -106,14 +118,18 @@ function excerpt(text, length) {
   return `${Array.from(line.slice(0, length)).slice(0, -1).join("")}…`;
 }
 
-// Paragraphs, **bold** and `code`; everything else is text.
+// Paragraphs, lists of lines that begin with "- ", **bold** and `code`; everything else is text.
 function markdown(text) {
-  return text.split(/\n\s*\n/).filter((part) => part.trim()).map((paragraph) => h("p", { dir: "auto" },
-    paragraph.trim().split(/(\*\*[^*]+\*\*|`[^`]+`)/).map((part) => {
-      if (/^\*\*[^*]+\*\*$/.test(part)) return h("strong", null, part.slice(2, -2));
-      if (/^`[^`]+`$/.test(part)) return h("code", null, part.slice(1, -1));
-      return part;
-    })));
+  const inline = (words) => words.split(/(\*\*[^*]+\*\*|`[^`]+`)/).map((part) => {
+    if (/^\*\*[^*]+\*\*$/.test(part)) return h("strong", null, part.slice(2, -2));
+    if (/^`[^`]+`$/.test(part)) return h("code", null, part.slice(1, -1));
+    return part;
+  });
+  return text.split(/\n\s*\n/).map((part) => part.trim()).filter(Boolean).map((part) => {
+    const lines = part.split("\n");
+    if (!lines.every((line) => line.startsWith("- "))) return h("p", { dir: "auto" }, inline(part));
+    return h("ul", null, lines.map((line) => h("li", { dir: "auto" }, inline(line.slice(2)))));
+  });
 }
 
 // Order of table cells: numbers by size, text by the alphabet, what is absent last whatever the direction.
@@ -139,9 +155,9 @@ function cellText(text) {
 
 // A table with a caption; columns are {key, label, format}. Its headings sort it, if it has rows to sort. Whole numbers
 // have no decimals if the column has nothing else; of many rows the first are shown until all are asked for.
-function dataTable(columns, rows, { caption, sortable = true, headColumn = true } = {}) {
+function dataTable(columns, rows, { caption, sortable = true, headColumn = true, most = MANY_ROWS } = {}) {
   const body = h("tbody");
-  const state = { key: null, descending: false, most: MANY_ROWS };
+  const state = { key: null, descending: false, most };
   const isText = (column) => (column.format || "text") === "text";
   const whole = new Set(columns.filter((column) => column.format === "number"
     && rows.every((row) => !isNumber(row[column.key]?.value) && (!isNumber(row[column.key]) || Number.isInteger(row[column.key]))))
@@ -149,7 +165,7 @@ function dataTable(columns, rows, { caption, sortable = true, headColumn = true 
   const formatOf = (column) => (whole.has(column.key) ? "integer" : isText(column) ? "number" : column.format);
   const shown = (cell, column) => {
     if (cell === null || cell === undefined) return ABSENT;
-    if (typeof cell === "object" && !Array.isArray(cell)) return formatInterval(cell, formatOf(column));
+    if (typeof cell === "object" && !Array.isArray(cell)) return numberCell(cell, cell.format || formatOf(column));
     if (typeof cell === "number") return formatNumber(cell, formatOf(column));
     return cellText(Array.isArray(cell) ? cell.join(", ") : String(cell));
   };
@@ -177,7 +193,7 @@ function dataTable(columns, rows, { caption, sortable = true, headColumn = true 
     draw();
   };
   draw();
-  const more = rows.length > MANY_ROWS && h("button", { type: "button", class: "quiet", onclick: () => {
+  const more = rows.length > most && h("button", { type: "button", class: "quiet", onclick: () => {
     state.most = Infinity;
     draw();
     more.remove();

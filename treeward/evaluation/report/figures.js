@@ -14,7 +14,7 @@ function figure(block, { hideSeries = false, legendShape = "square", label, draw
     numbers.append(dataTable(columns, rows(), { caption: `Numbers of ${block.title}` }));
   });
   return h("figure", null,
-    h("div", { class: "legends" }, !hideSeries && legend(block.series.map((series) => series.name), legendShape), extraLegend),
+    h("div", { class: "legends" }, !hideSeries && block.series.length > 1 && legend(block.series.map((series) => series.name), legendShape), extraLegend),
     plot({ label, draw, onopen }), numbers);
 }
 
@@ -27,8 +27,13 @@ function barsFigure(block) {
   const many = block.series.length > 1;
   // A line at 0 is that of no change, not of chance.
   const referenceName = block.reference_label || (format === "percent" && block.reference > 0 ? "chance" : "");
-  const referenceText = `${referenceName} ${block.reference === 0 ? "0" : formatNumber(block.reference, format)}`.trim();
-  const reference = isNumber(block.reference) ? ` The line marks ${referenceText}.` : "";
+  const referenceText = `${referenceName} ${block.reference === 0 ? "0" : roundNumber(block.reference, format)}`.trim();
+  // Items may have lines of their own; where these mark one value it is named above the first of them.
+  const own = [...new Set(groups.flat().map((item) => item?.reference).filter(isNumber))];
+  const marked = isNumber(block.reference) ? block.reference : own.length === 1 ? own[0] : null;
+  const markedText = marked === block.reference ? referenceText : marked === null ? "" : `chance ${roundNumber(marked, format)}`;
+  const reference = marked === null ? "" : ` The line marks ${markedText}.`;
+  const said = (item) => formatInterval(item, format) + (isNumber(item.reference) ? `, chance ${roundNumber(item.reference, format)}` : "");
 
   const draw = (width) => {
     const narrow = width < 560;
@@ -39,7 +44,7 @@ function barsFigure(block) {
     const step = narrow && many ? thick + 18 : thick + 5;
     const head = narrow ? 20 : 0;
     const gap = narrow ? 12 : 10;
-    const top = isNumber(block.reference) ? 24 : 8;
+    const top = marked === null ? 8 : 24;
     const heights = groups.map((group) => head + (narrow && !many ? step : group.length * step));
     const bottom = top + heights.reduce((sum, height) => sum + height + gap, 0);
     const height = bottom + (block.x_label ? 46 : 26);
@@ -83,24 +88,24 @@ function barsFigure(block) {
           y: narrow ? rowTop + (many ? 10 : -7) : barTop + thick / 2 + 4.5 }, text));
         marks.push({ x: x(isNumber(item.value) ? clamp(item.value, range[0], range[1]) : zero), y: barTop + thick / 2,
           box: { x: x(range[0]) - 2, y: barTop - 2, width: x(range[1]) - x(range[0]) + 4, height: thick + 4 },
-          lines: [labels[index], named(block.series[order], text), item.note] });
+          lines: [labels[index], named(block.series[order], said(item)), item.note] });
         if (isNumber(item.reference)) {
           svg.append(s("line", { class: "reference", x1: x(item.reference), x2: x(item.reference), y1: barTop - 3, y2: barTop + thick + 3 }));
         }
       });
       y += heights[index] + gap;
     });
-    if (isNumber(block.reference)) {
-      const at = x(block.reference);
-      svg.append(s("line", { class: "reference", x1: at, x2: at, y1: top - 6, y2: bottom }),
-        s("text", { class: "reference-label", x: at, y: 12, "text-anchor": "middle" }, referenceText));
+    if (marked !== null) {
+      const at = x(marked);
+      if (marked === block.reference) svg.append(s("line", { class: "reference", x1: at, x2: at, y1: top - 6, y2: bottom }));
+      svg.append(s("text", { class: "reference-label", x: at, y: 12, "text-anchor": "middle" }, markedText));
     }
     svg.append(...words);
     return { svg, marks, by: "y" };
   };
 
   const words = block.series.map((series) => named(series,
-    series.items.map((item) => `${item.label} ${formatInterval(item, format)}`).join("; "))).join(". ");
+    series.items.map((item) => `${item.label} ${said(item)}`).join("; "))).join(". ");
   return figure(block, {
     label: `Bar chart, ${block.title}. ${words}.${reference}`,
     draw,
@@ -292,10 +297,12 @@ function curvesFigure(block) {
   const logarithmicX = block.x_scale === "log" && all("x").every((value) => !isNumber(value) || value > 0);
   const xRange = logarithmicX ? [Math.min(...all("x").filter(isNumber)), Math.max(...all("x").filter(isNumber))] : extent(all("x"), 0.02);
   const yRange = extent([...all("y"), ...all("low"), ...all("high")]);
+  const place = (one, index) => one.labels?.[index] ?? `${block.x_label || "x"} ${formatNumber(one.x[index])}`;
+  const labelled = series.some((one) => one.labels);
   const draw = (width) => {
     const height = clamp(width * 0.55, 260, 420);
     const { svg, x, y } = axes(width, height, { xRange, yRange, xLabel: block.x_label, yLabel: block.y_label,
-      yFormat: block.format, xScale: logarithmicX ? "log" : "linear" });
+      yFormat: block.format, xScale: logarithmicX ? "log" : "linear", xNamed: block.x_ticks });
     const marks = [];
     series.forEach((one, order) => {
       const at = one.x.map((value, index) => index).filter((index) => isNumber(one.x[index]) && isNumber(one.y[index]));
@@ -309,21 +316,21 @@ function curvesFigure(block) {
         d: at.map((index, place) => `${place ? "L" : "M"}${x(one.x[index])} ${y(one.y[index])}`).join("") }));
       for (const index of at) {
         if (at.length <= 40) svg.append(s("circle", { class: `mark point ${seriesClass(order)}`, cx: x(one.x[index]), cy: y(one.y[index]), r: 3.2 }));
-        marks.push({ x: x(one.x[index]), y: y(one.y[index]), lines: [named(one, `${block.x_label || "x"} ${formatNumber(one.x[index])}`),
+        marks.push({ x: x(one.x[index]), y: y(one.y[index]), lines: [named(one, place(one, index)),
           formatInterval({ value: one.y[index], low: one.low?.[index], high: one.high?.[index] }, block.format)] });
       }
     });
     return { svg, marks, by: "xy" };
   };
   const words = series.map((one) => named(one, one.x.map((value, index) =>
-    `${formatNumber(value)}: ${formatInterval({ value: one.y[index], low: one.low?.[index], high: one.high?.[index] }, block.format)}`).join("; "))).join(". ");
+    `${one.labels?.[index] ?? formatNumber(value)}: ${formatInterval({ value: one.y[index], low: one.low?.[index], high: one.high?.[index] }, block.format)}`).join("; "))).join(". ");
   return figure(block, {
     legendShape: "line",
     label: `Curves, ${block.title}, ${block.y_label || "y"} against ${block.x_label || "x"}. ${words}.`,
     draw,
-    columns: [{ key: "series", label: "Series" }, { key: "x", label: block.x_label || "x", format: "number" },
-      ...["y", "low", "high"].map((key) => ({ key, label: key === "y" ? block.y_label || "y" : key, format: block.format || "number" }))],
-    rows: () => series.flatMap((one) => one.x.map((x, index) => ({ series: one.name, x, y: one.y[index], low: one.low?.[index], high: one.high?.[index] }))),
+    columns: [{ key: "series", label: "Series" }, labelled && { key: "label", label: "Point" }, { key: "x", label: labelled ? "x" : block.x_label || "x", format: "number" },
+      ...["y", "low", "high"].map((key) => ({ key, label: key === "y" ? block.y_label || "y" : key, format: block.format || "number" }))].filter(Boolean),
+    rows: () => series.flatMap((one) => one.x.map((x, index) => ({ series: one.name, label: one.labels?.[index] ?? "", x, y: one.y[index], low: one.low?.[index], high: one.high?.[index] }))),
   });
 }
 

@@ -13,7 +13,7 @@ const FIGURES = {
   scatter: scatterFigure,
   matrix: matrixFigure,
   curves: curvesFigure,
-  table: (block) => dataTable(block.columns, block.rows, { caption: block.title }),
+  table: (block) => dataTable(block.columns, block.rows, { caption: block.title, most: block.most }),
   examples: examplesTable,
 };
 
@@ -34,9 +34,9 @@ function headlineCard(item) {
       at(h("span", { class: "dot" }), "left", item.value));
   }
   const facts = [
-    hasInterval && `95% interval ${formatNumber(item.low, format, decimals)} to ${formatNumber(item.high, format, decimals)}`,
+    hasInterval && `95% interval ${formatNumber(item.low, format, decimals).replace(" points", "")} to ${formatNumber(item.high, format, decimals)}`,
     [isNumber(item.count) && `n = ${formatNumber(item.count, "integer")}`,
-      isNumber(item.reference) && `chance ${formatNumber(item.reference, format)}`].filter(Boolean).join(" · "),
+      isNumber(item.reference) && `chance ${roundNumber(item.reference, format)}`].filter(Boolean).join(" · "),
   ].filter(Boolean);
   return h("li", { class: "card" },
     h("div", { class: "card-label", dir: "auto" }, textNodes(String(item.label))),
@@ -70,14 +70,24 @@ function build() {
     if (opens) chapter = node.classList.add("chapter") ?? node;
     main.append(node);
     const heading = node.querySelector("h2, h3");
-    if (heading) entries.push(h("li", { class: heading.tagName === "H3" ? "deeper" : null }, h("a", { href: `#${heading.id}` }, textNodes(block.title))));
+    if (!heading) continue;
+    const link = h("a", { href: `#${heading.id}` }, textNodes(block.title));
+    if (heading.tagName === "H3") entries.at(-1).parts.push(h("li", null, link));
+    else entries.push({ link, parts: [] });
   }
   const contents = document.getElementById("contents");
-  if (entries.length < 2) {
+  if (entries.length + entries.flatMap((entry) => entry.parts).length < 2) {
     contents.hidden = true;
     return;
   }
-  const folded = h("details", null, h("summary", null, "Contents"), h("ol", null, entries));
+  // Of several chapters the parts are folded: a list of a hundred links is no overview.
+  const many = entries.filter((entry) => entry.parts.length).length > 1;
+  const inside = ({ link, parts }) => {
+    const list = parts.length > 0 && h("ol", { class: "deeper" }, parts);
+    return many && list ? h("details", { class: "parts" }, h("summary", null, `${parts.length} part${parts.length > 1 ? "s" : ""}`,
+      h("span", { class: "visually-hidden" }, ` of ${link.textContent}`)), list) : list;
+  };
+  const folded = h("details", null, h("summary", null, "Contents"), h("ol", null, entries.map((entry) => h("li", null, entry.link, inside(entry)))));
   const wide = matchMedia("(min-width: 1100px)");
   const adapt = () => { folded.open = wide.matches; };
   wide.addEventListener("change", adapt);

@@ -69,18 +69,26 @@ function extent(values, padding = 0.04) {
 }
 
 // An SVG with axes; x() and y() map data to its pixels.
-function axes(width, height, { xRange, yRange, xLabel, yLabel, xFormat, yFormat, xScale, grid = true, bottom = 0 }) {
+function axes(width, height, { xRange, yRange, xLabel, yLabel, xFormat, yFormat, xScale, xNamed, grid = true, bottom = 0 }) {
   const roomForLabel = yLabel ? 26 : 12;
   const yTicks = ticks(yRange[0], yRange[1], clamp(height / 60, 3, 6));
   const yTexts = tickText(yTicks, yFormat);
   const left = Math.ceil(Math.max(...yTexts.map((text) => textWidth(text)), 8)) + 12;
-  const lastTick = xScale === "log" ? String(+xRange[1].toPrecision(6)) : tickText(ticks(xRange[0], xRange[1], 5), xFormat).at(-1);
+  const lastTick = xNamed?.length ? xNamed.at(-1).label : xScale === "log" ? String(+xRange[1].toPrecision(6)) : tickText(ticks(xRange[0], xRange[1], 5), xFormat).at(-1);
   const box = { left, right: width - Math.max(14, Math.ceil(textWidth(lastTick) / 2) + 2), top: roomForLabel, bottom: height - (xLabel ? 46 : 26) - bottom };
   const x = (xScale === "log" ? logarithmic : linear)(xRange[0], xRange[1], box.left, box.right);
   const y = linear(yRange[0], yRange[1], box.bottom, box.top);
   const count = clamp((box.right - box.left) / 80, 2, 9);
-  const xTicks = (xScale === "log" ? logarithmicTicks : ticks)(xRange[0], xRange[1], count);
-  const xTexts = xScale === "log" ? xTicks.map((value) => String(+value.toPrecision(6))) : tickText(xTicks, xFormat);
+  const xTicks = xNamed ? xNamed.map((tick) => tick.x) : (xScale === "log" ? logarithmicTicks : ticks)(xRange[0], xRange[1], count);
+  // A name that would touch the one before it is left out; its tick stays.
+  let end = -Infinity;
+  const apart = ({ x: at, label }) => {
+    const half = textWidth(label) / 2;
+    if (x(at) - half < end + 6) return "";
+    end = x(at) + half;
+    return label;
+  };
+  const xTexts = xNamed ? xNamed.map(apart) : xScale === "log" ? xTicks.map((value) => String(+value.toPrecision(6))) : tickText(xTicks, xFormat);
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true", focusable: "false" },
     grid && yTicks.map((tick) => s("line", { class: "grid", x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) })),
     yTicks.map((tick, index) => s("text", { class: "tick", x: box.left - 8, y: y(tick) + 4, "text-anchor": "end" }, yTexts[index])),

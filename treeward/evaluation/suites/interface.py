@@ -87,6 +87,15 @@ class Suite(ABC):
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """Headline, sections, subsets and details of `summarize`; an example without scores counts as wrong."""
 
+    def chance(self, part: str | None = None) -> float | None:
+        """What scores that know nothing come to in the headline, or in the section or subset `part`; None: not known.
+
+        Knowing nothing is a random order without ties, so it is 0.5 wherever pairs are compared, as the authors of
+        RM-Bench (arXiv 2410.16184, abstract) and JudgeBench (arXiv 2410.12784, abstract) say of theirs; with the tie
+        policy "strict" a model that ties is below it. Suites with another rule say which, and where it is from.
+        """
+        return 0.5
+
     def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
         """The files in which people exchange results of this suite, by relative path; none if there is no such format.
 

@@ -5,8 +5,11 @@
 
 A judge sees each pair in both orders; a vote for the label counts 1, against it -1, anything else 0, and the pair is
 right if the sum is above 0. A reward model's two votes are the same unless its scores tie, which sums to 0: not right.
-The published numbers are of the 350 pairs that GPT-4o wrote, so these make the headline; the 270 pairs of
-Claude 3.5 Sonnet are in subsets of their own. Without any of GPT-4o the headline is of what there is.
+(With `--single_game`, which the authors' README allows for reward models, a tie would be right where the label is B>A.)
+The headline is the accuracy over the 350 pairs that GPT-4o wrote, each counting once, not the mean of the categories:
+the authors' `run_judge.py` takes one writer's file and prints four categories and "Overall", all pairs of the file
+(ScalerLab/JudgeBench at d8740a8; `compute_final_metrics` in `utils/metrics.py`). The 270 pairs of Claude 3.5 Sonnet are
+in subsets of their own. Without any of GPT-4o the headline is of what there is.
 """
 
 from __future__ import annotations

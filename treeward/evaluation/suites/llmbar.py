@@ -3,8 +3,10 @@
     LLMBar().load("LLMBar/Dataset")             # the authors' repository: Natural and four adversarial sets
     LLMBar().load("natural.jsonl.gz")           # one set: rows of input, output_1, output_2, label
 
-The headline is the plain mean of the sets that there are: of Natural alone its accuracy, of all five what the paper
-calls the average. The section Adversarial is the mean of the four.
+The headline is the plain mean of the sets that there are: of Natural alone its accuracy, of all five the mean of five.
+The section Adversarial is the plain mean of the four: the paper's 82.8 % of GPT-4 is that mean of the accuracies in the
+authors' repository (princeton-nlp/LLMBar at caa7bee, `evaluators/GPT-4/Metrics_Reference/statistics.json` of each set);
+over its 319 pairs it would be 84.5 %.
 
 On the hub LLMBar is only a program, and code from the hub is never run; the same 419 pairs are part of RewardBench's
 data, from which they are read when no source is given.

@@ -26,8 +26,6 @@ __all__ = ["PreferenceSuite"]
 class PreferenceSuite(Suite):
     """The comparisons of one dataset; `name` is what its results are called. A row's `task_name` is its subset."""
 
-    title = "Preferences"
-
     def __init__(self, name: str, config: DatasetConfig, *, tie_policy: TiePolicy = "strict") -> None:
         super().__init__(tie_policy=tie_policy)
         self.name, self.config = name, config

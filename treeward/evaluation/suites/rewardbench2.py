@@ -124,6 +124,13 @@ class RewardBench2(Suite):
             self.name, with_notes(overall, _missing(groups)), sections=metrics, subsets=metrics, details=details
         )
 
+    def chance(self, part: str | None = None) -> float | None:
+        """0.25 where the best of four is chosen (Malik et al. 2025, section 3: one right answer and three wrong ones).
+
+        None for Ties, whose prompts differ in how many of their answers are right, and so for the mean of all six.
+        """
+        return 0.25 if part in SIZES and part != "Ties" else None
+
     def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
         """`eval-set/<model>.json` (a score per subset) and `eval-set-scores/<model>.json` (columns, a row a prompt).
 

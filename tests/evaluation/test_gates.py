@@ -1,0 +1,114 @@
+"""The numbers by which checkpoints are chosen are those of `treeward eval`."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from treeward.config.data import DatasetConfig
+from treeward.evaluation.diagnostics.length import diagnose_length
+from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.gates import GATE_METRICS, gate_metrics, pooled_gate_metrics, scored_comparison
+from treeward.evaluation.suites.preferences import PreferenceSuite
+from treeward.evaluation.summary import statistics_of
+
+
+def drawn(seed: int, count: int, *, most: int = 4) -> tuple[list[ScoredExample], list[ScoredExample]]:
+    """Examples as `treeward eval` has them (prompts shared, some scores missing), and as a validation knows them."""
+    generator = random.Random(seed)
+    full, numbers = [], []
+    for i in range(count):
+        size = generator.randint(2, most)
+        ranks = tuple(generator.randint(0, 2) for _ in range(size))
+        scores = tuple(generator.choice([math.nan, 0.5, generator.gauss(0, 2)]) for _ in range(size))
+        lengths = tuple(generator.randint(0, 40) for _ in range(size))
+        subset = generator.choice(["chat", "code", "maths"])
+        context = ({"role": "user", "content": f"question {i // 3}"},)
+        completions = tuple(({"role": "assistant", "content": "x" * length},) for length in lengths)
+        example = EvalExample(str(i), subset, context, completions, ranks)
+        known = tuple(None if math.isnan(score) else score for score in scores)
+        full.append(ScoredExample(example, known, lengths, (1,) * size, (None,) * size))
+        numbers.append(scored_comparison(str(i), subset, scores=scores, ranks=ranks, lengths=lengths))
+    return full, numbers
+
+
+@pytest.mark.parametrize(("seed", "count", "most"), [(1, 200, 4), (2, 200, 2), (3, 5, 3), (4, 1, 2)])
+def test_they_are_the_numbers_of_an_evaluation(seed: int, count: int, most: int) -> None:
+    full, numbers = drawn(seed, count, most=most)
+    suite = PreferenceSuite("any", DatasetConfig(data_path="rows.jsonl"))
+    evaluated = (*statistics_of(full, suite.summarize(full)).metrics(), *diagnose_length(full).metrics())
+    expected: dict[str, Any] = {metric.name: metric for metric in evaluated}
+    found = gate_metrics(numbers)
+    assert tuple(found) == GATE_METRICS
+    for name, metric in found.items():
+        assert metric.value == pytest.approx(expected[name].value, abs=1e-12), name
+        assert metric.count == expected[name].count or metric.value is None, name
+        assert (metric.low, metric.high) == (None, None), "prompts are not known, so no interval would be right"
+    assert found["worst_subset"].note == expected["worst_subset"].note
+
+
+def pair(margin: float, better: int, worse: int, subset: str = "all") -> ScoredExample:
+    return scored_comparison("1", subset, scores=[margin, 0.0], ranks=[0, 1], lengths=[better, worse])
+
+
+def test_a_model_that_likes_length_alone_is_a_coin() -> None:
+    longer, shorter = [pair(1.0, 100, 50)] * 8, [pair(-1.0, 50, 100)] * 2
+    values = {name: metric.value for name, metric in gate_metrics([*longer, *shorter]).items()}
+    sure = 1 / (1 + math.exp(-1.0))
+    assert values == pytest.approx(
+        {
+            "length_controlled_accuracy": 0.5,
+            "accuracy_longer_right": 1.0,
+            "accuracy_shorter_right": 0.0,
+            "accuracy_gap": 1.0,
+            "ece": 0.8 - sure,
+            "brier": 0.8 * (1 - sure) ** 2 + 0.2 * sure**2,
+            "auroc": (8 * 10 + 2 * 0) / 100,
+            "kendall_tau": None,
+            "worst_subset": 0.8,
+        }
+    )
+
+
+def test_the_order_of_more_than_two() -> None:
+    right = scored_comparison("1", "all", scores=[3.0, 2.0, 1.0], ranks=[0, 1, 2], lengths=[1, 1, 1])
+    wrong = scored_comparison("2", "all", scores=[1.0, 2.0, 3.0], ranks=[0, 1, 2], lengths=[1, 1, 1])
+    assert gate_metrics([right])["kendall_tau"].value == 1.0
+    assert gate_metrics([wrong])["kendall_tau"].value == -1.0
+    assert gate_metrics([right, wrong, right, right])["kendall_tau"].value == 0.5
+
+
+def test_what_cannot_be_measured_says_why() -> None:
+    found = gate_metrics([pair(1.0, 100, 50), pair(1.0, 100, 99)])
+    for name in ("length_controlled_accuracy", "accuracy_shorter_right", "accuracy_gap"):
+        assert found[name].value is None
+        assert found[name].note == "there is no pair whose better reply is clearly the shorter"
+    assert found["accuracy_longer_right"].value == 1.0 and found["accuracy_longer_right"].note is None
+    assert "more than two" in str(found["kendall_tau"].note)
+    nothing = gate_metrics([])
+    assert all(metric.value is None and metric.note for metric in nothing.values())
+    unordered = gate_metrics([scored_comparison("1", "all", scores=[1, 2], ranks=[0, 0], lengths=[1, 2])])
+    assert all(metric.value is None and metric.note for metric in unordered.values())
+
+
+def test_a_score_that_is_not_finite_is_no_score() -> None:
+    broken = scored_comparison("1", "all", scores=[math.nan, math.inf], ranks=[0, 1], lengths=[9, 5])
+    assert broken.failed and broken.scores == (None, None)
+    found = gate_metrics([broken, pair(1.0, 9, 5)])
+    assert found["worst_subset"].value == found["accuracy_longer_right"].value == 0.5, "it counts as wrong"
+    assert found["ece"].count == 1
+
+
+def test_pooled_numbers_are_of_all_comparisons_and_subsets_of_two_sets_stay_two() -> None:
+    first = [pair(1.0, 100, 50, "chat")] * 3 + [pair(1.0, 50, 100, "code")]
+    second = [pair(-1.0, 100, 50, "chat")] * 2 + [pair(1.0, 50, 100, "code")] * 2
+    found, together = pooled_gate_metrics([first, second]), gate_metrics([*first, *second])
+    for name in GATE_METRICS[:-1]:
+        assert found[name] == together[name]
+    assert together["worst_subset"].value == 0.6
+    assert (found["worst_subset"].value, found["worst_subset"].note) == (0.0, "chat")
+    assert pooled_gate_metrics([first]) == gate_metrics(first)
+    assert pooled_gate_metrics([[], []]) == gate_metrics([])

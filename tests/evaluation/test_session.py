@@ -1,0 +1,362 @@
+"""A whole evaluation: read once, one model at a time, nothing scored twice, and everything in the files."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import tiny_model
+
+from treeward.config.data import DatasetConfig
+from treeward.config.ensemble import EnsembleConfig
+from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration, RewardShapingConfig
+from treeward.data.rendering import Renderer
+from treeward.errors import CheckpointError, ConfigError, DataError
+from treeward.evaluation.examples import EvalExample
+from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
+from treeward.evaluation.statistics import accuracy_metric
+from treeward.evaluation.suites.interface import Suite
+from treeward.model.contract import ScoringContract, read_contract, write_contract
+from treeward.model.export import export_model
+from treeward.model.reward_model import RewardModel
+from treeward.scoring.ensemble import EnsembleScorer
+from treeward.scoring.golden import sign_folder
+from treeward.scoring.rewarding import RewardScorer
+from treeward.scoring.score import Conversation, OnError, Score
+from treeward.scoring.scorer import Scorer
+from treeward.scoring.shaping import Shaper
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+class Questions(Suite):
+    """Comparisons of answers; it counts how often it is read."""
+
+    title = "Questions"
+
+    def __init__(
+        self, name: str = "questions", *, answers: tuple[str, str] = ("It is {}.", "It is not known.")
+    ) -> None:
+        super().__init__()
+        self.name, self.answers, self.num_loads = name, answers, 0
+
+    def load(self, source: str | None = None) -> list[EvalExample]:
+        self.num_loads += 1
+        return [
+            EvalExample(
+                id=str(n),
+                subset="even" if n % 2 == 0 else "odd",
+                context=({"role": "user", "content": f"How many are {n} and {n * n} stones, put on one heap?"},),
+                completions=tuple(({"role": "assistant", "content": text.format(n)},) for text in self.answers),
+                ranks=(0, 1),
+            )
+            for n in range(int(source or 90))
+        ]
+
+    def _compute(self, scored: Any) -> SuiteResult:
+        return SuiteResult(self.name, accuracy_metric([self.outcome_value(one) for one in scored], "accuracy"))
+
+    def published_files(self, scored: Any, model_name: str) -> dict[str, Any]:
+        return {
+            f"{model_name}.json": {"model": model_name},
+            "rows.jsonl": [{"id": one.example.id} for one in scored],
+        }
+
+
+class Model:
+    """Scores by a rule; it dies when it has scored `most` conversations."""
+
+    def __init__(self, rule: Callable[[str], float | None] = len, most: int | None = None) -> None:
+        self.rule, self.most, self.num_scored = rule, most, 0
+
+    def score(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[Score]:
+        if self.most is not None and self.num_scored + len(conversations) > self.most:
+            raise KeyboardInterrupt
+        self.num_scored += len(conversations)
+        values = [self.rule(chat[-1]["content"]) for chat in conversations]
+        return [Score(value, 3, error="refused" if value is None else None) for value in values]
+
+
+def candidate(name: str, model: Model | None = None, **fields: Any) -> Candidate:
+    return Candidate(name, lambda: (model or Model(), name), **fields)
+
+
+def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    suites = [Questions("a"), Questions("b")]
+    living: list[weakref.ref[Model]] = []
+
+    def load() -> tuple[Model, str]:
+        gc.collect()
+        assert all(model() is None for model in living), "the model before is still in memory"
+        model = Model()
+        living.append(weakref.ref(model))
+        return model, "m"
+
+    done = run_evaluation([Candidate(name, load) for name in "xy"], [(one, "8") for one in suites], tmp_path)
+    assert [suite.num_loads for suite in suites] == [1, 1] and len(living) == 2
+    assert [(one.model, one.suite) for one in done.summaries] == [(m, s) for m in "xy" for s in "ab"]
+    assert done.path == tmp_path / "report.html" and done.path.is_file()
+    assert len(json.loads((tmp_path / "results.json").read_text())["results"]) == 4
+    limited = run_evaluation([candidate("x")], [(Questions(), None)], limit=7)
+    assert limited.path is None and limited.summaries[0].result.num_examples == 7
+
+
+def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(tmp_path: Path) -> None:
+    def run(model: Model, output: Path, perturbations: int = 60) -> Any:
+        suites = [(Questions(), None)]
+        return run_evaluation([candidate("m", model)], suites, output, num_perturbations=perturbations, report=False)
+
+    whole = Model()
+    want = run(whole, tmp_path / "whole")
+    assert want.path == tmp_path / "whole" / "results.json"
+    num_rewritten = whole.num_scored - 180
+    # It dies while it scores the rows, and once more while it scores the rewritten replies.
+    for most in (130, 180 + num_rewritten // 2):
+        with pytest.raises(KeyboardInterrupt):
+            run(Model(most=most), tmp_path / "cut")
+    folder = tmp_path / "cut" / "m" / "questions"
+    kept = [json.loads(line) for line in (folder / "perturbations.jsonl").read_text().splitlines()]
+    assert 0 < len(kept) < 60 and len((folder / "examples.jsonl").read_text().splitlines()) == 90
+    pairs = [pair for row in kept for pair in (row["original"], *row["rewritten"].values())]
+    rest = Model()
+    got = run(rest, tmp_path / "cut")
+    assert rest.num_scored == num_rewritten - sum(score is not None for pair in pairs for score in pair)
+    assert got.summaries[0].perturbations == want.summaries[0].perturbations
+    read = [json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("whole", "cut")]
+    assert read[0] == read[1]
+    again = Model()
+    assert run(again, tmp_path / "cut").summaries[0].perturbations == want.summaries[0].perturbations
+    assert again.num_scored == 0
+    more = Model()
+    grown = run(more, tmp_path / "cut", 80)
+    assert grown.summaries[0].perturbations.accuracy.count == 80
+    assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
+
+
+def test_a_row_is_in_its_file_before_the_next_is_scored(tmp_path: Path) -> None:
+    folder = tmp_path / "m" / "questions"
+    counts: dict[str, list[int]] = {"examples": [], "perturbations": []}
+
+    class Watching(Model):
+        def score(self, conversations: Sequence[Conversation], **options: Any) -> list[Score]:
+            for name, seen in counts.items():
+                file = folder / f"{name}.jsonl"
+                seen.append(len(file.read_text().splitlines()) if file.exists() else 0)
+            return super().score(conversations, **options)
+
+    run_evaluation([candidate("m", Watching())], [(Questions(), None)], tmp_path, num_perturbations=40)
+    # kill -9 loses what is being scored, which is 64 examples at most, or 16 that are rewritten
+    assert counts == {"examples": [0, 64, 90, 90, 90], "perturbations": [0, 0, 0, 16, 32]}
+
+
+def test_training_data_is_looked_for_once_in_each_suite_and_before_any_model_is_loaded(tmp_path: Path) -> None:
+    def row(n: int) -> str:
+        prompt = f"How many are {n} and {n * n} stones, put on one heap?"
+        return json.dumps({"prompt": prompt, "chosen": "Some.", "rejected": "None."}) + "\n"
+
+    paths = []
+    for part in (range(0, 10), range(10, 15)):
+        paths.append(tmp_path / f"{part.start}.jsonl")
+        paths[-1].write_text("".join(map(row, part)))
+    data = [DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=str(path)) for path in paths]
+    seen: list[tuple[str, int, int]] = []
+    done = run_evaluation(
+        [candidate("x"), candidate("y")],
+        [(Questions(), "60")],
+        training_data=data,
+        on_progress=lambda *what: seen.append(what),
+    )
+    for summary in done.summaries:
+        assert summary.overlap is not None and summary.overlap.num_training == 15
+        flagged = {metric.name: metric.value for metric in summary.overlap.metrics()}
+        assert flagged["flagged_prompt"] == 15 / 60
+        assert summary.without_overlap is not None and summary.without_overlap.accuracy_clean.count == 45
+    assert [what for what in seen if "training" in what[0]] == [("training data, for questions", 15, 0)]
+    assert ("x on questions", 60, 60) in seen and ("y on questions", 60, 60) in seen
+
+    def load() -> tuple[Model, str]:
+        raise AssertionError("a model was loaded before the training data was read")
+
+    missing = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="none"):
+        run_evaluation([Candidate("x", load)], [(Questions(), None)], training_data=[missing])
+
+
+def test_progress_of_rewriting_ends_at_the_size_of_the_sample(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    for _ in range(2):
+        seen.clear()
+        run_evaluation(
+            [candidate("x")],
+            [(Questions(), "40")],
+            tmp_path,
+            num_perturbations=500,
+            on_progress=lambda *what: seen.append(what),
+        )
+        assert [what for what in seen if "rewritten" in what[0]][-1] == ("x on questions, rewritten", 40, 40)
+
+
+def test_a_suite_without_texts_to_rewrite_costs_its_part_of_the_report_alone(caplog: Any) -> None:
+    pictures = Questions("pictures", answers=("", " "))
+    with caplog.at_level("WARNING", logger="treeward"):
+        done = run_evaluation([candidate("x")], [(pictures, None), (Questions(), None)], num_perturbations=5)
+    assert done.summaries[0].perturbations is None and done.summaries[1].perturbations is not None
+    assert "pictures: no example has a better and a worse reply of text" in caplog.text
+
+
+def test_published_files_and_notes(tmp_path: Path) -> None:
+    models = [candidate("a", published_name="org/a"), candidate("b", note="rewards, shaped by x")]
+    run_evaluation(models, [(Questions(), "5")], tmp_path)
+    published = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/questions/published/**/*.json")}
+    assert published == {"a/questions/published/org/a.json", "b/questions/published/b.json"}
+    rows = (tmp_path / "a" / "questions" / "published" / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in rows] == ["0", "1", "2", "3", "4"]
+    assert json.loads((tmp_path / "report.json").read_text())["subtitle"] == "b: rewards, shaped by x"
+    assert json.loads((tmp_path / "results.json").read_text())["notes"] == "b: rewards, shaped by x"
+
+
+def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
+    for models, suites, words in (
+        ([candidate("a"), candidate("a")], [(Questions(), None)], "two models have one name"),
+        ([], [(Questions(), None)], "no model"),
+        ([candidate("a")], [(Questions(), None), (Questions(), None)], "two suites have one name"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run_evaluation(models, suites, tmp_path)
+    run_evaluation([candidate("a")], [(Questions(), None)], tmp_path)
+    with pytest.raises(CheckpointError, match="another model"):
+        run_evaluation([Candidate("a", lambda: (Model(), "another"))], [(Questions(), None)], tmp_path)
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        run_evaluation([candidate("a")], [(Questions(), "5")], tmp_path / "file")
+
+
+def test_drift_is_of_each_checkpoint_and_the_next(tmp_path: Path) -> None:
+    rules: dict[str, Callable[[str], float | None]] = {
+        "step_9": lambda text: float(len(text)),
+        "step_10": lambda text: 2.0 * len(text) + 3,  # the order stays, the scale does not
+        "final": lambda text: -2.0 * len(text) + 3,
+        "other": lambda text: 0.0,
+    }
+    models = [candidate(name, Model(rule), in_drift=name != "other") for name, rule in rules.items()]
+    done = run_evaluation(models, [(Questions("a"), "20"), (Questions("b"), "6")], tmp_path, drift=True)
+    assert [one.suite for one in done.drift] == ["a", "b"]
+    drift = done.drift[0]
+    assert [name for name, _ in drift.checkpoints] == ["step_9", "step_10", "final"]
+    assert [(step.before, step.after) for step in drift.steps] == [("step_9", "step_10"), ("step_10", "final")]
+    first, second = (step.drift for step in drift.steps)
+    lengths = [len(text) for one in done.summaries[0].examples for text in _texts(one.example)]
+    assert first is not None and second is not None
+    assert first.shift.value == pytest.approx(sum(lengths) / len(lengths) + 3)
+    assert first.scale_ratio.value == pytest.approx(2) and first.order_agreement.value == 1
+    assert second.scale_ratio.value == pytest.approx(1) and second.order_agreement.value == 0
+    numbers = {metric.name: metric for metric in drift.checkpoints[2][1]}
+    assert numbers["accuracy"].value == 1 and numbers["score_std"].value == pytest.approx(_std(lengths) * 2)
+    report = json.loads((tmp_path / "report.json").read_text())
+    (curve,) = [
+        b for b in report["blocks"] if b["kind"] == "curves" and b["title"] == "Questions: accuracy by checkpoint"
+    ][:1]
+    assert [series["x"] for series in curve["series"]] == [[9, 10]] * 2  # the exported one has no step
+    assert curve["series"][0]["y"] == [0, 0]
+    text = next(b["markdown"] for b in report["blocks"] if "Drift between checkpoints" in (b.get("title") or ""))
+    assert "most from **step_10** to **final**" in text and "0.0% of the pairs are ordered alike" in text
+    written = json.loads((tmp_path / "results.json").read_text())["drift"]
+    assert [len(one["steps"]) for one in written] == [2, 2]
+    assert {metric["name"]: metric["value"] for metric in written[0]["steps"][0]["metrics"]}["scale_ratio"] == 2
+
+
+def test_checkpoints_without_common_scores_leave_the_rest_of_the_report(tmp_path: Path) -> None:
+    models = [candidate("first"), candidate("second", Model(lambda text: None)), candidate("third")]
+    done = run_evaluation(models, [(Questions(), "20")], tmp_path, drift=True)
+    assert [step.drift for step in done.drift[0].steps] == [None, None]
+    assert "0 replies with a score of both" in (done.drift[0].steps[0].problem or "")
+    assert (tmp_path / "report.html").is_file()
+    assert run_evaluation(models, [(Questions(), "20")]).drift == []
+    (alone,) = run_evaluation([candidate("step_1")], [(Questions(), "20")], tmp_path / "one", drift=True).drift
+    assert alone.steps == () and len(alone.checkpoints) == 1
+
+
+def _texts(example: EvalExample) -> list[str]:
+    return [completion[-1]["content"] for completion in example.completions]
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return float((sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def signed(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardModel, ScoringContract]:
+    model = RewardModel(tiny_model("llama", seed=1))
+    folder, tokenizer = tmp_path_factory.mktemp("signed") / "final", copy.deepcopy(tiny_tokenizer)
+    export_model(model, tokenizer, folder, rendering=Renderer(tokenizer, max_length=200).settings)
+    contract = sign_folder(folder)
+    constants = RewardCalibration(normalization=NormalizationConstants(mean=3.0, std=2.0))
+    write_contract(contract.model_copy(update={"calibration": constants}), folder)
+    read = read_contract(folder)
+    assert read is not None
+    return model, read
+
+
+def test_the_identity_is_what_a_score_or_reward_depends_on(
+    signed: tuple[RewardModel, ScoringContract], tiny_tokenizer: Any
+) -> None:
+    model, contract = signed
+
+    def scorer(mean: float = 3.0, **settings: Any) -> Scorer:
+        constants = RewardCalibration(normalization=NormalizationConstants(mean=mean, std=2.0))
+        renderer = Renderer(copy.deepcopy(tiny_tokenizer), **({"max_length": 200} | settings))
+        return Scorer(model, renderer, contract=contract.model_copy(update={"calibration": constants}))
+
+    def shaped(inner: Any, **section: Any) -> RewardScorer:
+        known = inner.contract.calibration if isinstance(inner, Scorer) else None
+        return RewardScorer(inner, Shaper(RewardShapingConfig(**section), calibration=known))
+
+    def ensemble(members: Sequence[Scorer], **section: Any) -> EnsembleScorer:
+        return EnsembleScorer(members, EnsembleConfig(**section), names=["a", "b"])
+
+    plain = scorer_identity(scorer(), "m")
+    assert plain == scorer_identity(scorer(), "another folder") == scorer_identity(scorer(mean=4.0), "m")
+    penalty = {"length_penalty": {"coefficient": 0.1}}
+    two = [scorer(), scorer(max_length=150)]
+    identities = [
+        plain,
+        scorer_identity(scorer(max_length=100), "m"),
+        scorer_identity(scorer(truncation="truncate_left"), "m"),
+        scorer_identity(scorer(chat_template=TEMPLATE), "m"),
+        shaped_identity := scorer_identity(shaped(scorer(), **penalty), "m"),
+        scorer_identity(shaped(scorer(), length_penalty={"coefficient": 0.2}), "m"),
+        scorer_identity(shaped(scorer(), normalize_rewards=True), "m"),
+        scorer_identity(shaped(scorer(mean=4.0), normalize_rewards=True), "m"),
+        scorer_identity(ensemble(two), "m"),
+        scorer_identity(ensemble(two[::-1]), "m"),
+        scorer_identity(ensemble(two, method="worst"), "m"),
+        scorer_identity(ensemble([scorer(mean=4.0), two[1]]), "m"),
+        scorer_identity(shaped(ensemble(two), **penalty), "m"),
+    ]
+    assert len(set(identities)) == len(identities)
+    # Constants that nothing uses are no part of it.
+    assert scorer_identity(shaped(scorer(mean=4.0), **penalty), "m") == shaped_identity
+    unsigned = Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer)))
+    assert scorer_identity(unsigned, "m") != scorer_identity(unsigned, "n")
+    assert scorer_identity(Model(), "mine") == "mine"
+
+
+def test_metrics_of_checkpoints_without_numbers_in_their_names_are_drawn_in_order() -> None:
+    models = [candidate(name, Model(lambda text: float(len(text)))) for name in ("early", "late")]
+    (drift,) = run_evaluation(models, [(Questions(), "20")], drift=True).drift
+    curve = next(block for block in drift.blocks() if block["kind"] == "curves")
+    assert curve["x_label"] == "checkpoint" and curve["series"][0]["x"] == [1, 2]
+    assert isinstance(drift.checkpoints[0][1][0], Metric)

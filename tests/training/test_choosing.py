@@ -1,0 +1,185 @@
+"""Checkpoints may be chosen by the diagnostics of `treeward eval`, which validation measures alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import open_dataset
+from treeward.data.preference import preference_to_dict
+from treeward.evaluation.diagnostics.perturbations import sample_examples
+from treeward.evaluation.gates import GATE_METRICS
+from treeward.evaluation.session import Candidate, run_evaluation
+from treeward.evaluation.suites.preferences import PreferenceSuite
+from treeward.scoring.scorer import Scorer
+from treeward.training import train as train_module
+from treeward.training.setup import set_up
+from treeward.training.tracking import read_metrics
+from treeward.training.train import TrainingOutcome, train
+from treeward.training.validation import examples_to_perturb, robust_accuracy
+
+ROBUST = "checkpointing.metric_name=validation-held_out/robust_accuracy"
+
+
+def evaluated(outcome: TrainingOutcome, config: DatasetConfig, perturbations: int | None = None) -> dict[str, float]:
+    """The numbers of `treeward eval` of an exported model on a set."""
+    scorer = Scorer.load(str(outcome.model_folder), device="cpu")
+    suite = PreferenceSuite("held_out", config)
+    candidate = Candidate("model", lambda: (scorer, "model"))
+    (summary,) = run_evaluation([candidate], [(suite, None)], num_perturbations=perturbations).summaries
+    metrics = [*summary.statistics.metrics(), *summary.length.metrics()]
+    if summary.perturbations is not None:
+        metrics.append(summary.perturbations.robust_accuracy)
+    found = {metric.name: metric.value for metric in metrics if metric.value is not None}
+    return found | {"accuracy": found["pair_accuracy"]}
+
+
+def test_validation_says_what_an_evaluation_of_the_exported_model_says(
+    tiny_run: Callable[..., Any], write_rows: Callable[..., str]
+) -> None:
+    stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="length_controlled"))
+    rows = [preference_to_dict(preference) for preference, _ in stream]
+    file = write_rows("sets.jsonl", (row | {"task_name": f"task {i % 7}"} for i, row in enumerate(rows[:140])))
+    options = ["rm.val_batches=null", "rm.val_period=0", "rm.val_perturbations=8", "policy.optimizer.kwargs.lr=0.01"]
+    config = tiny_run(*options, f"data.validation=[{{data_path: {file}, name: held_out}}]")
+    outcome = train(config, show_progress=False)
+    measured = outcome.validation["held_out"]
+    expected = evaluated(outcome, config.data.validation[0], perturbations=8)
+    assert {*GATE_METRICS, "robust_accuracy", "accuracy"} <= measured.keys()
+    for name in (*GATE_METRICS, "robust_accuracy", "accuracy"):
+        assert measured[name] == pytest.approx(expected[name], abs=1e-6), name
+    # The numbers differ where they should: the test would not see one that stands for another.
+    assert measured["worst_subset"] < measured["accuracy"]
+    assert 0 < measured["robust_accuracy"] < measured["accuracy"]
+    assert measured["accuracy_shorter_right"] < measured["length_controlled_accuracy"]
+    assert abs(measured["kendall_tau"]) > 1e-3
+
+
+def test_the_checkpoint_with_the_best_diagnostic_is_exported(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+    name = "val:validation-held_out_length_controlled_accuracy"
+    outcome = train(
+        tiny_run(f"checkpointing.metric_name={name}", "policy.optimizer.kwargs.lr=0.02"), show_progress=False
+    )
+    lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
+    values = {
+        line["step"]: line["validation-held_out/length_controlled_accuracy"] for line in lines if "eval/rm/loss" in line
+    }
+    assert len(values) == 3 and len(set(values.values())) > 1
+    best = max(values, key=lambda step: (values[step], step))
+    assert outcome.model_step == best
+    assert outcome.validation["held_out"]["length_controlled_accuracy"] == values[best]
+    manifest = json.loads((tmp_path / "checkpoints" / f"step_{best}" / "manifest.json").read_text())
+    assert manifest["metric"] == values[best]
+
+
+def test_lower_is_better_for_what_is_an_error(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+    outcome = train(
+        tiny_run("checkpointing.metric_name=val_ece", "policy.optimizer.kwargs.lr=0.02"), show_progress=False
+    )
+    values = {
+        line["step"]: line["eval/rm/ece"]
+        for line in read_metrics(tmp_path / "logs" / "metrics.jsonl")
+        if "eval/rm/ece" in line
+    }
+    assert len(set(values.values())) == 3
+    assert outcome.model_step == min(values, key=lambda step: values[step])
+
+
+def test_a_metric_without_a_value_ranks_last_and_says_why_once(
+    tiny_run: Callable[..., Any], write_rows: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"{i}?", "chosen": "a long answer " * 5 + str(i), "rejected": "no"} for i in range(8)]
+    file = write_rows("held_out.jsonl", rows)
+    data = f"[{{dataset_name: BinaryPreferenceDataset, data_path: {file}, name: held_out}}]"
+    name = "checkpointing.metric_name=validation-held_out/length_controlled_accuracy"
+    with caplog.at_level(logging.WARNING, logger="treeward.training.train"):
+        outcome = train(tiny_run(f"data.validation={data}", name), show_progress=False)
+    warnings = [record.getMessage() for record in caplog.records if "rank last" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "no pair whose better reply is clearly the shorter" in warnings[0]
+    assert outcome.model_step == 6, "the latest, as without a metric"
+    lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
+    assert any("validation-held_out/accuracy_longer_right" in line for line in lines)
+    assert not any("length_controlled_accuracy" in key for line in lines for key in line)
+
+
+def test_robust_accuracy_ranks_and_a_run_that_was_killed_goes_on_alike(
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trajectory: Callable[[Path], list[str]],
+) -> None:
+    options = [ROBUST, "rm.val_perturbations=6", "rm.max_num_steps=4"]
+    paths = [f"checkpointing.checkpoint_dir={tmp_path}/other", f"logger.log_dir={tmp_path}/other_logs"]
+    whole = train(tiny_run(*options, *paths), show_progress=False)
+    take_step = train_module._Loop.take_step
+
+    def die_after_three(self: Any) -> int:
+        if self.state.step == 3:
+            raise KeyboardInterrupt
+        return take_step(self)
+
+    monkeypatch.setattr(train_module._Loop, "take_step", die_after_three)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(*options), show_progress=False)
+    monkeypatch.undo()
+    outcome = train(tiny_run(*options), show_progress=False)
+    assert trajectory(tmp_path / "logs") == trajectory(tmp_path / "other_logs")
+    assert outcome.validation == whole.validation and outcome.model_step == whole.model_step
+    for step in (2, 4):
+        manifests = [tmp_path / folder / f"step_{step}" / "manifest.json" for folder in ("checkpoints", "other")]
+        metrics = [json.loads(manifest.read_text())["metric"] for manifest in manifests]
+        assert metrics[0] == metrics[1] is not None
+    again = train(tiny_run(*options), show_progress=False)
+    assert again == outcome, "a finished run says what it said"
+
+
+def test_rewritten_replies_are_of_what_is_validated(tiny_run: Callable[..., Any]) -> None:
+    run = set_up(tiny_run(ROBUST))
+    (examples,) = run.perturbed.values()
+    assert len(examples) == 16, "no more than are validated"
+    places = [comparison.where for comparison in run.validation_sets["held_out"][:16]]
+    assert [example.where for example in examples] == places
+    config = run.config.data.validation[0]
+    drawn = examples_to_perturb(run.validation_sets["held_out"], config, 5, limit=16)
+    assert len(drawn) == 5 and {example.where for example in drawn} <= set(places)
+    of_all = examples_to_perturb(run.validation_sets["held_out"], config, 5, limit=None)
+    assert of_all == tuple(sample_examples(PreferenceSuite("held_out", config).load(), 5)), "as `treeward eval` draws"
+    assert set_up(tiny_run("checkpointing.enabled=false")).perturbed == {}
+
+
+def test_measuring_robustness_leaves_the_model_as_it_was_and_can_be_stopped(tiny_run: Callable[..., Any]) -> None:
+    run = set_up(tiny_run(ROBUST, "rm.val_perturbations=3"))
+    examples = run.perturbed["held_out"]
+    for training in (True, False):
+        run.model.train(training)
+        counters = run.model.num_computed_tokens, run.model.num_row_tokens
+        found = robust_accuracy(run.model, run.renderer, examples, batch_tokens=512)
+        assert found is not None and found.count == 3 and found.low is None
+        assert run.model.training is training
+        assert (run.model.num_computed_tokens, run.model.num_row_tokens) == counters
+        stopped = robust_accuracy(run.model, run.renderer, examples, batch_tokens=512, should_stop=lambda: True)
+        assert stopped is None and run.model.training is training
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+def test_nothing_to_rewrite_is_told_before_training(
+    tiny_run: Callable[..., Any], write_rows: Callable[..., str]
+) -> None:
+    def answer(rank: int, *parts: str) -> dict[str, Any]:
+        content = [{"type": "text", "text": part} for part in parts]
+        return {"rank": rank, "completion": [{"role": "assistant", "content": content}]}
+
+    rows = [
+        {"context": [{"role": "user", "content": f"{i}?"}], "completions": [answer(0, "yes", str(i)), answer(1, "no")]}
+        for i in range(4)
+    ]
+    data = f"[{{data_path: {write_rows('parts.jsonl', rows)}, name: held_out}}]"
+    with pytest.raises(Exception, match="there is nothing to rewrite"):
+        set_up(tiny_run(f"data.validation={data}", ROBUST))

@@ -1,0 +1,308 @@
+"""The report at the end of a run agrees with what the run printed, and nothing that befalls it harms the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.cli.main import main
+from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
+from treeward.scoring.scorer import Scorer
+from treeward.training import reporting
+from treeward.training import train as training
+from treeward.training.reporting import report_findings
+from treeward.training.train import train
+
+REPORT = "evaluation.enabled=true"
+LLMBAR = [
+    {"input": f"Say {word}.", "output_1": f"{word}.", "output_2": "No, I would rather not say that.", "label": 1}
+    for word in ("red", "blue", "green")
+]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """The results of each set by its name."""
+    return {one["suite"]: one for one in json.loads((folder / "results.json").read_text())["results"]}
+
+
+def rows_of(folder: Path) -> list[str]:
+    (file,) = folder.glob("*/held_out/examples.jsonl")
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+def uneven_rows() -> list[dict[str, Any]]:
+    """Every kind of row that validation does not measure as it stands: tied, too long, with identical replies."""
+    rows = []
+    for n in range(12):
+        ranked = [("It is red.", 0), (f"It is blue, I think, or {n}.", 1), ("No.", 2)]
+        if n % 4 == 1:
+            ranked = [("Yes.", 0), ("No.", 0)]
+        if n % 4 == 2:
+            ranked[0] = ("It is green. " * 200, 0)
+        if n % 4 == 3:  # the same reply is worst and best
+            ranked = [("No.", 2), ("It is red.", 1), ("No.", 0)]
+        completions = [{"completion": [{"role": "assistant", "content": text}], "rank": rank} for text, rank in ranked]
+        rows.append({"context": [{"role": "user", "content": f"Which colour has {n}?"}], "completions": completions})
+    return rows
+
+
+@pytest.mark.parametrize("limit", ["null", "1"], ids=["all", "the first batch"])
+def test_the_report_has_the_accuracies_that_training_printed(
+    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[[str, Iterable[dict[str, Any]]], str], limit: str
+) -> None:
+    uneven = write_rows("uneven.jsonl", uneven_rows())
+    even = write_rows(
+        "even.jsonl", [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in range(30)]
+    )
+    binary = f"{{dataset_name: BinaryPreferenceDataset, data_path: {even}, name: even}}"
+    sets = f"{{data_path: {uneven}, name: uneven}}, {binary}"
+    config = tiny_run(
+        REPORT, f"data.validation=[{sets}]", f"rm.val_batches={limit}", "rm.val_global_batch_size=4",
+        "checkpointing.metric_name=null", "evaluation.look_for_training_data=false",
+    )  # fmt: skip
+    outcome = train(config, show_progress=False)
+    assert outcome.exit_code == 0 and outcome.report == tmp_path / "checkpoints" / "report" / "report.html"
+    found = results(outcome.report.parent)
+    assert outcome.validation_sizes == ({"uneven": 6, "even": 30} if limit == "null" else {"uneven": 4, "even": 4})
+    for name, means in outcome.validation.items():
+        assert found[name]["num_examples"] == outcome.validation_sizes[name]
+        assert found[name]["num_failed"] == 0
+        assert found[name]["headline"]["value"] == pytest.approx(means["accuracy"], abs=1e-6)
+    assert "6 of 12 comparisons are left out" in found["uneven"]["headline"]["note"]
+    assert ("only the first 4 of 6" in found["uneven"]["headline"]["note"]) == (limit == "1")
+
+
+def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    assert without.report is None and not (without.model_folder.parent / "report").exists()
+    config = tiny_run("rm.max_num_steps=2", REPORT)
+    outcome = train(config, show_progress=False)
+    assert outcome.report is not None and outcome.report.exists() and outcome.step == 2
+    page, numbers = outcome.report.stat().st_mtime_ns, results(outcome.report.parent)
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("scored again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "score", never)
+        assert train(config, show_progress=False) == outcome
+        assert outcome.report.stat().st_mtime_ns == page
+        outcome.report.unlink()  # as in a run that was killed before it was written: no row is scored again
+        assert train(config, show_progress=False) == outcome
+    assert outcome.report.exists() and results(outcome.report.parent) == numbers
+
+
+def test_other_wishes_renew_the_report_and_keep_its_rows(
+    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[[str, Iterable[dict[str, Any]]], str]
+) -> None:
+    first = train(tiny_run("rm.max_num_steps=2", REPORT), show_progress=False)
+    folder = first.report.parent
+    rows, stamp = rows_of(folder), os.stat(next(folder.glob("*/held_out/examples.jsonl"))).st_ino
+    suite = write_rows("natural.jsonl", LLMBAR)
+    more = tiny_run("rm.max_num_steps=2", REPORT, f"evaluation.suites=[llmbar={suite}]", "evaluation.perturbations=2")
+    assert train(more, show_progress=False).report == first.report
+    found = results(folder)
+    assert set(found) == {"held_out", "llmbar"} and found["held_out"]["diagnostics"]["perturbations"]
+    assert rows_of(folder) == rows and os.stat(next(folder.glob("*/held_out/examples.jsonl"))).st_ino == stamp
+    # A model that was trained further is another one, and so are its rows.
+    further = train(tiny_run("rm.max_num_steps=6", "checkpointing.metric_name=null", REPORT), show_progress=False)
+    assert further.step == 6 and further.exit_code == 0
+    assert results(folder)["held_out"]["headline"]["value"] == pytest.approx(
+        further.validation["held_out"]["accuracy"], abs=1e-6
+    )
+    assert len(rows_of(folder)) == len(rows) and rows_of(folder) != rows
+
+
+def test_an_evaluation_that_fails_leaves_the_model_and_says_how_to_repeat_it(
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    caplog.set_level(logging.INFO, "treeward")
+    config = tiny_run("rm.max_num_steps=2", REPORT, "evaluation.suites=[rewardbench]", "evaluation.limit=5")
+    outcome = train(config, show_progress=False)
+    assert outcome.exit_code == 1 and outcome.report is None and outcome.interrupted_by is None
+    assert "allenai/reward-bench" in outcome.report_error
+    assert Scorer.load(outcome.model_folder).contract is not None and outcome.validation
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert said.startswith("There is no report: ") and outcome.report_error in said
+    commands = [shlex.split(line) for line in said.splitlines() if line.startswith("  treeward eval ")]
+    assert len(commands) == 2 and "rewardbench" in commands[0]
+    assert main(commands[1][1:]) == 0  # that of the validation set
+    by_hand = results(Path(commands[1][commands[1].index("--output") + 1]))
+    # Without the suite that cannot be had, the run finishes its report.
+    again = train(tiny_run("rm.max_num_steps=2", REPORT, "evaluation.limit=5"), show_progress=False)
+    assert again.exit_code == 0 and again.report.exists() and again.model_folder == outcome.model_folder
+    (by_hand_headline,) = [one["headline"] for one in by_hand.values()]
+    assert results(again.report.parent)["held_out"]["headline"]["value"] == by_hand_headline["value"]
+
+
+def test_a_fault_of_treeward_in_the_report_keeps_the_model_too(
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(reporting, "run_evaluation", broken)
+    outcome = train(tiny_run("rm.max_num_steps=2", REPORT), show_progress=False)
+    assert outcome.exit_code == 1 and outcome.report_error == "a fault" and outcome.model_folder.is_dir()
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.exc_info is not None  # a traceback, for it has to be mended by us
+
+
+def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["rm.max_num_steps=2", "rm.val_batches=null", REPORT, "evaluation.limit=140"]
+    tiny_run()
+    command = ["train", "--config", str(tmp_path / "run.yaml"), *words]
+    scored: list[int] = []
+    score = Scorer.score
+
+    def score_then_stop(self: Scorer, conversations: Any, **options: Any) -> Any:
+        scored.append(len(conversations))
+        if len(scored) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return score(self, conversations, **options)
+
+    monkeypatch.setattr(Scorer, "score", score_then_stop)
+    assert main(command) == 143
+    captured = capsys.readouterr()
+    assert f"is in {tmp_path / 'checkpoints' / 'final'}" in captured.out
+    assert "The report was stopped (SIGTERM). The same command goes on with it." in captured.err
+    folder = tmp_path / "checkpoints" / "report"
+    assert not (folder / "report.html").exists() and len(rows_of(folder)) == 128
+    scored[:] = [0, 0]
+    assert main(command) == 0
+    rows = rows_of(folder)
+    assert len(rows) == 140 and sum(scored) == sum(len(json.loads(row)["scores"]) for row in rows[128:])
+    assert str(folder / "report.html") in capsys.readouterr().out
+
+
+def test_the_weights_of_training_are_let_go_before_the_exported_ones_are_loaded(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[Any] = []
+    set_up, load = training.set_up, Scorer.load
+
+    def set_up_and_note(*arguments: Any, **options: Any) -> Any:
+        run = set_up(*arguments, **options)
+        alive.extend([weakref.ref(run.model), weakref.ref(run.optimizer)])
+        return run
+
+    def load_and_look(*arguments: Any, **options: Any) -> Any:
+        assert [one() for one in alive] == [None, None]
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(training, "set_up", set_up_and_note)
+    monkeypatch.setattr(reporting.Scorer, "load", load_and_look)
+    assert train(tiny_run("rm.max_num_steps=2", REPORT), show_progress=False).exit_code == 0
+    assert len(alive) == 2
+
+
+def test_data_that_has_changed_since_the_run_read_it_is_told(
+    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[[str, Iterable[dict[str, Any]]], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    rows = uneven_rows()
+    file = write_rows("val.jsonl", rows)
+    evaluate = reporting.run_evaluation
+
+    def change_then_evaluate(*arguments: Any, **options: Any) -> Any:
+        write_rows("val.jsonl", rows[:6])
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(reporting, "run_evaluation", change_then_evaluate)
+    config = tiny_run("rm.max_num_steps=2", "rm.val_batches=null", REPORT, f"data.validation=[{{data_path: {file}}}]",
+                      "checkpointing.metric_name=null")  # fmt: skip
+    outcome = train(config, show_progress=False)
+    assert outcome.exit_code == 1 and "the validation set is not what the run has read" in outcome.report_error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["checkpointing.enabled=false", "checkpointing.metric_name=null"], "checkpointing.enabled is false"),
+        (["~data.validation", "checkpointing.metric_name=null"], "nothing to evaluate on"),
+        (["evaluation.perturbations=0"], "evaluation.perturbations"),
+        (["evaluation.suites=['llmbar=']"], "evaluation.suites"),
+        (["evaluation.suites=['llmbar,rmbench']"], "evaluation.suites"),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused_with_the_configuration(
+    tiny_run: Callable[..., Any], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_run(REPORT, *overrides)
+    tiny_run(*[word for word in overrides if "suites" not in word and "perturb" not in word])  # without a report it is
+
+
+@pytest.mark.parametrize(
+    ("suites", "kind", "message"),
+    [
+        ("[lmbar]", ConfigError, r"no such suite(?s:.*)evaluation\.suites(?s:.*)llmbar"),
+        ("['llmbar={folder}/nowhere']", ConfigError, "the folder of a suite is not there(?s:.*)nowhere"),
+        ("['llmbar={folder}/rows.jsonl']", DataError, r"rows\.jsonl:1"),
+        ("[rewardbench, reward-bench]", ConfigError, "two sets of the report have one name"),
+    ],
+)
+def test_suites_are_checked_before_anything_is_trained(
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    write_rows: Callable[[str, Iterable[dict[str, Any]]], str],
+    suites: str,
+    kind: type[TreewardError],
+    message: str,
+) -> None:
+    write_rows("rows.jsonl", [{"prompt": "this is not LLMBar"}])
+    with pytest.raises(kind, match=message):
+        train(tiny_run(REPORT, f"evaluation.suites={suites.format(folder=tmp_path)}"), show_progress=False)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_folder_with_something_else_is_not_overwritten(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+    own = tmp_path / "mine"
+    own.mkdir()
+    (own / "report.html").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds something else(?s:.*)evaluation\.output"):
+        train(tiny_run(REPORT, f"evaluation.output={own}"), show_progress=False)
+    assert (own / "report.html").read_text() == "mine" and not (tmp_path / "checkpoints").exists()
+    shutil.rmtree(own)
+    outcome = train(tiny_run(REPORT, "rm.max_num_steps=2", f"evaluation.output={own}"), show_progress=False)
+    assert outcome.report == own / "report.html" and outcome.report.exists()
+
+
+def metric(name: str, value: float, low: float, high: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "low": low, "high": high, "count": 100, "note": None}
+
+
+def test_the_finding_of_a_report_is_what_its_numbers_say(tmp_path: Path) -> None:
+    accuracies = [
+        metric("accuracy_longer_right", 0.9, 0.85, 0.95),
+        metric("accuracy_shorter_right", 0.6, 0.5, 0.7),
+        metric("length_controlled_accuracy", 0.75, 0.7, 0.8),
+    ]
+    gaps = {"fair": (0.05, -0.1, 0.2), "biased": (0.3, 0.2, 0.4), "reversed": (-0.35, -0.5, -0.2)}
+    content = [
+        {"suite": name, "diagnostics": {"length": [*accuracies, metric("accuracy_gap", *gap)]}}
+        for name, gap in gaps.items()
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"results": content}))
+    found = report_findings(tmp_path / "report.html")
+    assert list(found) == ["reversed", "biased"]  # the larger first
+    assert "likes longer replies too much" in found["biased"] and "likes shorter" in found["reversed"]
+    assert "90.0%" in found["biased"] and "60.0%" in found["biased"] and "75.0%" in found["biased"]
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        report_findings(tmp_path / "report.html")

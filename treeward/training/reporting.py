@@ -1,0 +1,353 @@
+"""The report of a run: what its exported model has learnt, on the validation sets and on suites.
+
+    check_report(config)                        # before anything slow: names and folders of suites, the report's folder
+    plan = plan_report(run, outcome.model_folder)
+    report = plan.write(should_stop=lambda: stop.reason)
+    report.path, report.error, report.stopped_by
+
+The exported folder is loaded as everyone else loads it, so the report is of what is given away, not of what lies in
+memory; its accuracies are those that validation printed. Rows are kept as `treeward eval` keeps them: what a run was
+stopped in goes on when the same command is started again, and a report that is complete is left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from treeward.config.data import DatasetConfig
+from treeward.config.run import RewardModelRunConfig
+from treeward.data.encoding import Comparison, EncodedDataset
+from treeward.data.rendering import Renderer
+from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
+from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.findings import length_finding
+from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
+from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
+from treeward.evaluation.suites.parts import with_notes
+from treeward.model.contract import read_contract
+from treeward.scoring.scorer import Scorer
+from treeward.training.setup import Run
+
+__all__ = ["Report", "ReportPlan", "ValidationSuite", "check_report", "plan_report", "report_findings"]
+
+logger = logging.getLogger(__name__)
+
+_PAGE, _NUMBERS, _MARK = "report.html", "results.json", "report_of.json"
+_LINE_SECONDS = 10.0
+_OF_A_COMMAND = frozenset({"dataset_name", "name", "data_path", "split", "weight"})
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of a report: the page at `path`, or `error`, why there is none, or `stopped_by`, what said stop."""
+
+    path: Path | None = None
+    error: str | None = None
+    stopped_by: str | None = None
+
+
+def report_folder(config: RewardModelRunConfig) -> Path:
+    """Where the report and its rows lie."""
+    return Path(config.evaluation.output or Path(config.checkpointing.checkpoint_dir) / "report")
+
+
+def check_report(config: RewardModelRunConfig) -> None:
+    """See, before training, that the report can be written at its end; nothing where none is asked for.
+
+    Raises `ConfigError` for a suite that does not exist or has the name of another, a suite's folder that is not there,
+    and a folder of the report that is not this run's; `DataError` for a suite's folder that cannot be read.
+    """
+    if not config.evaluation.enabled:
+        return
+    names = [str(dataset.name) for dataset in config.data.validation]
+    for suite, source in _named_suites(config):
+        if suite.name in names:
+            raise ConfigError(
+                "two sets of the report have one name",
+                field="evaluation.suites",
+                got=[*names, suite.name],
+                need="suites named once, and validation sets with other names",
+            )
+        names.append(suite.name)
+        if source is not None:
+            if not Path(source).exists():
+                raise ConfigError(
+                    "the folder of a suite is not there",
+                    field="evaluation.suites",
+                    got=f"{suite.name}={source}",
+                    need="a folder or file in the suite's published schema",
+                )
+            suite.load(source)  # seconds now, or an error after days
+    folder = report_folder(config)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
+        raise ConfigError(
+            "the folder of the report holds something else",
+            where=str(folder),
+            field="evaluation.output",
+            need="a new folder, or that of this run's report",
+            fix="set evaluation.output, or move the folder away",
+        )
+
+
+def plan_report(run: Run, model: Path) -> ReportPlan:
+    """What the report of a finished run is of: its validation sets, as validation measures them, and its suites."""
+    config = run.config
+    sets = [
+        ValidationSuite(dataset, run.validation_sets[str(dataset.name)], run.renderer, run.validation_limit)
+        for dataset in config.data.validation
+    ]
+    return ReportPlan(config, model, (*((one, None) for one in sets), *_named_suites(config)))
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPlan:
+    """A report that is to be written of the exported `model`. It holds no weights, so that a run's may be let go."""
+
+    config: RewardModelRunConfig
+    model: Path
+    suites: tuple[tuple[Suite, str | None], ...]
+
+    @property
+    def name(self) -> str:
+        """What the model is called: as the folder of its run, for `final` says nothing."""
+        return re.sub(r"[^\w.-]+", "-", Path(self.config.checkpointing.checkpoint_dir).resolve().name) or "model"
+
+    def write(self, *, should_stop: Callable[[], str | None], show_progress: bool = True) -> Report:
+        """Evaluate the model and write the report, unless it is there. Says, and logs, what went wrong; raises nothing.
+
+        `should_stop`: asked all the time; a reason ends the evaluation, whose rows stay.
+        """
+        folder = report_folder(self.config)
+        if (reason := should_stop()) is not None:
+            return Report(stopped_by=reason)
+        try:
+            if self._is_complete(folder):
+                return Report(folder / _PAGE)
+            self._claim(folder)
+            logger.info("Evaluating %s on %s.", self.model, ", ".join(suite.name for suite, _ in self.suites))
+            with _Shown(should_stop, enabled=show_progress) as shown:
+                return Report(self._evaluate(folder, shown.show))
+        except _Stopped as stopped:
+            return Report(stopped_by=str(stopped))
+        except Exception as error:  # the model is exported: nothing that goes wrong from here on may hide that
+            expected = isinstance(error, (TreewardError, OSError))
+            logger.error("There is no report: %s\n%s", error, self._advice(), exc_info=None if expected else error)
+            return Report(error=str(error))
+
+    def _evaluate(self, folder: Path, on_progress: Callable[[str, int, int], None]) -> Path | None:
+        evaluation = self.config.evaluation
+
+        def load() -> tuple[Scorer, str]:
+            scorer = Scorer.load(self.model, trust_remote_code=self.config.policy.trust_remote_code)
+            return scorer, scorer_identity(scorer, str(self.model))
+
+        return run_evaluation(
+            [Candidate(self.name, load)],
+            self.suites,
+            folder,
+            limit=evaluation.limit,
+            num_perturbations=evaluation.perturbations,
+            training_data=self.config.data.train if evaluation.look_for_training_data else (),
+            on_progress=on_progress,
+        ).path
+
+    def _mark(self) -> dict[str, Any]:
+        """What the folder's rows and its report are of."""
+        contract = read_contract(self.model)
+        assert contract is not None  # it was exported with one
+        evaluation = self.config.evaluation
+        sizes = {one.name: one.size for one, _ in self.suites if isinstance(one, ValidationSuite)}
+        return {
+            "rows": {"model": contract.scores_sha256, "limit": evaluation.limit, "validation": sizes},
+            "report": evaluation.model_dump(mode="json", include={"suites", "perturbations", "look_for_training_data"}),
+        }
+
+    def _is_complete(self, folder: Path) -> bool:
+        return (folder / _PAGE).exists() and _read_mark(folder) == self._mark()
+
+    def _claim(self, folder: Path) -> None:
+        """Make the folder that of the report; rows and report of an earlier model or other settings of the run go."""
+        mark, before = self._mark(), _read_mark(folder)
+        if before.get("rows") not in (None, mark["rows"]):
+            logger.info("The rows in %s are of an earlier model of this run or of other examples; made anew.", folder)
+            shutil.rmtree(folder / self.name, ignore_errors=True)
+        for name in (_PAGE, _NUMBERS):
+            (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{_MARK}.partial"
+        partial.write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, folder / _MARK)
+
+    def _advice(self) -> str:
+        commands = "".join(f"\n  {command}" for command in self._commands())
+        return (
+            f"The model in {self.model} is whole. The same command as for training tries the report again and keeps "
+            f"the rows that were scored{'; on its own:' if commands else '.'}{commands}"
+        )
+
+    def _commands(self) -> list[str]:
+        """`treeward eval` for the suites and for each validation set that it can name."""
+        evaluation = self.config.evaluation
+        commands: list[list[str]] = []
+        folder = report_folder(self.config)
+        if evaluation.suites:
+            commands.append(["--suite", ",".join(evaluation.suites), "--output", f"{folder}-suites"])
+        for dataset in self.config.data.validation:
+            if dataset.model_fields_set <= _OF_A_COMMAND:
+                named = {"--data": dataset.data_path, "--dataset-name": dataset.dataset_name, "--split": dataset.split}
+                options = [word for key, value in named.items() if value is not None for word in (key, value)]
+                commands.append([*options, "--output", f"{folder}-{dataset.name}"])
+        numbers = {"--perturbations": evaluation.perturbations, "--limit": evaluation.limit}
+        shared = [word for key, value in numbers.items() if value is not None for word in (key, str(value))]
+        return [shlex.join(["treeward", "eval", str(self.model), *words, *shared]) for words in commands]
+
+
+class ValidationSuite(PreferenceSuite):
+    """The comparisons of a validation set that validation measures, so that the accuracies agree (to rounding; a model
+    that trains in bfloat16 is evaluated in float32).
+
+    What the encoding has left out (too long, ties, identical replies) is left out here, of replies with the same tokens
+    the first stays with the best of their ranks, and `limit` is the first so many of what is left.
+    """
+
+    title = ""  # its name is its title
+
+    def __init__(self, config: DatasetConfig, encoded: EncodedDataset, renderer: Renderer, limit: int | None) -> None:
+        super().__init__(str(config.name), config)
+        self.encoded, self.renderer = encoded, renderer
+        self.size = len(encoded) if limit is None else min(limit, len(encoded))
+
+    def load(self, source: str | None = None) -> list[EvalExample]:
+        """The examples, in the order of the data; ids are the rows' numbers. Raises `DataError` for data that has
+        changed since the run read it."""
+        rows = iter(super().load(source))
+        examples = []
+        for i in range(self.size):
+            comparison = self.encoded[i]
+            example = next((one for one in rows if one.where == comparison.where), None)
+            if example is None or len(example.completions) < len(comparison.ranks):
+                raise DataError(
+                    "the validation set is not what the run has read",
+                    where=comparison.where,
+                    got="other rows",
+                    need="the data as it was when the run was set up",
+                )
+            examples.append(self._as_measured(example, comparison))
+        return examples
+
+    def _as_measured(self, example: EvalExample, comparison: Comparison) -> EvalExample:
+        if len(example.completions) == len(comparison.ranks):
+            return example
+        firsts: dict[tuple[int, ...], int] = {}
+        for i, conversation in enumerate(example.conversations):
+            fitted = self.renderer.fit(conversation, where=example.where)
+            assert fitted is not None  # the comparison was kept
+            firsts.setdefault(tuple(fitted.token_ids), i)
+        kept = list(firsts.values())
+        data = dict(example.suite_data)
+        if "grades" in data:
+            data["grades"] = [data["grades"][i] for i in kept]
+        completions = tuple(example.completions[i] for i in kept)
+        return replace(example, completions=completions, ranks=comparison.ranks, suite_data=data)
+
+    def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        result = super()._compute(scored)
+        counts, notes = self.encoded.counts, []
+        if counts.kept < counts.read:
+            notes.append(f"As in training, {counts.read - counts.kept:,} of {counts.read:,} comparisons are left out.")
+        if self.size < counts.kept:
+            notes.append(f"As in validation, only the first {self.size:,} of {counts.kept:,} are measured.")
+        noted = with_notes(replace(result.headline, note=None), *notes, result.headline.note)
+        return replace(result, headline=noted)
+
+
+def report_findings(report: Path) -> dict[str, str]:
+    """For each set of a run's report in which the model likes a length too much, the sentence that says so; the set
+    where it matters most comes first.
+
+    Raises `CheckpointError` where the numbers beside the report cannot be read.
+    """
+    file = report.with_name(_NUMBERS)
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))["results"]
+        sets = [(one["suite"], [Metric(**metric) for metric in one["diagnostics"]["length"]]) for one in results]
+        lengths = {name: {metric.name: metric for metric in metrics} for name, metrics in sets}
+        findings = {name: length_finding(metrics) for name, metrics in lengths.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            "the numbers of the report cannot be read",
+            where=str(file),
+            got=repr(error),
+            fix="remove the folder of the report; the same command writes it again",
+        ) from error
+    by_gap = sorted(lengths, key=lambda name: -abs(lengths[name]["accuracy_gap"].value or 0.0))
+    return {name: finding for name in by_gap if (finding := findings[name]) is not None}
+
+
+def _named_suites(config: RewardModelRunConfig) -> list[tuple[Suite, str | None]]:
+    try:
+        return [(get_suite(name), source) for name, source in config.evaluation.named_suites]
+    except ConfigError as error:
+        field = "evaluation.suites"
+        raise ConfigError(error.summary, field=field, got=error.got, need=error.need, fix=error.fix) from error
+
+
+def _read_mark(folder: Path) -> Mapping[str, Any]:
+    try:
+        mark = json.loads((folder / _MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
+
+
+class _Stopped(Exception):
+    """The run was asked to stop, for this reason."""
+
+
+class _Shown:
+    """Progress of one step of an evaluation after the other: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, should_stop: Callable[[], str | None], *, enabled: bool) -> None:
+        self._should_stop, self._enabled = should_stop, enabled
+        self._what: str | None = None
+        self._bar: Any = None
+        self._last_line = 0.0
+
+    def __enter__(self) -> _Shown:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """`total`: 0 where it is not known. Raises `_Stopped` where that is asked for."""
+        if (reason := self._should_stop()) is not None:
+            raise _Stopped(reason)
+        if not self._enabled:
+            return
+        if what != self._what:
+            self.__exit__()
+            self._what, self._last_line = what, time.monotonic()
+            hidden = not sys.stderr.isatty()
+            self._bar = tqdm(total=total or None, desc=what, unit=" examples", disable=hidden, leave=False)
+        if not self._bar.disable:
+            self._bar.update(done - self._bar.n)
+        elif time.monotonic() - self._last_line >= _LINE_SECONDS:
+            self._last_line = time.monotonic()
+            logger.info("%s: %s", what, f"{done:,} of {total:,}" if total else f"{done:,}")
