@@ -34,7 +34,7 @@ Prompt = tuple[str, list[str]]
 
 def main() -> None:
     arguments = _parse()
-    data, prompts = _load()
+    data, prompts = load_prompts()
     tokenizer = train_tokenizer(
         (text for prompt, answers in prompts for text in (prompt, *answers)), vocab_size=VOCAB_SIZE
     )
@@ -130,7 +130,7 @@ def _groups(
     return groups
 
 
-def _load() -> tuple[str, list[Prompt]]:
+def load_prompts() -> tuple[str, list[Prompt]]:
     folder = shared_data()
     if folder is not None:
         with gzip.open(folder / "alpaca_eval" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:

@@ -18,6 +18,8 @@ from treeward.tables import Column, results_table
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 MODEL = Path("results/quickstart/final")
 REPORT = Path("results/quickstart/report/report.html")
+METRICS = Path("logs/quickstart/metrics.jsonl")
+CHOSEN_BY, CONTROLLED = "validation-plain/accuracy", "validation-length_controlled/accuracy"
 
 CONTEXT = [{"role": "user", "content": "What is the capital of France? Put the answer in square brackets."}]
 ANSWERS = [
@@ -27,10 +29,17 @@ ANSWERS = [
     "What a silly question. The capital of France is [Paris].",
 ]
 
+WORDS = """
+An example (or comparison) is a prompt with two or more replies (or answers); a pair is two of them of which one is
+better. Accuracy is over pairs.
+"""
+
 BIAS = """
-Each answer's true quality is known (right or wrong, in the format, courteous), and a good model ranks by it. This one
-has also learnt a bias that the data has on purpose: in training the better answer is usually the longer one. How often
-it is right where the better answer is ...
+Each answer's true quality is known (right or wrong, in the format, courteous), and a good model ranks by it.
+{ranking}
+
+It has also learnt a bias that the data has on purpose: in training the better answer is usually the longer one. How
+often it is right where the better answer is ...
 """
 
 NEXT = """
@@ -38,15 +47,17 @@ NEXT = """
 has the intervals, the calibration, the style bias, what rewriting does to the scores, and every mistake: open
   {report}
 
+{chosen}
+
 Next (the commands are in .venv/bin; `source .venv/bin/activate` puts them on your path):
   treeward score {model} --data FILE.jsonl        score your own answers
   treeward verify {model}                         does it score here as it did there
   treeward eval {model} --data FILE.jsonl --output results/eval
                                                             the same report on your own prompt, chosen, rejected
   treeward train --config examples/configs/quickstart.yaml \\
-      data.dataset_name=BinaryPreferenceDataset data.train_data_path=FILE.jsonl data.val_data_path=FILE.jsonl \\
+      data.dataset_name=BinaryPreferenceDataset data.train_data_path=TRAIN.jsonl data.val_data_path=VAL.jsonl \\
       checkpointing.metric_name=null checkpointing.checkpoint_dir=results/mine logger.log_dir=logs/mine
-                                                            train on them
+                                                            train on your own; no row of VAL may be in TRAIN
   treeward train --config examples/configs/rm.yaml          a 1B model on HelpSteer3 (needs a GPU)
 """
 
@@ -69,9 +80,41 @@ def run() -> int:
     ]
     columns = [Column("answer"), Column("score", format=".2f"), Column("quality", title="true quality", format=".2f")]
     sys.stdout.write(f"\n{CONTEXT[0]['content']}\n\n{results_table(rows, columns)}\n")
-    sys.stdout.write(f"{BIAS}\n{results_table(length_bias(), LENGTH)}\n")
-    sys.stdout.write(NEXT.format(model=MODEL, report=REPORT))
+    sys.stdout.write(WORDS)
+    sys.stdout.write(f"{BIAS.format(ranking=ranking(rows))}\n{results_table(length_bias(), LENGTH)}\n")
+    sys.stdout.write(NEXT.format(model=MODEL, report=REPORT, chosen=chosen()))
     return 0
+
+
+def ranking(rows: list[dict[str, Any]]) -> str:
+    """In which of these answers the score is not in the order of the quality."""
+    by_quality = sorted(rows, key=lambda row: -row["quality"])
+    for better in by_quality:
+        for worse in by_quality[::-1]:
+            if better["quality"] > worse["quality"] and better["score"] < worse["score"]:
+                return (
+                    f"This one does not here: `{better['answer']}`\nhas quality {better['quality']:.2f} and scores "
+                    f"{better['score']:.2f}, less than `{worse['answer']}`\nwith quality {worse['quality']:.2f} and "
+                    f"{worse['score']:.2f}."
+                )
+    return "This one does so here."
+
+
+def chosen() -> str:
+    """Whether another checkpoint would have been better where length says nothing, and how to choose that one."""
+    records = [json.loads(line) for line in METRICS.read_text(encoding="utf-8").splitlines()]
+    of_step = {record["step"]: record for record in records if CHOSEN_BY in record}
+    if not of_step:
+        return "(The record of the validations is gone: what another checkpoint had is not known.)"
+    best, other = (max(of_step, key=lambda step: (of_step[step][metric], step)) for metric in (CHOSEN_BY, CONTROLLED))
+    said = f"The checkpoint was chosen by the accuracy on `plain`: step {best}, with {of_step[best][CHOSEN_BY]:.3f}."
+    if other == best:
+        return f"{said} It is the best on `length_controlled` too, with {of_step[best][CONTROLLED]:.3f}."
+    return (
+        f"{said} On `length_controlled` it has {of_step[best][CONTROLLED]:.3f},\nand step {other} had "
+        f"{of_step[other][CONTROLLED]:.3f}: what a checkpoint is chosen by decides what you get. To choose that one:\n"
+        f"  checkpointing.metric_name=val:{CONTROLLED} checkpointing.checkpoint_dir=results/controlled"
+    )
 
 
 def length_bias() -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Every code block of README.md, AGENTS.md and docs/ is executed, in a folder laid out as a reader's would be.
 
 Python blocks run as they are; those of one file share their names. Commands run through the same entry point as on a
-terminal. What needs a hub (`rm.yaml`, a model by its hub name) is checked as far as the configuration. The quickstart's
-configuration is the shipped one with fewer steps.
+terminal; a server that is started in the background (`treeward serve ... &`) is a process of its own, on a free port in
+the place of 8000, and serves the rest of its file. What needs a hub (`rm.yaml`, a model by its hub name) is checked as
+far as the configuration. The quickstart's configuration is the shipped one with fewer steps.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +25,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from treeward.cli.main import main
-from treeward.config.load import load_config
+from treeward.config.load import load_config, load_file
+from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.data.preference import preference_from_dict
 from treeward.environments.registry import make_environments
 
@@ -75,15 +82,68 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Servers:
+    """The servers that guides start, by their commands: two guides that start the same one share it."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
+        self.port_of: dict[str, int] = {}
+
+    def start(self, command: str, file: str) -> None:
+        if command not in self.running:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            words = [*shlex.split(command)[1:], "--port", str(port)]
+            process = subprocess.Popen([sys.executable, "-m", "treeward.cli.main", *words], stderr=subprocess.PIPE)
+            self.running[command] = process, port
+            self._wait_for(process, port)
+        self.port_of[file] = self.running[command][1]
+
+    def on_its_port(self, code: str, file: str) -> str:
+        """The code as it is for the server of this file."""
+        return code.replace("localhost:8000", f"localhost:{self.port_of.get(file, 8000)}")
+
+    def stop(self) -> list[int]:
+        """End all of them as a terminal would; returns their exit codes."""
+        for process, _ in self.running.values():
+            process.send_signal(signal.SIGINT)
+        return [process.communicate(timeout=60) and process.returncode for process, _ in self.running.values()]
+
+    @staticmethod
+    def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
+        for _ in range(1200):
+            if process.poll() is not None:
+                assert process.stderr is not None
+                pytest.fail(f"the server has ended: {process.stderr.read().decode()}")
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        pytest.fail("the server does not listen")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    running = Servers()
+    yield running
+    assert set(running.stop()) <= {0}
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.file}:{block.line}" for block in BLOCKS])
-def test_code_block(block: Block, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_block(block: Block, reader: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(reader)
+    code = servers.on_its_port(block.code, block.file)
     match block.language:
         case "python":
-            exec(compile(block.code, f"{block.file}:{block.line}", "exec"), NAMESPACES.setdefault(block.file, {}))
+            exec(compile(code, f"{block.file}:{block.line}", "exec"), NAMESPACES.setdefault(block.file, {}))
         case "bash":
             for command in block.code.replace("\\\n", " ").splitlines():
-                run_command(command)
+                if command.endswith("&"):
+                    servers.start(command.removesuffix("&").strip(), block.file)
+                else:
+                    run_command(servers.on_its_port(command, block.file))
         case "yaml":
             check_yaml(block.code, reader)
         case "json":
@@ -98,7 +158,9 @@ def run_command(line: str) -> None:
     words = shlex.split(line, comments=True)
     if not words:
         return
-    if "|" in words:
+    if words[0] == "curl":
+        subprocess.run(["curl", "--silent", "--show-error", "--fail-with-body", *words[1:]], check=True)
+    elif "|" in words:
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
         subprocess.run(["bash", "-c", line], check=True, capture_output=True, env={"PATH": path, "HF_HUB_OFFLINE": "1"})
     elif words[0] == "treeward":
@@ -122,7 +184,19 @@ def check_yaml(code: str, folder: Path) -> None:
         for environment in make_environments(OmegaConf.create(code).env).values():
             environment.shutdown()
         return
+    if code.startswith("models:"):
+        file = folder / "server.yaml"
+        file.write_text(code, encoding="utf-8")
+        load_file(ServerConfig, file)
+        return
     sections = {line.split(":")[0] for line in code.splitlines() if line and not line.startswith((" ", "#"))}
     file = folder / "block.yaml"
     file.write_text(code + "".join(text for name, text in _BASE.items() if name not in sections), encoding="utf-8")
     load_config(file)
+
+
+def test_every_key_of_the_server_is_in_its_guide() -> None:
+    text = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert set(ServerConfig.model_fields) | set(ServedModelConfig.model_fields) <= named

@@ -10,6 +10,7 @@ import pytest
 import treeward
 
 NAMES = [
+    "AsyncRewardClient",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -19,8 +20,10 @@ NAMES = [
     "ModelError",
     "Preference",
     "Renderer",
+    "RewardClient",
     "RewardModel",
     "RewardModelEnvironment",
+    "RewardServerError",
     "RowBatch",
     "Score",
     "Scorer",
@@ -63,6 +66,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_importing_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "datasets", "pyarrow", "numpy", "pydantic")
     code = f"import sys, treeward; print([name for name in {heavy} if name in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+def test_the_client_of_a_server_needs_neither_torch_nor_the_server() -> None:
+    heavy = ("torch", "transformers", "numpy", "pydantic", "fastapi", "uvicorn")
+    code = "import sys; from treeward import AsyncRewardClient, RewardClient, RewardServerError; "
+    code += f"RewardClient('http://localhost:1'); print([name for name in {heavy} if name in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 from treeward.version import VERSION
 
 if TYPE_CHECKING:
+    from treeward.client.http import RewardServerError as RewardServerError
+    from treeward.client.rewards import AsyncRewardClient as AsyncRewardClient
+    from treeward.client.rewards import RewardClient as RewardClient
     from treeward.config.load import load_config as load_config
     from treeward.data.datasets import open_dataset as open_dataset
     from treeward.data.datasets import register_dataset as register_dataset
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
+    "client.http": ("RewardServerError",),
+    "client.rewards": ("AsyncRewardClient", "RewardClient"),
     "config.load": ("load_config",),
     "data.datasets": ("open_dataset", "register_dataset"),
     "data.preference": ("Completion", "Preference"),

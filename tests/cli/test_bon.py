@@ -413,3 +413,14 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert "95 % of rows" in capsys.readouterr().out
     assert "treeward bon --proxy" in bon.EXAMPLES
+
+
+def test_reasons_that_differ_in_numbers_are_told_once(
+    model_folder: Path, write_rows: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = [{"prompt": f"{i}?", "responses": ["Yes.", "No.", "word " * (100 + 10 * i)], "gold_scores": [1, 0, 2]}
+            for i in range(12)]  # fmt: skip
+    assert run("--proxy", model_folder, "--data", write_rows("s.jsonl", long), "--device", "cpu") == 1
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    (reasons,) = [text for text in said if text.startswith("12 samples")]
+    assert "too long to score" in reasons and "and 11 like it with other numbers" in reasons

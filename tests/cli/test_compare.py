@@ -62,7 +62,8 @@ def test_table(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert "mine is right more often than other: p = 0.002 over 40 examples." in text
     assert "p (Holm) is corrected for looking at 2 subsets." in text
     assert "The 3 of 10 examples furthest apart" in text
-    assert lines[-1].split()[2] == "37" and lines[-1].endswith("Question 37?")
+    assert lines[-4].startswith("suite / hard, id 37: only mine is right (mine +") and ", other -" in lines[-4]
+    assert [" ".join(line.split()) for line in lines[-3:]] == ["prompt: Question 37?", "better: Good.", "worse: Bad."]
 
 
 def test_no_difference_is_not_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,3 +108,18 @@ def test_mistakes(models: tuple[Path, Path], tmp_path: Path) -> None:
         run(*models, "--resamples", "5")
     with pytest.raises(DataError, match="no evaluation here"):
         run(models[0], tmp_path / "absent")
+
+
+def test_what_cannot_be_placed_is_counted_and_texts_are_as_long_as_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "word " * 60
+    rows = [row(n, 1.0) | {"completions": [[{"role": "assistant", "content": long}]] * 2} for n in range(12)]
+    others = [one | {"scores": [None, None] if n < 4 else [-1.0, 0.0]} for n, one in enumerate(rows)]
+    first, second = write(tmp_path / "a" / "suite", rows), write(tmp_path / "b" / "suite", others)
+    assert run(first, second, "--disagreements", "2") == 0
+    text = capsys.readouterr().out
+    assert "The 2 of 8 examples furthest apart" in text and "4 more cannot be placed" in text
+    assert long[:97] + "..." in text and long[:99] not in text
+    assert run(first, second, "--disagreements", "1", "--width", "0") == 0
+    assert text.count("only a is right") == 2 and long.strip() in capsys.readouterr().out

@@ -13,6 +13,7 @@ import pytest
 from treeward.cli.main import main
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.model.contract import read_contract, write_contract
+from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -93,7 +94,7 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
     name = results["results"][3]["model"]  # the model that is none of the checkpoints
     assert [one["model"] for one in results["results"]] == ["step_9", "step_10", "final", name]
     (drift,) = results["drift"]
-    assert [(step["before"], step["after"]) for step in drift["steps"]] == [("step_9", "step_10"), ("step_10", "final")]
+    assert [step["after"] for step in drift["steps"]] == ["step_10", "final"]
     assert [one["model"] for one in drift["checkpoints"]] == ["step_9", "step_10", "final"]
     assert "Drift between checkpoints" in (output / "report.html").read_text()
     (run / "step_9" / "model").unlink()
@@ -214,3 +215,36 @@ def test_what_cannot_be_is_told_before_a_suite_is_read(
 def test_wrong_input(options: list[str], words: str, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(model_folder), *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_models_that_read_unlike_lengths_are_not_compared_without_a_word(
+    model_folder: Path, write_rows: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    longer = tmp_path / "longer"
+    shutil.copytree(model_folder, longer)
+    renderer = Scorer.load(longer, device="cpu", max_length=400).renderer
+    sign_folder(longer, renderer=renderer)
+    rows: list[dict[str, Any]] = [*ROWS, {"prompt": "word " * 120, "chosen": "Yes.", "rejected": "No."}]
+    data, output = write_rows("d.jsonl", rows), tmp_path / "eval"
+    words = ["--data", str(data), "--output", str(output)]
+    assert main(["eval", str(model_folder), str(longer), *words]) == 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (of_one,) = [
+        text for text in said if "1 of 31 examples have no score and count as wrong (too long to score" in text
+    ]
+    assert of_one.startswith("model0 on d: ")
+    (of_both,) = [text for text in said if "lack scores of different numbers" in text]
+    assert "model0 1 (reads 96 tokens), longer 0 (reads 400 tokens)" in of_both
+    caplog.clear()
+    assert main(["eval", str(longer), "--max-length", "96", "--data", str(data)]) == 1
+    assert "lack scores of different numbers" not in caplog.text
+
+
+def test_a_folder_of_other_settings_says_which(
+    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(model_folder), "--data", str(write_rows("d.jsonl", ROWS)), "--output", str(tmp_path / "eval")]
+    assert main(words) == 0
+    assert main([*words, "--truncation", "truncate_left", "--dtype", "bfloat16"]) == 2
+    error = capsys.readouterr().err
+    assert "truncation drop -> truncate_left, dtype float32 -> bfloat16" in error and "another model\n" not in error

@@ -120,3 +120,37 @@ def test_ctrl_c_while_a_run_is_prepared_leaves_at_once(
     monkeypatch.setattr(train_module, "set_up", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert command() == 130
     assert capsys.readouterr().err.strip() == "treeward train: interrupted"
+
+
+def test_every_set_of_the_report_and_how_the_model_was_chosen_are_said(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = tmp_path / "llmbar" / "Natural"
+    suite.mkdir(parents=True)
+    rows = [
+        {"input": f"Name {n} rivers.", "output_1": "The Vltava.", "output_2": "Stone.", "label": 1} for n in range(9)
+    ]
+    rows[0]["output_1"] = "Too long. " * 400
+    (suite / "dataset.json").write_text(json.dumps(rows))
+    metric = "val:validation-held_out_length_controlled_accuracy"
+    words = ["rm.max_num_steps=4", "evaluation.enabled=true", f"evaluation.suites=[llmbar={tmp_path / 'llmbar'}]"]
+    assert command(*words, f"checkpointing.metric_name={metric}") == 0
+    printed = capsys.readouterr()
+    assert f"best of 2 checkpoints by {metric}; chosen on held_out" in printed.out
+    assert "length controlled accuracy" in printed.out.splitlines()[1]  # a column of the table
+    lines = printed.out.splitlines()
+    (of_suite,) = [line for line in lines if " on LLMBar: " in line]
+    assert "1 of 9 examples without a score" in of_suite
+    (of_set,) = [line for line in lines if " on held_out: " in line]
+    assert "chosen on these examples" in of_set
+    assert command(*words, f"checkpointing.metric_name={metric}") == 0
+    assert of_suite in capsys.readouterr().out  # a run that is done says it again
+
+
+def test_a_suite_that_the_hub_does_not_give_is_warned_of_before_training(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("evaluation.enabled=true", "evaluation.suites=[llmbar]") == 1
+    error = capsys.readouterr().err
+    assert "llmbar=FOLDER" in error and error.index("The suite llmbar cannot be had now") < error.index("step 1/2")
+    assert "There is no report" in error and "data_path" not in error

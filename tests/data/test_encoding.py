@@ -217,8 +217,11 @@ def test_the_summary_names_every_loss() -> None:
         "1,100 of 1,203 comparisons kept (dropped: 40 too long, 3 identical completions, 60 ties); "
         "7 with truncated context; 2 duplicate completions removed; "
         "1 of them ranked differently, the better rank kept; 5 tied pairs within them; "
-        "200,000 tokens, 120,000 on prefix trees (40% shared); longest conversation 4,096 tokens"
+        "200,000 tokens, 120,000 on prefix trees (40% shared); longest conversation 4,096 tokens, before any was left "
+        "out or cut"
     )
+    assert EncodingCounts(2, 2, longest=40).summary().endswith("longest conversation 40 tokens")
+    assert "before any" in EncodingCounts(2, 2, truncated=1, longest=40).summary()
 
 
 def test_dataset_equals_its_rows_one_by_one(

@@ -319,3 +319,29 @@ def test_bfloat16_keeps_the_head_alone_in_float32(family: str, save: Any) -> Non
     exact = load_reward_model(folder).model
     ids = [[5, 6, 7, 8], [9, 6, 7, 0]]
     assert loaded.model.score_tokens(ids) == pytest.approx(exact.score_tokens(ids).numpy(), abs=0.2)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_reward_model])
+def test_a_hub_that_does_not_answer_is_named_as_the_cause(load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "treeward"), pytest.raises(ModelError) as raised:
+        load("org/no-such-model")  # tests are offline
+    assert "the hub does not answer" in raised.value.summary and "HF_HUB_OFFLINE" in str(raised.value)
+    assert "policy.tokenizer.name" not in str(raised.value) and "outgoing traffic has been disabled" in str(
+        raised.value.got
+    )
+    assert "Looking for the" in caplog.text and "org/no-such-model on the hub" in caplog.text
+
+
+def test_an_error_of_the_network_is_told_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ConnectError(Exception):
+        """As httpx calls it."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        try:
+            raise ConnectError("[Errno -2] Name or service not known")
+        except ConnectError as error:
+            raise OSError("We could not connect, and other things that say little") from error
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(ModelError, match=r"the hub does not answer(?s:.*)ConnectError: \[Errno -2\] Name or service"):
+        load_tokenizer("org/model")

@@ -8,7 +8,7 @@ import torch
 
 from tests.families import DECODERS, VOCABULARY, tiny_model
 from treeward.errors import ConfigError
-from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
+from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache, RecentTokens
 from treeward.model.reward_model import RewardModel
 from treeward.tree.prefix import Prefix
 
@@ -123,3 +123,18 @@ def test_what_is_too_short_or_too_large_is_not_kept() -> None:
     assert len(cache) == 0
     with pytest.raises(ConfigError):
         PrefixCache(-1)
+
+
+def test_what_comes_again_is_noticed() -> None:
+    recent = RecentTokens(max_sequences=3)
+    generator = np.random.default_rng(6)
+    prompt = _ids(generator, 50)
+    assert recent.add([*prompt, 3]) == 0
+    assert recent.add([*prompt, 4, 5]) == 50
+    assert recent.add(prompt[:20]) == 0
+    assert recent.add([*prompt, 4, 5]) == 52
+    for _ in range(3):
+        recent.add(_ids(generator, 10))
+    assert recent.add([*prompt, 6]) == 0
+    assert len(recent._sorted) == len(recent._seen) == 3
+    assert recent._num_bytes == sum(map(len, recent._seen))

@@ -77,6 +77,7 @@ def sigmoid(x: float) -> float:
         (lambda x, i: x + 0.4 * (-1) ** i, "weights", "no known mistake explains"),
         (lambda x, i: x if i else 7.0, "weights", "no known mistake explains"),
         (lambda x, i: 0.0, "weights", "no known mistake explains"),
+        (lambda x, i: 1e-6 * x, "weights", "no known mistake explains"),  # nearly level: any scores lie on such a line
     ],
 )
 def test_what_the_scores_say(change: Callable[[float, int], float], part: str | None, words: str) -> None:

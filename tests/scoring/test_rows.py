@@ -38,6 +38,8 @@ def scorer(tiny_tokenizer: Any) -> Scorer:
         ({"completions": [[ASK, FOUR], [ASK, FIVE]]}, TWO),
         ({"prompt": "2 + 2?", "responses": ["4", "5"]}, TWO),
         ({"prompt": [ASK], "responses": ["4", [FIVE]]}, TWO),
+        ({"context": [ASK], "responses": ["4", [FIVE]]}, TWO),
+        ({"context": "2 + 2?", "responses": ["4", "5"]}, TWO),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, TWO),
         ({"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]}, TWO),
         ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
@@ -77,6 +79,8 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
         ({"chosen": "4", "rejected": "5"}, "transcript"),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "nothing to score"),
         ({"messages": [ASK, FOUR], "chosen": "4", "rejected": "5"}, "more than one way"),
+        ({"context": [ASK], "prompt": "2 + 2?", "responses": ["4"]}, "more than one way"),
+        ({"context": [ASK], "completions": ["4"], "responses": ["5"]}, "more than one way"),
         ({"messages": '[{"role": "user"'}, "messages is not valid JSON"),
     ],
 )
@@ -164,7 +168,7 @@ def test_what_an_earlier_scoring_has_left_is_replaced_and_told(
     ("values", "field"),
     [
         ({"prompt": "2 + 2?", "completions": ["4", "5"]}, "prompt"),
-        ({"context": [ASK], "prompt": "2 + 2?", "responses": ["4"]}, "context"),
+        ({"prompt": "2 + 2?", "context": [ASK], "completions": [[FOUR]]}, "prompt"),
     ],
 )
 def test_a_beginning_that_would_be_left_out_is_an_error(values: dict[str, Any], field: str) -> None:

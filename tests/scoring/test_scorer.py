@@ -105,6 +105,21 @@ def test_answers_that_come_one_after_another_share_their_prompt(make_scorer: Any
     assert known > len(scorer.renderer.encode(prompt + [assistant("")])) - 8
 
 
+def test_rendered_texts_that_come_one_after_another_share_their_prompt(make_scorer: Any) -> None:
+    scorer, plain = make_scorer(), make_scorer()
+    scorer.prefix_cache = PrefixCache(2**24)
+    prompt = [user("What is the capital of France, and why is it so famous all over the world? " * 3)]
+    chats = [[*prompt, assistant(answer)] for answer in ("Paris.", "It is Paris, of course.", "I think Lyon.")]
+    computed = []
+    for chat in chats:
+        before = scorer.num_computed_tokens
+        score = scorer.score_prepared(scorer.prepare_texts([scorer.renderer.render(chat)]))
+        assert values(score) == pytest.approx(values(plain.score([chat])), abs=CLOSE)
+        computed.append(scorer.num_computed_tokens - before)
+    # the first is new, the second shows what is common, the third finds it
+    assert computed[1] > 60 and computed[2] < 20
+
+
 def test_neither_order_nor_company_matters(make_scorer: Any, real_chats: list[Any]) -> None:
     scorer = make_scorer()
     want = dict(enumerate(values(scorer.score(CHATS))))

@@ -20,7 +20,7 @@ from treeward.errors import CheckpointError, ConfigError, DataError, TreewardErr
 from treeward.scoring.scorer import Scorer
 from treeward.training import reporting
 from treeward.training import train as training
-from treeward.training.reporting import report_findings
+from treeward.training.reporting import report_findings, reported_sets
 from treeward.training.train import train
 
 REPORT = "evaluation.enabled=true"
@@ -162,7 +162,7 @@ def test_a_fault_of_treeward_in_the_report_keeps_the_model_too(
 
 
 def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
-    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["rm.max_num_steps=2", "rm.val_batches=null", REPORT, "evaluation.limit=140"]
     tiny_run()
@@ -178,7 +178,8 @@ def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
 
     monkeypatch.setattr(Scorer, "score", score_then_stop)
     assert main(command) == 143
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
+    assert "SIGTERM: leaving the report" in captured.err and "finishing this step" not in captured.err
     assert f"is in {tmp_path / 'checkpoints' / 'final'}" in captured.out
     assert "The report was stopped (SIGTERM). The same command goes on with it." in captured.err
     folder = tmp_path / "checkpoints" / "report"
@@ -187,7 +188,7 @@ def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     assert main(command) == 0
     rows = rows_of(folder)
     assert len(rows) == 140 and sum(scored) == sum(len(json.loads(row)["scores"]) for row in rows[128:])
-    assert str(folder / "report.html") in capsys.readouterr().out
+    assert str(folder / "report.html") in capfd.readouterr().out
 
 
 def test_the_weights_of_training_are_let_go_before_the_exported_ones_are_loaded(
@@ -295,7 +296,12 @@ def test_the_finding_of_a_report_is_what_its_numbers_say(tmp_path: Path) -> None
     ]
     gaps = {"fair": (0.05, -0.1, 0.2), "biased": (0.3, 0.2, 0.4), "reversed": (-0.35, -0.5, -0.2)}
     content = [
-        {"suite": name, "diagnostics": {"length": [*accuracies, metric("accuracy_gap", *gap)]}}
+        {
+            "suite": name,
+            "verdict": f"mine on {name}: accuracy 75.0%.",
+            "standing": "no better than chance" if name == "reversed" else "better than chance",
+            "diagnostics": {"length": [*accuracies, metric("accuracy_gap", *gap)]},
+        }
         for name, gap in gaps.items()
     ]
     (tmp_path / "results.json").write_text(json.dumps({"results": content}))
@@ -303,6 +309,10 @@ def test_the_finding_of_a_report_is_what_its_numbers_say(tmp_path: Path) -> None
     assert list(found) == ["reversed", "biased"]  # the larger first
     assert "likes longer replies too much" in found["biased"] and "likes shorter" in found["reversed"]
     assert "90.0%" in found["biased"] and "60.0%" in found["biased"] and "75.0%" in found["biased"]
+    assert "no better than chance" in found["reversed"] and "chance" not in found["biased"]
+    assert [one.verdict for one in reported_sets(tmp_path / "report.html")] == [
+        f"mine on {name}: accuracy 75.0%." for name in gaps
+    ]
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(CheckpointError, match="cannot be read"):
         report_findings(tmp_path / "report.html")

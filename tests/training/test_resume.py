@@ -304,3 +304,24 @@ def test_without_the_optimiser_a_run_ends_but_does_not_resume(tiny_run: Callable
     assert train(tiny_run(*options), show_progress=False).model_folder is not None
     with pytest.raises(CheckpointError, match="without its optimiser"):
         train(tiny_run(*options), show_progress=False)
+
+
+def test_a_run_that_is_past_its_end_says_so_and_is_validated_once(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["rm.val_period=4", "checkpointing.save_period=4"]
+    before_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
+    assert train(tiny_run("rm.max_num_steps=6", *options), show_progress=False).step == 3
+    monkeypatch.undo()
+    with caplog.at_level("INFO", "treeward.training"):
+        outcome = train(tiny_run("rm.max_num_steps=2", *options), show_progress=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert not [text for text in said if "Resuming after step 3 of 2" in text or "has finished" in text]
+    (past,) = [text for text in said if "no more than 2 are asked for now" in text]
+    assert past.startswith("This run has taken 3 steps")
+    assert [text for text in said if text.startswith("Step 3 was saved before it was validated")]
+    assert (outcome.step, outcome.model_step, outcome.exit_code) == (3, 3, 0) and outcome.validation
+    caplog.clear()
+    with caplog.at_level("INFO", "treeward.training"):
+        again = train(tiny_run("rm.max_num_steps=2", *options), show_progress=False)
+    assert "was saved before it was validated" not in caplog.text and again.validation == outcome.validation

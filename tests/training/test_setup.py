@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from treeward.errors import ConfigError, DataError, ModelError, TreewardError
+from treeward.training import setup
 from treeward.training.setup import set_up
 from treeward.training.train import train
 
@@ -95,3 +96,24 @@ def test_a_folder_that_cannot_be_made_is_told_first(tiny_run: Callable[..., Any]
     with pytest.raises(TreewardError, match="cannot be used") as caught:
         train(tiny_run(f"{key}={tmp_path}/file/folder", "policy.tokenizer.vocab_size=1"), show_progress=False)
     assert key in str(caught.value)
+
+
+def test_files_that_are_not_there_are_told_before_the_hub_is_asked(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def load_tokenizer(name: str, **_: Any) -> Any:
+        asked.append(name)
+        raise ModelError("the hub does not answer", where=name)
+
+    monkeypatch.setattr(setup, "load_tokenizer", load_tokenizer)
+    options = ["~policy.model_config", "+policy.model_name=org/model", "policy.tokenizer.vocab_size=null"]
+    missing = {"dataset_name": "PreferenceDataset", "data_path": str(tmp_path / "none.jsonl"), "split": None}
+    for role, value in (("train", missing), ("validation", [missing | {"name": "held_out"}])):
+        with pytest.raises(DataError, match=r"none\.jsonl"):
+            set_up(tiny_run(f"data.{role}={json.dumps(value)}", *options))
+    assert asked == []
+    with pytest.raises(ModelError, match="does not answer"):
+        set_up(tiny_run(*options))
+    assert asked == ["org/model"]

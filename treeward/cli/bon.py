@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treeward.cli.interrupts import check_interrupts, heeding_interrupts
 from treeward.cli.model_arguments import (
     RewardModels,
     add_model_arguments,
@@ -51,6 +52,7 @@ goes on where it stopped."""
 _DEFAULT_GOLD = "gold_scores"
 _SYNTHETIC = "synthetic"
 _RULES = ("exact_match", "math", "regex")
+_MOST_REASONS = 5
 _MODEL_KEYS = ("name", "model", "models", "ensemble", "shaping")
 
 
@@ -78,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
 
 
+@heeding_interrupts
 def run(arguments: argparse.Namespace) -> int:
     samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
     sources = importlib.import_module("treeward.data.sources")
@@ -93,12 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
     fields = [samples.by_field(one.name) for one in (*proxies, gold) if one.kind == "field"]
     num_rows = _survey(samples.sampled_rows(sources.read_rows(arguments.data)), fields)
     scored = _scored(proxies, gold, num_rows, arguments)
+    check_interrupts()
     failed = _failures(scored)
     if len(proxies) == 1:
         analysis = importlib.import_module("treeward.evaluation.best_of_n.analysis")
         (own,) = scored.values()
         result = analysis.analyse([one.prompt for one in own], max_n=arguments.max_n)
-        _show(result)
+        _show(result, gold.name)
         if arguments.output is not None:
             _write(Path(arguments.output), result, own, proxies[0].name, gold.name, arguments.data)
     else:
@@ -106,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         compared = several.analyse_several(
             {name: [one.prompt for one in own] for name, own in scored.items()}, max_n=arguments.max_n
         )
-        _show_several(compared)
+        _show_several(compared, gold.name)
         if arguments.output is not None:
             _write_several(Path(arguments.output), compared, scored, gold.name, arguments.data)
     return 1 if failed else 0
@@ -369,19 +373,20 @@ def _folder(name: str) -> str:
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".strip("-")
 
 
-def _show(result: Any) -> None:
+def _show(result: Any, gold: str) -> None:
     shown = importlib.import_module("treeward.evaluation.best_of_n.blocks")
     table = _table(shown.table_rows(result), shown.table_columns(result))
-    sys.stdout.write(f"{table}\n\n{result.verdict.sentence}\n")
+    sys.stdout.write(f"{table}\n{shown.legend(gold)}\n\n{result.verdict.sentence}\n")
     _tell_fewer(result)
 
 
-def _show_several(compared: Sequence[Any]) -> None:
+def _show_several(compared: Sequence[Any], gold: str) -> None:
+    legend = importlib.import_module("treeward.evaluation.best_of_n.blocks").legend
     shown = importlib.import_module("treeward.evaluation.best_of_n.several_blocks")
     by_size = _table(shown.by_size(compared), shown.by_size_columns(compared))
     by_proxy = _table(shown.by_proxy(compared), shown.by_proxy_columns(compared))
     verdicts = "\n".join(f"{one.name}: {one.result.verdict.sentence}" for one in compared)
-    sys.stdout.write(f"{by_size}\n\n{by_proxy}\n\n{verdicts}\n")
+    sys.stdout.write(f"{by_size}\n\n{by_proxy}\n{legend(gold)}\n\n{verdicts}\n")
     _tell_fewer(compared[0].result)
 
 
@@ -442,19 +447,23 @@ def _write_files(
 
 def _failures(scored: Mapping[str, Sequence[Any]]) -> int:
     """How many scores are missing, told by their reasons; what gold lacks is counted once, as it is the same."""
-    errors: Counter[str] = Counter()
+    errors: dict[str, Counter[str]] = {}
     for number, (name, own) in enumerate(scored.items()):
         prefix = "" if len(scored) == 1 else f"{name}, "
         for one in own:
             for reason, count in one.errors.items():
                 of_gold = reason.startswith("gold: ")
                 if not of_gold or number == 0:
-                    errors[reason if of_gold else prefix + reason] += count
-    for reason, count in errors.most_common(5):
+                    errors.setdefault("" if of_gold else prefix, Counter())[reason] += count
+    common = importlib.import_module("treeward.evaluation.running").common_reasons
+    # Each proxy by itself: names may differ in a number alone.
+    reasons = [(prefix + reason, count) for prefix, of_one in errors.items() for reason, count in common(of_one)]
+    reasons.sort(key=lambda pair: -pair[1])
+    for reason, count in reasons[:_MOST_REASONS]:
         logger.warning("%d samples are left out: %s", count, reason)
-    if len(errors) > 5:
-        logger.warning("%d samples are left out for %d other reasons.", sum(errors.values()), len(errors) - 5)
-    return sum(errors.values())
+    if rest := reasons[_MOST_REASONS:]:
+        logger.warning("%d samples are left out for %d other reasons.", sum(count for _, count in rest), len(rest))
+    return sum(count for _, count in reasons)
 
 
 def _at_least_two(text: str) -> int:

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from treeward.cli.comparisons import dataset_config
+from treeward.cli.comparisons import add_data_option, advice_of_a_command, data_options, dataset_config
+from treeward.cli.interrupts import check_interrupts, heeding_interrupts
 from treeward.cli.model_arguments import add_model_arguments, model_options, shaping_section
 from treeward.config.data import DatasetConfig
 from treeward.config.reward_shaping import RewardCalibration
@@ -24,6 +25,7 @@ EXAMPLES = """\
 examples:
   treeward calibrate results/quickstart/final --data held_out.jsonl
   treeward calibrate results/quickstart/final --dataset-name Bundled --split length_controlled
+  treeward calibrate results/quickstart/final --data held_out.jsonl --data-option prompt_key=question
   treeward calibrate results/quickstart/final --data held_out.jsonl --shaping "{length_calibration: true}"
   treeward calibrate org/reward-model --data held_out.jsonl --output calibration.json
 
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=None, metavar="FILE", help="comparisons: a file, a folder, or a hub name")
     parser.add_argument("--dataset-name", default=None, metavar="NAME", help="their format; default: seen in the data")
     parser.add_argument("--split", default=None, help="split of a hub dataset, of a saved folder or of Bundled")
+    add_data_option(parser)
     parser.add_argument(
         "--length-unit", choices=("tokens", "characters"), default="tokens", help="what replies are measured in"
     )
@@ -49,13 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
 
 
+@heeding_interrupts
 def run(arguments: argparse.Namespace) -> int:
     shaping = None if arguments.shaping is None else shaping_section(arguments.shaping)
     if shaping is not None and arguments.output is not None:
         raise ConfigError(
             "a reward_shaping section is kept in a contract, and --output is none", where="--shaping, --output"
         )
-    config = dataset_config(arguments.data, arguments.dataset_name, arguments.split)
+    options_of_data = data_options(arguments.data_option)
+    config = dataset_config(arguments.data, arguments.dataset_name, arguments.split, options_of_data)
     _check_split(config)
     options = model_options(arguments)
     contracts = importlib.import_module("treeward.model.contract")
@@ -65,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         contract = contracts.read_contract(arguments.model)
         if contract is None:
             raise _cannot_keep(arguments.model, f"a folder without {contracts.CONTRACT_FILE}")
-    calibration = _calibrate(arguments, config, options)
+    with advice_of_a_command():
+        calibration = _calibrate(arguments, config, options)
+    check_interrupts()  # nothing is replaced by a command that was told to stop
     results = importlib.import_module("treeward.tables")
     sys.stdout.write(results.results_table(_rows(calibration), ["constant", "value"]) + "\n")
     if contract is None:
@@ -86,13 +93,16 @@ def _calibrate(arguments: argparse.Namespace, config: DatasetConfig, options: di
     fitting = importlib.import_module("treeward.scoring.calibration")
     progress = importlib.import_module("tqdm").tqdm
     stream = datasets.open_dataset(config)
+    logger.info("Loading %s.", arguments.model)
     scorer = scorer_class.load(arguments.model, **options)
     source = config.data_path or config.dataset_name
+    source = source if config.split is None else f"{source}[{config.split}]"
+    logger.info("Scoring the comparisons of %s.", source)
     with progress(unit=" comparisons", desc="calibrating", disable=not sys.stderr.isatty()) as bar:
         calibration: RewardCalibration = fitting.calibrate(
             scorer,
             (preference for preference, _ in stream),
-            name=source if config.split is None else f"{source}[{config.split}]",
+            name=source,
             length_unit=arguments.length_unit,
             on_progress=bar.update,
         )

@@ -6,9 +6,11 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treeward.cli.interrupts import heeding_interrupts
 from treeward.errors import ConfigError
 from treeward.tables import Column, results_table
 
@@ -21,12 +23,12 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 EXAMPLES = """\
 examples:
   treeward compare results/eval/mine results/eval/other
-  treeward compare results/eval/mine/llmbar results/eval/other/llmbar --disagreements 30
+  treeward compare results/eval/mine/llmbar results/eval/other/llmbar --disagreements 30 --width 400
 
 A and B are folders that `treeward eval` wrote for one model each, or one examples.jsonl of them. Examples are matched
 by suite and id; the difference is A's accuracy less B's, with its 95 % interval."""
 
-_TEXT_WIDTH = 60
+_TEXT_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,12 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="how many examples to show on which they disagree most",
+        help="how many examples to show, with both answers, that only one of them has right",
+    )
+    parser.add_argument(
+        "--width", type=int, default=_TEXT_WIDTH, metavar="N", help="characters of each text to show; 0 for all of them"
     )
     parser.add_argument("--resamples", type=int, default=2000, metavar="N", help="of the intervals; default 2000")
     parser.add_argument("--seed", type=int, default=0, help="of the resampling")
 
 
+@heeding_interrupts
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     comparisons = importlib.import_module("treeward.evaluation.comparison")
@@ -57,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         text = json.dumps(comparisons.to_json(comparison), indent=2, ensure_ascii=False, allow_nan=False)
     else:
-        text = _text(comparison, comparisons.notes(comparison))
+        text = _text(comparison, comparisons.notes(comparison), arguments.width or None)
     sys.stdout.write(text + "\n")
     return 0
 
@@ -68,6 +74,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("A and B are the same evaluation", where=arguments.first, need="two models")
     for option, value, least in (
         ("--disagreements", arguments.disagreements, 0),
+        ("--width", arguments.width, 0),
         ("--resamples", arguments.resamples, 100),
         ("--seed", arguments.seed, 0),
     ):
@@ -75,7 +82,7 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError("the number is too small", where=option, got=value, need=f"{least} or more")
 
 
-def _text(comparison: Comparison, notes: list[str]) -> str:
+def _text(comparison: Comparison, notes: list[str], width: int | None) -> str:
     ascii_only = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     a, b = comparison.names
     columns: list[str | Column] = [
@@ -102,17 +109,20 @@ def _text(comparison: Comparison, notes: list[str]) -> str:
     parts = [results_table(rows, columns, ascii_only=ascii_only), "\n".join([_verdict(comparison), *notes])]
     parts.append("\n".join(_agreement(comparison)))
     if comparison.disagreements:
-        shown, found = len(comparison.disagreements), comparison.num_disagreements
-        parts.append(
-            f"The {shown} of {found} examples furthest apart that only one has right (margins in units of each model's"
-            " root mean square):\n"
-            + results_table(
-                [_disagreement(one) for one in comparison.disagreements],
-                ["suite", "subset", "id", Column("first", a, "+.2f"), Column("second", b, "+.2f"), "prompt"],
-                ascii_only=ascii_only,
-            )
-        )
+        parts.append(_intro(comparison))
+        parts += [_disagreement(one, (a, b), width) for one in comparison.disagreements]
     return "\n\n".join(parts)
+
+
+def _intro(comparison: Comparison) -> str:
+    """What the examples below are, of how many, and where the others are that the table counts."""
+    shown, found = len(comparison.disagreements), comparison.num_disagreements
+    without = comparison.overall.only_first + comparison.overall.only_second - found
+    more = f" {without} more cannot be placed: the other model has no score for them." if without else ""
+    return (
+        f"The {shown} of {found} examples furthest apart that only one has right (margins in units of each model's root"
+        f" mean square; a negative one prefers the worse answer).{more}"
+    )
 
 
 def _row(name: str, result: PairedResult) -> dict[str, Any]:
@@ -157,13 +167,21 @@ def _metric(metric: Metric, form: str) -> str:
     return f"{metric.value:{form}} ({metric.low:{form}} to {metric.high:{form}})"
 
 
-def _disagreement(one: Disagreement) -> dict[str, Any]:
-    prompt = " ".join(str(one.example.context[-1].get("content") or "").split()) if one.example.context else ""
-    return {
-        "suite": one.suite,
-        "subset": one.example.subset,
-        "id": one.example.id,
-        "first": one.standardized_margins[0],
-        "second": one.standardized_margins[1],
-        "prompt": prompt if len(prompt) <= _TEXT_WIDTH else prompt[: _TEXT_WIDTH - 3] + "...",
+def _disagreement(one: Disagreement, names: tuple[str, str], width: int | None) -> str:
+    """The example in a few lines: whose choice is right, what was asked, and the two answers that it is between."""
+    example = one.example
+    place = " / ".join(dict.fromkeys((one.suite, example.subset)))
+    right = names[0] if one.outcomes[0] == "right" else names[1]
+    margins = ", ".join(f"{name} {margin:+.2f}" for name, margin in zip(names, one.standardized_margins, strict=True))
+    texts = {
+        "prompt": _one_line(example.context[-1:], width),
+        "better": _one_line(example.completions[one.better][-1:], width),
+        "worse": _one_line(example.completions[one.worse][-1:], width),
     }
+    lines = (f"  {name + ':':<7} {text}" for name, text in texts.items())
+    return "\n".join([f"{place}, id {example.id}: only {right} is right ({margins})", *lines])
+
+
+def _one_line(messages: Sequence[Mapping[str, Any]], width: int | None) -> str:
+    text = " ".join(" ".join(str(message.get("content") or "") for message in messages).split())
+    return text if width is None or len(text) <= width else text[: max(width - 3, 0)] + "..."

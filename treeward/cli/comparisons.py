@@ -1,15 +1,24 @@
-"""Which dataset reads a file of comparisons: said by its name, or told by the keys of its first row."""
+"""Which dataset reads a file of comparisons: said by its name, or told by the keys of its first row.
+
+    add_data_arguments(parser, "comparisons: a file, a folder, or a hub name")
+    config = dataset_config("held_out.jsonl", None, None, data_options(arguments.data_option))
+
+`--data-option prompt_key=question` reaches every key of `DatasetConfig`, with values as in an override of a run.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, DataError
 
-__all__ = ["dataset_config"]
+__all__ = ["add_data_option", "advice_of_a_command", "data_options", "dataset_config"]
 
 _FORMS = {
     "PreferenceDataset": {"completions"},
@@ -18,12 +27,86 @@ _FORMS = {
 }
 """The keys that tell the format of a file; `chosen` and `rejected` without a prompt are told by their values."""
 
+_BINARY_KEYS = ("prompt_key", "chosen_key", "rejected_key")
+_SAID_OTHERWISE = {"dataset_name": "--dataset-name", "data_path": "--data", "split": "--split"}
+_OF_TRAINING = ("name", "weight")
+_OPTIONS = tuple(key for key in DatasetConfig.model_fields if key not in _SAID_OTHERWISE and key not in _OF_TRAINING)
+"""What `--data-option` takes: how the comparisons are read."""
 
-def dataset_config(data: str | None, dataset_name: str | None, split: str | None) -> DatasetConfig:
+
+def add_data_option(parser: argparse.ArgumentParser) -> None:
+    """The option that says how comparisons are read, as often as there is something to say."""
+    parser.add_argument(
+        "--data-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"how the comparisons of the files are read, as prompt_key=question; of {', '.join(_OPTIONS)}",
+    )
+
+
+def data_options(given: Sequence[str]) -> dict[str, Any]:
+    """The keys of `DatasetConfig` that `--data-option` gives, in order; the last of one key counts.
+
+    Raises `ConfigError` for what is no KEY=VALUE, and for a key that there is not or that has an option of its own.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        key, is_pair, value = text.partition("=")
+        key = key.strip()
+        root, _, inner = key.partition(".")
+        if key in _SAID_OTHERWISE:
+            fix = f"{_SAID_OTHERWISE[key]} {value}"
+            raise ConfigError("this has an option of its own", where="--data-option", got=text, fix=fix)
+        if not is_pair or not value or root not in _OPTIONS or (inner and root != "kwargs"):
+            near = nearest_name(root, _OPTIONS)
+            raise ConfigError(
+                "this says nothing of how comparisons are read",
+                where="--data-option",
+                got=text,
+                need=f"KEY=VALUE, of {', '.join(_OPTIONS)}",
+                fix=f"did you mean {near}={value or '...'}?" if near else None,
+            )
+        if not inner and root != "kwargs":
+            found[key] = value  # text as it is: a column may be called yes, or 1
+            continue
+        overrides = importlib.import_module("treeward.config.overrides")
+        overrides.apply_override(found, overrides.parse_override(f"{key}={value}"))
+    return found
+
+
+@contextlib.contextmanager
+def advice_of_a_command() -> Iterator[None]:
+    """What an error about a row advises is said as this command takes it, not as a configuration of training does."""
+    try:
+        yield
+    except DataError as error:
+        advice = error.fix or ""
+        keys = [key for key in ("dataset_name", *_BINARY_KEYS, "data.split", "add split") if key in advice]
+        if not keys:
+            raise
+        if any(key in advice for key in _BINARY_KEYS):
+            advice = "name the keys, as --data-option prompt_key=question; or the format, as --dataset-name HelpSteer3"
+        else:
+            advice = advice.replace("dataset_name: ", "--dataset-name ").replace("add split: ", "add --split ")
+            if "BinaryPreferenceDataset" in advice:
+                advice += ", and say which keys it reads: --data-option prompt_key=question"
+        options = {"where": error.where, "field": error.field, "got": error.got, "need": error.need}
+        given = {key: value for key, value in options.items() if value is not None}
+        raise DataError(error.summary, **given, fix=advice) from error
+
+
+def dataset_config(
+    data: str | None, dataset_name: str | None, split: str | None, options: Mapping[str, Any] | None = None
+) -> DatasetConfig:
     """The configuration of a file, folder or hub name `data`, or of a dataset that brings its own.
 
-    Raises `ConfigError` where neither is given, and `DataError` for rows of no known format.
+    `options`: further keys, as `data_options` gives them. Raises `ConfigError` where neither is given, for options that
+    are not those of a dataset, and `DataError` for rows of no known format.
     """
+    options = options or {}
+    if dataset_name is None and any(key in options for key in _BINARY_KEYS):
+        dataset_name = "BinaryPreferenceDataset"  # the only one that reads these keys
     if dataset_name is None:
         if data is None:
             raise ConfigError(
@@ -33,9 +116,13 @@ def dataset_config(data: str | None, dataset_name: str | None, split: str | None
                 need="comparisons: a file, or the name of a dataset that brings its own",
             )
         sources = importlib.import_module("treeward.data.sources")
-        first = next(sources.read_rows(data, split=split))  # it raises where there are none
+        with advice_of_a_command():
+            first = next(sources.read_rows(data, split=split, subset=options.get("subset")))  # or it raises
         dataset_name = _format_of(first.values, first.where)
-    return DatasetConfig(dataset_name=dataset_name, data_path=data, split=split)
+    values = {"dataset_name": dataset_name, "data_path": data, "split": split, **options}
+    loader = importlib.import_module("treeward.config.load")
+    config: DatasetConfig = loader.load_section(DatasetConfig, values, where="--data, --data-option")
+    return config
 
 
 def _format_of(values: Mapping[str, Any], where: str) -> str:
@@ -52,5 +139,6 @@ def _format_of(values: Mapping[str, Any], where: str) -> str:
         where=where,
         got=f"keys {sorted(map(str, values))}",
         need="context and completions with ranks; or prompt, chosen and rejected; or chosen and rejected conversations",
-        fix="say which dataset reads it, as --dataset-name HelpSteer3",
+        fix="name the keys, as --data-option prompt_key=question; or say which dataset reads it, as --dataset-name "
+        "HelpSteer3",
     )

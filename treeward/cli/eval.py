@@ -8,12 +8,14 @@ import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treeward.cli.comparisons import dataset_config
+from treeward.cli.comparisons import add_data_option, advice_of_a_command, data_options, dataset_config
+from treeward.cli.interrupts import check_interrupts, heeding_interrupts
 from treeward.cli.model_arguments import (
     RewardModels,
     add_model_arguments,
@@ -33,6 +35,7 @@ EXAMPLES = """\
 examples:
   treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
   treeward eval results/quickstart/final --dataset-name Bundled --split length_controlled --output results/eval
+  treeward eval MODEL --data held_out.jsonl --data-option prompt_key=question --output results/eval
   treeward eval MODEL OTHER_MODEL --suite rewardbench,rewardbench2 --output results/eval
   treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
   treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
@@ -41,10 +44,12 @@ examples:
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or, as NAME=FOLDER, from a copy. The same
 command goes on where it was interrupted. OUTPUT/report.html is the report, OUTPUT/results.json has its numbers, and
-OUTPUT/MODEL/SUITE/examples.jsonl a row for each example."""
+OUTPUT/MODEL/SUITE/examples.jsonl a row for each example. The exit code is 1 where an example has no score (too long,
+refused by the template): it counts as wrong, and a warning says how many there are and why."""
 
 _STEP = re.compile(r"step_(\d+)")
 _LONGEST_NAME = 100
+_LINE_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dataset-name", default=None, metavar="NAME", help="format of --data; default: seen in it")
     parser.add_argument("--split", default=None, help="split of --data, or of a dataset that brings its own")
+    add_data_option(parser)
     parser.add_argument("--output", default=None, metavar="DIR", help="where rows, results and the report go")
     parser.add_argument("--limit", type=positive, default=None, metavar="N", help="the first N examples of each suite")
     parser.add_argument(
@@ -82,13 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
 
 
+@heeding_interrupts
 def run(arguments: argparse.Namespace) -> int:
     options = model_options(arguments)
     suites = _suites(arguments)
-    training_data = [dataset_config(path, None, None) for path in arguments.training_data]
+    options_of_data = data_options(arguments.data_option)
+    training_data = [dataset_config(path, None, None, options_of_data) for path in arguments.training_data]
     candidates = _candidates(arguments, options)  # what cannot be is told before suites are read
     session = importlib.import_module("treeward.evaluation.session")
-    with _Bar() as bar:
+    with _Bar() as bar, advice_of_a_command():
         done = session.run_evaluation(
             candidates,
             suites,
@@ -100,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             report=not arguments.no_report,
             on_progress=bar.show,
         )
+    check_interrupts()
     _print(done.summaries)
     _print_drift(done.drift)
     if done.path is not None:
@@ -209,9 +218,14 @@ def _suites(arguments: argparse.Namespace) -> list[tuple[Any, str | None]]:
         if name:
             found.append((module.get_suite(name, tie_policy=arguments.tie_policy), source or None))
     data = arguments.data or ([None] if arguments.dataset_name is not None else [])
+    options = data_options(arguments.data_option)
+    if options and not data and not arguments.training_data:
+        raise ConfigError(
+            "there is no --data that this could be about", where="--data-option", got=arguments.data_option
+        )
     if data:
         for path in data:
-            config = dataset_config(path, arguments.dataset_name, arguments.split)
+            config = dataset_config(path, arguments.dataset_name, arguments.split, options)
             name = _name_of(path or arguments.dataset_name, arguments.split)
             found.append((module.PreferenceSuite(name, config, tie_policy=arguments.tie_policy), None))
     if not found:
@@ -258,9 +272,9 @@ def _print_drift(drift: list[Any]) -> None:
             rows.append({"suite": one.suite, "from": step.before, "to": step.after} | found)
     columns = [
         *(tables.Column(key) for key in ("suite", "from", "to")),
-        tables.Column("shift", title="scores moved", format="+.3f"),
-        tables.Column("scale_ratio", title="spread x", format=".3f"),
         tables.Column("order_agreement", title="pairs alike", format=".3f"),
+        tables.Column("scale_ratio", title="spread x", format=".3f"),
+        tables.Column("shift", title="scores moved", format="+.3f"),
         tables.Column("rank_correlation", title="rank correlation", format=".3f"),
     ]
     if rows:
@@ -275,21 +289,27 @@ def _write_table(rows: list[dict[str, Any]], columns: list[Any]) -> None:
 
 
 class _Bar:
-    """A progress bar on a terminal, for one task after another."""
+    """A progress bar on a terminal, for one task after another; elsewhere a line of the log now and then."""
 
     def __enter__(self) -> _Bar:
         self._make = importlib.import_module("tqdm").tqdm
         self._bar: Any = None
         self._what: str | None = None
+        self._last_line = 0.0
         return self
 
     def show(self, what: str, done: int, total: int) -> None:
+        check_interrupts()
         if what != self._what:
             self.__exit__()
-            self._what = what
+            self._what, self._last_line = what, time.monotonic()
             self._bar = self._make(total=total or None, desc=what, unit=" examples", disable=not sys.stderr.isatty())
         if self._bar is not None:
-            self._bar.update(done - self._bar.n)
+            if not self._bar.disable:
+                self._bar.update(done - self._bar.n)
+            elif time.monotonic() - self._last_line >= _LINE_SECONDS:
+                self._last_line = time.monotonic()
+                logger.info("%s: %s", what, f"{done:,} of {total:,}" if total else f"{done:,}")
             if done == total:
                 self.__exit__()
 

@@ -25,6 +25,8 @@ VERBS = {
     "eval": "evaluate reward models on suites or comparisons, and write a report",
     "compare": "say whether one evaluated model is better than another",
     "bon": "draw best-of-n curves of a reward model against a gold reward",
+    "serve": "serve reward models over HTTP, in the dialects that RL frameworks speak",
+    "rollouts": "collect answers of a language model, with their rewards",
     "verify": "replay a model's scoring contract and name what differs",
     "calibrate": "fit a reward model's normalisation, length curve and temperature",
     "merge": "average the weights of reward models",

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from treeward.cli.interrupts import check_interrupts, heeding_interrupts
 from treeward.cli.model_arguments import (
     RewardModels,
     add_model_arguments,
@@ -35,7 +36,8 @@ examples:
   treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
 
-Rows hold `messages`; or `context` and `completions`; or `prompt` with `chosen` and `rejected`, or with `responses`.
+Rows hold `messages`; or `context` with `completions` or `responses`; or `prompt` with `responses`, or with `chosen` and
+`rejected`.
 Each is written as it is with its `score` (of messages) or `scores` (of several answers), in order; with --shaping also
 with its `reward` or `rewards`."""
 
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
 
 
+@heeding_interrupts
 def run(arguments: argparse.Namespace) -> int:
     models = _models(arguments)
     sources = importlib.import_module("treeward.data.sources")
@@ -61,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         rows = sources.read_rows(arguments.data)
     # A missing file or a bad first line is told before the model is loaded and before the output is emptied.
     rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
+    logger.info("Loading %s.", ", ".join(arguments.models))
     scorer, shaper = models.load(model_options(arguments))
+    check_interrupts()  # before the output is emptied
     scored = failed = missing = 0
     first_error = None
     with (
@@ -69,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress(unit=" rows", desc="scoring", disable=not sys.stderr.isatty()) as bar,
     ):
         for row in rows_module.score_rows(scorer, rows, shaper=shaper):
+            check_interrupts()
             write(json.dumps(row.values, ensure_ascii=False, default=_plain) + "\n")
             scored += 1
             failed += row.num_failed > 0

@@ -6,7 +6,9 @@ import argparse
 import importlib
 import shlex
 import sys
+from typing import Any
 
+from treeward.cli.interrupts import check_interrupts, heeding_interrupts
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.load import load_config
 
@@ -26,12 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the file; ~key removes one")
 
 
+@heeding_interrupts
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     training = importlib.import_module("treeward.training.train")  # torch: seconds, and only if the config is sound
     card = importlib.import_module("treeward.training.card")
     results = importlib.import_module("treeward.tables")
     outcome = training.train(config)
+    check_interrupts()
     if outcome.interrupted_by and outcome.model_folder is None:
         sys.stderr.write(
             f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). "
@@ -40,21 +44,38 @@ def run(arguments: argparse.Namespace) -> int:
         return int(outcome.exit_code)
     if outcome.validation:
         rows = card.result_rows(outcome.validation_sizes, outcome.validation)
-        sys.stdout.write(f"\n{results.results_table(rows, card.RESULT_COLUMNS)}\n")
+        sys.stdout.write(f"\n{results.results_table(rows, card.result_columns(outcome.choice))}\n")
     if outcome.model_folder is not None:
         folder = shlex.quote(str(outcome.model_folder))
         sys.stdout.write(
             f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}\n"
+            f"{_how_chosen(outcome)}"
             f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl\n"
         )
     if outcome.report is not None:
+        reporting = importlib.import_module("treeward.training.reporting")
         sys.stdout.write(f"What it has learnt:  {shlex.quote(str(outcome.report))}\n")
-        sys.stdout.write(
-            _finding(importlib.import_module("treeward.training.reporting").report_findings(outcome.report))
-        )
+        sys.stdout.write("".join(f"\n{one.verdict}\n" for one in reporting.reported_sets(outcome.report)))
+        sys.stdout.write(_finding(reporting.report_findings(outcome.report)))
     if outcome.interrupted_by:
         sys.stderr.write(f"The report was stopped ({outcome.interrupted_by}). The same command goes on with it.\n")
     return int(outcome.exit_code)
+
+
+def _how_chosen(outcome: Any) -> str:
+    """How the model was chosen, and what makes the numbers above it better than those of new data, a line each."""
+    lines, choice = [], outcome.choice
+    if choice is not None and choice.among_several:
+        sets = ", ".join(choice.sets)
+        lines.append(f"It is the best of {choice.num_checkpoints} checkpoints by {choice.name}; chosen on {sets}, its "
+                     "numbers there are better than on new data.\n")  # fmt: skip
+    for name, count in outcome.num_trained_on.items():
+        if count:
+            size = outcome.validation_sizes.get(name)
+            lines.append(
+                f"{count} of {size} comparisons of {name} are in the training data too: no test of new data.\n"
+            )
+    return "".join(lines)
 
 
 def _finding(findings: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""`treeward verify`: replay a model's scoring contract on this machine and name what differs."""
+"""`treeward verify`: replay a model's scoring contract, on this machine or on a server, and name what differs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import dataclasses
 import importlib
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treeward.cli.model_arguments import add_loading_arguments, loading_options
+from treeward.cli.model_arguments import add_loading_arguments, loading_options, parse_yaml
 from treeward.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -28,11 +29,19 @@ examples:
   treeward verify results/quickstart/final --quick
   treeward verify downloaded/model --write
   treeward verify downloaded/model --write --head-weights helpfulness=1,verbosity=-0.2
+  treeward verify results/quickstart/final --against http://localhost:8000
+  treeward verify results/quickstart/final --against http://gpu7:8001 --dialect vllm --dtype bfloat16
 
 --write makes the contract of a folder that treeward has not made. Compared are, in this order: the contract, the files,
 the chat template, the tokens, the read position, the number format, what is applied to the score, the weights. What
 differs first is the cause. The exit code is 0 where everything is equal, 1 where something differs, 2 where there is
-nothing to compare."""
+nothing to compare.
+
+--against asks a server for the scores of the golden conversations; of MODEL only the contract and the tokenizer are
+read. --dialect says how it is asked: as treeward's own, vLLM's, SGLang's, OpenRLHF's or text-embeddings-inference's
+clients do. --dtype is then what the server computes in."""
+
+_SERVER_OPTIONS = ("dialect", "served_model", "send", "body", "token_env", "timeout")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +62,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hash the head's weights only; hashing all of them takes about a second per GB",
     )
     add_loading_arguments(parser)
+    server = parser.add_argument_group("on a server")
+    server.add_argument("--against", metavar="URL", help="replay on this server, as http://localhost:8000")
+    server.add_argument(
+        "--dialect", choices=("treeward", "vllm", "sglang", "openrlhf", "tei"), help="how it is asked; default treeward"
+    )
+    server.add_argument(
+        "--model", dest="served_model", metavar="NAME", help="what it calls the model; default: its first"
+    )
+    server.add_argument(
+        "--send",
+        choices=("text", "bare", "tokens", "messages"),
+        help="rendered text, that without its BOS (or CLS and SEP), token ids, or messages; default: as clients do",
+    )
+    server.add_argument("--body", metavar="YAML", help="keys to add to each request, as {add_special_tokens: false}")
+    server.add_argument("--token-env", metavar="NAME", help="the environment variable that holds the bearer token")
+    server.add_argument("--timeout", type=float, metavar="SECONDS", help="how long a request may take; default 60")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.against is not None:
+        return _run_against(arguments)
+    for name in _SERVER_OPTIONS:
+        if getattr(arguments, name) is not None:
+            option = "--model" if name == "served_model" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} has no meaning alone", where=option, need=f"--against URL {option}")
     torch = importlib.import_module("torch")
     verification = importlib.import_module("treeward.scoring.verification")
     options = loading_options(arguments)
@@ -65,22 +96,92 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write:
         _write(arguments, "cuda" if arguments.device is None and torch.cuda.is_available() else arguments.device)
     result = verification.verify(arguments.model, quick=arguments.quick, **options)
-    if arguments.json:
-        first = result.first_difference
-        content = dataclasses.asdict(result) | {"equal": result.equal, "first_difference": first and first.part}
-        sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    else:
-        sys.stdout.write(_text(result))
+    _show(result, _text(result), as_json=arguments.json)
     if not result.could_compare:
         return 2
     return 0 if result.first_difference is None else 1
 
 
-def _text(result: Any) -> str:
+def _run_against(arguments: argparse.Namespace) -> int:
+    for option, value in (
+        ("--write", arguments.write), ("--force", arguments.force), ("--quick", arguments.quick),
+        ("--head-weights", arguments.head_weights), ("--device", arguments.device),
+    ):  # fmt: skip
+        if value:
+            raise ConfigError(
+                f"{option} and --against do not go together", where=option, need="one of them: the server has the model"
+            )
+    token = None
+    if arguments.token_env is not None:
+        token = os.environ.get(arguments.token_env, "").strip()
+        if not token:
+            raise ConfigError(
+                "the bearer token is not there",
+                where="--token-env",
+                got=f"the environment variable {arguments.token_env} is empty or not set",
+                need="the token in it",
+            )
+    seconds = 60.0 if arguments.timeout is None else arguments.timeout
+    if not 0 < seconds < float("inf"):
+        raise ConfigError("the time limit is not positive", where="--timeout", got=seconds, need="seconds")
+    extra = None if arguments.body is None else parse_yaml(arguments.body, "--body")
+    if isinstance(extra, str):
+        raise ConfigError("these are no keys", where="--body", got=extra, need="{key: value, ...}")
+    result = importlib.import_module("treeward.client.verification").verify_server(
+        arguments.model,
+        arguments.against,
+        dialect=arguments.dialect or "treeward",
+        model=arguments.served_model,
+        form=arguments.send,
+        dtype=arguments.dtype,
+        token=token,
+        extra=extra,
+        timeout_seconds=seconds,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    _show(result, _server_text(result), as_json=arguments.json)
+    return 0 if result.equal else 1
+
+
+def _show(result: Any, text: str, *, as_json: bool) -> None:
+    if as_json:
+        first = result.first_difference
+        content = dataclasses.asdict(result) | {"equal": result.equal, "first_difference": first and first.part}
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    sys.stdout.write(text)
+
+
+def _table(result: Any) -> list[str]:
     results = importlib.import_module("treeward.tables")
     rows = [{"part": check.part, "state": check.state, "finding": check.summary} for check in result.checks]
     can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    lines = [results.results_table(rows, ["part", "state", "finding"], ascii_only=not can_draw), ""]
+    return [results.results_table(rows, ["part", "state", "finding"], ascii_only=not can_draw), ""]
+
+
+def _difference(name: str, first: Any) -> list[str]:
+    details = (("got", first.got), ("need", first.need), ("fix", first.fix))
+    return [
+        f"{name}: what differs first is the {first.part}: {first.summary}",
+        *(f"  {label + ':':6} {value}" for label, value in details if value is not None),
+    ]
+
+
+def _server_text(result: Any) -> str:
+    model = "" if result.served_model is None else f", model {result.served_model}"
+    server = f"{result.against} (as {result.dialect}, {result.form} sent{model})"
+    if result.first_difference is not None:
+        return "\n".join([*_table(result), *_difference(server, result.first_difference)]) + "\n"
+    return "\n".join(
+        [
+            *_table(result),
+            f"{server}: equal: {result.num_scores} golden scores of {result.model}, to within "
+            f"{result.largest_difference:.1e}; up to {result.tolerance:.1e} is rounding.\n",
+        ]
+    )
+
+
+def _text(result: Any) -> str:
+    lines = _table(result)
     first = result.first_difference
     if first is None and result.largest_difference is None:
         lines.append(f"{result.model}: nothing differs, but there are no golden scores to replay.")
@@ -95,9 +196,7 @@ def _text(result: Any) -> str:
             lines.append("The other tensors were not hashed, now or when the contract was written: of them only what "
                          "moves a golden score is seen.")  # fmt: skip
     else:
-        lines.append(f"{result.model}: what differs first is the {first.part}: {first.summary}")
-        details = (("got", first.got), ("need", first.need), ("fix", first.fix))
-        lines += [f"  {name + ':':6} {value}" for name, value in details if value is not None]
+        lines += _difference(result.model, first)
     return "\n".join(lines) + "\n"
 
 

@@ -159,7 +159,8 @@ class EncodingCounts:
         if self.tree_tokens:
             shared = 1 - self.tree_tokens / self.tokens
             parts.append(f"{self.tokens:,} tokens, {self.tree_tokens:,} on prefix trees ({shared:.0%} shared)")
-        parts.append(f"longest conversation {self.longest:,} tokens")
+        before = ", before any was left out or cut" if self.dropped_too_long or self.truncated else ""
+        parts.append(f"longest conversation {self.longest:,} tokens{before}")
         return "; ".join(parts)
 
     def as_metrics(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -55,6 +55,11 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The number formats that a configuration can name."""
+
+# Of httpx and requests, which huggingface_hub has used by turns; by name, for either may be absent.
+_NETWORK_ERRORS = frozenset(
+    {"ConnectError", "ConnectTimeout", "ReadTimeout", "ReadError", "ProxyError", "SSLError", "NewConnectionError"}
+)
 
 PAD_TOKEN = "<|treeward_pad|>"
 
@@ -219,11 +224,14 @@ def quiet_transformers() -> None:
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` where there is none."""
     check_local(name)
+    _tell_of_hub(name, "tokenizer")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, padding_side="right"
         )
     except (OSError, ValueError) as error:
+        if (reason := _why_no_hub(name, error)) is not None:
+            raise _no_hub(name, "tokenizer", reason) from error
         raise ModelError(
             "no tokenizer can be loaded",
             where=name,
@@ -307,6 +315,7 @@ def check_local(name: str) -> None:
 
 def _config_of(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     check_local(name)
+    _tell_of_hub(name, "model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -352,8 +361,42 @@ def _head_kept_in_float32(model_class: type[PreTrainedModel]) -> Iterator[None]:
         model_class._keep_in_fp32_modules_strict = before
 
 
+def _tell_of_hub(name: str, what: str) -> None:
+    if not Path(name).expanduser().exists():
+        logger.info("Looking for the %s %s on the hub, or among what was downloaded before.", what, name)
+
+
+def _why_no_hub(name: str, error: BaseException) -> str | None:
+    """Why the hub does not answer, if that is what an error comes from."""
+    if Path(name).expanduser().exists():
+        return None
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    expected = (OfflineModeIsEnabled, ConnectionError, TimeoutError)
+    offline = [one for one in chain if isinstance(one, expected) or type(one).__name__ in _NETWORK_ERRORS]
+    if offline:
+        return f"{type(offline[-1]).__name__}: {_first_line(offline[-1])}"
+    absent = [one for one in chain if isinstance(one, LocalEntryNotFoundError)]
+    return _first_line(absent[-1]) if absent else None
+
+
+def _no_hub(name: str, what: str, reason: str) -> ModelError:
+    return ModelError(
+        f"the hub does not answer, and the {what} was not downloaded before",
+        where=name,
+        got=reason,
+        need="a folder of this machine, or a hub name and a network",
+        fix="check the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder of a copy",
+    )
+
+
 def _loading_error(name: str, error: Exception) -> ModelError:
     text = str(error)
+    if (reason := _why_no_hub(name, error)) is not None:
+        return _no_hub(name, "model", reason)
     if "size mismatch" in text or "ignore_mismatched_sizes" in text:
         return ModelError(
             "the weights do not have the shapes that config.json asks for",

@@ -20,7 +20,7 @@ from treeward.errors import ConfigError
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds, common_prefix_length
 
-__all__ = ["MIN_PREFIX_TOKENS", "PrefixCache"]
+__all__ = ["MIN_PREFIX_TOKENS", "PrefixCache", "RecentTokens"]
 
 MIN_PREFIX_TOKENS = 32
 """Shorter beginnings are not kept: computing them again costs about as much as looking them up."""
@@ -95,6 +95,38 @@ class PrefixCache:
         if not whole:
             most = min(most, len(key) // 8 - 1)
         return (best, most) if most >= MIN_PREFIX_TOKENS else (None, 0)
+
+
+class RecentTokens:
+    """The tokens of the last sequences that were seen, to notice what comes again.
+
+    A rendered text does not say where its prompt ends; what it has in common with an earlier one is the prompt, or
+    more. `max_sequences`, `max_bytes`: of tokens; the oldest go first.
+    """
+
+    def __init__(self, max_sequences: int = 4096, max_bytes: int = 2**25) -> None:
+        self.max_sequences, self.max_bytes = max_sequences, max_bytes
+        self._num_bytes = 0
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._sorted: list[bytes] = []
+
+    def add(self, tokens: TokenIds) -> int:
+        """How many of the first tokens another sequence had as well, 0 where it is too few to matter."""
+        key = _key(tokens)
+        place = bisect.bisect_left(self._sorted, key)
+        neighbours = self._sorted[max(place - 1, 0) : place + 1]
+        shared = max((common_prefix_length(_tokens(other), _tokens(key)) for other in neighbours), default=0)
+        if key not in self._seen and len(key) <= self.max_bytes:
+            self._sorted.insert(place, key)
+            self._num_bytes += len(key)
+        if len(key) <= self.max_bytes:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > self.max_sequences or self._num_bytes > self.max_bytes:
+            oldest, _ = self._seen.popitem(last=False)
+            self._num_bytes -= len(oldest)
+            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
+        return shared if shared >= MIN_PREFIX_TOKENS else 0
 
 
 def _key(tokens: TokenIds) -> bytes:

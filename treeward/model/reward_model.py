@@ -12,11 +12,9 @@ and so reads the wrong one where padding and end of text share an id (transforme
 
 from __future__ import annotations
 
-import contextlib
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
 from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
-from treeward.tree import attention
+from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, RowBatch, TreeBatch, plan_sequences
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds
@@ -35,12 +33,8 @@ __all__ = ["DEFAULT_BATCH_TOKENS", "Layout", "RewardModel", "check_finite"]
 DEFAULT_BATCH_TOKENS = 4096
 """Most tokens that scoring computes in one forward pass."""
 
-Layout = Literal["tree", "rows", "encoder"]
-"""How a model is run: decoders on trees; decoders that cannot share a prefix as padded rows; encoders as padded rows
-through their own pooling and head."""
 
-
-class RewardModel(nn.Module):
+class RewardModel(WrappedModel):
     """Scores of conversations, from a Hugging Face sequence classifier; one label per head, and one head is the rule.
 
     `hf`: the wrapped model. `layout`: see `Layout`. `compute_dtype`: run the backbone in this dtype by autocast while
@@ -50,16 +44,11 @@ class RewardModel(nn.Module):
     def __init__(
         self, hf: PreTrainedModel, *, layout: Layout = "tree", compute_dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__()
-        attention.register()
-        self.hf = hf
-        self.layout: Layout = layout
-        self.compute_dtype = compute_dtype
+        super().__init__(hf, layout=layout, compute_dtype=compute_dtype)
         self.num_computed_tokens = self.num_row_tokens = 0
         """By `score_tokens` so far: tokens that were computed, and tokens of the plain rows."""
         self.num_known_tokens = self.num_embeddings
         """Tokens whose embeddings come from the checkpoint; a row that was added for padding is never scored."""
-        _switch_off_noise(hf)
         if layout == "encoder":
             _compute_in_float32(self.head)
 
@@ -82,15 +71,6 @@ class RewardModel(nn.Module):
         embeddings = self.hf.get_input_embeddings()
         assert isinstance(embeddings.weight, Tensor)
         return embeddings.weight.shape[0]
-
-    @property
-    def backbone(self) -> nn.Module:
-        base: nn.Module = self.hf.base_model
-        return base
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.hf.parameters()).device
 
     @property
     def max_positions(self) -> int | None:
@@ -258,65 +238,11 @@ class RewardModel(nn.Module):
         return values_SH if head.bias is None else values_SH + head.bias.float()
 
     def _read_trees(self, batch: TreeBatch) -> Tensor:
-        with self.attention(attention.TREE if self._attention is None else self._attention):
-            hidden: Tensor = self.backbone(
-                input_ids=batch.tokens_T[None],
-                position_ids=batch.layout.positions_T[None],
-                # All ones rather than None: with None transformers takes restarting positions for packed sequences.
-                attention_mask=torch.ones_like(batch.tokens_T)[None],
-                use_cache=False,
-                tree_layout=batch.layout,
-            ).last_hidden_state
-        return hidden[0, batch.reads_S]
+        return self._tree_hidden(batch)[batch.reads_S]
 
     def _read_rows(self, batch: RowBatch) -> Tensor:
-        with self.attention(self._row_attention):
-            hidden: Tensor = self.backbone(
-                input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, use_cache=False
-            ).last_hidden_state
+        hidden = self._row_hidden(batch)
         return hidden[torch.arange(len(batch.lengths_S), device=hidden.device), batch.lengths_S - 1]
-
-    _attention: str | None = None
-
-    @property
-    def _row_attention(self) -> str:
-        """Plain attention for rows; transformers' SDPA would ignore soft-caps and sinks, so those run eagerly."""
-        config = self.hf.config.get_text_config()
-        softcap = getattr(config, "attn_logit_softcapping", None) is not None
-        supported = getattr(self.hf, "_supports_sdpa", True)
-        return "sdpa" if supported and not softcap else "eager"
-
-    @contextlib.contextmanager
-    def attention(self, implementation: str) -> Iterator[None]:
-        """Run with one of transformers' attention implementations; the setting is sticky, so it is made every time."""
-        if self.hf.config._attn_implementation != implementation:
-            if type(self.hf)._can_set_attn_implementation():
-                self.hf.set_attn_implementation(implementation)
-            elif implementation in (attention.TREE, attention.DENSE):
-                raise ModelError(
-                    f"{type(self.hf).__name__} does not use transformers' attention interface",
-                    where="policy.attention",
-                    fix="policy.attention=rows",
-                )
-        yield
-
-    def plain_attention(self) -> contextlib.AbstractContextManager[None]:
-        """Within it `hf` runs as transformers would run it."""
-        return self.attention(self._row_attention)
-
-    @contextlib.contextmanager
-    def reference_attention(self) -> Iterator[None]:
-        """Within it trees are computed by the dense reference instead of the fast path."""
-        self._attention = attention.DENSE
-        try:
-            yield
-        finally:
-            self._attention = None
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.compute_dtype is None or self.compute_dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
 
 def _alike(cache: PrefixCache, sequences: Sequence[TokenIds], group: Sequence[int]) -> list[list[int]]:
@@ -352,20 +278,6 @@ def head_name(hf: PreTrainedModel) -> str:
         got=[name for name, _ in hf.named_children()],
         need="a `score` or `classifier` module",
     )
-
-
-_NOISE = re.compile("drop|jitter")
-"""Names of the rates, of modules and configurations, that make a forward in training mode random."""
-
-
-def _switch_off_noise(hf: PreTrainedModel) -> None:
-    """No dropout, layer drop or router jitter: a reward is a deterministic function (Ziegler et al. 2019, p. 3)."""
-    for owner in (*hf.modules(), hf.config, hf.config.get_text_config()):
-        for name, value in list(vars(owner).items()):
-            if isinstance(value, float) and _NOISE.search(name):
-                setattr(owner, name, 0.0)
-        if isinstance(owner, nn.Dropout):
-            owner.p = 0.0
 
 
 def _compute_in_float32(head: nn.Module) -> None:

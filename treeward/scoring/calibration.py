@@ -109,13 +109,20 @@ def calibrate(
         if on_progress is not None:
             on_progress(len(chunk))
     _check(found, name)
+    logger.info("Fitting the constants to %d scores.", len(found.scores))
     scores, lengths = np.asarray(found.scores), np.asarray(found.lengths, dtype=np.float64)
     better, worse = np.asarray(found.pairs, dtype=np.int64).reshape(-1, 2).T
-    temperature = fit_temperature(scores[better] - scores[worse])
+    temperature = fit_temperature(scores[better] - scores[worse], name=name)
     curve = fit_length_curve(scores, lengths, unit=length_unit)
     if curve is not None:
         left = scores - np.array([length_effect(length, curve) for length in lengths])
-        curve = curve.model_copy(update={"residual_temperature": fit_temperature(left[better] - left[worse])})
+        curve = curve.model_copy(
+            update={
+                "residual_temperature": fit_temperature(
+                    left[better] - left[worse], name=f"{name}, beside the length curve"
+                )
+            }
+        )
     return RewardCalibration(
         normalization=fit_normalization(scores),
         length_curve=curve,
@@ -162,19 +169,20 @@ def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> Le
     )
 
 
-def fit_temperature(differences: Floats) -> CalibratedTemperature | None:
+def fit_temperature(differences: Floats, *, name: str | None = None) -> CalibratedTemperature | None:
     """The T that minimises `preference_nll` of ordered pairs, from their differences s_better - s_worse (P,).
 
     The loss is convex in b = 1/T, with slope -mean(d sigma(-b d)), so its minimum is where the slope is 0. There is
     none for T < inf where the mean difference is not positive: None, with a warning. There is none for T > 0 where no
     pair is in the wrong order: the targets are then (P + 1)/(P + 2) instead of 1, as Platt 1999 has it, and the log
-    says so. Guo et al. 2017 (arXiv 1706.04599) have temperature scaling.
+    says so. `name`: of the data, for the log. Guo et al. 2017 (arXiv 1706.04599) have temperature scaling.
     """
-    num_pairs = len(differences)
+    num_pairs, of = len(differences), f"{name}: " if name else ""
     if num_pairs == 0 or differences.mean() <= 0:
         logger.warning(
-            "no temperature: over %d ordered pairs the better completion does not score higher on average, so none "
+            "%sno temperature: over %d ordered pairs the better completion does not score higher on average, so none "
             "would make probabilities of these scores.",
+            of,
             num_pairs,
         )
         return None
@@ -182,8 +190,9 @@ def fit_temperature(differences: Floats) -> CalibratedTemperature | None:
     if differences.min() >= 0:
         target = (num_pairs + 1) / (num_pairs + 2)
         logger.warning(
-            "the temperature is a cautious guess: all of the %d ordered pairs are in the right order, which any lower "
-            "temperature would fit better still. More comparisons would tell.",
+            "%sthe temperature is a cautious guess: all of the %d ordered pairs are in the right order, which any "
+            "lower temperature would fit better still. More comparisons would tell.",
+            of,
             num_pairs,
         )
 

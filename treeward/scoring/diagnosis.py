@@ -27,6 +27,10 @@ PARTS: tuple[Part, ...] = (
 """What is compared, in the order in which a score is made."""
 
 
+_TELLING_SPREAD = 10
+"""How many tolerances the scores on a line must spread over for the line to say something."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One part: equal to the contract, different from it, or not checked. `got`, `need`, `fix`: as in errors."""
@@ -147,7 +151,10 @@ def _rounding(
 def _scale(
     contract: ScoringContract, examples: Sequence[GoldenExample], got: Sequence[float], tolerance: float
 ) -> Check | None:
-    """A straight line through the scores: least squares, and then every one of them must lie on it."""
+    """A straight line through the scores: least squares, and then every one of them must lie on it.
+
+    A line that is nearly level lies within the tolerance of any scores that hardly differ, and explains nothing.
+    """
     need = [one.score for one in examples]
     if len(got) < 4:
         return None  # any three scores are nearly on some line
@@ -157,7 +164,10 @@ def _scale(
         return None
     slope = sum((x - mean_need) * (y - mean_got) for x, y in zip(need, got, strict=True)) / spread
     offset = mean_got - slope * mean_need
-    if slope <= 0 or not close(got, [slope * x + offset for x in need], tolerance * max(1.0, slope)):
+    explained = slope * (max(need) - min(need))
+    if explained <= _TELLING_SPREAD * tolerance or not close(
+        got, [slope * x + offset for x in need], tolerance * max(1.0, slope)
+    ):
         return None
     return Check(
         "activation", "differs", f"the scores are scaled and shifted: {slope:.6g} x score {offset:+.6g}",

@@ -236,7 +236,10 @@ def load_shaper(
                 field="reward_shaping",
                 got="contract, of an ensemble" if is_ensemble else f"no such section in {CONTRACT_FILE}",
                 need="a reward_shaping section in the contract, or one given here",
-                fix="give the section itself",
+                fix="give the section itself, as {length_penalty: {coefficient: 0.001}}"
+                if is_ensemble
+                else "give the section itself, as {length_penalty: {coefficient: 0.001}}; or fit one and keep it in "
+                f'the contract: treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"',
             )
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)

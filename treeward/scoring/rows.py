@@ -3,7 +3,7 @@
 conversations_of({"messages": [...]}, "in.jsonl:1")                            # one: gets "score"
 conversations_of({"context": [...], "completions": [...]}, "in.jsonl:2")       # several: gets "scores"
 conversations_of({"prompt": "...", "chosen": "...", "rejected": "..."}, ...)   # two, in that order
-conversations_of({"prompt": "...", "responses": ["...", ...]}, ...)
+conversations_of({"prompt": "...", "responses": ["...", ...]}, ...)            # or context and responses
 conversations_of({"chosen": "\\n\\nHuman: ...", "rejected": "..."}, ...)       # transcripts
 """
 
@@ -34,7 +34,7 @@ _OURS = ("score", "scores", "error", "truncated")
 _OURS_WITH_REWARDS = (*_OURS, "reward", "rewards")
 _LISTS = ("messages", "completions", "responses")
 _SHAPES = (
-    "messages; or context and completions; or prompt with chosen and rejected, or with responses; "
+    "messages; or context with completions or responses; or prompt with chosen and rejected, or with responses; "
     "or chosen and rejected conversations"
 )
 
@@ -118,7 +118,7 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
             field=wrong[0],
             got=row[wrong[0]],
             need=_SHAPES,
-            fix="completions go with context, responses with prompt: rename one of them",
+            fix="completions go with context, responses with context or prompt: rename one of them",
         )
     if not shapes:
         raise DataError(
@@ -138,7 +138,8 @@ def _read_completions(row: Mapping[str, Any], where: str) -> list[list[Message]]
 
 
 def _read_responses(row: Mapping[str, Any], where: str) -> list[list[Message]]:
-    context = _prompt(row["prompt"], "prompt", where)
+    key = "context" if "context" in row else "prompt"
+    context = _prompt(row[key], key, where)
     ends = _list(row["responses"], "responses", where)
     return [context + _completion(end, f"responses[{i}]", where) for i, end in enumerate(ends)]
 
@@ -153,12 +154,14 @@ _READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any], str], list[list[Mes
     ("messages",): _read_messages,
     ("completions",): _read_completions,
     ("prompt", "responses"): _read_responses,
+    ("context", "responses"): _read_responses,
     ("chosen", "rejected"): _read_pair,
 }
 _CONTEXT_OF: dict[tuple[str, ...], tuple[str, ...]] = {
     ("messages",): ("context", "prompt"),  # the conversation is whole: they are columns like others
     ("completions",): ("context",),
     ("prompt", "responses"): ("prompt",),
+    ("context", "responses"): ("context",),
     ("chosen", "rejected"): ("prompt",),
 }
 """Where the beginning of the conversations of each shape is; elsewhere it would be left out without a word."""

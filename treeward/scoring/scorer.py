@@ -14,6 +14,7 @@ messages before it and numbers after it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from treeward.data.rendering import Renderer, Truncation
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
 from treeward.model.loading import load_reward_model, load_tokenizer, quiet_transformers
-from treeward.model.prefix_cache import PrefixCache
+from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import diagnose
 from treeward.scoring.score import Conversation, OnError, Score
@@ -75,7 +75,8 @@ class Scorer:
         self.batch_tokens, self.max_sequences = batch_tokens, max_sequences
         self.contract = contract
         self.prefix_cache = prefix_cache
-        self._with_another_answer: dict[str, npt.NDArray[np.int64]] = {}
+        self._prompt_lengths: dict[bytes, int] = {}
+        self._recent = RecentTokens()
         self.head_weights = _check_head_weights(head_weights, model.num_heads)
 
     @classmethod
@@ -244,19 +245,24 @@ class Scorer:
         )
 
     def _prompt_length(self, conversation: Conversation, ids: Sequence[int]) -> int:
-        """How many tokens come before the last message: those that another answer would have too."""
-        key = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str)
-        with_another = self._with_another_answer.get(key)
-        if with_another is None:
+        """How many tokens come before the last message: those that another answer would have too.
+
+        It says what is worth keeping, nothing more: what is found in the cache is compared token by token.
+        """
+        context = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str).encode()
+        key = hashlib.blake2b(context, digest_size=16).digest()
+        length = self._prompt_lengths.get(key)
+        if length is None:
             other = [*conversation[:-1], {"role": conversation[-1]["role"], "content": _ANOTHER_ANSWER}]
             try:
-                with_another = np.asarray(self.renderer.encode(other), dtype=np.int64)
+                another = np.asarray(self.renderer.encode(other), dtype=np.int64)
             except DataError:  # a template that refuses it: nothing of this prompt is kept
-                with_another = np.empty(0, dtype=np.int64)
-            if len(self._with_another_answer) >= _MOST_PROMPTS:
-                self._with_another_answer.pop(next(iter(self._with_another_answer)))
-            self._with_another_answer[key] = with_another
-        return min(common_prefix_length(np.asarray(ids, dtype=np.int64), with_another), len(ids) - 1)
+                another = np.empty(0, dtype=np.int64)
+            length = common_prefix_length(np.asarray(ids, dtype=np.int64), another)
+            if len(self._prompt_lengths) >= _MOST_PROMPTS:
+                self._prompt_lengths.pop(next(iter(self._prompt_lengths)))
+            self._prompt_lengths[key] = length
+        return min(length, len(ids) - 1)
 
     def _score(self, values: list[float], one: Prepared, on_error: OnError) -> Score:
         error = None
@@ -287,7 +293,8 @@ class Scorer:
             return Prepared(name, None, len(ids), error=f"there must be tokens, with ids from 0 to {known - 1}")
         if limit is not None and len(ids) > limit:
             return Prepared(name, None, len(ids), error=f"too long to score: {len(ids)} tokens, at most {limit}")
-        return Prepared(name, ids, len(ids))
+        seen = 0 if self.prefix_cache is None else min(self._recent.add(ids), len(ids) - 1)
+        return Prepared(name, ids, len(ids), prompt_length=seen)
 
     def _render(self, conversations: Sequence[Conversation], names: Sequence[str], on_error: OnError) -> list[Prepared]:
         try:

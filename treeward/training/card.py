@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from treeward.tables import Column, markdown_table
+from treeward.training.choice import Choice
 from treeward.training.setup import Run
 
-__all__ = ["RESULT_COLUMNS", "model_card", "result_rows"]
+__all__ = ["model_card", "result_columns", "result_rows"]
 
-RESULT_COLUMNS = [
+_COLUMNS = [
     Column("set", title="validation set"),
     Column("comparisons"),
     Column("accuracy", format=".3f"),
@@ -19,6 +20,21 @@ RESULT_COLUMNS = [
     Column("chosen_rewards", title="chosen", format=".2f"),
     Column("rejected_rewards", title="rejected", format=".2f"),
 ]
+
+
+_LENGTH_COLUMNS = [
+    Column("set", title="validation set"),
+    Column("accuracy_longer_right", title="better answer longer", format=".3f"),
+    Column("accuracy_shorter_right", title="better answer shorter", format=".3f"),
+    Column("length_controlled_accuracy", title="mean of both (length-controlled)", format=".3f"),
+]
+
+
+def result_columns(choice: Choice | None) -> list[Column]:
+    """The columns of a results table: what every run has, and the metric that chose the checkpoint."""
+    if choice is None or choice.metric in {column.key for column in _COLUMNS}:
+        return _COLUMNS
+    return [*_COLUMNS[:3], Column(choice.metric, title=choice.metric.replace("_", " "), format=".3f"), *_COLUMNS[3:]]
 
 
 def result_rows(sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:
@@ -39,7 +55,7 @@ def model_card(run: Run, step: int, validation: Mapping[str, Mapping[str, float]
     head += [f"base_model: {base}"] if on_hub else []
     results = "This checkpoint was not validated."
     if validation:
-        results = markdown_table(result_rows(run.validation_sizes, validation), RESULT_COLUMNS)
+        results = "\n\n".join(_results(run, validation))
     return "\n".join(
         [
             *head,
@@ -72,3 +88,21 @@ def model_card(run: Run, step: int, validation: Mapping[str, Mapping[str, float]
             "",
         ]
     )
+
+
+def _results(run: Run, validation: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Tables and sentences: the numbers, what makes them too good, and what length does."""
+    rows, choice = result_rows(run.validation_sizes, validation), run.choice
+    parts = [markdown_table(rows, result_columns(choice))]
+    if choice is not None and choice.among_several and any(choice.metric in means for means in validation.values()):
+        parts.append(
+            f"The checkpoint is the best of {choice.num_checkpoints} by {choice.metric} on {', '.join(choice.sets)}: "
+            "it was chosen on these comparisons, so on new data expect lower numbers."
+        )
+    for name, count in run.num_trained_on.items():
+        if count:
+            size = run.validation_sizes[name]
+            parts.append(f"{count:,} of {size:,} comparisons of {name} are in the training data too, word for word.")
+    if any("length_controlled_accuracy" in means for means in validation.values()):
+        parts += ["Accuracy by which answer is the longer:", markdown_table(rows, _LENGTH_COLUMNS)]
+    return parts

@@ -35,6 +35,7 @@ from treeward.errors import CheckpointError, ConfigError, DataError, TreewardErr
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.findings import length_finding
 from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.running import folder_names
 from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
 from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
 from treeward.evaluation.suites.parts import with_notes
@@ -42,7 +43,8 @@ from treeward.model.contract import read_contract
 from treeward.scoring.scorer import Scorer
 from treeward.training.setup import Run
 
-__all__ = ["Report", "ReportPlan", "ValidationSuite", "check_report", "plan_report", "report_findings"]
+__all__ = ["Report", "ReportPlan", "ValidationSuite", "ReportedSet", "check_report", "plan_report", "report_findings"]
+__all__ += ["reported_sets"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ def check_report(config: RewardModelRunConfig) -> None:
     """See, before training, that the report can be written at its end; nothing where none is asked for.
 
     Raises `ConfigError` for a suite that does not exist or has the name of another, a suite's folder that is not there,
-    and a folder of the report that is not this run's; `DataError` for a suite's folder that cannot be read.
+    and a folder of the report that is not this run's; `DataError` for a suite's folder that cannot be read. A suite
+    that the hub does not give is warned of: it may be there when the run ends.
     """
     if not config.evaluation.enabled:
         return
@@ -83,7 +86,9 @@ def check_report(config: RewardModelRunConfig) -> None:
                 need="suites named once, and validation sets with other names",
             )
         names.append(suite.name)
-        if source is not None:
+        if source is None:
+            _look_for(suite)
+        else:
             if not Path(source).exists():
                 raise ConfigError(
                     "the folder of a suite is not there",
@@ -103,14 +108,43 @@ def check_report(config: RewardModelRunConfig) -> None:
         )
 
 
+def _look_for(suite: Suite) -> None:
+    logger.info("Looking for the suite %s on the hub, or among what was downloaded before.", suite.name)
+    try:
+        suite.load(None)
+    except DataError as error:
+        logger.warning(
+            "The suite %s cannot be had now (%s). The run trains all the same, and its report will want the suite at "
+            "its end; from a copy: evaluation.suites=[%s=FOLDER].", suite.name, error.got or error.summary, suite.name,
+        )  # fmt: skip
+
+
 def plan_report(run: Run, model: Path) -> ReportPlan:
     """What the report of a finished run is of: its validation sets, as validation measures them, and its suites."""
     config = run.config
     sets = [
-        ValidationSuite(dataset, run.validation_sets[str(dataset.name)], run.renderer, run.validation_limit)
+        ValidationSuite(
+            dataset,
+            run.validation_sets[str(dataset.name)],
+            run.renderer,
+            run.validation_limit,
+            caveat=_caveat(run, str(dataset.name)),
+        )
         for dataset in config.data.validation
     ]
     return ReportPlan(config, model, (*((one, None) for one in sets), *_named_suites(config)))
+
+
+def _caveat(run: Run, name: str) -> str | None:
+    """What makes the numbers of a validation set better than those of new data."""
+    parts = []
+    if run.choice is not None and run.choice.among_several and name in run.choice.sets:
+        parts.append(run.choice.caveat)
+    if count := run.num_trained_on.get(name):
+        parts.append(
+            f"{count:,} of its {run.validation_sizes[name]:,} comparisons are in the training data too, word for word."
+        )
+    return " ".join(parts) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +157,9 @@ class ReportPlan:
 
     @property
     def name(self) -> str:
-        """What the model is called: as the folder of its run, for `final` says nothing."""
-        return re.sub(r"[^\w.-]+", "-", Path(self.config.checkpointing.checkpoint_dir).resolve().name) or "model"
+        """What the model is called: as by `treeward eval`, with the folder of its run, for `final` says nothing."""
+        model = str(self.model.resolve())
+        return re.sub(r"[^\w.-]+", "-", folder_names([model])[model])
 
     def write(self, *, should_stop: Callable[[], str | None], show_progress: bool = True) -> Report:
         """Evaluate the model and write the report, unless it is there. Says, and logs, what went wrong; raises nothing.
@@ -221,13 +256,23 @@ class ValidationSuite(PreferenceSuite):
     that trains in bfloat16 is evaluated in float32).
 
     What the encoding has left out (too long, ties, identical replies) is left out here, of replies with the same tokens
-    the first stays with the best of their ranks, and `limit` is the first so many of what is left.
+    the first stays with the best of their ranks, and `limit` is the first so many of what is left. `caveat`: what is
+    said beside the verdict.
     """
 
     title = ""  # its name is its title
 
-    def __init__(self, config: DatasetConfig, encoded: EncodedDataset, renderer: Renderer, limit: int | None) -> None:
+    def __init__(
+        self,
+        config: DatasetConfig,
+        encoded: EncodedDataset,
+        renderer: Renderer,
+        limit: int | None,
+        *,
+        caveat: str | None = None,
+    ) -> None:
         super().__init__(str(config.name), config)
+        self.caveat = caveat
         self.encoded, self.renderer = encoded, renderer
         self.size = len(encoded) if limit is None else min(limit, len(encoded))
 
@@ -275,18 +320,24 @@ class ValidationSuite(PreferenceSuite):
         return replace(result, headline=noted)
 
 
-def report_findings(report: Path) -> dict[str, str]:
-    """For each set of a run's report in which the model likes a length too much, the sentence that says so; the set
-    where it matters most comes first.
+@dataclass(frozen=True, slots=True)
+class ReportedSet:
+    """What a report says first of one set: its verdict, and on length the sentence (None: nothing) and the gap."""
+
+    name: str
+    verdict: str
+    length_finding: str | None
+    gap: float
+
+
+def reported_sets(report: Path) -> list[ReportedSet]:
+    """The sets and suites of a run's report, in its order.
 
     Raises `CheckpointError` where the numbers beside the report cannot be read.
     """
     file = report.with_name(_NUMBERS)
     try:
-        results = json.loads(file.read_text(encoding="utf-8"))["results"]
-        sets = [(one["suite"], [Metric(**metric) for metric in one["diagnostics"]["length"]]) for one in results]
-        lengths = {name: {metric.name: metric for metric in metrics} for name, metrics in sets}
-        findings = {name: length_finding(metrics) for name, metrics in lengths.items()}
+        return [_reported(one) for one in json.loads(file.read_text(encoding="utf-8"))["results"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             "the numbers of the report cannot be read",
@@ -294,8 +345,19 @@ def report_findings(report: Path) -> dict[str, str]:
             got=repr(error),
             fix="remove the folder of the report; the same command writes it again",
         ) from error
-    by_gap = sorted(lengths, key=lambda name: -abs(lengths[name]["accuracy_gap"].value or 0.0))
-    return {name: finding for name in by_gap if (finding := findings[name]) is not None}
+
+
+def report_findings(report: Path) -> dict[str, str]:
+    """For each set of a run's report in which the model likes a length too much, the sentence that says so; the set
+    where it matters most comes first. Raises as `reported_sets`."""
+    by_gap = sorted(reported_sets(report), key=lambda one: -one.gap)
+    return {one.name: one.length_finding for one in by_gap if one.length_finding is not None}
+
+
+def _reported(one: Mapping[str, Any]) -> ReportedSet:
+    length = {metric["name"]: Metric(**metric) for metric in one["diagnostics"]["length"]}
+    gap = length["accuracy_gap"].value or 0.0
+    return ReportedSet(one["suite"], one["verdict"], length_finding(length, one["standing"]), abs(gap))
 
 
 def _named_suites(config: RewardModelRunConfig) -> list[tuple[Suite, str | None]]:

@@ -23,7 +23,9 @@ from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import PreferenceStream, open_dataset
 from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
+from treeward.data.files import KINDS, file_suffix
 from treeward.data.rendering import Renderer
+from treeward.data.sources import read_rows
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import ConfigError
 from treeward.evaluation.examples import EvalExample
@@ -39,8 +41,10 @@ from treeward.model.loading import (
 )
 from treeward.model.reward_model import RewardModel
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
+from treeward.training.choice import Choice, choice_of
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import TrainingOrder
+from treeward.training.shared_rows import num_shared
 from treeward.training.state import TrainingState, check_identity, load_state
 from treeward.training.validation import examples_to_perturb
 from treeward.tree.batch import plan_micro_batches, plan_padded
@@ -56,7 +60,8 @@ _CHECKED_COMPARISONS = 64
 class Run:
     """A training run that is ready to take its next step. `state.step` steps are done already.
 
-    `perturbed`: by validation set, the comparisons whose replies are rewritten to measure `robust_accuracy`.
+    `perturbed`: by validation set, the comparisons whose replies are rewritten to measure `robust_accuracy`;
+    `num_trained_on`: how many of those that a validation looks at are in the training data too.
     """
 
     config: RewardModelRunConfig
@@ -72,6 +77,12 @@ class Run:
     store: CheckpointStore | None
     state: TrainingState
     perturbed: Mapping[str, tuple[EvalExample, ...]]
+    num_trained_on: Mapping[str, int]
+
+    @property
+    def choice(self) -> Choice | None:
+        """How the exported model is chosen; None where no metric ranks checkpoints."""
+        return choice_of(self.config, self.total_steps)
 
     @property
     def validation_limit(self) -> int | None:
@@ -141,6 +152,7 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
     torch.manual_seed(config.rm.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     streams = [open_dataset(dataset) for dataset in config.data.train]
+    _check_files(config)  # before the hub is asked for a tokenizer, which may take minutes to say no
     if checkpoint is not None:
         checkpoint.verify()  # before anything of it is read: a cut file makes each reader fail in a way of its own
     tokenizer = _find_tokenizer(config, streams, checkpoint)
@@ -160,6 +172,7 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
         for dataset in config.data.validation
     }
     _check_schedule(config)
+    num_trained_on = _count_trained_on(config, training_sets, validation_sets)
     perturbed = _examples_to_perturb(config, validation_sets)
     order = TrainingOrder(
         list(training_sets.values()),
@@ -189,7 +202,8 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
     if checkpoint is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         state = load_state(checkpoint.path, optimizer, scheduler, names)
-        logger.info("Resuming after step %d of %d from %s.", state.step, total_steps, checkpoint.path)
+        _tell_of_resuming(state.step, total_steps, checkpoint.path)
+    _tell_of_choice(config, max(total_steps, state.step))
     return Run(
         config,
         model,
@@ -204,7 +218,58 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
         store,
         state,
         perturbed,
+        num_trained_on,
     )
+
+
+def _tell_of_resuming(step: int, total_steps: int, checkpoint: Path) -> None:
+    if step <= total_steps:
+        logger.info("Resuming after step %d of %d from %s.", step, total_steps, checkpoint)
+        return
+    logger.warning(
+        "This run has taken %d steps (%s), and no more than %d are asked for now: nothing is left to train, and no "
+        "step is undone.", step, checkpoint, total_steps,
+    )  # fmt: skip
+
+
+def _tell_of_choice(config: RewardModelRunConfig, total_steps: int) -> None:
+    choice = choice_of(config, total_steps)
+    if choice is None or choice.among_several:
+        return
+    checkpointing, validated = config.checkpointing, config.rm.val_period
+    logger.warning(
+        "%s checkpoint of this run of %d steps will have a %s, so nothing is chosen by it: checkpointing.save_period "
+        "is %s and rm.val_period %s. Lower both to compare several.",
+        "One" if choice.num_checkpoints else "No", total_steps, choice.name, checkpointing.save_period, validated,
+    )  # fmt: skip
+
+
+def _check_files(config: RewardModelRunConfig) -> None:
+    """See that files of data are there and begin with a row. Raises `DataError`; what may be a hub's is left alone."""
+    for dataset in (*config.data.train, *config.data.validation):
+        path = dataset.data_path
+        if path is None or "." in dataset.dataset_name or Path(path).is_dir():
+            continue
+        if Path(path).exists() or path.count("/") != 1 or file_suffix(path) in KINDS:
+            next(read_rows(path, split=dataset.split, subset=dataset.subset))
+
+
+def _count_trained_on(
+    config: RewardModelRunConfig,
+    training_sets: Mapping[str, EncodedDataset],
+    validation_sets: Mapping[str, EncodedDataset],
+) -> dict[str, int]:
+    """How many comparisons of each validation set are trained on, with a warning: they are no test of new data."""
+    limit, counts = _validation_limit(config), {}
+    for name, dataset in validation_sets.items():
+        size = len(dataset) if limit is None else min(limit, len(dataset))
+        counts[name] = num_shared(dataset, training_sets.values(), limit=limit)
+        if counts[name]:
+            logger.warning(
+                "%d of %d comparisons of the validation set %s are in the training data too, word for word: its "
+                "numbers say how well they are remembered, and little of new data.", counts[name], size, name,
+            )  # fmt: skip
+    return counts
 
 
 def _examples_to_perturb(

@@ -10,6 +10,8 @@ exactly. `identity` names what must not change between a run and its resumption:
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from treeward.errors import CheckpointError
 
 __all__ = ["TrainingState", "check_identity", "load_state", "read_state", "save_state"]
+
+logger = logging.getLogger(__name__)
 
 _STATE, _TENSORS = "training_state.json", "optimizer.safetensors"
 _RNG = "rng/"
@@ -87,11 +91,20 @@ def load_state(
     if isinstance(scheduler, LambdaLR):
         # In a run that was made longer the next step has its place in the longer schedule; else nothing changes.
         for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = base * factor(scheduler.last_epoch)
+            before, group["lr"] = group["lr"], base * factor(scheduler.last_epoch)
+            _tell_of_jump(float(before), group["lr"])
     torch.set_rng_state(tensors[f"{_RNG}cpu"])
     if torch.cuda.is_available() and f"{_RNG}cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"{_RNG}cuda"])
     return TrainingState(**document)
+
+
+def _tell_of_jump(before: float, now: float) -> None:
+    if not math.isclose(before, now, rel_tol=1e-6, abs_tol=1e-15):
+        logger.warning(
+            "The learning rate goes on at %.3g, where it would have been %.3g: the schedule spans the whole run, whose "
+            "length is another than before (rm.max_num_epochs, rm.max_num_steps).", now, before,
+        )  # fmt: skip
 
 
 def read_state(folder: Path) -> TrainingState:

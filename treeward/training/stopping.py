@@ -2,6 +2,7 @@
 
     with StopRequest(deadline_seconds=None) as stop:
         while not stop.reason: ...        # "SIGTERM", "SIGINT" or "checkpoint_must_save_by"
+        stop.doing = REPORTING            # what a signal is answered with from here on
 
 A second signal is not caught: it ends the process at once, as does kill -9, and the last checkpoint stands. A signal
 that the process was started to ignore (a background job of a script ignores Ctrl-C) stays ignored.
@@ -17,7 +18,14 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["StopRequest"]
+__all__ = ["REPORTING", "TRAINING", "StopRequest"]
+
+TRAINING = "finishing this step, saving, then leaving. A second one leaves at once, without saving."
+REPORTING = (
+    "leaving the report as far as it is; the model is saved, and so are the rows that were scored. A second one leaves "
+    "at once."
+)
+"""What a signal is answered with, while a run trains and while it writes its report."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -26,12 +34,13 @@ class StopRequest:
     """Whether the run shall stop, and why.
 
     `deadline_seconds` counts from the construction; the deadline asks to stop `reserved_seconds` earlier, what the run
-    expects to need until it is saved.
+    expects to need until it is saved. `doing`: what a signal is answered with.
     """
 
     def __init__(self, *, deadline_seconds: float | None = None) -> None:
         self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         self.reserved_seconds = 0.0
+        self.doing = TRAINING
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -63,7 +72,7 @@ class StopRequest:
         self._signal = number
         self._restore()
         name = signal.Signals(number).name
-        text = f"\n{name}: finishing this step, saving, then leaving. A second one leaves at once, without saving.\n"
+        text = f"\n{name}: {self.doing}\n"
         # Not by logging: a handler may run in the middle of another write to standard error.
         with contextlib.suppress(OSError):
             os.write(2, text.encode())

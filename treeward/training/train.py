@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,12 +30,13 @@ from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
+from treeward.training.choice import Choice
 from treeward.training.exporting import export_final
 from treeward.training.progress import TrainingProgress
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import Run, set_up
 from treeward.training.state import TrainingState, read_state, save_state
-from treeward.training.stopping import StopRequest
+from treeward.training.stopping import REPORTING, StopRequest
 from treeward.training.tracking import TrackerGroup, open_trackers
 from treeward.training.validation import SetValidation, pooled, robust_accuracy, validate, values_of
 
@@ -51,8 +52,10 @@ class TrainingOutcome:
     `interrupted_by`: why it stopped early, None if it finished; `exit_code` as a process should report it.
     `validation`: the metrics of each set in the model that was exported (of the last step where none was), empty if it
     was not validated; `validation_sizes`: how many comparisons they are of.
-    `model_folder`: the exported model, of step `model_step`. `report`: the page that says what it has learnt, None if
-    there is none, and `report_error` is why one that was asked for is missing; the exit code is 1 then.
+    `model_folder`: the exported model, of step `model_step`; `choice`: how that was chosen, None where it is the last.
+    `num_trained_on`: by set, how many of its comparisons are in the training data too.
+    `report`: the page that says what it has learnt, None if there is none, and `report_error` is why one that was asked
+    for is missing; the exit code is 1 then.
     """
 
     step: int
@@ -65,6 +68,8 @@ class TrainingOutcome:
     exit_code: int = 0
     report: Path | None = None
     report_error: str | None = None
+    choice: Choice | None = None
+    num_trained_on: Mapping[str, int] = field(default_factory=dict)
 
 
 def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
@@ -88,7 +93,7 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
                     counts = dataset.counts.as_metrics()
                     trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
         if run.state.step >= run.total_steps:
-            logger.info("This run has finished: nothing is left to train. A new one needs its own checkpoint_dir.")
+            logger.info("All %d steps are done. A new run needs its own checkpointing.checkpoint_dir.", run.state.step)
         loop = _Loop(run, trackers, stop, show_progress)
         outcome = loop.run_to_end()
         if config.evaluation.enabled and outcome.model_folder is not None:
@@ -103,6 +108,7 @@ def _with_report(outcome: TrainingOutcome, plan: ReportPlan, stop: StopRequest, 
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    stop.doing = REPORTING
     report = plan.write(should_stop=lambda: stop.reason, show_progress=show_progress)
     if report.stopped_by is not None:
         return replace(outcome, interrupted_by=report.stopped_by, exit_code=stop.exit_code)
@@ -143,7 +149,8 @@ class _Loop:
             if rm.val_at_start and self.state.step == 0:
                 self.validate()
             elif self._validation_is_due() and self.state.validation_step != self.state.step:
-                self.validate()  # the session before was stopped in the middle of it
+                logger.info("Step %d was saved before it was validated: that is made up for.", self.state.step)
+                self.validate()
                 self.saved_step = None
                 self.save()
             while self.state.step < run.total_steps and not self.stop.reason:
@@ -338,6 +345,7 @@ class _Loop:
             run.total_steps,
             _validation_of(self.state),
             run.validation_sizes,
+            num_trained_on=run.num_trained_on,
         )
         if self.state.step < run.total_steps:
             return replace(outcome, interrupted_by=self.stop.reason, exit_code=self.stop.exit_code)
@@ -349,9 +357,10 @@ class _Loop:
         best = store.best()
         assert best is not None  # the last step was saved
         final = store.folder / "final"
+        choice = None if best.metric is None else run.choice
         if run.state.step == run.total_steps and final.is_dir():  # an earlier session has finished the run
             validation = _validation_of(read_state(best.path))
-            return replace(outcome, validation=validation, model_folder=final, model_step=best.step)
+            return replace(outcome, validation=validation, model_folder=final, model_step=best.step, choice=choice)
         model, state = run.model, self.state
         if best.step != self.state.step:
             best.verify()
@@ -369,7 +378,7 @@ class _Loop:
         if hub.push_to_hub:
             assert hub.repo_id is not None  # the schema sees to it
             push_folder(final, hub.repo_id, private=hub.private)
-        return replace(outcome, validation=validation, model_folder=final, model_step=best.step)
+        return replace(outcome, validation=validation, model_folder=final, model_step=best.step, choice=choice)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,26 @@
+"""The folder is whole: its configuration is one that the server takes, and its rows can be scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+from treeward.config.nemo_gym import NemoGymConfig
+from treeward.data.responses_items import conversation_of
+
+FOLDER = Path(__file__).parent.parent
+
+
+def test_the_configuration_is_the_servers() -> None:
+    merged = yaml.safe_load((FOLDER / "configs" / "reward_model.yaml").read_text(encoding="utf-8"))
+    section = merged["reward_model_server"]["resources_servers"]["reward_model"]
+    assert (FOLDER / section["entrypoint"]).is_file()
+    assert NemoGymConfig.model_validate(section | {"model_path": "a/model"}).server_config.models[0].model == "a/model"
+
+
+def test_the_examples_can_be_scored() -> None:
+    for line in (FOLDER / "data" / "example.jsonl").read_text(encoding="utf-8").splitlines():
+        params = json.loads(line)["responses_create_params"]
+        assert conversation_of(params, [{"role": "assistant", "content": "Yes."}])[-2]["role"] == "user"

@@ -1,0 +1,446 @@
+"""`treeward rollouts`: against a policy on loopback; what is asked, what is written, what survives a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_policy import FakePolicy
+
+from treeward.cli.main import main
+from treeward.scoring.scorer import Scorer
+
+PROMPTS = ["Why?", "Who?", "When?"]
+
+
+@pytest.fixture
+def policy() -> Iterator[FakePolicy]:
+    with FakePolicy() as running:
+        yield running
+
+
+@pytest.fixture
+def collect(policy: FakePolicy, tmp_path: Path) -> Callable[..., int]:
+    """Run the command on `policy`; the output is `out/rollouts.jsonl`."""
+
+    def run(rows: Path, *more: str, api: str = "chat") -> int:
+        output = str(tmp_path / "out" / "rollouts.jsonl")
+        common = ["--model-url", policy.url, "--model", "policy", "--api", api, "--input", str(rows)]
+        return main(["rollouts", *common, "--output", output, *more])
+
+    return run
+
+
+@pytest.fixture
+def rows(write_rows: Callable[..., Path]) -> Path:
+    return write_rows("rows.jsonl", [{"prompt": prompt, "kept": [prompt]} for prompt in PROMPTS])
+
+
+def read(tmp_path: Path, what: str = "") -> list[dict[str, Any]]:
+    file = tmp_path / "out" / f"rollouts{what}.jsonl"
+    found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return sorted(found, key=lambda row: (row["_ng_task_index"], row.get("_ng_rollout_index", 0)))
+
+
+def text(row: dict[str, Any]) -> str:
+    found: str = row["response"]["output"][-1]["content"][0]["text"]
+    return found
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_rewards_are_scores(
+    api: str, collect: Callable[..., int], rows: Path, model_folder: Path, tmp_path: Path, policy: FakePolicy
+) -> None:
+    arguments = ("--reward-model", str(model_folder), "--device", "cpu", "--num-repeats", "2")
+    assert collect(rows, *arguments, api=api) == 0
+    rollouts = read(tmp_path)
+    assert [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rollouts] == [
+        (task, repeat) for task in range(3) for repeat in range(2)
+    ]
+    scorer = Scorer.load(model_folder, device="cpu")
+    for row in rollouts:
+        prompt = PROMPTS[row["_ng_task_index"]]
+        assert row["prompt"] == prompt and row["kept"] == [prompt]
+        assert text(row).endswith(f"to {prompt}.")
+        conversation = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text(row)}]
+        assert row["reward"] == pytest.approx(scorer.score([conversation])[0].score, abs=1e-5)
+    assert len({text(row) for row in rollouts}) == 6
+    assert read(tmp_path, "_failures") == []
+    metrics = json.loads((tmp_path / "out" / "rollouts_aggregate_metrics.json").read_text(encoding="utf-8"))
+    rewards = [row["reward"] for row in rollouts]
+    assert metrics["agent_metrics"]["mean/reward"] == pytest.approx(sum(rewards) / 6)
+    assert metrics["agent_metrics"]["max/reward"] == max(rewards)
+    assert metrics["agent_metrics"]["mean/total_tokens"] == 17
+    profiles = read(tmp_path, "_reward_profiles")
+    assert [profile["rewards"] for profile in profiles] == [rewards[0:2], rewards[2:4], rewards[4:6]]
+    assert [profile["input"][0]["content"] for profile in profiles] == PROMPTS
+
+
+def test_a_rewards_server_gives_what_verify_would(model_folder: Path) -> None:
+    import asyncio
+
+    import httpx
+
+    from treeward.config.server import ServerConfig
+    from treeward.errors import ModelError
+    from treeward.serving.app import create_app
+    from treeward.serving.rollouts.requests import Endpoint, RequestFailed
+    from treeward.serving.rollouts.rewards import LocalRewards, RemoteRewards
+    from treeward.serving.run import make_service
+
+    shaping = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.1}
+    section = {"model": str(model_folder), "name": "rm", "device": "cpu", "shaping": shaping}
+    service = make_service(ServerConfig.model_validate({"models": [section]}))
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            remote = RemoteRewards.at(Endpoint(client, "http://here/v1"))
+            local = LocalRewards(service)
+            output = [{"type": "message", "role": "assistant", "content": "The Amazon."}]
+            row = {"reward_threshold": 0.0}
+            found = await remote.of({"input": "Why?"}, output, row)
+            assert found == await local.of({"input": "Why?"}, output, row)
+            assert found.keys() >= {"reward", "reward_score", "reward_num_tokens", "reward_passed"}
+            assert (await remote.identity())["model"] == "rm"
+            for source in (remote, local):
+                with pytest.raises(RequestFailed, match="too long to score"):
+                    await source.of({"input": "word " * 200}, output, row)
+            with pytest.raises(ModelError, match="no such reward model"):
+                await RemoteRewards.at(Endpoint(client, "http://here/v1"), model="other").identity()
+            await local.close()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.slow
+def test_a_rewards_server_gives_the_same(
+    collect: Callable[..., int], rows: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve = ["serve", str(model_folder), "--port", str(port), "--device", "cpu", "token_env=RM_TOKEN"]
+    environment = {**os.environ, "RM_TOKEN": "secret"}
+    server = subprocess.Popen([sys.executable, "-m", "treeward.cli.main", *serve], env=environment)
+    try:
+        _wait_until_open(port, server)
+        url = f"http://127.0.0.1:{port}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RM_TOKEN", "secret")
+            assert collect(rows, "--rewards-url", url, "--rewards-token-env", "RM_TOKEN") == 0
+            patch.setenv("RM_TOKEN", "wrong")
+            assert collect(rows, "--rewards-url", url, "--rewards-token-env", "RM_TOKEN", "--resume") == 2
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    scorer = Scorer.load(model_folder, device="cpu")
+    for row in read(tmp_path):
+        conversation = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": text(row)}]
+        assert row["reward"] == pytest.approx(scorer.score([conversation])[0].score, abs=1e-5)
+
+
+def test_all_forms_of_rows(
+    collect: Callable[..., int], write_rows: Callable[..., Path], tmp_path: Path, policy: FakePolicy
+) -> None:
+    tools = [{"type": "function", "name": "find", "parameters": {}}]
+    call = {"type": "function_call", "call_id": "a", "name": "find", "arguments": '{"q": 1}'}
+    params = {
+        "input": [
+            {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+            call,
+            {"type": "function_call_output", "call_id": "a", "output": "one"},
+            {"role": "user", "content": "Why?"},
+        ],
+        "tools": tools,
+        "temperature": 0.5,
+        "max_output_tokens": 7,
+        "metadata": None,
+    }
+    data = [
+        {"responses_create_params": params},
+        {"responses_create_params": {"input": "Who?", "instructions": "Be kind."}},
+        {"messages": [{"role": "system", "content": "Be sure."}, {"role": "user", "content": "When?"}]},
+    ]
+    assert collect(write_rows("rows.jsonl", data), "--temperature", "0.9", "--concurrency", "1") == 0
+    first, second, third = policy.requests
+    function = {"name": "find", "arguments": '{"q": 1}'}
+    assert first["messages"] == [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {"role": "tool", "content": "one", "tool_call_id": "a", "name": "find"},
+        {"role": "user", "content": "Why?"},
+    ]
+    assert first["tools"] == [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    assert (first["temperature"], first["max_tokens"], first["model"]) == (0.5, 7, "policy")
+    assert second["messages"][0] == {"role": "system", "content": "Be kind."} and second["temperature"] == 0.9
+    assert [message["role"] for message in third["messages"]] == ["system", "user"]
+    written = read(tmp_path)
+    assert written[0]["responses_create_params"] == {key: value for key, value in params.items() if value is not None}
+    assert "reward" not in written[0] and len(written) == 3
+
+
+def test_rows_that_ask_the_same_are_one_task(
+    collect: Callable[..., int], write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = [{"prompt": "Why?"}, {"prompt": "Who?"}, {"prompt": "Why?", "note": 1}]
+    assert collect(write_rows("rows.jsonl", data), "--num-repeats", "2") == 0
+    keys = [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in read(tmp_path)]
+    assert keys == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+
+
+def test_limit_and_concurrency(write_rows: Callable[..., Path], tmp_path: Path) -> None:
+    data = write_rows("rows.jsonl", [{"prompt": f"{n}?"} for n in range(30)])
+    with FakePolicy(delay=0.02) as policy:
+        common = ["--model-url", policy.url, "--model", "m", "--input", str(data), "--concurrency", "4"]
+        output = ["--output", str(tmp_path / "out" / "rollouts.jsonl")]
+        assert main(["rollouts", *common, *output, "--limit", "20"]) == 0
+    assert policy.most_at_once == 4
+    assert len(read(tmp_path)) == 20 == len(policy.requests)
+
+
+class TestChatAnswers:
+    def test_calls_thoughts_and_refusals(
+        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy, model_folder: Path
+    ) -> None:
+        call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+        policy.replies = {
+            "Why?": {"content": "So.", "reasoning_content": "Hm."},
+            "Who?": {"content": None, "tool_calls": [call]},
+            "When?": {"content": None, "refusal": "No."},
+        }
+        assert collect(rows, "--reward-model", str(model_folder), "--device", "cpu") == 0
+        why, who, when = read(tmp_path)
+        assert [item["type"] for item in why["response"]["output"]] == ["reasoning", "message"]
+        assert who["response"]["output"] == [
+            {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"}
+        ]
+        scorer = Scorer.load(model_folder, device="cpu")
+        for row, prompt, answer in ((why, "Why?", "So."), (when, "When?", "No.")):
+            conversation = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            assert row["reward"] == pytest.approx(scorer.score([conversation])[0].score, abs=1e-5)
+
+    def test_an_empty_answer_is_an_answer(
+        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy, model_folder: Path
+    ) -> None:
+        policy.replies = {"Why?": {"content": ""}}
+        assert collect(rows, "--limit", "1", "--reward-model", str(model_folder), "--device", "cpu") == 0
+        assert text(read(tmp_path)[0]) == ""
+
+
+class TestFailures:
+    def test_what_passes_is_tried_again(
+        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy
+    ) -> None:
+        policy.failures.update({"Why?": [503], "Who?": [429]})
+        assert collect(rows) == 0
+        assert len(read(tmp_path)) == 3 and len(policy.requests) == 5
+
+    def test_the_server_says_when(self, collect: Callable[..., int], rows: Path, policy: FakePolicy) -> None:
+        policy.failures["Why?"] = [429]
+        policy.retry_after = "1.2"
+        started = time.monotonic()
+        assert collect(rows, "--limit", "1") == 0
+        assert time.monotonic() - started >= 1.2  # a lower bound: a slow machine does not fail it
+
+    def test_what_does_not_pass_is_in_the_failures_and_tried_on_resume(
+        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy, model_folder: Path
+    ) -> None:
+        policy.failures["Why?"] = [400]
+        policy.failures["Who?"] = [500, 500]
+        policy.replies["When?"] = "word " * 200  # more than the model's 96 tokens
+        reward = ("--reward-model", str(model_folder), "--device", "cpu")
+        assert collect(rows, *reward, "--max-retries", "1") == 1
+        assert (tmp_path / "out" / "rollouts.jsonl").read_text(encoding="utf-8") == ""
+        why, who, when = read(tmp_path, "_failures")
+        assert "told to answer 400" in why["failure_reason"] and why["_ng_failure_class"] == "agent_request_failed"
+        assert "told to answer 500" in who["failure_reason"] and "2 attempts" in who["failure_reason"]
+        assert when["_ng_failure_class"] == "verifier_error" and "too long to score" in when["failure_reason"]
+        assert text(when) == "word " * 200
+        assert [len([r for r in policy.requests if r["messages"][0]["content"] == p]) for p in PROMPTS] == [1, 2, 1]
+        policy.replies.clear()
+        assert collect(rows, *reward, "--resume") == 0
+        assert len(read(tmp_path)) == 3 and read(tmp_path, "_failures") == []
+
+    @pytest.mark.parametrize("status", [401, 404])
+    def test_a_wrong_setting_ends_the_run(
+        self,
+        status: int,
+        collect: Callable[..., int],
+        rows: Path,
+        policy: FakePolicy,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        policy.failures.update({prompt: [status] for prompt in PROMPTS})
+        assert collect(rows, "--concurrency", "1") == 2
+        assert len(policy.requests) == 1
+        assert f"told to answer {status}" in capsys.readouterr().err
+
+    def test_a_token_is_sent(self, collect: Callable[..., int], rows: Path, policy: FakePolicy) -> None:
+        policy.token = "secret"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("POLICY_KEY", "secret")
+            assert collect(rows, "--model-token-env", "POLICY_KEY") == 0
+            patch.setenv("POLICY_KEY", "")
+            assert collect(rows, "--model-token-env", "POLICY_KEY", "--resume") == 2
+
+    def test_an_answer_that_no_file_could_hold(
+        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy
+    ) -> None:
+        policy.replies = {"Why?": {"content": "So.", "log_prob": float("nan")}, "Who?": {"role": 3}, "When?": [3]}
+        assert collect(rows, api="responses") == 1
+        assert collect(rows, "--limit", "2") == 2  # there is one already
+        [when] = read(tmp_path)
+        assert when["prompt"] == "When?" and when["response"]["output"] == [3]
+        reasons = [row["failure_reason"] for row in read(tmp_path, "_failures")]
+        assert "does not answer with JSON" in reasons[0] and "has no output" in reasons[1]
+
+    def test_nobody_is_there(self, rows: Path, tmp_path: Path) -> None:
+        output = str(tmp_path / "out" / "rollouts.jsonl")
+        common = ["--model-url", "http://127.0.0.1:9", "--model", "m", "--input", str(rows), "--max-retries", "0"]
+        assert main(["rollouts", *common, "--output", output]) == 1
+        assert all("ConnectError" in row["failure_reason"] for row in read(tmp_path, "_failures"))
+
+
+class TestResume:
+    def test_a_cut_file_goes_on(
+        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy
+    ) -> None:
+        assert collect(rows, "--num-repeats", "2", "--concurrency", "1") == 0
+        output = tmp_path / "out" / "rollouts.jsonl"
+        lines = output.read_bytes().splitlines(keepends=True)
+        output.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+        policy.requests.clear()
+        assert collect(rows, "--num-repeats", "2", "--resume") == 0
+        assert len(policy.requests) == 3
+        assert output.read_bytes().startswith(b"".join(lines[:3]))
+        assert [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in read(tmp_path)] == [
+            (task, repeat) for task in range(3) for repeat in range(2)
+        ]
+
+    @pytest.mark.slow
+    def test_a_killed_run_goes_on(self, write_rows: Callable[..., Path], model_folder: Path, tmp_path: Path) -> None:
+        prompts = [f"{n}?" for n in range(12)]
+        rows = write_rows("rows.jsonl", [{"prompt": prompt} for prompt in prompts])
+        output = tmp_path / "out" / "rollouts.jsonl"
+        with FakePolicy(delay=0.1) as policy:
+            common = ["--model-url", policy.url, "--model", "m", "--input", str(rows), "--output", str(output)]
+            more = ["--num-repeats", "2", "--concurrency", "2", "--reward-model", str(model_folder), "--device", "cpu"]
+            command = [sys.executable, "-m", "treeward.cli.main", "rollouts", *common, *more]
+            process = subprocess.Popen(command)
+            while not output.exists() or output.read_bytes().count(b"\n") < 5:
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.kill()
+            process.wait()
+            before = output.read_bytes()
+            whole = before.count(b"\n")
+            assert 5 <= whole < 24
+            with output.open("ab") as stream:
+                stream.write(b'{"_ng_task_index": 3, "cut in')
+            policy.requests.clear()
+            policy.delay = 0.0
+            assert main(["rollouts", *common, *more, "--resume"]) == 0
+            assert len(policy.requests) == 24 - whole
+        assert output.read_bytes().startswith(before)
+        found = read(tmp_path)
+        assert [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in found] == [
+            (task, repeat) for task in range(12) for repeat in range(2)
+        ]
+        metrics = json.loads((tmp_path / "out" / "rollouts_aggregate_metrics.json").read_text(encoding="utf-8"))
+        assert metrics["agent_metrics"]["mean/reward"] == pytest.approx(sum(row["reward"] for row in found) / 24)
+        assert metrics["agent_metrics"]["num_repeats"] == 2
+
+    def test_more_repeats_keep_what_is_there(
+        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy
+    ) -> None:
+        assert collect(rows) == 0
+        assert collect(rows, "--num-repeats", "3", "--resume") == 0
+        assert len(policy.requests) == 9 and len(read(tmp_path)) == 9
+
+    def test_rollouts_are_not_overwritten(self, collect: Callable[..., int], rows: Path, policy: FakePolicy) -> None:
+        assert collect(rows) == 0
+        assert collect(rows) == 2
+        assert len(policy.requests) == 3
+
+    @pytest.mark.parametrize(
+        "change", [("--temperature", "0.5"), ("--model", "other"), ("--reward-model", "MODEL", "--device", "cpu")]
+    )
+    def test_other_settings_do_not_mix(
+        self, change: tuple[str, ...], collect: Callable[..., int], rows: Path, policy: FakePolicy, model_folder: Path
+    ) -> None:
+        assert collect(rows) == 0
+        assert collect(rows, "--resume", *(str(model_folder) if one == "MODEL" else one for one in change)) == 2
+        assert len(policy.requests) == 3
+
+    def test_other_rows_do_not_mix(
+        self,
+        collect: Callable[..., int],
+        rows: Path,
+        write_rows: Callable[..., Path],
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        assert collect(rows) == 0
+        other = write_rows("other.jsonl", [{"prompt": "Where?"}, *({"prompt": prompt} for prompt in PROMPTS)])
+        assert collect(other, "--resume") == 2
+        assert "of another row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "Why?"}, "the row asks nothing"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "has its answer already"),
+        ({"responses_create_params": {"input": []}}, "no input"),
+        ({"responses_create_params": {"input": "x", "truncation": "auto"}}, "chat completions have no truncation"),
+        (
+            {"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}},
+            "input_image",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_asked(
+    row: dict[str, Any],
+    message: str,
+    collect: Callable[..., int],
+    write_rows: Callable[..., Path],
+    policy: FakePolicy,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert collect(write_rows("rows.jsonl", [{"prompt": "Why?"}, row]), "--concurrency", "1") == 2
+    assert message in capsys.readouterr().err
+    assert policy.requests == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--output", "rollouts.json"),
+        ("--model-url", "localhost:8001"),
+        ("--model-url", "http://[::1"),
+        ("--shaping", "{normalize_rewards: true}"),
+        ("--rewards-model", "rm"),
+        ("--reward-model", "a", "b"),
+        ("--reward-model", "a", "--shaping", "{normalize_rewards: true, running: true}"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: tuple[str, ...], collect: Callable[..., int], rows: Path) -> None:
+    assert collect(rows, *arguments) == 2
+
+
+def _wait_until_open(port: int, process: subprocess.Popen[bytes]) -> None:
+    while True:
+        assert process.poll() is None, "the server ended"
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)

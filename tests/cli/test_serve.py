@@ -1,0 +1,193 @@
+"""The words of `treeward serve`, and what they become."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.cli import serve
+from treeward.cli.main import main
+from treeward.config.server import ServerConfig
+from treeward.errors import ConfigError
+
+
+def config_of(*words: str) -> ServerConfig:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return serve._config(parser.parse_intermixed_args(words))
+
+
+def test_one_model() -> None:
+    config = config_of("results/rm/final")
+    assert [(model.served_name, model.members) for model in config.models] == [("rm", ("results/rm/final",))]
+    assert (config.host, config.port) == ("127.0.0.1", 8000)
+
+
+def test_several_models_and_settings() -> None:
+    config = config_of("x/a/final", "--port", "0", "org/b", "--host", "0.0.0.0", "max_queued=5", "token_env=TOKEN")
+    assert [model.served_name for model in config.models] == ["a", "org/b"]
+    assert (config.host, config.port, config.max_queued, config.token_env) == ("0.0.0.0", 0, 5, "TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("words", "members", "over"),
+    [
+        (["a", "b", "--ensemble", "worst"], ("a", "b"), "models"),
+        (["a", "--ensemble", "{method: mean, over: heads}"], ("a",), "heads"),
+    ],
+)
+def test_an_ensemble_is_one_model(words: list[str], members: tuple[str, ...], over: str) -> None:
+    [model] = config_of(*words).models
+    assert model.members == members and model.ensemble is not None and model.ensemble.over == over
+
+
+def test_options_of_the_models() -> None:
+    words = ["a", "b", "--shaping", "contract", "--dtype", "bfloat16", "--device", "cpu", "--unchecked"]
+    for model in config_of(*words, "--trust-remote-code").models:
+        assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", "cpu")
+        assert model.trust_remote_code and not model.check_contract
+
+
+def test_a_file_and_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("models: [{model: a, name: first}]\nport: 7000\nmax_queued: 3\n")
+    config = config_of("--config", str(file), "--port", "7001", "max_queued=4")
+    assert (config.models[0].served_name, config.port, config.max_queued) == ("first", 7001, 4)
+    assert config_of("--config", str(file), "b").models[0].served_name == "b"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "there is nothing to serve"),
+        (["a", "prot=1"], "prot"),
+        (["a", "port=70000"], "port"),
+        (["a", "x/a/final"], "two served models have one name"),
+        (["a", "--ensemble", "[1]"], "the option is no section"),
+        (["a", "--shaping", "nonsense"], "shaping"),
+        (["a", "tls_key=k.pem"], "tls_certificate and tls_key belong together"),
+    ],
+)
+def test_wrong_words(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        config_of(*words)
+    assert says in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--shaping=contract", "--ensemble=mean", "--device=cpu", "--dtype=bfloat16", "--unchecked", "--trust-remote-code"],
+)
+def test_options_without_a_model_are_not_lost(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("models: [{model: a}]\n")
+    with pytest.raises(ConfigError, match="named on the command line") as wrong:
+        config_of("--config", str(file), option)
+    assert wrong.value.where == option.partition("=")[0]
+
+
+def test_without_the_packages_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert main(["serve", "a"]) == 2
+    assert "pip install 'treeward[serve]'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def refused(capsys: Any) -> Iterator[Callable[..., str]]:
+    """A function that starts a server that does not start, and gives what it says."""
+    root, ours = logging.getLogger(), logging.getLogger("treeward")
+    before = root.handlers[:], root.level, ours.level
+
+    def serve_nothing(*words: str) -> str:
+        assert main(["serve", *words]) == 2
+        said: str = capsys.readouterr().err
+        assert "Traceback" not in said and "Serving" not in said
+        return said
+
+    yield serve_nothing
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+    logging.captureWarnings(False)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("token_env=NO_SUCH_TOKEN", "the bearer token is not there"),
+        ("token_env=EMPTY_TOKEN", "the bearer token is not there"),
+        ("host=999.1.1.1", "the address cannot be used"),
+    ],
+)
+def test_what_is_told_before_anything_is_loaded(
+    refused: Any, monkeypatch: pytest.MonkeyPatch, word: str, says: str
+) -> None:
+    """A model that is not there would be the first error, if it were looked at."""
+    monkeypatch.setenv("EMPTY_TOKEN", " ")
+    assert says in refused("/nowhere/model", "--port", "0", word)
+
+
+def test_a_port_that_is_taken(refused: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = refused("/nowhere/model", "--port", port)
+    assert "the address cannot be used" in said and port in said
+
+
+def test_a_port_that_is_taken_while_the_model_is_loaded(
+    refused: Any, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sockets may be bound to one port as long as none of them listens."""
+    from treeward.serving import run
+
+    load, others = run._load, []
+
+    def load_slowly(config: ServerConfig) -> Any:
+        other = socket.socket()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", config.port))
+        other.listen()
+        others.append(other)
+        return load(config)
+
+    monkeypatch.setattr(run, "_load", load_slowly)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    assert "the address cannot be used" in refused(str(model_folder), "--port", port)
+    others[0].close()
+
+
+def test_a_device_that_is_not_there(refused: Any, model_folder: Path) -> None:
+    said = refused(str(model_folder), "--port", "0", "--device", "cuda:77")
+    assert "the device cannot be used" in said and "cuda:77" in said
+
+
+def test_a_model_that_does_not_keep_its_contract(refused: Any, model_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    weights = {name: tensor * 1.01 for name, tensor in load_file(broken / "model.safetensors").items()}
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert "does not keep its scoring contract" in refused(str(broken), "--port", "0")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom treeward.cli.main import main\n"
+        "try: main(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'treeward.serving'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "treeward serve results/quickstart/final" in ended.stdout

@@ -1,0 +1,559 @@
+"""`treeward verify --against`: servers that make each known mistake are told apart, and ours is found to make none.
+
+The servers here have the real model, and make their mistakes with it: on its tokens, its padding, its number format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopback import Asked, Loopback
+from templates import byte_bpe
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from treeward.cli.main import main
+from treeward.client.dialects import DIALECTS
+from treeward.client.rewards import RewardClient
+from treeward.client.verification import verify_server
+from treeward.data.rendering import Renderer
+from treeward.errors import ConfigError
+from treeward.model.contract import CONTRACT_FILE, read_contract, write_contract
+from treeward.model.export import export_model
+from treeward.model.loading import build_reward_model
+from treeward.model.reward_model import RewardModel
+from treeward.scoring.golden import sign_folder
+from treeward.scoring.scorer import Scorer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+)
+OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+FIELDS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A signed folder, and what serves it: the model with its renderer, and another model of the same form."""
+
+    folder: Path
+    model: RewardModel
+    other: RewardModel
+    renderer: Renderer
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A decoder whose tokenizer adds a BOS, and whose conversations end with a newline after the end of turn."""
+    tokenizer = copy.deepcopy(byte_bpe(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), bos="<s>", adds_bos=True))
+    tokenizer.pad_token = "<|endoftext|>"
+    renderer = Renderer(tokenizer, chat_template=CHATML, max_length=1500)
+    model, other = (
+        build_reward_model({"model_type": "llama", **FIELDS}, tokenizer, seed=seed).model for seed in (3, 4)
+    )
+    for one in (model, other):  # scores of the size of a trained model's
+        with torch.no_grad():
+            one.hf.get_parameter("score.weight").mul_(5.0)
+    folder = tmp_path_factory.mktemp("served") / "rm"
+    export_model(model, tokenizer, folder, rendering=renderer.settings)
+    sign_folder(folder, model=model, renderer=renderer)
+    return Served(folder, model, other, renderer)
+
+
+@dataclass
+class Mistaken:
+    """A server in the dialects of others, with one thing about it that is wrong. `tokenize`: text to token ids."""
+
+    served: Served
+    tokenize: Callable[[str], list[int]] | None = None
+    activation: Callable[[float], float] = lambda x: x
+    model: RewardModel | None = None
+    pads: bool = False
+    counts: bool = True
+    template: str | None = None
+    takes_ids: bool = True
+    most: int = 10_000
+
+    def __call__(self, asked: Asked) -> Any:
+        if asked.path == "/v1/models":
+            return 200, {"data": [{"id": "served-rm"}]}
+        sent = asked.json
+        path = "vllm" if asked.path == "/classify" and ("input" in sent or "messages" in sent) else asked.path
+        ids = self._ids(sent)
+        if ids is None:
+            return 422, {"error": {"message": "text only"}}
+        if any(len(row) > self.most for row in ids):
+            return 400, {"object": "error", "message": f"longer than {self.most} tokens"}
+        return 200, _ANSWERS[path]([self.activation(x) for x in self._scores(ids)], self._counts(ids))
+
+    def _ids(self, sent: dict[str, Any]) -> Rows | None:
+        if "messages" in sent:
+            renderer = self.served.renderer
+            if self.template is not None:
+                renderer = Renderer(renderer.tokenizer, chat_template=self.template)
+            return [renderer.encode(sent["messages"])]
+        given = next(sent[key] for key in ("input", "text", "input_ids", "query", "inputs") if key in sent)
+        if given and isinstance(given[0], list) and isinstance(given[0][0], int):
+            return given if self.takes_ids else None
+        texts = [one[0] if isinstance(one, list) else one for one in given]
+        plain = not sent.get("add_special_tokens", True)
+        return [self._plain(text) if plain or self.tokenize is None else self.tokenize(text) for text in texts]
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self.served.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _scores(self, rows: Rows) -> list[float]:
+        model = self.model or self.served.model
+        if self.pads and len(rows) > 1:
+            pad, longest = self.served.renderer.tokenizer.pad_token_id, max(map(len, rows))
+            rows = [[*row, *[pad] * (longest - len(row))] for row in rows]
+        return [values[0] for values in model.score_tokens(rows).tolist()]
+
+    def _counts(self, ids: Rows) -> list[int]:
+        return [len(row) if self.counts else -1 for row in ids]
+
+
+def _vllm(scores: Sequence[float], counts: Sequence[int]) -> Any:
+    rows = [{"index": i, "label": "LABEL_0", "probs": [x], "num_classes": 1} for i, x in enumerate(scores)]
+    usage = {"usage": {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}} if min(counts) >= 0 else {}
+    return {"object": "list", "data": rows[::-1], **usage}
+
+
+def _sglang(scores: Sequence[float], counts: Sequence[int]) -> Any:
+    meta = [{"meta_info": {"prompt_tokens": n}} if n >= 0 else {} for n in counts]
+    rows = [{"embedding": [x], **more} for x, more in zip(scores, meta, strict=True)]
+    return rows if len(rows) > 1 else rows[0]
+
+
+_ANSWERS: dict[str, Callable[[Sequence[float], Sequence[int]], Any]] = {
+    "vllm": _vllm,
+    "/classify": _sglang,
+    "/get_reward": lambda scores, _: {"rewards": [[x] for x in scores]},
+    "/predict": lambda scores, _: [[{"score": x, "label": "LABEL_0"}] for x in scores],
+}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[Asked], Any]], Loopback]]:
+    servers: list[Loopback] = []
+
+    def start(answer: Callable[[Asked], Any]) -> Loopback:
+        servers.append(Loopback(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.__exit__()
+
+
+Verify = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def verify(capsys: pytest.CaptureFixture[str]) -> Verify:
+    """`treeward verify FOLDER --against URL`: the exit code, and what it wrote."""
+
+    def run(folder: Path, url: str, *words: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["verify", str(folder), "--against", url, *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out if captured.out else captured.err
+
+    return run
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "treeward"])
+def test_a_server_without_a_mistake(dialect: str, served: Served, serve: Any, verify: Verify) -> None:
+    server = serve(Mistaken(served))
+    code, text = verify(served.folder, server.url, "--dialect", dialect)
+    assert code == 0 and "differs" not in text, text
+    assert f"(as {dialect}, text sent" in text and ": equal: 10 golden scores of" in text
+    posts = [request for request in server.requests if request.method == "POST"]
+    assert len(posts) == 11  # each alone, and all together
+    assert (posts[0].json.get("model") == "served-rm") == (dialect in ("vllm", "sglang"))
+    assert "use_activation" not in posts[0].json or posts[0].json["use_activation"] is False
+
+
+@pytest.mark.parametrize("form", ["bare", "tokens", "messages"])
+def test_other_forms(form: str, served: Served, serve: Any, verify: Verify) -> None:
+    server = serve(Mistaken(served, tokenize=lambda text: served.renderer.tokenizer(text)["input_ids"]))
+    code, text = verify(served.folder, server.url, "--dialect", "vllm", "--send", form, "--model", "mine")
+    assert code == 0 and f"(as vllm, {form} sent, model mine): equal" in text
+    assert {request.json["model"] for request in server.requests} == {"mine"}
+
+
+def rounded(served: Served) -> RewardModel:
+    """A model that computes in bfloat16, as vLLM and SGLang do by default."""
+    model = copy.deepcopy(served.model)
+    model.compute_dtype = torch.bfloat16
+    return model
+
+
+MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
+    "sigmoid": (lambda s: {"activation": sigmoid}, "activation", "a sigmoid is applied to the score"),
+    "softmax": (lambda s: {"activation": lambda x: 1.0}, "activation", "softmax over one label"),
+    "scale": (lambda s: {"activation": lambda x: 0.5 * x - 1}, "activation", "scaled and shifted: 0.5 x score -1"),
+    "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "a coarser number format"),
+    "bfloat16 and a sigmoid": (
+        lambda s: {"model": rounded(s), "activation": sigmoid},
+        "activation",
+        "a sigmoid is applied to the score, and they are computed in a coarser number format",
+    ),
+    "two BOS": (
+        lambda s: {"tokenize": lambda text: s.renderer.tokenizer(text)["input_ids"]},
+        "tokens",
+        "every conversation begins with two BOS tokens",
+    ),
+    "two BOS in bfloat16": (
+        lambda s: {"tokenize": lambda text: s.renderer.tokenizer(text)["input_ids"], "model": rounded(s)},
+        "tokens",
+        "two BOS tokens, and they are computed in a coarser number format",
+    ),
+    "no BOS": (
+        lambda s: {"tokenize": lambda text: plain(s, text.removeprefix("<s>"))},
+        "tokens",
+        "lacks its BOS token",
+    ),
+    "the newline is cut": (
+        lambda s: {"tokenize": lambda text: plain(s, text.strip())},
+        "read position",
+        "read at the token before the last",
+    ),
+    "the end of turn is cut": (
+        lambda s: {"tokenize": lambda text: plain(s, text.strip().removesuffix("<|im_end|>"))},
+        "tokens",
+        "made into other tokens by the server, 2 fewer each",
+    ),
+    "cut to 40 tokens": (
+        lambda s: {"tokenize": lambda text: plain(s, text)[-40:]},
+        "tokens",
+        "made into other tokens by the server",
+    ),
+    "another model": (lambda s: {"model": s.other}, "weights", "nor are those of token ids right"),
+    "padding": (lambda s: {"pads": True}, "read position", "beside others it has not: padding is read"),
+    "too short a limit": (lambda s: {"most": 100}, "tokens", "the server refuses"),
+}
+
+
+def plain(served: Served, text: str) -> list[int]:
+    ids: list[int] = served.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify: Verify) -> None:
+    settings, part, words = MISTAKES[mistake]
+    server = serve(Mistaken(served, **settings(served)))
+    code, text = verify(served.folder, server.url, "--dialect", "vllm")
+    assert code == 1, text
+    last = text.split("\n\n")[-1]
+    assert f"what differs first is the {part}: " in last and words in last, last
+    assert all(f"  {name}: " in last for name in ("got", "need", "fix")), last
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "openrlhf", "tei"])
+@pytest.mark.parametrize("mistake", ["sigmoid", "two BOS", "another model", "padding"])
+def test_in_every_dialect(mistake: str, dialect: str, served: Served, serve: Any) -> None:
+    settings, part, _ = MISTAKES[mistake]
+    result = verify_server(served.folder, serve(Mistaken(served, **settings(served))).url, dialect=dialect)
+    assert result.first_difference is not None and result.first_difference.part == part
+
+
+def test_tokens_are_compared_where_counts_are_not_told(served: Served, serve: Any) -> None:
+    """A server that does not count its tokens shows by token ids whether they are the cause."""
+    cut = MISTAKES["cut to 40 tokens"][0](served)
+    first = verify_server(served.folder, serve(Mistaken(served, counts=False, **cut)).url, dialect="vllm")
+    assert first.first_difference is not None and first.first_difference.part == "tokens"
+    assert "for token ids it gives the right scores" in first.first_difference.summary
+    none = verify_server(
+        served.folder, serve(Mistaken(served, counts=False, takes_ids=False, **cut)).url, dialect="vllm"
+    )
+    assert none.first_difference is not None and none.first_difference.part == "weights"
+    assert "no known mistake explains them" in none.first_difference.summary
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_another_template(counts: bool, served: Served, serve: Any, verify: Verify) -> None:
+    server = serve(Mistaken(served, template=OTHER_TEMPLATE, counts=counts))
+    assert verify(served.folder, server.url, "--dialect", "vllm")[0] == 0  # of text it knows nothing
+    code, text = verify(served.folder, server.url, "--dialect", "vllm", "--send", "messages")
+    assert code == 1 and "what differs first is the template: conversations are rendered in another way" in text
+
+
+def test_keys_of_a_request(served: Served, serve: Any, verify: Verify) -> None:
+    """What clients of a server add to their requests can be tried; here it mends the doubled BOS."""
+    server = serve(Mistaken(served, **MISTAKES["two BOS"][0](served)))
+    words = ["--dialect", "vllm", "--body", "{add_special_tokens: false}"]
+    assert verify(served.folder, server.url, *words)[0] == 0
+    assert all(request.json["add_special_tokens"] is False for request in server.requests if request.body)
+
+
+def test_a_server_in_bfloat16_that_is_meant_to_be(served: Served, serve: Any, verify: Verify) -> None:
+    server = serve(Mistaken(served, model=rounded(served)))
+    assert verify(served.folder, server.url, "--dialect", "vllm", "--dtype", "bfloat16")[0] == 0
+    sigmoidal = serve(Mistaken(served, model=rounded(served), activation=sigmoid))
+    code, text = verify(served.folder, sigmoidal.url, "--dialect", "vllm", "--dtype", "bfloat16")
+    assert code == 1 and "a sigmoid" in text
+
+
+def test_json(served: Served, serve: Any, verify: Verify) -> None:
+    server = serve(Mistaken(served))
+    code, text = verify(served.folder, server.url, "--dialect", "tei", "--json")
+    result = json.loads(text)
+    assert code == 0 and result["equal"] is True and result["first_difference"] is None
+    assert (result["against"], result["dialect"], result["form"]) == (server.url, "tei", "text")
+    assert [check["part"] for check in result["checks"]] == [
+        "contract", "files", "template", "tokens", "read position", "precision", "activation", "weights",
+    ]  # fmt: skip
+    assert result["largest_difference"] <= result["tolerance"] and result["num_scores"] == 10
+    code, text = verify(
+        served.folder, serve(Mistaken(served, activation=lambda x: math.nan)).url, "--dialect", "vllm", "--json"
+    )
+    result = json.loads(text)
+    assert code == 1 and result["largest_difference"] is None and "no score" in result["checks"][-1]["summary"]
+
+
+def test_the_url_may_have_the_path(served: Served, serve: Any, verify: Verify) -> None:
+    server = serve(Mistaken(served))
+    assert verify(served.folder, f"{server.url}/get_reward", "--dialect", "openrlhf")[0] == 0
+
+
+def several_heads(values: Sequence[float], names: Sequence[str]) -> Callable[[Asked], Any]:
+    def answer(asked: Asked) -> Any:
+        row = [{"score": value, "label": name} for name, value in zip(names, values, strict=True)]
+        return 200, [row[::-1] for _ in asked.json["inputs"]]
+
+    return answer
+
+
+def test_several_heads(served: Served, serve: Any, tmp_path: Path) -> None:
+    """The contract says how they make one score."""
+    folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
+    contract = read_contract(folder)
+    assert contract is not None
+    heads = [contract.heads[0].model_copy(update={"name": n, "weight": w}) for n, w in (("good", 1.0), ("short", -0.5))]
+    golden = [example.model_copy(update={"score": 3.0, "heads": [4.0, 2.0]}) for example in contract.golden]
+    write_contract(contract.model_copy(update={"heads": heads, "golden": golden}), folder)
+    for names in (("good", "short"), ("LABEL_0", "LABEL_1")):
+        assert verify_server(folder, serve(several_heads([4.0, 2.0], names)).url, dialect="tei").equal
+    wrong = verify_server(folder, serve(several_heads([2.0, 4.0], names)).url, dialect="tei")
+    assert not wrong.equal
+    with pytest.raises(Exception, match="another number of values"):
+        verify_server(folder, serve(several_heads([1.0, 2.0, 3.0], "abc")).url, dialect="tei")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((200, b"<html><h1>Welcome to nginx!</h1></html>", {"content-type": "text/html"}), "Welcome to nginx!"),
+        ((404, b"<html>Not found</html>"), "HTTP 404"),
+        ((401, {"error": {"message": "who are you?"}}), "--token-env"),
+        ((422, {"error": {"message": "Field required"}}), "Field required"),
+        ((500, {"error": {"message": "CUDA error"}}), "CUDA error"),
+        ((200, {"scores": [1.0]}), "not in the dialect openrlhf"),
+        ((200, {"rewards": ["high"]}), "not in the dialect openrlhf"),
+        ((200, {"rewards": []}), "another number of scores"),
+        ((200, {"rewards": [1.0, 2.0]}), "another number of scores"),
+        ((200, {"rewards": [[]]}), "not in the dialect openrlhf"),
+    ],
+)
+def test_nothing_to_compare(answer: Any, message: str, served: Served, serve: Any, verify: Verify) -> None:
+    code, text = verify(served.folder, serve(lambda asked: answer).url, "--dialect", "openrlhf")
+    assert code == 2 and message in text, text
+
+
+def test_a_missing_score(served: Served, serve: Any, verify: Verify) -> None:
+    def answer(asked: Asked) -> Any:
+        return 200, {"rewards": [None if "Prague" in text else 1.0 for text in asked.json["query"]]}
+
+    code, text = verify(served.folder, serve(answer).url, "--dialect", "openrlhf")
+    assert code == 1 and "there is no score" in text and "None for the conversation 'question'" in text
+
+
+def test_a_server_that_hangs(served: Served, serve: Any, verify: Verify) -> None:
+    let_go = threading.Event()
+    server = serve(lambda asked: let_go.wait(30) and None)
+    code, text = verify(served.folder, server.url, "--dialect", "tei", "--timeout", 0.3)
+    assert code == 2 and "has not answered in time" in text
+    let_go.set()
+    assert verify(served.folder, "http://127.0.0.1:1", "--timeout", 1)[0] == 2
+
+
+def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Mistaken(served)
+
+    def guarded(asked: Asked) -> Any:
+        if asked.headers.get("authorization") != "Bearer open-sesame":
+            return 401, {"error": {"message": "this server asks for a bearer token"}}
+        return right(asked)
+
+    server = serve(guarded)
+    code, text = verify(served.folder, server.url, "--dialect", "vllm")
+    assert code == 2 and "asks for a bearer token" in text and "--token-env" in text
+    monkeypatch.setenv("RM_TOKEN", "open-sesame")
+    assert verify(served.folder, server.url, "--dialect", "vllm", "--token-env", "RM_TOKEN")[0] == 0
+    code, text = verify(served.folder, server.url, "--token-env", "NO_SUCH_TOKEN")
+    assert code == 2 and "NO_SUCH_TOKEN is empty or not set" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--against", "localhost:8000"], "no address of a server"),
+        (["--against", "http://x", "--write"], "--write and --against do not go together"),
+        (["--against", "http://x", "--quick"], "--quick and --against"),
+        (["--against", "http://x", "--device", "cpu"], "--device and --against"),
+        (["--against", "http://x", "--timeout", "0"], "--timeout"),
+        (["--against", "http://x", "--body", "no"], "--body"),
+        (["--against", "http://x", "--dialect", "tei", "--send", "tokens"], "tei is not sent tokens"),
+        (["--dialect", "vllm"], "--against URL --dialect"),
+        (["--model", "m"], "--against URL --model"),
+        (["--timeout", "3"], "--against URL --timeout"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(served.folder), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_folders_that_cannot_be_replayed(served: Served, tmp_path: Path, verify: Verify) -> None:
+    folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
+    tokenizer = json.loads((served.folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:20]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    code, text = verify(folder, "http://127.0.0.1:1")
+    assert code == 2 and "the tokenizer does not give the contract's tokens" in text
+    (folder / CONTRACT_FILE).unlink()
+    code, text = verify(folder, "http://127.0.0.1:1")
+    assert code == 2 and "no golden conversations" in text
+    assert verify(tmp_path / "nowhere", "http://127.0.0.1:1")[0] == 2
+    with pytest.raises(ConfigError, match="no such dialect"):
+        verify_server(served.folder, "http://127.0.0.1:1", dialect="trl")
+
+
+def test_the_weights_are_not_read(served: Served, serve: Any, tmp_path: Path, verify: Verify) -> None:
+    folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
+    (folder / "model.safetensors").unlink()
+    assert verify(folder, serve(Mistaken(served)).url, "--dialect", "vllm")[0] == 0
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """An encoder, whose tokenizer puts CLS and SEP around a text."""
+    backend = byte_bpe(("[CLS]", "[SEP]", "[PAD]", "<|im_start|>", "<|im_end|>"), None, None).backend_tokenizer
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=copy.deepcopy(backend), cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]"
+    )
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=ids
+    )
+    renderer = Renderer(tokenizer, chat_template=CHATML, max_length=1000)
+    fields = {"model_type": "bert", **FIELDS, "max_position_embeddings": 1024}
+    model = build_reward_model(fields, tokenizer, seed=5).model
+    folder = tmp_path_factory.mktemp("encoder") / "rm"
+    export_model(model, tokenizer, folder, rendering=renderer.settings)
+    sign_folder(folder, model=model, renderer=renderer)
+    return Served(folder, model, model, renderer)
+
+
+def test_an_encoder(encoder: Served, serve: Any, verify: Verify) -> None:
+    """Its servers add CLS and SEP themselves, so its clients send text without."""
+    server = serve(Mistaken(encoder, tokenize=lambda text: encoder.renderer.tokenizer(text)["input_ids"]))
+    code, text = verify(encoder.folder, server.url, "--dialect", "tei")
+    assert code == 0 and "(as tei, bare sent): equal" in text, text
+    code, text = verify(encoder.folder, server.url, "--dialect", "vllm", "--send", "text")
+    assert code == 1 and "made into other tokens by the server, 2 more each" in text
+
+
+@pytest.fixture(scope="module")
+def our_server(served: Served) -> Iterator[str]:
+    """Our own server on a socket, with this model and one that is served with shaping."""
+    import uvicorn
+
+    from treeward.config.server import ServerConfig
+    from treeward.serving.app import create_app
+    from treeward.serving.run import make_service
+
+    shaped = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}
+    sections = [
+        {"model": str(served.folder), "name": "rm", "device": "cpu"},
+        {"model": str(served.folder), "name": "shaped", "device": "cpu", "shaping": shaped},
+    ]
+    service = make_service(ServerConfig.model_validate({"models": sections}))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(service), log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+    asyncio.run(service.engine.close(0.0))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "form"), [(name, form) for name, dialect in DIALECTS.items() for form in dialect.forms]
+)
+def test_our_server_in_every_dialect_and_form(dialect: str, form: Any, served: Served, our_server: str) -> None:
+    result = verify_server(served.folder, our_server, dialect=dialect, form=form)
+    assert result.equal, result.first_difference
+    assert result.largest_difference is not None and result.largest_difference < 1e-5
+
+
+def test_our_server_says_whose_contract_it_keeps(
+    served: Served, our_server: str, model_folder: Path, verify: Verify
+) -> None:
+    code, text = verify(model_folder, our_server)
+    assert code == 1 and "what differs first is the contract: the server's model has another scoring contract\n" in text
+    code, text = verify(served.folder, our_server)
+    assert code == 0 and "and so says the server" in text
+    assert verify(served.folder, our_server, "--model", "shaped")[0] == 0  # raw scores are asked for
+    code, text = verify(served.folder, our_server, "--model", "shaped", "--dialect", "vllm")
+    assert code == 1 and "scaled and shifted: 0.5 x score -0.5" in text
+
+
+def test_the_client_gives_the_scores_of_the_scorer(served: Served, our_server: str) -> None:
+    scorer = Scorer.load(served.folder, device="cpu")
+    chats = [
+        [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"It is {i + 1}." * (i % 7)}]
+        for i in range(60)
+    ]
+    want = [score.score for score in scorer.score(chats)]
+    with RewardClient(our_server, max_conversations=7, max_concurrency=3) as client:
+        assert client.ready() and [model["id"] for model in client.models()] == ["rm", "shaped"]
+        assert [score.score for score in client.score(chats)] == pytest.approx(want, abs=1e-5)
+        ends = [chat[1]["content"] for chat in chats[:9]]
+        assert [one.score for one in client.score_completions(chats[0][:1], ends)] == pytest.approx(
+            [one.score for one in scorer.score_completions(chats[0][:1], ends)], abs=1e-5
+        )
+        long = [{"role": "assistant", "content": "word " * 2000}]
+        masked = client.score([chats[0], long], on_error="mask")
+        assert masked[0].num_tokens == scorer.score(chats[:1])[0].num_tokens
+        assert masked[1].score is None and "too long" in str(masked[1].error)
+    with RewardClient(our_server, model="shaped") as client:
+        assert [one.score for one in client.score(chats)] == pytest.approx(want, abs=1e-5)
+        assert client.rewards(chats) == pytest.approx([(x - 1.0) / 2.0 for x in want if x is not None], abs=1e-5)

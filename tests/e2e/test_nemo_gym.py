@@ -1,0 +1,337 @@
+"""The real NeMo Gym starts `resources_servers/reward_model`, and its agent and its collector call it.
+
+NeMo Gym lives in an environment of its own: `TREEWARD_GYM_VENV`, or one that is made here, which takes minutes and a
+package index. The policy is a small server on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_policy import FakePolicy
+
+REPOSITORY = Path(__file__).parent.parent.parent
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+GYM = "nemo-gym==0.7.0"
+NEEDS = [
+    *("openai==2.44.0", "anthropic<=0.109.2", "tqdm", "pydantic", "devtools", "packaging>=24.2", "fastapi"),
+    *("mcp>=1.28.1,<2", "itsdangerous", "uvicorn", "httptools", "uvloop", "hydra-core", "omegaconf", "rich"),
+    *("aiohttp>=3.14.4", "yappi>=1.7.6", "ray[default]>=2.58.0", "psutil", "orjson>=3.11.6", "pandas", "scipy"),
+    *("wandb>=0.30.0", "pydot", "python-multipart", "datasets", "mlflow-skinny>=3.16.1", "jinja2", "requests"),
+]
+ROWS = [
+    {"responses_create_params": {"input": [{"role": "user", "content": "Name a river in Peru."}]}},
+    {
+        "responses_create_params": {
+            "input": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": "How do I boil an egg?"},
+            ]
+        },
+        "reward_threshold": -1000.0,
+        "note": {"kept": [1, 2.5, None]},
+    },
+    {"responses_create_params": {"input": [{"role": "user", "content": "long " * 400}]}},
+]
+
+
+@pytest.fixture(scope="module")
+def gym() -> Path:
+    """The environment with NeMo Gym."""
+    given = os.environ.get("TREEWARD_GYM_VENV")
+    venv = Path(given) if given else Path(tempfile.gettempdir()) / f"treeward-gym-{GYM.split('==')[1]}"
+    if not (venv / "bin" / "ng_run").exists():
+        if given:
+            pytest.skip(f"there is no NeMo Gym in TREEWARD_GYM_VENV ({given})")
+        try:
+            subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
+            pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--retries", "1", "--timeout", "20"]
+            subprocess.run([*pip, *NEEDS], check=True, capture_output=True, timeout=900)
+            # it declares Python 3.13 and runs on 3.11
+            gym_only = ["--no-deps", "--ignore-requires-python", GYM]
+            subprocess.run([*pip, *gym_only], check=True, capture_output=True, timeout=300)
+        except (OSError, subprocess.SubprocessError) as error:
+            shutil.rmtree(venv, ignore_errors=True)
+            pytest.skip(f"NeMo Gym cannot be installed here: {error}")
+    return venv
+
+
+@pytest.fixture
+def workplace(gym: Path, tmp_path: Path) -> Path:
+    """A folder as a user of NeMo Gym has it: the resources server, `env.yaml`, and environments that are there."""
+    if not (Path(sys.prefix) / "bin" / "activate").exists():
+        pytest.skip("these tests do not run in a virtual environment, which ng_run needs for the server")
+    shutil.copytree(REPOSITORY / "resources_servers", tmp_path / "resources_servers")
+    for kind, name, venv in (
+        ("responses_api_agents", "simple_agent", gym),
+        ("responses_api_models", "openai_model", gym),
+        ("environment_servers", "legacy_agent", gym),
+        ("resources_servers", "reward_model", Path(sys.prefix)),
+    ):
+        folder = tmp_path / "venvs" / kind / name
+        folder.mkdir(parents=True)
+        (folder / ".venv").symlink_to(venv)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def policy() -> Iterator[FakePolicy]:
+    with FakePolicy() as running:
+        yield running
+
+
+def test_the_real_collector_gets_the_rewards_of_the_scorer(
+    gym: Path, workplace: Path, policy: FakePolicy, served_model: Path
+) -> None:
+    from treeward.scoring.scorer import Scorer
+
+    (workplace / "env.yaml").write_text(
+        f"policy_base_url: {policy.url}\npolicy_api_key: none\npolicy_model_name: policy\n", encoding="utf-8"
+    )
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV"))},
+        **{"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        "PATH": f"{gym / 'bin'}:{os.environ['PATH']}",
+    }
+    configs = "resources_servers/reward_model/configs/reward_model.yaml"
+    models = "responses_api_models/openai_model/configs/openai_model.yaml"
+    log = workplace / "ng_run.log"
+    with log.open("wb") as stream:
+        servers = subprocess.Popen(
+            [
+                str(gym / "bin" / "ng_run"),
+                f"+config_paths=[{configs},{models}]",
+                "+skip_venv_if_present=true",
+                f"+uv_venv_dir={workplace / 'venvs'}",
+                f"++reward_model_server.resources_servers.reward_model.model_path={served_model}",
+            ],
+            cwd=workplace,
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_for("servers ready", servers, log, seconds=240)
+        collect = [
+            str(gym / "bin" / "ng_collect_rollouts"),
+            "+agent_name=reward_model_simple_agent",
+            "+input_jsonl_fpath=rows.jsonl",
+            "+output_jsonl_fpath=out/rollouts.jsonl",
+            "+num_repeats=2",
+            "+num_samples_in_parallel=4",
+        ]
+        done = subprocess.run(collect, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{log.read_text()[-4000:]}"
+    finally:
+        os.killpg(servers.pid, signal.SIGINT)
+        try:
+            servers.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(servers.pid, signal.SIGKILL)
+            servers.wait(20)
+
+    rollouts = _rows(workplace / "out" / "rollouts.jsonl")
+    assert sorted((row["_ng_task_index"], row["_ng_rollout_index"]) for row in rollouts) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    scorer = Scorer.load(served_model, device="cpu")
+    for row in rollouts:
+        score = scorer.score([_conversation(row)])[0]
+        assert row["reward"] == pytest.approx(score.score, abs=1e-5)
+        assert row["reward_num_tokens"] == score.num_tokens
+    assert len({row["reward"] for row in rollouts}) == 4
+    passed = [row for row in rollouts if row["_ng_task_index"] == 1]
+    assert all(row["reward_passed"] is True and row["note"] == {"kept": [1, 2.5, None]} for row in passed)
+
+    failures = _rows(workplace / "out" / "rollouts_failures.jsonl")
+    assert [row["_ng_task_index"] for row in failures] == [2, 2]
+    assert all("too long to score" in json.dumps(row) for row in failures)
+
+    metrics = json.loads((workplace / "out" / "rollouts_aggregate_metrics.json").read_text(encoding="utf-8"))
+    mean = sum(row["reward"] for row in rollouts) / 4
+    assert metrics[0]["key_metrics"]["mean/reward"] == pytest.approx(mean, abs=1e-5)
+
+
+def test_the_real_agent_without_ray(gym: Path, policy: FakePolicy, served_model: Path, tmp_path: Path) -> None:
+    """`app.py` as NeMo Gym starts it, and the real agent in a process of its own."""
+    from treeward.scoring.scorer import Scorer
+
+    ports = _free_ports(3)
+    merged = _merged(served_model, policy.url, *ports)
+    environment = {**os.environ, "NEMO_GYM_CONFIG_DICT": json.dumps(merged), "OMP_NUM_THREADS": "1"}
+    app = REPOSITORY / "resources_servers" / "reward_model" / "app.py"
+    server = subprocess.Popen(
+        [sys.executable, app.name], cwd=app.parent, env={**environment, "NEMO_GYM_CONFIG_PATH": "reward_model_server"}
+    )
+    try:
+        script = tmp_path / "agent.py"
+        script.write_text(AGENT, encoding="utf-8")
+        run = [str(gym / "bin" / "python"), str(script), json.dumps(ROWS)]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-4000:]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    first, second, failed = json.loads(done.stdout.splitlines()[-1])
+    scorer = Scorer.load(served_model, device="cpu")
+    for row in (first, second):
+        assert row["reward"] == pytest.approx(scorer.score([_conversation(row)])[0].score, abs=1e-5)
+    assert second["reward_passed"] is True and second["note"] == ROWS[1]["note"]
+    assert failed["mask_sample"] is True and "too long to score" in failed["failure_reason"]
+
+
+AGENT = """
+import asyncio, json, os, sys
+
+import uvicorn
+from aiohttp import ClientSession
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import OmegaConf
+from responses_api_agents.simple_agent.app import SimpleAgent, SimpleAgentConfig
+from responses_api_models.openai_model.app import SimpleModelServer, SimpleModelServerConfig
+
+merged = json.loads(os.environ["NEMO_GYM_CONFIG_DICT"])
+head = BaseServerConfig(host="127.0.0.1", port=1)
+client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create(merged))
+agent = merged["agent"]["responses_api_agents"]["simple_agent"]
+model = merged["policy_model"]["responses_api_models"]["openai_model"]
+servers = (
+    (SimpleAgent(config=SimpleAgentConfig(name="agent", **agent), server_client=client), agent),
+    (SimpleModelServer(config=SimpleModelServerConfig(name="policy_model", **model), server_client=client), model),
+)
+
+
+async def serve():  # all in one loop: NeMo Gym has one HTTP client for a process
+    for server, section in servers:
+        app = server.setup_webserver()
+        config = uvicorn.Config(app, host=section["host"], port=section["port"], log_level="warning")
+        running.append(asyncio.create_task(uvicorn.Server(config).serve()))
+
+
+running = []
+
+
+async def ask(session, url, row):
+    for attempt in range(600):
+        try:
+            async with session.post(url, json=row) as reply:
+                assert reply.status == 200, await reply.text()
+                return await reply.json()
+        except OSError:
+            await asyncio.sleep(0.1)
+
+
+async def main():
+    await serve()
+    ours = merged["reward_model_server"]["resources_servers"]["reward_model"]
+    async with ClientSession() as session:
+        for attempt in range(600):
+            try:
+                async with session.get(f"http://127.0.0.1:{ours['port']}/"):
+                    break
+            except OSError:
+                await asyncio.sleep(0.1)
+        url = f"http://127.0.0.1:{agent['port']}/run"
+        print(json.dumps([await ask(session, url, row) for row in json.loads(sys.argv[1])]), flush=True)
+    os._exit(0)  # what NeMo Gym does at exit needs a loop that is gone
+
+
+asyncio.run(main())
+"""
+
+
+def _merged(model: Path, policy_url: str, ours: int, agent: int, policy: int) -> dict[str, Any]:
+    """What `ng_run` makes of the configurations, for three servers of these ports."""
+
+    def listening(port: int, **more: Any) -> dict[str, Any]:
+        return {"entrypoint": "app.py", "host": "127.0.0.1", "port": port, **more}
+
+    return {
+        "reward_model_server": {
+            "resources_servers": {
+                "reward_model": listening(ours, domain="rlhf", model_path=str(model), device="cpu", batch_size=2)
+            }
+        },
+        "agent": {
+            "responses_api_agents": {
+                "simple_agent": listening(
+                    agent,
+                    resources_server={"type": "resources_servers", "name": "reward_model_server"},
+                    model_server={"type": "responses_api_models", "name": "policy_model"},
+                )
+            }
+        },
+        "policy_model": {
+            "responses_api_models": {
+                "openai_model": listening(
+                    policy, openai_base_url=policy_url, openai_api_key="none", openai_model="policy"
+                )
+            }
+        },
+    }
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports: list[int] = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def served_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from treeward.data.rendering import Renderer
+    from treeward.model.export import export_model
+    from treeward.model.loading import build_reward_model
+    from treeward.scoring.golden import sign_folder
+
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    loaded = build_reward_model({"model_type": "llama", **fields}, tiny_tokenizer, seed=5)
+    folder = tmp_path_factory.mktemp("gym") / "model"
+    renderer = Renderer(tiny_tokenizer, max_length=200)
+    export_model(loaded.model, tiny_tokenizer, folder, rendering=renderer.settings)
+    sign_folder(folder, model=loaded.model, renderer=renderer)
+    return folder
+
+
+def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read by hand, and not as the server does: what was asked, with `system` for `developer`, and the answer."""
+    asked = [
+        {"role": {"developer": "system"}.get(item["role"], item["role"]), "content": item["content"]}
+        for item in row["responses_create_params"]["input"]
+    ]
+    [message] = [item for item in row["response"]["output"] if item["type"] == "message"]
+    return [*asked, {"role": "assistant", "content": message["content"][0]["text"]}]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _wait_for(text: str, process: subprocess.Popen[bytes], log: Path, *, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while text not in log.read_text(encoding="utf-8", errors="replace"):
+        assert process.poll() is None, f"ng_run ended:\n{log.read_text()[-6000:]}"
+        assert time.monotonic() < end, f"ng_run is not ready:\n{log.read_text()[-6000:]}"
+        time.sleep(0.5)

@@ -1,0 +1,101 @@
+"""Log-probabilities on the tree are those of plain rows: values, gradients, after several steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from families import DECODERS, VOCABULARY, config_of, randomise
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from treeward.errors import ModelError
+from treeward.model.policy_model import PolicyModel
+
+VALUES, GRADIENTS = 1e-5, 1e-5
+FAMILIES = [family for family in DECODERS if family not in ()]
+
+
+def causal(family: str) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", dtype=torch.float32)
+    return randomise(model.eval())
+
+
+def plain(model: PreTrainedModel, sequence: list[int], start: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """As the model's own forward gives them for one row."""
+    model.set_attn_implementation("eager")
+    logits = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].float() / temperature
+    log_probs = logits.log_softmax(-1)
+    picked = log_probs[:-1].gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
+    entropy = -(log_probs.exp() * log_probs).sum(-1)[:-1]
+    return picked[start - 1 :], entropy[start - 1 :]
+
+
+def groups_of_answers(seed: int = 0) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Two prompts: answers that begin alike, that are equal, that are the beginning of another, and an empty one."""
+    generator = np.random.default_rng(seed)
+    draw = lambda n: [int(i) for i in generator.integers(3, VOCABULARY, n)]  # noqa: E731
+    first, second = draw(13), draw(5)
+    start, tail = draw(4), draw(6)
+    answers = [start + tail, start + draw(3), draw(9), start + tail, start]
+    groups = [[first + answer for answer in answers], [second + draw(7), second, second + draw(2)]]
+    return groups, [[13] * 5, [5] * 3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
+    hf = causal(family)
+    policy = PolicyModel(hf, chunk_tokens=5)
+    groups, starts = groups_of_answers()
+    got = policy.log_probs(groups, starts, entropies=True)
+    weights = torch.linspace(-1, 1, got.values_SL.numel()).reshape(got.values_SL.shape)
+    hf.zero_grad()
+    (got.values_SL * weights).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
+    hf.zero_grad()
+    rows = [plain(hf, sequence, 13) for sequence in groups[0]] + [plain(hf, sequence, 5) for sequence in groups[1]]
+    assert got.mask_SL.sum(1).tolist() == [len(values) for values, _ in rows]
+    for s, (values, entropies) in enumerate(rows):
+        assert torch.allclose(got.values_SL[s, : len(values)], values, atol=VALUES)
+        assert got.entropies_SL is not None
+        assert torch.allclose(got.entropies_SL[s, : len(values)], entropies, atol=VALUES)
+    sum((values * weights[s, : len(values)]).sum() for s, (values, _) in enumerate(rows)).backward()  # type: ignore[union-attr]
+    for name, parameter in hf.named_parameters():
+        if parameter.grad is not None:
+            scale = (
+                parameter.grad.abs()
+                .max()
+                .clamp_min(1e-2 * max(p.grad.abs().max() for p in hf.parameters() if p.grad is not None))
+            )
+            assert (gradients[name] - parameter.grad).abs().max() / scale < GRADIENTS, name
+
+
+def test_each_token_of_a_tree_is_computed_once() -> None:
+    policy = PolicyModel(causal("llama"))
+    groups, starts = groups_of_answers()
+    got = policy.log_probs(groups, starts)
+    assert got.num_computed_tokens == (13 + 4 + 6 + 3 + 9) + (5 + 7 + 2)
+
+
+@pytest.mark.parametrize("layout", ["tree", "rows"])
+def test_layouts_and_temperature(layout: str) -> None:
+    hf = causal("qwen3")
+    groups, starts = groups_of_answers(1)
+    policy = PolicyModel(hf, layout=layout)  # type: ignore[arg-type]
+    with torch.no_grad():
+        got = policy.log_probs(groups, starts, temperature=0.7)
+        for s, (sequence, start) in enumerate(
+            (sequence, start)
+            for group, of in zip(groups, starts, strict=True)
+            for sequence, start in zip(group, of, strict=True)
+        ):
+            values, _ = plain(hf, sequence, start, 0.7)
+            assert torch.allclose(got.values_SL[s, : len(values)], values, atol=VALUES)
+            assert not got.values_SL[s, len(values) :].any()
+
+
+def test_an_answer_without_a_prompt_is_refused() -> None:
+    with pytest.raises(ModelError, match="prompt"):
+        PolicyModel(causal("llama")).log_probs([[[1, 2, 3]]], [[0]])

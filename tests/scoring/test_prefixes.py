@@ -1,0 +1,161 @@
+"""The prefixes of an answer are the conversations whose answer ends there, and share their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from treeward.data.rendering import Renderer
+from treeward.errors import DataError
+from treeward.scoring.prefixes import answer_prefixes
+
+ANSWER = "Mix flour, water 数字 and 🙂 salt.\n\nThen rest it"
+QUESTION = {"role": "user", "content": "How do I bake bread?"}
+
+
+def chat(answer: str, *before: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*(before or (QUESTION,)), {"role": "assistant", "content": answer}]
+
+
+def check(renderer: Renderer, answer: str = ANSWER) -> None:
+    """All that holds for every template and tokenizer."""
+    prefixes = answer_prefixes(renderer, chat(answer))
+    pieces = prefixes.pieces
+    assert prefixes.text == answer and "".join(piece.text for piece in pieces) == answer
+    assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+    assert all(piece.text == answer[piece.start : piece.end] for piece in pieces)
+    assert prefixes.until(len(pieces)) == renderer.encode(chat(answer))
+    assert prefixes.num_tokens == len(renderer.encode(chat(answer)))
+    ends_of_words = [n for n, piece in enumerate(pieces, start=1) if answer[piece.end : piece.end + 1] in (" ", "\n")]
+    compared = 0
+    for n in ends_of_words:
+        cut = answer[: pieces[n - 1].end]
+        if cut == cut.strip():  # templates strip
+            until = prefixes.until(n)
+            ids = renderer.encode_texts([until])[0] if isinstance(until, str) else until
+            assert ids == renderer.encode(chat(cut)), cut
+            compared += 1
+    assert compared >= 5
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prefixes_are_the_conversations_that_end_there(name: str) -> None:
+    renderer = family_renderer(name)
+    try:
+        renderer.render(chat(ANSWER))
+    except DataError:
+        pytest.skip("the template refuses the conversation")
+    check(renderer)
+
+
+def test_the_default_template(tiny_tokenizer: Any) -> None:
+    check(Renderer(tiny_tokenizer))
+
+
+def test_a_tokenizer_that_marks_spaces() -> None:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    check(Renderer(fast), "Mix flour, water and salt, then let the dough rest")
+    user, assistant = "'<s>[INST] ' + m.content + ' [/INST]'", "' ' + m.content + ' </s>'"
+    llama = f"{{% for m in messages %}}{{{{ {user} if m.role == 'user' else {assistant} }}}}{{% endfor %}}"
+    check(Renderer(fast, chat_template=llama), "Mix flour, water and salt, then let the dough rest")
+
+
+def test_an_encoder_keeps_its_frame() -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "how", "do", "i", "bake", "bread", "?", "mix", "flour", "and", "then"]
+    words += [*"abcdefghijklmnopqrstuvwxyz,.|<>", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    special = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
+    renderer = Renderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
+    assert renderer.kind == "encoder"
+    check(renderer, "Mix flour, and then do bake bread, then do mix")
+    ids = answer_prefixes(renderer, chat("Mix flour")).until(1)
+    assert ids[0] == 2 and ids[-1] == 3 and list(ids).count(3) == 1
+
+
+def test_a_bos_is_there_once() -> None:
+    tokenizer = byte_bpe(("<s>",), "<s>", "<|im_end|>", True)
+    for template in ("{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}", "{% for m in messages %}"
+                     "{{ m.content }}|{% endfor %}"):  # fmt: skip
+        renderer = Renderer(tokenizer, chat_template=template)
+        prefixes = answer_prefixes(renderer, chat("Yes, of course it is"))
+        for n in range(1, len(prefixes.pieces) + 1):
+            ids = list(prefixes.until(n))
+            assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_tokens_of_one_character_are_one_piece() -> None:
+    renderer = Renderer(byte_bpe((), None, "<|im_end|>"), chat_template=CHATML)
+    prefixes = answer_prefixes(renderer, chat("a🙃b"))
+    assert [piece.text for piece in prefixes.pieces] == ["a", "🙃", "b"]
+    assert prefixes.pieces[1].num_tokens - prefixes.pieces[0].num_tokens > 1
+    assert prefixes.until(2) == renderer.encode(chat("a🙃"))
+
+
+def test_an_end_that_is_one_token_with_the_answer() -> None:
+    tokenizer = byte_bpe((), None, "<|im_end|>")
+    joined = max((t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii() and len(t) == 3), default="")
+    assert joined, "a token of three letters"
+    # The template writes the last letters of the token, which so are the end of turn and the answer at once.
+    renderer = Renderer(tokenizer, chat_template="{% for m in messages %}{{ m.content }}" + joined[1:] + "{% endfor %}")
+    answer = f"flour and water {joined[0]}"
+    prefixes = answer_prefixes(renderer, chat(answer))
+    assert prefixes.text == answer and prefixes.end == joined[1:]
+    assert prefixes.until(len(prefixes.pieces)) == renderer.encode(chat(answer))
+    for n, piece in enumerate(prefixes.pieces[:-1], start=1):
+        text = prefixes.until(n)
+        assert isinstance(text, str) and renderer.encode_texts([text])[0] == renderer.encode(chat(answer[: piece.end]))
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+
+
+def test_what_the_template_strips_is_no_part_of_it() -> None:
+    renderer = Renderer(byte_bpe(), chat_template=CHATML)
+    prefixes = answer_prefixes(renderer, chat("  an answer \n"))
+    assert prefixes.text == "an answer" and prefixes.end == "<|im_end|>\n"
+    assert prefixes.until(len(prefixes.pieces)) == renderer.encode(chat("  an answer \n"))
+
+
+def test_a_cut_context_is_cut_as_for_the_score() -> None:
+    before = {"role": "user", "content": "How much flour do I need? " * 30}
+    renderer = Renderer(byte_bpe(), chat_template=CHATML, max_length=120, truncation="truncate_left")
+    prefixes = answer_prefixes(renderer, chat("Two loaves of it.", before))
+    fitted = renderer.fit(chat("Two loaves of it.", before))
+    assert fitted is not None and fitted.truncated and prefixes.truncated
+    assert prefixes.until(len(prefixes.pieces)) == fitted.token_ids
+    assert prefixes.text == "Two loaves of it."
+    first = prefixes.until(1)
+    assert list(first[: len(prefixes.prompt_ids)]) == fitted.token_ids[: len(prefixes.prompt_ids)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        (chat(""), "no text"),
+        (chat(" \n "), "no text"),
+        ([QUESTION], "no answer"),
+        ([], "messages"),
+        (chat("flour " * 200), "too long"),
+    ],
+)
+def test_what_cannot_be_gone_through_says_why(messages: Any, why: str) -> None:
+    renderer = Renderer(byte_bpe(), chat_template=CHATML, max_length=120)
+    with pytest.raises(DataError, match=why):
+        answer_prefixes(renderer, messages)

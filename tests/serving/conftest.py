@@ -1,0 +1,130 @@
+"""What tests of the server share: a signed model in a folder, a service on it, and a client of its application.
+
+Dialects are tested through `client`, whose requests reach the application without a socket. `asgi_client(service)`
+makes such a client of another service: `make_service` builds one with other settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.config.server import ServedModelConfig, ServerConfig
+from treeward.serving.models import ServedModel
+from treeward.serving.service import Service
+
+
+@pytest.fixture(scope="session")
+def served_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signed decoder with random weights that reads 160 tokens."""
+    from treeward.data.rendering import Renderer
+    from treeward.model.export import export_model
+    from treeward.model.loading import build_reward_model
+    from treeward.scoring.golden import sign_folder
+
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    loaded = build_reward_model({"model_type": "llama", **fields}, tiny_tokenizer, seed=11)
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    renderer = Renderer(tiny_tokenizer, max_length=160)
+    export_model(loaded.model, tiny_tokenizer, folder, rendering=renderer.settings)
+    sign_folder(folder, model=loaded.model, renderer=renderer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def loaded_model(served_folder: Path) -> ServedModel:
+    """The model of `served_folder`, under the name `tiny`; tests do not change it."""
+    section = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
+    return ServedModel.load(section, ServerConfig(models=(section,)))
+
+
+@pytest.fixture
+def make_service(served_folder: Path, loaded_model: ServedModel) -> Iterator[Callable[..., Service]]:
+    """A function that makes a service; keywords are keys of `ServerConfig`. Without `models` it serves `tiny`."""
+    from treeward.serving.run import make_service as load_service
+
+    services: list[Service] = []
+
+    def make(**settings: Any) -> Service:
+        given = settings.pop("models", None)
+        tiny = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
+        config = ServerConfig.model_validate({"models": given or (tiny,), **settings})
+        loaded = None if given else [loaded_model]
+        services.append(load_service(config, models=loaded))
+        return services[-1]
+
+    yield make
+    for service in services:
+        asyncio.run(service.engine.close(0.0))
+
+
+@pytest.fixture
+def service(make_service: Callable[..., Service]) -> Service:
+    """A service of `tiny` with the default settings."""
+    return make_service()
+
+
+@pytest.fixture
+def asgi_client() -> Iterator[Callable[..., Any]]:
+    """A function that makes a client of a service (`token` as `create_app` takes it); its methods are those of httpx:
+    `client.post("/v1/rewards", json={...})`.
+    """
+    from starlette.testclient import TestClient
+
+    from treeward.serving.app import create_app
+
+    with ExitStack() as open_clients:
+
+        def make(service: Service, *, token: str | None = None) -> Any:
+            client = TestClient(create_app(service, token=token), raise_server_exceptions=False)
+            return open_clients.enter_context(client)
+
+        yield make
+
+
+@pytest.fixture
+def client(service: Service, asgi_client: Callable[..., Any]) -> Any:
+    """A client of `service`."""
+    return asgi_client(service)
+
+
+@pytest.fixture
+def serve_on_loopback() -> Iterator[Callable[..., str]]:
+    """A function that serves a service at a real address (`token` as `create_app` takes it), and gives its URL."""
+    from treeward.serving.run import make_server
+
+    servers: list[tuple[Any, threading.Thread]] = []
+
+    def serve(service: Service, *, token: str | None = None) -> str:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        server = make_server(service, token=token)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread.start()
+        servers.append((server, thread))
+        scheme = "https" if service.config.tls_certificate else "http"
+        return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield serve
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server does not end"
+
+
+@pytest.fixture(scope="session")
+def conversations() -> list[list[dict[str, str]]]:
+    """Eight conversations about two prompts, four answers to each."""
+    prompts = ["Name a river in Peru, please.", "How do I boil an egg so that the yolk stays soft?"]
+    answers = ["The Amazon.", "I do not know that.", "Boil it for six minutes, then cool it in cold water.", "Yes!"]
+    return [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        for prompt in prompts
+        for answer in answers
+    ]

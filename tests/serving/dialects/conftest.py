@@ -1,0 +1,138 @@
+"""Models that the dialects are tried with: decoders with and without BOS, and an encoder; each with its service."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from families import tiny_model
+from starlette.testclient import TestClient
+from templates import byte_bpe
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from treeward.config.server import ServerConfig
+from treeward.data.rendering import Renderer
+from treeward.model.reward_model import RewardModel
+from treeward.scoring.scorer import Scorer
+from treeward.scoring.shaping import Shaper
+from treeward.serving.app import create_app
+from treeward.serving.models import ServedModel
+from treeward.serving.run import make_service
+from treeward.serving.service import Service
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+KINDS = ["plain", "chatml", "bos_written", "bos_added", "encoder"]
+
+CHATS = [
+    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for question, answer in [
+        ("What is the capital of France?", "Paris is the capital of France."),
+        ("What is the capital of France?", "Bread."),
+        ("How much flour?", "Mix 500 grams of flour, water, salt and yeast, then let the dough rest."),
+        ("How much flour?", "\u6570\u5b57 \U0001f642"),
+    ]
+]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A service of one model, `rm`, and what the Scorer makes of `CHATS` in every form that a client may send."""
+
+    client: Any
+    scorer: Scorer
+    texts: list[str]
+    ids: list[list[int]]
+    scores: list[float]
+    service: Service
+
+
+def make_renderer(kind: str, tiny_tokenizer: Any) -> Renderer:
+    if kind == "plain":  # treeward's default template: EOS ends an answer, and nothing follows
+        return Renderer(tiny_tokenizer, max_length=300)
+    if kind == "encoder":
+        tokenizer = byte_bpe(("[CLS]", "[SEP]", "<|im_start|>", "<|im_end|>"), None, None)
+        backend = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[SEP]"
+        )
+        first, last = backend.cls_token_id, backend.sep_token_id
+        backend.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", first), ("[SEP]", last)]
+        )
+        return Renderer(backend, chat_template=CHATML, max_length=300)
+    adds_bos = kind != "chatml"
+    template = "{{ bos_token }}" + CHATML if kind == "bos_written" else CHATML
+    special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    tokenizer = copy.deepcopy(byte_bpe(special, bos="<s>" if adds_bos else None, adds_bos=adds_bos))
+    tokenizer.pad_token = "<|endoftext|>"
+    return Renderer(tokenizer, chat_template=template, max_length=300)
+
+
+@pytest.fixture(scope="session")
+def scorers(tiny_tokenizer: Any) -> dict[str, Scorer]:
+    found = {}
+    for kind in KINDS:
+        family, layout = ("bert", "encoder") if kind == "encoder" else ("qwen3", "tree")
+        renderer = make_renderer(kind, tiny_tokenizer)
+        found[kind] = Scorer(RewardModel(tiny_model(family), layout=layout), renderer)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture(scope="session")
+def open_clients() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def shared(scorers: dict[str, Scorer], open_clients: ExitStack) -> Callable[[str], Served]:
+    """A function: kind -> `Served` that all tests share, and none changes."""
+
+    @functools.cache
+    def make(kind: str) -> Served:
+        return make_served(kind, scorers, open_clients)
+
+    return make
+
+
+@pytest.fixture
+def serve(scorers: dict[str, Scorer]) -> Iterator[Callable[..., Served]]:
+    """A function as `make_served`, for tests that need other settings, or count."""
+    with ExitStack() as stack:
+
+        def make(kind: str = "chatml", **settings: Any) -> Served:
+            return make_served(kind, scorers, stack, **settings)
+
+        yield make
+
+
+def make_served(
+    kind: str,
+    scorers: dict[str, Scorer],
+    stack: ExitStack,
+    *,
+    shaper: Shaper | None = None,
+    others: int = 0,
+    **settings: Any,
+) -> Served:
+    """`others`: how many models there are besides. `settings`: of `ServerConfig`."""
+    scorer = scorers[kind]
+    models = [ServedModel("rm", scorer, shaper=shaper, members=["models/rm"])]
+    models += [ServedModel(f"other{i}", scorers["plain"], members=[f"models/other{i}"]) for i in range(others)]
+    config = ServerConfig.model_validate({"models": [{"model": "models/rm", "name": "rm"}], **settings})
+    service = make_service(config, models=models)
+    stack.callback(lambda: asyncio.run(service.engine.close(0.0)))
+    client = stack.enter_context(TestClient(create_app(service), raise_server_exceptions=False))
+    want = [score.score for score in scorer.score(CHATS)]
+    texts = [scorer.renderer.render(chat) for chat in CHATS]
+    ids = [scorer.renderer.encode(chat) for chat in CHATS]
+    return Served(client, scorer, texts, ids, [score for score in want if score is not None], service)

@@ -1,0 +1,251 @@
+"""What each dialect accepts, refuses and writes: the forms that its clients read, and never a number for no score."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import math
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving.dialects.clients import CLIENTS, Client
+from serving.dialects.conftest import CHATS
+
+from treeward.scoring.score import Score
+from treeward.serving.app import create_app
+from treeward.serving.models import ServedModel
+
+TEXT_ROUTES = {
+    "/classify": {"input": "text"},
+    "/pooling": {"input": "text"},
+    "/v1/embeddings": {"input": "text"},
+    "/get_reward": {"query": ["text"]},
+    "/slime": {"prompt": "text", "response": "more"},
+    "/predict": {"inputs": "text"},
+}
+
+
+def message_of(answer: Any) -> str:
+    error = answer["error"]
+    return str(error if isinstance(error, str) else error["message"])
+
+
+def test_vllms_answer_has_all_that_its_clients_read(shared: Any) -> None:
+    served = shared("chatml")
+    answer = served.client.post("/classify", json={"model": "rm", "input": served.texts[:2]}).json()
+    assert answer["id"].startswith("classify-")
+    assert (answer["object"], answer["model"]) == ("list", "rm")
+    assert answer["created"] == pytest.approx(served.service.started, abs=60)
+    assert [(row["index"], row["label"], row["num_classes"]) for row in answer["data"]] == [
+        (0, "LABEL_0", 1),
+        (1, "LABEL_0", 1),
+    ]
+    tokens = sum(map(len, served.ids[:2]))
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+    pooled = served.client.post("/pooling", json={"input": served.ids[0]}).json()
+    assert pooled["id"].startswith("pool-")
+    assert [(row["index"], row["object"]) for row in pooled["data"]] == [(0, "pooling")]
+
+
+def test_sglangs_answer_is_one_object_for_one_text(shared: Any) -> None:
+    served = shared("chatml")
+    for one in ({"text": served.texts[0]}, {"input_ids": served.ids[0]}):
+        answer = served.client.post("/classify", json=one).json()
+        assert answer["meta_info"]["prompt_tokens"] == len(served.ids[0])
+    for several in ({"text": served.texts[:1]}, {"input_ids": served.ids[:1]}):
+        assert len(served.client.post("/classify", json=several).json()) == 1
+
+
+@pytest.mark.parametrize("encoding", [openai.NOT_GIVEN, "float", "base64"])
+def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
+    served = shared("chatml")
+    app = create_app(served.service)
+
+    async def ask() -> Any:
+        http: Any
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
+            client: Any = openai.AsyncOpenAI(base_url="http://rm/v1", api_key="none", http_client=http, max_retries=0)
+            with pytest.raises(openai.UnprocessableEntityError, match="list of token ids"):
+                await client.embeddings.create(model="rm", input=[[0.5]])
+            return await client.embeddings.create(model="rm", input=served.texts, encoding_format=encoding)
+
+    found = asyncio.run(ask())
+    assert [row.index for row in found.data] == [0, 1, 2, 3]
+    values = [row.embedding for row in found.data]
+    if encoding == "base64":  # asked for in so many words, it is left to the caller
+        values = [list(memoryview(base64.b64decode(str(value))).cast("f")) for value in values]
+    assert [value for (value,) in values] == pytest.approx(served.scores, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ({}, "input or messages"),
+        ([], "input or messages"),
+        ({"input": None, "text": None}, "input or messages"),
+        ({"input": "a", "text": "a"}, "not of both"),
+        ({"input": "a", "messages": CHATS[0]}, "either input or messages"),
+        ({"text": "a", "input_ids": [3]}, "either text or input_ids"),
+        ({"input": []}, "a text to score"),
+        ({"input": ["a", 5]}, "a list of either"),
+        ({"input": [[]]}, "a list of either"),
+        ({"input": [True]}, "a list of either"),
+        ({"input": [[3, -1]]}, "ids from 0"),
+        ({"input": [600]}, "ids from 0 to 599"),
+        ({"input": [2**70]}, "a list of either"),
+        ({"input": ""}, "a text to score"),
+        ({"input": ["a", ""]}, "no token"),
+        ({"input": "word " * 400}, "too long to score"),
+        ({"input": "a", "use_activation": "yes"}, "use_activation"),
+        ({"input": "a b c d e f g", "truncate_prompt_tokens": 3}, "more than truncate_prompt_tokens (3)"),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "greater than or equal to -1"),
+        ({"messages": []}, "messages"),
+        ({"messages": CHATS[0][:1]}, "there is no answer to score"),
+        ({"messages": [{"role": "assistant"}]}, "a message has no text"),
+        ({"messages": [{"content": "a"}]}, "role"),
+        ({"messages": CHATS[0], "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": CHATS[0], "continue_final_message": True}, "continue_final_message"),
+        ({"messages": CHATS[0], "chat_template": "{{ messages }}"}, "chat_template"),
+        ({"messages": CHATS[0], "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ],
+)
+def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, shared: Any) -> None:
+    refused = shared("chatml").client.post("/classify", json=body)
+    assert refused.status_code == 422
+    assert what in message_of(refused.json())
+
+
+def test_classify_accepts_the_models_own_rendering(shared: Any) -> None:
+    served = shared("chatml")
+    own = {"chat_template": served.scorer.renderer.chat_template, "chat_template_kwargs": {}}
+    fits = {"truncate_prompt_tokens": len(served.ids[0])}
+    answer = served.client.post("/classify", json={"messages": CHATS[0], **own, **fits})
+    assert answer.json()["data"][0]["probs"] == pytest.approx(served.scores[:1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "what"),
+    [
+        ("/pooling", {"input": "a", "task": "embed"}, "task"),
+        ("/pooling", {"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+        ("/pooling", {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
+        ("/pooling", {"data": "a"}, "either input or messages"),
+        ("/v1/embeddings", {"model": "rm"}, "input"),
+        ("/v1/embeddings", {"input": {"text": "a"}}, "input"),
+        ("/get_reward", {"prompts": ["a"]}, "query"),
+        ("/get_reward", {"query": [["a"]]}, "query"),
+        ("/get_reward", {"query": ["a", "b"], "prompts": ["a"]}, "1 of them for 2 queries"),
+        ("/get_reward", {"query": ["a", ""]}, "no token"),
+        ("/slime", {"prompt": "a"}, "response"),
+        ("/slime", {"prompt": [{"role": 5, "content": "a"}], "response": "b"}, "prompt.messages[0].role"),
+        ("/slime", {"prompt": "a", "response": None}, "response"),
+        ("/predict", {"inputs": ["a", "b"]}, "are a pair"),
+        ("/predict", {"inputs": [["a"], ["a", "b"]]}, "are a pair"),
+        ("/predict", {"inputs": [["a"], "b"]}, "inputs"),
+        ("/predict", {"inputs": [[]]}, "inputs"),
+        ("/predict", {"inputs": "word " * 400, "truncate": True}, "too long to score"),
+    ],
+)
+def test_the_other_routes_refuse_too(route: str, body: Any, what: str, shared: Any) -> None:
+    refused = shared("chatml").client.post(route, json=body)
+    assert refused.status_code == 422
+    assert what in message_of(refused.json())
+
+
+@pytest.mark.parametrize("route", TEXT_ROUTES)
+def test_what_is_no_json_is_told_in_the_form_of_the_dialect(route: str, serve: Any) -> None:
+    served = serve()
+    refused = served.client.post(route, content=b'{"input": NaN}')
+    assert refused.status_code == 400
+    error = refused.json()
+    if route == "/predict":
+        assert error["error_type"] == "Validation"
+        assert "no JSON" in error["error"]
+    else:
+        assert error["error"]["code"] == "invalid_json"
+    assert 'refused_requests_total{code="invalid_json"} 1.0' in served.service.metrics.exposition().decode()
+
+
+class _Nan(ServedModel):
+    def score(self, items: Any) -> list[Score]:
+        return [Score(None, item.num_tokens, error="not finite") for item in items]
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_a_missing_score_is_never_a_number(client: Client, serve: Any) -> None:
+    served = serve()
+    model = served.service.engine.model("rm")
+    broken = copy.copy(model)
+    broken.__class__ = _Nan
+    served.service.engine.models = {"rm": broken}
+    items = {"messages": CHATS, "ids": served.ids}.get(client.form, served.texts)
+    answer = served.client.post(client.route, json=client.body(items))
+    assert answer.status_code == 500
+    assert "not finite" in message_of(answer.json())
+    if client.route == "/predict":
+        assert answer.json()["error_type"] == "Backend"
+
+
+def test_models_are_called_by_name_or_folder(serve: Any) -> None:
+    served = serve(others=1)
+    text = served.texts[0]
+    own, other = served.scores[0], served.client.post("/classify", json={"model": "other0", "input": text})
+    found = other.json()["data"][0]["probs"][0]
+    assert abs(found - own) > 1e-3
+    for model, score in ((None, own), ("rm", own), ("models/rm", own), ("models/other0", found)):
+        for route, read in (
+            ("/classify", lambda answer: answer["data"][0]["probs"]),
+            ("/pooling", lambda answer: answer["data"][0]["data"]),
+            ("/v1/embeddings", lambda answer: answer["data"][0]["embedding"]),
+        ):
+            answer = served.client.post(route, json={"model": model, "input": text}).json()
+            assert read(answer) == pytest.approx([score], abs=1e-5)
+            assert answer["model"] == ("rm" if score == own else "other0")
+    for route in ("/classify", "/pooling", "/v1/embeddings"):
+        assert served.client.post(route, json={"model": "unknown", "input": text}).status_code == 404
+    assert served.client.post("/classify", json={"model": "unknown", "text": text}).status_code == 404
+    answer = served.client.post("/v1/embeddings", json={"model": "default", "input": text}).json()
+    assert answer["data"][0]["embedding"] == pytest.approx([own], abs=1e-5)
+    for route, body, read in (
+        ("/get_reward", {"query": [text]}, lambda answer: answer["rewards"][0]),
+        ("/slime", {"prompt": text, "response": ""}, lambda answer: answer),
+        ("/predict", {"inputs": text}, lambda answer: answer[0]["score"]),
+    ):
+        assert read(served.client.post(route, json=body).json()) == pytest.approx(own, abs=1e-5)
+        called = served.client.post(f"{route}?model=other0", json=body).json()
+        assert not math.isclose(read(called), own, abs_tol=1e-3)
+        assert served.client.post(f"{route}?model=unknown", json=body).status_code == 404
+
+
+def test_sglangs_clients_may_call_the_only_model_anything(shared: Any) -> None:
+    served = shared("chatml")
+    answer = served.client.post("/v1/embeddings", json={"model": "/checkpoints/rm-7b", "input": served.texts[0]})
+    assert answer.json()["model"] == "rm"
+    assert served.client.post("/classify", json={"model": "/checkpoints/rm-7b", "input": "a"}).status_code == 404
+
+
+def test_openrlhfs_last_server_may_get_nothing(shared: Any) -> None:
+    answer = shared("chatml").client.post("/get_reward", json={"query": [], "prompts": [], "labels": []})
+    assert (answer.status_code, answer.json()) == (200, {"rewards": [], "scores": []})
+
+
+def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
+    served = serve(max_conversations=2)
+    refused = served.client.post("/predict", json={"inputs": [["a"], ["b"], ["c"]]})
+    assert refused.status_code == 413
+    assert refused.json()["error_type"] == "Validation"
+    late = served.client.post("/predict", json={"inputs": "a"}, headers={"X-Deadline-Seconds": "0"})
+    assert late.status_code == 504
+    assert late.json()["error_type"] == "Overloaded"
+    assert int(late.headers["Retry-After"]) >= 1
+
+
+def test_padding_around_a_query_is_taken_away_however_long_it_is(shared: Any) -> None:
+    served = shared("chatml")
+    padding = served.scorer.renderer.tokenizer.pad_token
+    text = padding * 200_000 + served.texts[0].rstrip() + padding * 200_000
+    answer = served.client.post("/get_reward", json={"query": [text]}).json()
+    assert answer["rewards"] == pytest.approx(served.scores[:1], abs=1e-5)

@@ -1,0 +1,167 @@
+"""A conversation has one score, whichever dialect's client asks for it, and in whichever form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from serving.dialects.clients import CLIENTS, Client
+from serving.dialects.conftest import CHATS, KINDS, Served
+
+from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.scoring.shaping import Shaper
+
+CLOSE = 1e-5
+
+
+def forms_of(served: Served, form: str) -> list[Any]:
+    if form == "messages":
+        return CHATS
+    if form == "ids":
+        return served.ids
+    bos = served.scorer.renderer.tokenizer.bos_token
+    without = form == "texts_without_bos" and bos  # as verl takes it away
+    return [text.removeprefix(bos) if without else text for text in served.texts]
+
+
+def scores_through(client: Client, served: Served) -> list[float]:
+    """What the client reads for each of `CHATS`, in one request or in one each."""
+    items = forms_of(served, client.form)
+    groups = [items] if client.at_once else [[item] for item in items]
+    found = []
+    for group in groups:
+        response = served.client.post(client.route, json=client.body(group))
+        assert response.status_code == 200, response.text
+        assert "X-Treeward-Warning" not in response.headers
+        found += client.read(response.json())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_scores_equal_the_scorers(client: Client, kind: str, shared: Any) -> None:
+    served = shared(kind)
+    assert scores_through(client, served) == pytest.approx(served.scores, abs=CLOSE)
+    assert len({round(score, 3) for score in served.scores}) == len(CHATS)
+
+
+@pytest.mark.parametrize("kind", ["bos_written", "bos_added", "encoder"])
+def test_texts_have_exactly_one_bos(kind: str, shared: Any) -> None:
+    served = shared(kind)
+    tokenizer = served.scorer.renderer.tokenizer
+    first = tokenizer.bos_token or tokenizer.cls_token
+    assert served.texts[0].startswith(first)
+    texts = [served.texts[0], served.texts[0].removeprefix(first), first + served.texts[0]]
+    for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        answer = served.client.post("/classify", json={"input": texts, **options}).json()
+        assert [row["probs"][0] for row in answer["data"]] == pytest.approx([served.scores[0]] * 3, abs=CLOSE)
+    other = served.client.post("/classify", json={"input": [served.ids[0][:1] + served.ids[0]]})
+    assert abs(other.json()["data"][0]["probs"][0] - served.scores[0]) > 1e-3
+    assert "exactly one token" in other.headers["X-Treeward-Warning"]
+
+
+@pytest.mark.parametrize(
+    ("route", "asked", "read"),
+    [
+        ("/classify", {"use_activation": True}, lambda answer: answer["data"][0]["probs"][0]),
+        ("/classify", {"activation": True}, lambda answer: answer["data"][0]["probs"][0]),
+        ("/classify", {"softmax": True, "activation": None}, lambda answer: answer["data"][0]["probs"][0]),
+        ("/pooling", {"use_activation": True}, lambda answer: answer["data"][0]["data"][0]),
+        ("/predict", {"raw_scores": False}, lambda answer: answer[0]["score"]),
+    ],
+)
+def test_sigmoids_are_given_where_they_are_asked_for(route: str, asked: Any, read: Any, shared: Any) -> None:
+    served = shared("chatml")
+    key = "inputs" if route == "/predict" else "input"
+    text = served.texts[2]
+    answer = served.client.post(route, json={key: text, **asked}).json()
+    assert read(answer) == pytest.approx(1 / (1 + math.exp(-served.scores[2])), abs=CLOSE)
+    negated = {name: None if value is None else not value for name, value in asked.items()}
+    for raw in ({}, negated):
+        answer = served.client.post(route, json={key: text, **raw}).json()
+        assert read(answer) == pytest.approx(served.scores[2], abs=CLOSE)
+
+
+def test_the_newest_name_of_the_activation_counts(shared: Any) -> None:
+    served = shared("chatml")
+    asked = {"input": served.texts[0], "use_activation": False, "activation": True, "softmax": True}
+    answer = served.client.post("/classify", json=asked).json()
+    assert answer["data"][0]["probs"] == pytest.approx(served.scores[:1], abs=CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_end_is_scored_and_told(kind: str, serve: Any) -> None:
+    served = serve(kind)
+    whole, ids = served.texts[0], served.ids[0]
+    end = {"plain": "<|endoftext|>"}.get(kind, "\n")
+    sep = "[SEP]" if kind == "encoder" else ""
+    cut = whole.removesuffix(sep).removesuffix(end)
+    assert cut + end + sep == whole
+    answer = served.client.post("/classify", json={"input": [whole, cut, whole, cut]})
+    want = [row.score for row in served.scorer.score_prepared(served.scorer.prepare_texts([whole, cut]))]
+    assert [row["probs"][0] for row in answer.json()["data"]] == pytest.approx(want * 2, abs=CLOSE)
+    assert abs(want[0] - want[1]) > 1e-3
+    assert answer.headers["X-Treeward-Warning"].startswith("2 of 4 texts (1, 3) do not end with ")
+    assert 'treeward_odd_texts_total{model="rm",where="end"} 2.0' in served.service.metrics.exposition().decode()
+    removed = 2 if kind == "encoder" else 1
+    token_ids = served.client.post("/classify", json={"input_ids": [ids, ids[:-removed]]})
+    assert token_ids.headers["X-Treeward-Warning"].startswith("1 of 2 texts (1) does not end with ")
+    for route, body in (
+        ("/classify", {"text": cut}),
+        ("/v1/embeddings", {"input": cut}),
+        ("/pooling", {"input": cut}),
+        ("/predict", {"inputs": cut}),
+    ):
+        assert "X-Treeward-Warning" in served.client.post(route, json=body).headers, route
+    assert "X-Treeward-Warning" not in served.client.post("/predict", json={"inputs": whole}).headers
+
+
+@pytest.mark.parametrize("kind", ["plain", "chatml", "bos_written"])
+def test_generated_texts_get_what_a_policy_never_writes(kind: str, shared: Any) -> None:
+    served = shared(kind)
+    stopped = served.texts[2].rstrip("\n")  # a policy stops at its end of turn
+    assert (stopped == served.texts[2]) is (kind == "plain")
+    padding = served.scorer.renderer.tokenizer.pad_token
+    padded = stopped if padding is None else padding * 3 + stopped + padding * 2
+    for text in (stopped, padded):
+        answer = served.client.post("/get_reward", json={"query": [text]})
+        assert answer.json()["rewards"] == pytest.approx(served.scores[2:3], abs=CLOSE)
+        answer = served.client.post("/slime", json={"prompt": text[:30], "response": text[30:], "label": None})
+        assert answer.json() == pytest.approx(served.scores[2], abs=CLOSE)
+        assert "X-Treeward-Warning" not in answer.headers
+    end = served.scorer.renderer.tokenizer.eos_token
+    messages = {"prompt": CHATS[2][:-1], "response": CHATS[2][-1]["content"] + end}
+    assert served.client.post("/slime", json=messages).json() == pytest.approx(served.scores[2], abs=CLOSE)
+    unfinished = served.texts[2][:-20]
+    answer = served.client.post("/get_reward", json={"query": [unfinished, stopped]})
+    assert answer.headers["X-Treeward-Warning"].startswith("1 of 2 texts (0) does not end with ")
+    want = served.scorer.score_prepared(served.scorer.prepare_texts([unfinished]))[0].score
+    assert answer.json()["rewards"] == pytest.approx([want, served.scores[2]], abs=CLOSE)
+
+
+def test_shaping_reads_the_reply_beside_the_prompt(serve: Any) -> None:
+    penalty = {"length_penalty": {"coefficient": 0.5, "threshold": 5}}
+    served = serve(shaper=Shaper(RewardShapingConfig.model_validate(penalty)))
+    texts = [text.rstrip("\n") for text in served.texts]
+    prompts = [served.scorer.renderer.render(chat)[: text.index("assistant\n") + 10]
+               for chat, text in zip(CHATS, texts, strict=True)]  # fmt: skip
+    want = served.client.post("/v1/rewards", json={"conversations": CHATS}).json()["data"]
+    rewards = [row["reward"] for row in want]
+    assert rewards != pytest.approx(served.scores, abs=0.1)
+    answer = served.client.post("/get_reward", json={"query": texts, "prompts": prompts}).json()
+    assert answer["rewards"] == pytest.approx(rewards, abs=CLOSE)
+    assert answer["extra_logs"]["raw_score"] == pytest.approx(served.scores, abs=CLOSE)
+    for text, prompt, reward in zip(texts, prompts, rewards, strict=True):
+        body = {"prompt": prompt, "response": text.removeprefix(prompt)}
+        assert served.client.post("/slime", json=body).json() == pytest.approx(reward, abs=CLOSE)
+    for route, body in (
+        ("/get_reward", {"query": texts}),
+        ("/get_reward", {"query": texts[:1], "prompts": ["another prompt"]}),
+        ("/classify", {"input": served.texts}),
+    ):
+        refused = served.client.post(route, json=body)
+        assert refused.status_code == 422
+        assert "send messages, or the prompt" in refused.json()["error"]["message"]
+    messages = served.client.post("/classify", json={"messages": CHATS[0]}).json()
+    assert messages["data"][0]["probs"] == pytest.approx(rewards[:1], abs=CLOSE)

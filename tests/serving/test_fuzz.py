@@ -1,0 +1,183 @@
+"""The server against its own OpenAPI description, and against bodies that no description foresees."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import checks
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from treeward.serving.app import create_app
+from treeward.serving.service import Service
+
+ROUTES = {  # with what a client might send, and where in it something else may stand
+    "/v1/rewards": {"conversations": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]},
+    "/classify": {"model": "tiny", "input": ["a"], "use_activation": False, "truncate_prompt_tokens": 9},
+    "/pooling": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "/v1/embeddings": {"model": "tiny", "input": [[3, 4], [5]], "encoding_format": "base64"},
+    "/get_reward": {"query": ["a b", "c"], "prompts": ["a", "c"], "labels": ["", None]},
+    "/slime": {"prompt": [{"role": "user", "content": "a"}], "response": "b", "label": None},
+    "/predict": {"inputs": [["a"], ["b"]], "raw_scores": False, "truncate": True},
+    "/verify": {
+        "responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+        "response": {
+            "output": [
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "o"},
+                {"role": "assistant", "content": "b", "tool_calls": [{"id": "q", "function": {"name": "g"}}]},
+            ]
+        },
+        "reward": 1.0,
+        "reward_threshold": 0.5,
+    },
+    "/seed_session": {"resources_session_id": "a"},
+    "/close_session": {"resources_session_id": "a"},
+    "/aggregate_metrics": {"verify_responses": [{"_ng_task_index": 0, "reward": 1.0, "response": {"usage": {"t": 1}}}]},
+}
+CHECKS = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_headers_conformance,
+    openapi_checks.response_schema_conformance,
+    openapi_checks.negative_data_rejection,
+]
+SETTINGS: dict[str, Any] = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.generate, Phase.shrink],
+}
+QUICK, LONG = 8, 200
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def app(make_service: Callable[..., Service]) -> Any:
+    return create_app(make_service(max_body_bytes=100_000, access_log=False))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where in a JSON value something else may be put."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, inner in items for place in places(inner, (*path, key)))]
+
+
+def replaced(value: Any, path: tuple[Any, ...], by: Any) -> Any:
+    if not path:
+        return by
+    key, *rest = path
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[key] = replaced(value[key], tuple(rest), by)
+    return copy
+
+
+def check_documented(document: Any, route: str, response: Any) -> None:
+    """A status that the route documents, JSON of the schema that goes with it, and no failure of the server."""
+    operation = document["paths"][route]["post"]
+    assert response.status_code < 500, response.text
+    assert str(response.status_code) in operation["responses"], (response.status_code, response.text)
+    assert response.headers["content-type"] == "application/json"
+    schema = operation["responses"][str(response.status_code)]["content"]["application/json"]["schema"]
+    jsonschema.validate(response.json(), {**schema, "components": document["components"]})
+
+
+def run_schemathesis(app: Any, route: str, num_examples: int) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    operation = schema[route]["POST"]
+    for mode in GenerationMode:
+
+        @seed(1)
+        @settings(max_examples=num_examples, **SETTINGS)
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def conforms(case: Any) -> None:
+            case.call_and_validate(checks=CHECKS)
+
+        conforms()
+
+
+def run_mutations(client: Any, document: Any, route: str, num_examples: int) -> None:
+    body = ROUTES[route]
+
+    @seed(2)
+    @settings(max_examples=num_examples, **SETTINGS)
+    @given(where=st.sampled_from(places(body)), by=json_values)
+    def answers(where: Any, by: Any) -> None:
+        check_documented(document, route, client.post(route, content=json.dumps(replaced(body, where, by))))
+
+    @seed(3)
+    @settings(max_examples=num_examples, **SETTINGS)
+    @given(start=st.integers(0, 60), noise=st.binary(max_size=12), kind=st.sampled_from(["application/json", "x/y"]))
+    def answers_noise(start: int, noise: bytes, kind: str) -> None:
+        content = json.dumps(body).encode()
+        content = content[:start] + noise + content[start + 1 :]
+        check_documented(document, route, client.post(route, content=content, headers={"content-type": kind}))
+
+    answers()
+    answers_noise()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_server_is_as_it_describes_itself(route: str, app: Any) -> None:
+    run_schemathesis(app, route, QUICK)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_whatever_is_sent_gets_a_documented_answer(route: str, service: Service, asgi_client: Any) -> None:
+    client = asgi_client(service)
+    document = client.get("/openapi.json").json()
+    check_documented(document, route, client.post(route, json=ROUTES[route]))
+    assert client.post(route, json=ROUTES[route]).status_code == 200
+    run_mutations(client, document, route, QUICK)
+    for hostile in (b"", b"null", b"[" * 100_000, b'{"a":' * 50_000, b'"\\ud800"', b"\xff\xfe", b'{"input":1e999}'):
+        check_documented(document, route, client.post(route, content=hostile))
+    assert client.post(route, json=ROUTES[route]).status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_server_is_as_it_describes_itself_for_long(route: str, app: Any, asgi_client: Any) -> None:
+    num_examples = int(os.environ.get("TREEWARD_FUZZ_EXAMPLES", LONG))
+    run_schemathesis(app, route, num_examples)
+    client = asgi_client(app.state.service)
+    run_mutations(client, client.get("/openapi.json").json(), route, num_examples)
+
+
+def test_the_description_is_whole(app: Any) -> None:
+    document = app.openapi()
+    posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
+    assert ROUTES.keys() <= posts.keys()
+    assert document["components"]["schemas"].keys() >= {"Refused", "VllmBody", "SglangBody", "ContentPart"}
+    assert '"$defs"' not in json.dumps(document)
+    references = {part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]}
+    assert references <= document["components"]["schemas"].keys()
+    for route in ROUTES:
+        assert posts[route]["responses"].keys() >= {
+            "200",
+            "400",
+            "401",
+            "404",
+            "408",
+            "413",
+            "415",
+            "422",
+            "429",
+            "500",
+            "503",
+        }
+        for status, response in posts[route]["responses"].items():
+            assert response["content"]["application/json"]["schema"], (route, status)

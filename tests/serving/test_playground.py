@@ -1,0 +1,586 @@
+"""The page at / in a real browser: headless Chromium against a server on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from treeward.config.ensemble import EnsembleConfig
+from treeward.config.reward_shaping import CalibratedTemperature, RewardCalibration
+from treeward.config.server import ServerConfig
+from treeward.scoring.ensemble import EnsembleScorer
+from treeward.serving.models import ServedModel
+from treeward.serving.run import make_server, make_service
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
+expect = sync_api.expect
+CHROMIUM = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH (CHROMIUM names one)")
+
+FLAGS = [
+    "--no-sandbox",  # the only page is our own, and a container's root has no sandbox
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+TOKEN = "open-sesame"
+QUESTION = "How do I boil an egg so that the yolk stays soft?"
+ANSWERS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f642 that.", "Yes!"]
+HOSTILE = "<img src=x onerror='window.injected=1'><script>window.injected=1</script>\u202e & \"quotes\""
+Visit = Callable[..., Any]
+
+
+@contextmanager
+def serving(models: list[ServedModel], *, token: str | None = None) -> Iterator[str]:
+    """In a thread of its own, for playwright's event loop runs in that of the tests."""
+    sections = [{"model": "x", "name": model.name} for model in models]
+    service = make_service(ServerConfig.model_validate({"models": sections}), models=models)
+    server = make_server(service, token=token)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server does not end"
+
+
+@pytest.fixture(scope="module")
+def url(loaded_model: ServedModel) -> Iterator[str]:
+    scorer: Any = loaded_model.scorer
+    contract = loaded_model.contracts[0]
+    fitted = CalibratedTemperature(value=2.5, nll_before=0.7, nll_after=0.6, num_pairs=100)
+    calibrated = contract.model_copy(update={"calibration": RewardCalibration(temperature=fitted)})
+    warm = ServedModel("warm", scorer, contracts=[calibrated], members=["warm"])
+    pair = EnsembleScorer([scorer, scorer], EnsembleConfig(method="mean", standardize=False))
+    both = ServedModel("both", pair, members=["results/a/final", "results/b/final"])
+    with serving([loaded_model, warm, both]) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def guarded_url(loaded_model: ServedModel) -> Iterator[str]:
+    with serving([loaded_model], token=TOKEN) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+class Visits:
+    """Pages of one test. `said`: what the console had, `asked`: the addresses of all requests."""
+
+    def __init__(self, browser: Any, url: str) -> None:
+        self.browser, self.url = browser, url
+        self.contexts: list[Any] = []
+        self.said: list[str] = []
+        self.asked: list[str] = []
+
+    def __call__(self, address: str | None = None, *, width: int = 1280, height: int = 900, **options: Any) -> Any:
+        context = self.browser.new_context(viewport={"width": width, "height": height}, **options)
+        self.contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.goto(address or self.url)
+        expect(page.locator("html[data-ready]")).to_have_count(1)
+        return page
+
+
+@pytest.fixture
+def visit(browser: Any, url: str) -> Iterator[Visits]:
+    """Opens the page; at the end of the test the browser must have had nothing to say, nor asked anyone else."""
+    visits = Visits(browser, url)
+    yield visits
+    for context in visits.contexts:
+        context.close()
+    assert visits.said == []
+    assert all(address.startswith((url, "blob:", "data:,")) for address in visits.asked), visits.asked
+
+
+def write(page: Any, answers: list[str] = ANSWERS, question: str = QUESTION) -> None:
+    page.get_by_label("Text of turn 1").fill(question)
+    while page.locator("#answers textarea").count() < len(answers):
+        page.get_by_role("button", name="Add an answer").click()
+    for i, answer in enumerate(answers, start=1):
+        page.get_by_label(f"Text of answer {i}").fill(answer)
+
+
+def score(page: Any) -> None:
+    page.get_by_role("button", name="Score").click()
+    settled(page)
+
+
+def settled(page: Any) -> None:
+    expect(page.locator("#score:not([aria-busy])")).to_have_count(1)
+    expect(page.locator("#results")).to_be_visible()
+
+
+def number(text: str) -> float:
+    return float(text.replace("\u2212", "-"))
+
+
+def shown(page: Any) -> list[float]:
+    return [number(text) for text in page.locator(".score").all_inner_texts()]
+
+
+def ask(url: str, path: str, **body: Any) -> Any:
+    got = httpx.post(f"{url}{path}", json=body)
+    assert got.status_code == 200, got.text
+    return got.json()
+
+
+def wanted(url: str, answers: list[str] = ANSWERS, **body: Any) -> list[float]:
+    context = [{"role": "user", "content": QUESTION}]
+    rows = ask(url, "v1/rewards", context=context, completions=answers, **body)["data"]
+    return [row["score"] for row in rows]
+
+
+def test_scores_are_those_of_the_server(visit: Visits, url: str) -> None:
+    page = visit()
+    write(page)
+    score(page)
+    scores = wanted(url)
+    assert shown(page) == pytest.approx(scores, abs=6e-4)
+    best = scores.index(max(scores))
+    expect(page.locator(".card.best h3")).to_contain_text(f"Answer {best + 1}")
+    for a, first in enumerate(scores):
+        cells = page.locator(f".matrix tbody tr:nth-child({a + 1}) td").all_inner_texts()
+        for b, second in enumerate(scores):
+            if a != b:
+                assert cells[b] == f"{100 / (1 + math.exp(second - first)):.1f}%"
+    whole = sum(math.exp(score) for score in scores)
+    portions = page.locator(".portion > span:last-child").all_inner_texts()
+    assert portions == [f"{100 * math.exp(s) / whole:.1f}% to be the best of 3" for s in scores]
+    expect(page.get_by_role("status").first).to_contain_text("3 scores: answer 1")
+    assert page.evaluate("window.injected") is None
+
+
+def test_the_model_is_chosen_and_its_temperature_is_used(visit: Visits, url: str) -> None:
+    answers = [ANSWERS[0], ANSWERS[2]]  # their scores differ enough
+    page = visit()
+    write(page, answers)
+    page.get_by_label("Model").select_option("warm")
+    expect(page.locator("#model-facts")).to_contain_text("temperature 2.5")
+    score(page)
+    first, second = wanted(url, answers)
+    assert abs(first - second) > 0.1
+    cell = page.locator(".matrix tbody tr:nth-child(1) td:nth-child(3)").inner_text()
+    assert cell == f"{100 / (1 + math.exp((second - first) / 2.5)):.1f}%"
+    page.get_by_label("Model").select_option("both")
+    expect(page.locator("#stale")).to_be_visible()
+    score(page)
+    expect(page.locator("#stale")).to_be_hidden()
+    members = page.locator(".card").first.locator(".values li").all_inner_texts()
+    assert [text.partition(":")[0] for text in members] == ["a", "b"]
+    assert [number(text.partition(": ")[2]) for text in members] == pytest.approx([first, first], abs=6e-4)
+
+
+def test_heads_shaping_and_truncation_are_told(visit: Visits, url: str) -> None:
+    page = visit()
+    model = httpx.get(f"{url}v1/models").json()["data"][0]
+    models = {"data": [model | {"heads": ["helpful", "brief"], "shaped": True}]}
+    rows = [
+        {
+            "index": 0,
+            "score": 1.25,
+            "reward": 0.5,
+            "num_tokens": 9,
+            "truncated": True,
+            "error": None,
+            "heads": [2.0, -1.5],
+        },
+        {"index": 1, "score": 0.25, "reward": None, "num_tokens": 7, "truncated": False, "error": "no reference"},
+    ]
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.route("**/v1/rewards", lambda route: route.fulfill(json={"model": "tiny", "contract": None, "data": rows}))
+    page.reload()
+    page.get_by_role("checkbox", name="over the tokens too").uncheck()
+    write(page, ANSWERS[:2])
+    score(page)
+    first, second = page.locator(".card").all_inner_texts()
+    for words in (
+        "helpful: 2.000",
+        "brief: \u22121.500",
+        "reward, shaped",
+        "0.500",
+        "9 of 160",
+        "cut at its beginning",
+    ):
+        assert words in first
+    assert "No reward: no reference" in second and "0.250" in second
+    expect(page.locator("#pairs-note")).to_contain_text("rewards are shaped, these are of scores")
+
+
+def test_the_chart_and_its_table_are_the_trace(visit: Visits, url: str) -> None:
+    page = visit()
+    write(page)
+    score(page)
+    context = [{"role": "user", "content": QUESTION}]
+    traces = [ask(url, "v1/rewards/trace", context=context, completion=answer, max_points=128) for answer in ANSWERS]
+    expect(page.locator("#chart path.line")).to_have_count(3)
+    page.locator("#numbers summary").click()
+    for i, trace in enumerate(traces):
+        rows = page.locator("#tables table").nth(i).locator("tbody tr td:nth-child(3)").all_inner_texts()
+        assert [number(text) for text in rows] == pytest.approx([p["score"] for p in trace["points"]], abs=6e-4)
+        assert page.locator(".text .words").nth(i).text_content() == ANSWERS[i]
+        box = page.locator("#chart path.line").nth(i).bounding_box()
+        assert box["width"] > 20
+    plot = page.locator(".plot")
+    place = plot.bounding_box()
+    plot.hover(position={"x": place["width"] - 14, "y": 100})
+    longest = max(len(trace["tokens"]) for trace in traces)
+    expect(page.locator("#tip")).to_contain_text(f"token {longest}")
+    expect(page.locator(".shade.current")).to_have_count(1)
+    page.locator(".text .shade").nth(2).hover()
+    expect(page.locator("#tip")).to_contain_text("token 3")
+    page.get_by_role("checkbox", name="over the tokens too").uncheck()
+    score(page)
+    expect(page.locator("#trace")).to_be_hidden()
+
+
+def test_everything_is_reached_and_done_by_the_keyboard(visit: Visits) -> None:
+    page = visit()
+    reached: list[str] = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label')"))
+        if reached[-1] == "download":
+            break
+        # what has the focus shows it
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", reached[-1]
+    assert [name for name in reached if name] == [
+        "model", "theme", "paste", "clear", "Role of turn 1", "Remove turn 1", "Text of turn 1", "add-turn",
+        "Remove answer 1", "Text of answer 1", "Remove answer 2", "Text of answer 2", "add-answer", "score",
+        "with-trace", "copy-link", "copy-json", "download",
+    ]  # fmt: skip
+    write(page, ANSWERS[:2])
+    page.get_by_label("Text of answer 2").focus()
+    page.keyboard.press("Control+Enter")
+    settled(page)
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Text of answer 2"
+    page.locator(".plot").focus()
+    page.keyboard.press("Home")
+    said = page.locator(".plot").get_attribute("aria-valuetext")
+    assert said.startswith("token 1: Answer 1 ") and "Answer 2" in said
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".plot").get_attribute("aria-valuenow") == "2"
+    page.keyboard.press("End")
+    assert page.locator(".plot").get_attribute("aria-valuenow") == page.locator(".plot").get_attribute("aria-valuemax")
+    page.get_by_role("button", name="Remove answer 1").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Text of answer 1"
+    expect(page.get_by_label("Text of answer 1")).to_have_value(ANSWERS[1])
+    page.get_by_role("button", name="Add a turn").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Text of turn 2"
+    expect(page.get_by_label("Role of turn 2")).to_have_value("assistant")
+
+
+def test_every_control_has_a_name_and_ids_are_unique(visit: Visits) -> None:
+    page = visit()
+    write(page)
+    score(page)
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, textarea, [role=slider], [role=region]")]
+            .filter((one) => !(one.getAttribute("aria-label") || one.labels?.length || one.textContent.trim()))
+            .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
+    assert len(ids) == len(set(ids))
+    assert page.evaluate("document.documentElement.lang") == "en"
+    live = page.evaluate("[...document.querySelectorAll('[role=status], [role=alert]')].map((one) => one.id)")
+    assert live == ["trouble", "status", "trace-status", "paste-trouble"]
+
+
+def test_a_link_restores_the_text_and_tells_the_server_nothing(visit: Visits, url: str) -> None:
+    page = visit()
+    write(page, [*ANSWERS[:2], HOSTILE])
+    page.get_by_role("button", name="Add a turn").click()
+    page.get_by_label("Role of turn 2").select_option("tool")
+    page.get_by_label("Text of turn 2").fill("Zeile 1\nZeile 2 \u6570\u5b57")
+    page.get_by_label("Model").select_option("warm")
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_role("status").first).to_contain_text("link")
+    link = page.url
+    assert link.startswith(f"{url}#z") and "egg" not in link
+    other = visit(link)
+    settled(other)  # it is scored at once
+    expect(other.get_by_label("Model")).to_have_value("warm")
+    fields = [other.get_by_label(f"Text of turn {i}").input_value() for i in (1, 2)]
+    assert fields == [QUESTION, "Zeile 1\nZeile 2 \u6570\u5b57"]
+    assert other.get_by_label("Role of turn 2").input_value() == "tool"
+    assert other.locator("#answers textarea").evaluate_all("all => all.map((one) => one.value)") == [
+        *ANSWERS[:2],
+        HOSTILE,
+    ]
+    assert other.evaluate("window.injected") is None
+    assert not any(link.partition("#")[2] in address.partition("#")[0] for address in visit.asked)
+    other.get_by_label("Text of turn 1").fill("Another question")
+    expect(other).to_have_url(url)  # a link says what is there, or nothing
+
+
+def test_a_damaged_link_says_so(visit: Visits, url: str) -> None:
+    page = visit(f"{url}#zAAAA")
+    expect(page.get_by_role("alert").first).to_contain_text("link is damaged")
+    write(page)
+    score(page)
+    assert len(shown(page)) == 3
+
+
+def test_a_link_that_would_fill_the_memory_is_stopped(visit: Visits, url: str) -> None:
+    import base64
+    import zlib
+
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    bomb = packer.compress(b"[" + b" " * 40_000_000 + b"]") + packer.flush()
+    page = visit(f"{url}#z{base64.urlsafe_b64encode(bomb).decode().rstrip('=')}")
+    expect(page.get_by_role("alert").first).to_contain_text("too much text")
+
+
+FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+PASTED = {
+    "messages": (json.dumps([*MESSAGES, FOUR]), 2, ["4"]),
+    "object": (json.dumps({"messages": MESSAGES}), 2, ["", ""]),
+    "body": (json.dumps({"context": MESSAGES, "completions": ["4", [FIVE]]}), 2, ["4", "5"]),
+    "preference": (json.dumps({"prompt": "2?", "chosen": "4", "rejected": ["5", [FOUR]]}), 1, ["4", "5", "4"]),
+    "whole": (json.dumps({"chosen": [*MESSAGES, FOUR], "rejected": [*MESSAGES, FIVE]}), 2, ["4", "5"]),
+    "ranked": (json.dumps({"context": MESSAGES, "completions": [{"rank": 0, "completion": [FOUR]}]}), 2, ["4"]),
+    "conversations": (json.dumps({"conversations": [[*MESSAGES, FOUR], [*MESSAGES, FIVE]]}), 2, ["4", "5"]),
+    "sharegpt": (json.dumps([{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]), 1, ["4"]),
+    "parts": (
+        json.dumps([MESSAGES[1], {"role": "assistant", "content": [{"type": "text", "text": "4"}], "name": "me"}]),
+        1,
+        ["4"],
+    ),
+    "transcript": ("User: 2 + 2?\nPlease.\n\nAssistant: 4\nor so\n", 1, ["4\nor so"]),
+    "human": ("Human: 2 + 2?\nAI: 4\nHuman: really?\nAI: Yes", 3, ["Yes"]),
+}  # fmt: skip
+
+
+def test_what_is_pasted_is_read(visit: Visits) -> None:
+    page = visit()
+    for name, (text, turns, answers) in PASTED.items():
+        page.get_by_role("button", name="Clear").click()
+        page.get_by_role("button", name="Paste JSON or a transcript").click()
+        page.locator("#paste-text").fill(text)
+        page.keyboard.press("Control+Enter")
+        expect(page.locator("#paste-dialog")).to_be_hidden()
+        got = page.locator("#answers textarea").evaluate_all("all => all.map((one) => one.value)")
+        assert (page.locator(".turn").count(), got) == (turns, answers), name
+        assert page.locator(".extras").all_inner_texts() == (["with name"] if name == "parts" else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no text"),
+        ('{"messages": [', "begins like JSON"),
+        ("Once upon a time", "role"),
+        ('[{"content": "4"}]', "messages[0] has no role"),
+        ('[{"role": "user", "content": [{"type": "image"}]}]', "shows text only"),
+        ('{"prompt": "a", "completions": "b"}', "must be a list"),
+        ("{}", "no messages"),
+    ],
+)
+def test_what_cannot_be_pasted_says_why_and_changes_nothing(visit: Visits, text: str, why: str) -> None:
+    page = visit()
+    write(page, ANSWERS[:2])
+    page.get_by_role("button", name="Paste JSON or a transcript").click()
+    page.locator("#paste-text").fill(text)
+    page.get_by_role("button", name="Use it", exact=True).last.click()
+    expect(page.locator("#paste-trouble")).to_contain_text(why)
+    page.keyboard.press("Escape")
+    expect(page.locator("#paste-dialog")).to_be_hidden()
+    expect(page.get_by_label("Text of turn 1")).to_have_value(QUESTION)
+
+
+def test_json_is_a_body_that_the_server_reads(visit: Visits, url: str) -> None:
+    page = visit(permissions=["clipboard-read", "clipboard-write"])
+    write(page)
+    page.get_by_role("button", name="Copy JSON").click()
+    expect(page.get_by_role("status").first).to_contain_text("Copied as JSON")
+    body = json.loads(page.evaluate("navigator.clipboard.readText()"))
+    assert body == {"context": [{"role": "user", "content": QUESTION}], "completions": ANSWERS}
+    score(page)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download").click()
+    saved = json.loads(download.value.path().read_text(encoding="utf-8"))
+    assert {key: saved[key] for key in body} == body
+    assert [row["score"] for row in saved["results"]["data"]] == pytest.approx(wanted(url), abs=1e-5)
+    assert len(saved["results"]["traces"]) == 3
+
+
+def test_what_cannot_be_scored_says_why_in_words(visit: Visits) -> None:
+    page = visit()
+    write(page, ["word " * 400, "Yes!"])
+    score(page)
+    expect(page.locator(".card").first).to_contain_text("No score: too long to score")
+    assert len(shown(page)) == 1
+    expect(page.locator("#chart path.line")).to_have_count(1)
+    page.get_by_role("button", name="Remove answer 1").click()
+    page.get_by_role("button", name="Remove answer 1").click()
+    page.get_by_role("button", name="Score").click()
+    expect(page.get_by_role("alert").first).to_contain_text("no answer to score")
+
+
+def test_an_empty_answer_is_scored_and_has_no_trace(visit: Visits, url: str) -> None:
+    page = visit()
+    write(page, ["", "Yes!"])
+    score(page)
+    assert shown(page) == pytest.approx(wanted(url, ["", "Yes!"]), abs=6e-4)
+    expect(page.locator("#chart path.line")).to_have_count(1)
+    visit.said.remove(next(line for line in visit.said if "422" in line))  # Chromium tells each refusal
+
+
+def test_a_server_that_is_away_or_refuses_is_told_in_words(visit: Visits) -> None:
+    page = visit()
+    write(page, ANSWERS[:2])
+    answer = {"error": {"message": "20000 conversations are waiting", "code": "queue_full", "request_id": "abc"}}
+    page.route("**/v1/rewards", lambda route: route.fulfill(status=429, json=answer, headers={"Retry-After": "7"}))
+    page.get_by_role("button", name="Score").click()
+    alert = page.get_by_role("alert").first
+    expect(alert).to_contain_text("has too much to do: 20000 conversations are waiting. Try again in 7 s.")
+    page.unroute("**/v1/rewards")
+    page.route("**/v1/rewards", lambda route: route.fulfill(status=502, body="<html>Bad gateway</html>"))
+    page.get_by_role("button", name="Score").click()
+    expect(alert).to_contain_text("HTTP 502")
+    page.unroute("**/v1/rewards")
+    page.route("**/v1/rewards", lambda route: route.abort())
+    page.get_by_role("button", name="Score").click()
+    expect(alert).to_contain_text("cannot be reached")
+    page.unroute("**/v1/rewards")
+    score(page)
+    expect(alert).to_be_hidden()
+    assert len(visit.said) == 3 and all("Failed to load resource" in line for line in visit.said), visit.said
+    visit.said.clear()
+
+
+def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, guarded_url: str) -> None:
+    visit = Visits(browser, guarded_url)
+    page = visit()
+    expect(page.get_by_label("Token", exact=True)).to_be_focused()
+    page.get_by_label("Token", exact=True).fill("wrong \u6570")
+    page.keyboard.press("Enter")
+    expect(page.locator("#gate-words")).to_contain_text("does not accept this token")
+    page.get_by_label("Token", exact=True).fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(page.locator("#gate")).to_be_hidden()
+    write(page, ANSWERS[:2])
+    score(page)
+    assert len(shown(page)) == 2
+    assert page.evaluate("[sessionStorage.getItem('treeward-token'), localStorage.length]") == [TOKEN, 0]
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_role("status").first).to_contain_text("link")
+    assert TOKEN not in page.url
+    page.reload()
+    expect(page.locator("html[data-ready]")).to_have_count(1)
+    expect(page.locator("#gate")).to_be_hidden()
+    assert not any(TOKEN in address for address in visit.asked)
+    assert all("401" in line for line in visit.said), visit.said
+    visit.contexts[0].close()
+
+
+def test_a_reload_keeps_what_was_written_and_clearing_is_undone(visit: Visits) -> None:
+    page = visit()
+    write(page)
+    page.reload()
+    expect(page.get_by_label("Text of answer 3")).to_have_value(ANSWERS[2])
+    page.get_by_role("button", name="Clear").click()
+    expect(page.locator("#answers textarea")).to_have_count(2)
+    expect(page.get_by_label("Text of answer 1")).to_have_value("")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.get_by_label("Text of answer 3")).to_have_value(ANSWERS[2])
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_label("Text of turn 1").fill("Another")
+    expect(page.get_by_role("button", name="Undo")).to_have_count(0)
+
+
+def test_a_browser_that_keeps_nothing_is_no_trouble(visit: Visits) -> None:
+    page = visit()
+    full = "() => { throw new DOMException('full', 'QuotaExceededError'); }"
+    page.evaluate(f"() => {{ Storage.prototype.setItem = {full}; }}")
+    write(page)
+    score(page)
+    assert len(shown(page)) == 3
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_are_legible(visit: Visits, scheme: str) -> None:
+    page = visit(color_scheme=scheme)
+    write(page)
+    score(page)
+    faint = page.evaluate(CONTRAST)
+    assert faint == []
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.get_by_role("button", name="Theme").click()
+    page.get_by_role("button", name="Theme").click()
+    assert page.get_by_role("button", name="Theme").inner_text() == "Theme: dark"
+    changed = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (changed == light) == (scheme == "dark")
+
+
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const over = (colours) => {
+    canvas.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((part) => part / 255);
+    return parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+  };
+  const light = (rgb) => 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2];
+  const faint = [];
+  for (const one of document.querySelectorAll("body *")) {
+    const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !one.checkVisibility() || one.closest("svg")) continue;
+    const layers = [];
+    for (let at = one; at; at = at.parentElement) layers.unshift(getComputedStyle(at).backgroundColor);
+    const [back, text] = [light(over(layers)), light(over([...layers, getComputedStyle(one).color]))];
+    const ratio = (Math.max(back, text) + 0.05) / (Math.min(back, text) + 0.05);
+    if (ratio < 4.5) faint.push([one.className || one.tagName, one.textContent.slice(0, 30), ratio.toFixed(2)]);
+  }
+  return faint;
+}"""
+
+
+@pytest.mark.parametrize("width", [400, 320])
+def test_a_phone_shows_all_of_it(visit: Visits, width: int) -> None:
+    page = visit(width=width, height=800, has_touch=True)
+    write(page, [ANSWERS[0], "a" * 120, ANSWERS[2]])
+    score(page)
+    expect(page.locator("#chart path.line")).to_have_count(3)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    small = page.evaluate(
+        """() => [...document.querySelectorAll("button, select")].map((one) => [one.id, one.getBoundingClientRect()])
+            .filter(([, box]) => box.width && (box.width < 32 || box.height < 32)).map(([id]) => id)"""
+    )
+    assert small == []
+    page.set_viewport_size({"width": 900, "height": 800})
+    expect(page.locator(".plot svg")).to_have_attribute("width", re.compile("[78]\\d\\d"))

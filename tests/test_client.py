@@ -1,0 +1,474 @@
+"""The client of a reward server, against servers on loopback that answer, refuse, drop, drip and lie."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import Asked, Loopback
+
+from treeward.client.http import RewardServerError
+from treeward.client.rewards import AsyncRewardClient, RewardClient
+from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.scoring.score import ConversationScorer, Score
+
+
+def chat(number: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": str(number)}]
+
+
+def row(index: int, score: float | None, **more: Any) -> dict[str, Any]:
+    error = None if score is not None else "too long"
+    return {"index": index, "score": score, "reward": score, "num_tokens": 7, "truncated": False, "error": error} | more
+
+
+def scored(asked: Asked) -> Any:
+    """A score is the number that the answer says, a reward twice that."""
+    sent = asked.json
+    ends = [one[-1]["content"] for one in sent.get("conversations") or sent["completions"]]
+    rows = [row(i, float(end), reward=float(end) * (2 if sent["shaped"] else 1)) for i, end in enumerate(ends)]
+    return 200, {"data": rows, "model": "m"}
+
+
+class Script:
+    """Answers in turn; the last one again and again."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.lock = threading.Lock()
+
+    def __call__(self, asked: Asked) -> Any:
+        with self.lock:
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return answer(asked) if callable(answer) else answer
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Loopback]]:
+    """A function that starts a server which gives these answers."""
+    servers: list[Loopback] = []
+
+    def start(*answers: Any, **options: Any) -> Loopback:
+        servers.append(Loopback(Script(*answers), **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.__exit__()
+
+
+def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
+    server = serve((200, {"data": [row(0, 1.5, heads=[1.0, 0.5], members=[2.0]), row(1, 2.5, truncated=True)]}), scored)
+    with RewardClient(server.url + "/", model="rm", token="secret", timeout_seconds=50) as client:
+        assert client.score([chat(1), chat(2)]) == [
+            Score(1.5, 7, heads=(1.0, 0.5), members=(2.0,)),
+            Score(2.5, 7, truncated=True),
+        ]
+        assert client.rewards([chat(3)], reference_answers=["four"]) == [6.0]
+        assert client.rewards([chat(3), chat(4)], reference_answers=[None, ["a", "b"]]) == [6.0, 8.0]
+        assert client.rewards([]) == client.score([]) == []
+    first, second, third = server.requests
+    assert first.path == "/v1/rewards" and first.headers["authorization"] == "Bearer secret"
+    assert first.json == {
+        "model": "rm", "on_error": "mask", "shaped": False, "conversations": [chat(1), chat(2)],
+    }  # fmt: skip
+    assert second.json["shaped"] is True and second.json["reference_answers"] == ["four"]
+    assert third.json["reference_answers"] == [None, ["a", "b"]]
+    assert 0 < float(first.headers["x-deadline-seconds"]) <= 50
+
+
+def test_completions_share_their_context(serve: Callable[..., Loopback]) -> None:
+    server = serve(scored)
+    client = RewardClient(server.url, max_conversations=2, max_concurrency=1)
+    context = [{"role": "user", "content": "2 + 2?"}]
+    scores = client.score_completions(context, ["4", "5", [{"role": "assistant", "content": "6"}]])
+    assert [score.score for score in scores] == [4.0, 5.0, 6.0]
+    assert [request.json["context"] for request in server.requests] == [context, context]
+    assert server.requests[0].json["completions"] == [
+        [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}],
+    ]  # fmt: skip
+    for completions in ("4", []):
+        with pytest.raises(DataError, match="no list of answers"):
+            client.score_completions(context, completions)
+
+
+def test_a_large_list_is_split_and_comes_back_in_order(serve: Callable[..., Loopback]) -> None:
+    now, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(3)
+
+    def slowly(asked: Asked) -> Any:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        if len(server.requests) <= 3:
+            together.wait(timeout=20)  # three requests at a time, or this breaks
+        if asked.json["conversations"][0] == chat(0):
+            time.sleep(0.2)  # the first comes last
+        with lock:
+            now -= 1
+        return scored(asked)
+
+    server = serve(slowly)
+    with RewardClient(server.url, max_conversations=4, max_concurrency=3) as client:
+        scores = client.score([chat(i) for i in range(25)])
+    assert [score.score for score in scores] == [float(i) for i in range(25)]
+    assert sorted(len(request.json["conversations"]) for request in server.requests) == [1, 4, 4, 4, 4, 4, 4]
+    assert most == 3
+
+
+def test_bodies_stay_small(serve: Callable[..., Loopback]) -> None:
+    server = serve(lambda asked: (200, {"data": [row(i, 1.0) for i in range(len(asked.json["conversations"]))]}))
+    chats = [[{"role": "assistant", "content": "x" * 3_000_000}] for _ in range(5)]
+    assert len(RewardClient(server.url).score(chats)) == 5
+    assert sorted(len(request.json["conversations"]) for request in server.requests) == [1, 2, 2]
+
+
+def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> None:
+    busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, {"retry-after": "0"}
+    server = serve(busy, (503, b"<html>restarting</html>"), None, (408, {}), (502, {}), scored)
+    assert RewardClient(server.url, timeout_seconds=60).score([chat(4)])[0].score == 4.0
+    left = [float(request.headers["x-deadline-seconds"]) for request in server.requests]
+    assert len(left) == 6 and left == sorted(left, reverse=True) and left[0] <= 60 and left[-1] < left[0] - 0.5
+
+
+@pytest.mark.parametrize("status", [300, 400, 401, 403, 404, 413, 422, 500, 501])
+def test_it_does_not_ask_again_for_what_is_wrong(status: int, serve: Callable[..., Loopback]) -> None:
+    server = serve((status, {"error": {"message": "no", "code": "why", "param": "model", "request_id": "r1"}}))
+    with pytest.raises(RewardServerError) as caught:
+        RewardClient(server.url).score([chat(1)])
+    error = caught.value
+    assert (error.status, error.code, error.param, error.request_id) == (status, "why", "model", "r1")
+    assert error.got == "no" and f"HTTP {status}" in str(error) and isinstance(error, TreewardError)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ({"error": "The model is overloaded", "error_type": "Overloaded"}, "The model is overloaded"),
+        ({"detail": [{"loc": ["body"]}]}, '[{"loc": ["body"]}]'),
+        ({"object": "error", "message": "bad input", "code": 400}, "bad input"),
+        (b"<html><head><style>p {}</style></head><body><h1>Bad\n gateway</h1></body></html>", "Bad gateway"),
+        (b"", "an empty answer"),
+        (b"[1]", "[1]"),
+    ],
+)
+def test_errors_of_others_are_shown_in_their_words(body: Any, shown: str, serve: Callable[..., Loopback]) -> None:
+    with pytest.raises(RewardServerError) as caught:
+        RewardClient(serve((400, body)).url).score([chat(1)])
+    assert caught.value.got == shown
+
+
+def test_it_gives_up_after_max_retries(serve: Callable[..., Loopback]) -> None:
+    server = serve((503, {"error": {"message": "shutting down", "code": "shutting_down"}}))
+    with pytest.raises(RewardServerError, match="shutting down .asked 3 times.") as caught:
+        RewardClient(server.url, max_retries=2).score([chat(1)])
+    assert caught.value.status == 503 and len(server.requests) == 3
+
+
+def test_it_does_not_wait_beyond_its_time(serve: Callable[..., Loopback]) -> None:
+    server = serve((429, {}, {"retry-after": "1000"}))
+    with pytest.raises(RewardServerError, match="asked once, and it asks to wait 1000 s"):
+        RewardClient(server.url, timeout_seconds=900).score([chat(1)])
+    assert len(server.requests) == 1
+    dated = serve((503, {}, {"retry-after": "Fri, 31 Dec 2100 23:59:59 GMT"}))
+    with pytest.raises(RewardServerError, match="asked once"):
+        RewardClient(dated.url, timeout_seconds=900).score([chat(1)])
+
+
+def test_a_server_that_hangs(serve: Callable[..., Loopback]) -> None:
+    let_go = threading.Event()
+    server = serve(lambda asked: let_go.wait(30) and None)
+    with pytest.raises(RewardServerError, match="has not answered in time") as caught:
+        RewardClient(server.url, timeout_seconds=0.3).score([chat(1)])
+    assert caught.value.status is None and len(server.requests) == 1
+    let_go.set()
+
+
+def test_a_server_that_drips(serve: Callable[..., Loopback]) -> None:
+    """Each byte comes within any limit on a wait; the answer is whole after four seconds."""
+
+    def drip(asked: Asked) -> None:
+        head = b"HTTP/1.1 200 OK\r\nx-padding: " + b"x" * 40 + b"\r\ncontent-length: 2\r\n\r\n{}"
+        for byte in head[:20], *([one] for one in head[20:60]), head[60:]:
+            asked.handler.wfile.write(bytes(byte))
+            time.sleep(0.1)
+
+    started = time.monotonic()
+    with pytest.raises(RewardServerError, match="has not answered in time"):
+        RewardClient(serve(drip).url, timeout_seconds=0.5).score([chat(1)])
+    assert time.monotonic() - started < 3
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(RewardServerError, match="cannot be reached") as caught:
+        RewardClient("http://127.0.0.1:1", max_retries=1).score([chat(1)])
+    assert caught.value.status is None and "asked 2 times" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>hello</html>",
+        b"",
+        [],
+        {},
+        {"data": []},
+        {"data": [row(0, 1.0), row(1, 1.0)]},
+        {"data": [row(1, 1.0)]},
+        {"data": [row(0, math.nan)]},
+        {"data": [row(0, 1.0, reward=math.inf)]},
+        {"data": [row(0, 1.0, heads=[math.nan])]},
+        {"data": [row(0, None, error=None)]},
+        {"data": [row(0, "1.0")]},
+        {"data": [row(0, True)]},
+        {"data": [{"index": 0, "score": 1.0}]},
+        {"data": [row(0, 1.0, num_tokens=None)]},
+        {"data": [3]},
+    ],
+)
+def test_an_answer_that_is_none(answer: Any, serve: Callable[..., Loopback]) -> None:
+    server = serve((200, answer, {"x-request-id": "r7"}))
+    with pytest.raises(RewardServerError, match="answer") as caught:
+        RewardClient(server.url).score([chat(1)], on_error="mask")
+    assert caught.value.status == 200 and caught.value.request_id == "r7" and len(server.requests) == 1
+
+
+def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
+    server = serve((200, {"data": [row(0, 1.0), row(1, None)]}))
+    client = RewardClient(server.url)
+    with pytest.raises(RewardServerError, match="b.jsonl:2 has no score\n  got:   too long"):
+        client.score([chat(1), chat(2)], where=["b.jsonl:1", "b.jsonl:2"])
+    assert client.score([chat(1), chat(2)], on_error="mask")[1] == Score(None, 7, error="too long")
+    assert client.rewards([chat(1), chat(2)], on_error="mask") == [1.0, None]
+
+
+def test_a_reward_without_a_reward_has_a_score(serve: Callable[..., Loopback]) -> None:
+    server = serve((200, {"data": [row(0, 1.0, reward=None, error="no references")]}))
+    client = RewardClient(server.url)
+    assert client.score([chat(1)]) == [Score(1.0, 7)]
+    assert client.rewards([chat(1)], on_error="mask") == [None]
+    with pytest.raises(RewardServerError, match="no references"):
+        client.rewards([chat(1)])
+
+
+def test_a_row_that_the_server_cannot_read(serve: Callable[..., Loopback]) -> None:
+    """It is masked, and the others are asked for again; only a server that names the row can be believed."""
+
+    def picky(asked: Asked) -> Any:
+        for i, one in enumerate(asked.json["conversations"]):
+            if "bad" in one[-1]:
+                return 422, {"error": {"message": f"row {i} is bad", "param": f"conversations[{i}][1].bad"}}
+        return scored(asked)
+
+    server = serve(picky)
+    chats = [chat(0), [*chat(1)[:1], chat(1)[1] | {"bad": 1}], chat(2), [*chat(3)[:1], chat(3)[1] | {"bad": 1}]]
+    client = RewardClient(server.url)
+    scores = client.score(chats, on_error="mask")
+    assert [score.score for score in scores] == [0.0, None, 2.0, None]
+    assert scores[1].error == "row 1 is bad" and len(server.requests) == 3
+    with pytest.raises(RewardServerError, match="^file:2: ") as caught:
+        client.score(chats, where=[f"file:{i + 1}" for i in range(4)])
+    assert caught.value.status == 422
+    whole = serve((422, {"error": {"message": "context is wrong", "param": "context[0]"}}))
+    with pytest.raises(RewardServerError, match="context is wrong"):
+        RewardClient(whole.url).score(chats, on_error="mask")
+    assert len(whole.requests) == 1
+
+
+def test_a_server_with_a_smaller_limit(serve: Callable[..., Loopback]) -> None:
+    server = serve(
+        lambda asked: scored(asked) if len(asked.json["conversations"]) <= 3 else (413, {"error": {"message": "many"}})
+    )
+    scores = RewardClient(server.url).score([chat(i) for i in range(11)])
+    assert [score.score for score in scores] == [float(i) for i in range(11)]
+    assert all(len(request.json["conversations"]) <= 11 for request in server.requests)
+
+
+def test_the_first_error_ends_the_others(serve: Callable[..., Loopback]) -> None:
+    server = serve((401, {"error": {"message": "this server asks for a bearer token"}}))
+    with pytest.raises(RewardServerError, match="--token-env"):
+        RewardClient(server.url, max_conversations=1, max_concurrency=1).score([chat(i) for i in range(50)])
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        "text",
+        [{"content": "no role"}],
+        [{"role": "assistant", "content": "x", "extra": math.nan}],
+        [{"role": "assistant", "content": "\ud800"}],
+        [{"role": "assistant", "content": "x", "extra": object()}],
+    ],
+)
+def test_what_is_no_conversation_is_not_sent(wrong: Any, serve: Callable[..., Loopback]) -> None:
+    server = serve(scored)
+    client = RewardClient(server.url)
+    with pytest.raises(DataError, match="second"):
+        client.score([chat(1), wrong], where=["first", "second"])
+    assert not server.requests
+    scores = client.score([chat(1), wrong, chat(2)], on_error="mask")
+    assert [score.score for score in scores] == [1.0, None, 2.0] and scores[1].error
+    assert server.requests[0].json["conversations"] == [chat(1), chat(2)]
+
+
+def test_names_and_references_belong_to_conversations(serve: Callable[..., Loopback]) -> None:
+    client = RewardClient("http://127.0.0.1:1")
+    with pytest.raises(DataError, match="1 names for 2 conversations"):
+        client.score([chat(1), chat(2)], where=["one"])
+    with pytest.raises(DataError, match="3 reference answers for 2 conversations"):
+        client.rewards([chat(1), chat(2)], reference_answers=["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"url": "localhost:8000"}, "url"),
+        ({"url": "ftp://host"}, "url"),
+        ({"url": "http://"}, "url"),
+        ({"url": "http://host:99999"}, "url"),
+        ({"url": "http://host/path?model=m"}, "url"),
+        ({"token": "two words"}, "token"),
+        ({"token": ""}, "token"),
+        ({"token": "line\n"}, "token"),
+        ({"timeout_seconds": 0}, "timeout_seconds"),
+        ({"timeout_seconds": math.inf}, "timeout_seconds"),
+        ({"max_retries": -1}, "max_retries"),
+        ({"max_conversations": 0}, "max_conversations"),
+        ({"max_concurrency": -2}, "max_concurrency"),
+        ({"verify_tls": "no/such/file.pem"}, "verify_tls"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RewardClient(**({"url": "http://host"} | arguments))
+    assert caught.value.field == field
+    assert "two words" not in str(caught.value)  # a token is no one's to read
+
+
+def test_models_and_readiness(serve: Callable[..., Loopback]) -> None:
+    server = serve((200, {"status": "ready"}), (503, {"status": "shutting down"}), (200, {"data": [{"id": "rm"}]}))
+    client = RewardClient(server.url)
+    assert client.ready() is True and client.ready() is False and client.models() == [{"id": "rm"}]
+    assert [request.path for request in server.requests] == ["/ready", "/ready", "/v1/models"]
+    assert RewardClient("http://127.0.0.1:1").ready() is False
+    for wrong in ((404, {}), (200, b"<html>")):
+        with pytest.raises(RewardServerError):
+            RewardClient(serve(wrong).url).ready()
+    with pytest.raises(RewardServerError, match="lists no models"):
+        RewardClient(serve((200, {"data": [1]})).url).models()
+
+
+def test_it_can_stand_for_a_scorer() -> None:
+    asked = inspect.signature(ConversationScorer.score).parameters
+    for method in (RewardClient.score, AsyncRewardClient.score):
+        assert {name: p.kind for name, p in inspect.signature(method).parameters.items()} == {
+            name: p.kind for name, p in asked.items()
+        }
+
+
+def test_the_two_clients_have_the_same_methods() -> None:
+    def public(kind: type) -> dict[str, Any]:
+        return {name: value for name, value in vars(kind).items() if not name.startswith("_") and callable(value)}
+
+    sync, async_ = public(RewardClient), public(AsyncRewardClient)
+    assert set(sync) - {"close"} == set(async_) - {"aclose"}
+    for name in set(sync) - {"close"}:
+        assert list(inspect.signature(sync[name]).parameters) == list(inspect.signature(async_[name]).parameters)
+    made = [list(inspect.signature(kind).parameters.values()) for kind in (RewardClient, AsyncRewardClient)]
+    assert made[0] == made[1]
+
+
+def test_asynchronously_and_in_more_than_one_loop(serve: Callable[..., Loopback]) -> None:
+    client = AsyncRewardClient(serve(scored).url)
+
+    async def several() -> list[list[Score]]:
+        return await asyncio.gather(*(client.score([chat(i)]) for i in range(20)))
+
+    for _ in range(2):
+        assert [scores[0].score for scores in asyncio.run(several())] == [float(i) for i in range(20)]
+
+    async def within() -> float | None:
+        async with AsyncRewardClient(serve(scored).url) as other:
+            return (await other.score([chat(3)]))[0].score
+
+    assert asyncio.run(within()) == 3.0
+
+
+def test_a_caller_that_is_cancelled_leaves_nothing_behind(serve: Callable[..., Loopback]) -> None:
+    let_go = threading.Event()
+    server = serve(lambda asked: let_go.wait(30) and None)
+
+    async def cancelled() -> int:
+        client = AsyncRewardClient(server.url, max_conversations=1)
+        task = asyncio.create_task(client.score([chat(i) for i in range(4)]))
+        while len(server.requests) < 4:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return len(asyncio.all_tasks()) - 1
+
+    assert asyncio.run(cancelled()) == 0
+    let_go.set()
+
+
+def test_where_a_loop_runs_already_and_from_threads(serve: Callable[..., Loopback]) -> None:
+    client = RewardClient(serve(scored).url)
+
+    async def as_in_a_notebook() -> float | None:
+        return client.score([chat(5)])[0].score
+
+    assert asyncio.run(as_in_a_notebook()) == 5.0
+    found: dict[int, float | None] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: client.score([chat(i)])[0].score})) for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: float(i) for i in range(8)}
+    client.close()
+    assert client.score([chat(6)])[0].score == 6.0  # and open again
+
+
+def test_after_a_fork(serve: Callable[..., Loopback]) -> None:
+    client = RewardClient(serve(scored).url)
+    assert client.score([chat(1)])[0].score == 1.0
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if client.score([chat(2)])[0].score == 2.0 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert client.score([chat(3)])[0].score == 3.0
+
+
+def test_tls(serve: Callable[..., Loopback], tmp_path: Path) -> None:
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -keyout key.pem -out cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", *words.split(), *subject], cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    server = serve(scored, tls=context)
+    with pytest.raises(RewardServerError, match="certificate is not trusted"):
+        RewardClient(server.url).score([chat(1)])
+    assert not server.requests and server.num_connections == 1
+    for verify in (str(tmp_path / "cert.pem"), False):
+        assert RewardClient(server.url, verify_tls=verify).score([chat(1)])[0].score == 1.0

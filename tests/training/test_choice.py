@@ -1,0 +1,137 @@
+"""How the exported checkpoint was chosen, and which comparisons are no test of new data, is said and counted right."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeward.data.encoding import Comparison
+from treeward.training.card import model_card, result_columns
+from treeward.training.choice import choice_of
+from treeward.training.setup import set_up
+from treeward.training.shared_rows import num_shared
+from treeward.training.train import train
+
+METRIC = "val:validation-held_out_length_controlled_accuracy"
+
+
+@pytest.mark.parametrize(
+    ("options", "num"),
+    [
+        ([], 3),  # steps 2, 4 and 6 of 6 are saved and validated
+        (["rm.val_period=3", "checkpointing.save_period=2"], 1),
+        (["rm.val_period=3", "checkpointing.save_period=3"], 2),
+        (["rm.val_period=4", "rm.val_at_end=true", "checkpointing.save_period=2"], 2),  # 4, and 6 at the end
+        (["checkpointing.save_period=7"], 1),
+        (["checkpointing.save_period=null"], 1),
+        (["rm.val_period=7", "rm.val_at_end=false"], 0),
+    ],
+)
+def test_the_checkpoints_that_are_compared_are_counted(
+    tiny_run: Callable[..., Any], options: list[str], num: int
+) -> None:
+    choice = choice_of(tiny_run(f"checkpointing.metric_name={METRIC}", *options), 6)
+    assert choice is not None and choice.num_checkpoints == num and choice.among_several == (num > 1)
+    assert (choice.metric, choice.sets) == ("length_controlled_accuracy", ("held_out",))
+
+
+def test_a_pooled_metric_chooses_on_every_set_and_no_metric_on_none(tiny_run: Callable[..., Any]) -> None:
+    two = "data.validation=[{dataset_name: Bundled, split: validation, name: a}, {dataset_name: Bundled, name: b}]"
+    pooled = choice_of(tiny_run("checkpointing.metric_name=val_loss", two), 6)
+    assert pooled is not None and pooled.sets == ("a", "b")
+    assert choice_of(tiny_run("checkpointing.metric_name=null"), 6) is None
+
+
+def test_the_metric_that_chose_is_a_column_and_the_card_says_what_it_is_worth(
+    tiny_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    outcome = train(tiny_run(f"checkpointing.metric_name={METRIC}", "rm.val_batches=null"), show_progress=False)
+    assert outcome.choice.num_checkpoints == 3
+    assert [column.key for column in result_columns(outcome.choice)][3] == "length_controlled_accuracy"
+    card = (outcome.model_folder / "README.md").read_text()
+    measured = outcome.validation["held_out"]
+    assert "best of 3 by length_controlled_accuracy on held_out" in card and "expect lower numbers" in card
+    longer = f"{measured['accuracy_longer_right']:.3f}"
+    assert "better answer longer" in card and longer in card
+    assert f"{measured['length_controlled_accuracy']:.3f}" in card
+    assert not [column for column in result_columns(None) if column.key == "length_controlled_accuracy"]
+
+
+def test_a_single_checkpoint_is_not_called_the_best(
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "treeward.training"):
+        run = set_up(tiny_run("checkpointing.save_period=26", "rm.val_period=26", "rm.max_num_steps=2"))
+    (said,) = [record.getMessage() for record in caplog.records if "nothing is chosen" in record.getMessage()]
+    assert said.startswith("One checkpoint of this run of 2 steps") and "save_period is 26" in said
+    assert "best of" not in model_card(run, 2, {"held_out": {"accuracy": 0.5, "loss": 1.0}})
+    run.store.close()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "treeward.training"):
+        set_up(tiny_run())
+    assert not [record for record in caplog.records if "nothing is chosen" in record.getMessage()]
+
+
+def comparison(*conversations: tuple[list[int], int]) -> Comparison:
+    ids = tuple(np.array(tokens, dtype=np.int32) for tokens, _ in conversations)
+    return Comparison(ids, tuple(rank for _, rank in conversations), (1,) * len(ids), "", None, "", 4)
+
+
+class Encoded(list[Comparison]):
+    """As much of an `EncodedDataset` as is asked."""
+
+    @property
+    def num_tokens(self) -> Any:
+        return np.array([one.num_tokens for one in self], dtype=np.int64)
+
+    @property
+    def tree_tokens(self) -> Any:
+        return np.array([one.tree_tokens for one in self], dtype=np.int64)
+
+
+def test_the_same_comparison_is_found_in_any_order_and_no_other() -> None:
+    one, two = ([1, 2, 3], 0), ([1, 2, 4], 1)
+    validation: Any = Encoded([comparison(one, two), comparison(([1, 2, 9], 0), two), comparison(one, two)])
+    other_ranks = comparison((one[0], 1), (two[0], 0))
+    assert num_shared(validation, [Encoded([other_ranks])]) == 0  # type: ignore[list-item]
+    swapped: Any = Encoded([comparison(two, one)])
+    assert num_shared(validation, [swapped]) == 2
+    assert num_shared(validation, [Encoded(), swapped], limit=1) == 1  # type: ignore[list-item]
+    # The same numbers in another split of them into conversations are another comparison.
+    elsewhere: Any = Encoded([comparison(([1, 2], 0), ([3, 1, 2, 4], 1))])
+    assert num_shared(validation, [elsewhere]) == 0
+
+
+def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    def rows(numbers: Iterable[int]) -> list[dict[str, str]]:
+        return [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in numbers]
+
+    binary = "dataset_name: BinaryPreferenceDataset"
+    train_file, val_file = write_rows("train.jsonl", rows(range(30))), write_rows("val.jsonl", rows(range(20, 36)))
+    options = [
+        f"data.train={{{binary}, data_path: {train_file}, split: null}}",
+        f"data.validation=[{{{binary}, data_path: {val_file}, name: held_out}}]",
+        "rm.max_num_steps=2", "rm.val_batches=null", "evaluation.enabled=true",
+    ]  # fmt: skip
+    with caplog.at_level(logging.WARNING, "treeward.training"):
+        outcome = train(tiny_run(*options), show_progress=False)
+    said = [record.getMessage() for record in caplog.records if "training data" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("10 of 16 comparisons of the validation set held_out")
+    assert outcome.num_trained_on == {"held_out": 10}
+    assert (
+        "10 of 16 comparisons of held_out are in the training data" in (outcome.model_folder / "README.md").read_text()
+    )
+    (result,) = json.loads((outcome.report.parent / "results.json").read_text())["results"]
+    assert "10 of its 16 comparisons are in the training data" in result["caveat"]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "treeward.training"):
+        found = set_up(tiny_run("checkpointing.checkpoint_dir=" + str(tmp_path / "apart")))
+    assert found.num_trained_on == {"held_out": 0} and "training data" not in caplog.text

@@ -1,0 +1,158 @@
+"""Items of OpenAI's Responses API as chat messages, which is what chat templates and reward models read.
+
+    conversation_of({"input": "2 + 2?"}, [{"type": "message", "role": "assistant",
+                                           "content": [{"type": "output_text", "text": "4"}]}])
+    # [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+What becomes of each kind of item: `instructions` a system message before all others; text parts their text, joined;
+`function_call` a tool call of the assistant's message before it, its arguments parsed; `function_call_output` a message
+of the role `tool`; `reasoning` nothing, for a reward model judges what the user is given. Other kinds (images, calls of
+hosted tools) are refused: a score of half a conversation would be a wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treeward.data.preference import Message
+from treeward.errors import DataError
+
+__all__ = ["conversation_of", "messages_of_input"]
+
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""The kinds of content parts that are text, and the key that holds it."""
+
+
+def conversation_of(
+    params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], *, developer: str = "system"
+) -> list[Message]:
+    """The messages of a request (`responses_create_params`) and of the `output` that answered it.
+
+    `developer`: the role that messages of the developer are given; most chat templates know `system` only, and some
+    leave out silently what they do not know. Raises `DataError` for what cannot be read as messages.
+    """
+    messages = messages_of_input(params, developer=developer)
+    _add_items(messages, output, "response.output", developer, after=len(messages))
+    return messages
+
+
+def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -> list[Message]:
+    """The messages of `input`, which is a text of the user or a list of items, after the `instructions`."""
+    messages: list[Message] = []
+    if isinstance(params.get("instructions"), str) and params["instructions"]:
+        messages.append({"role": "system", "content": params["instructions"]})
+    given = params.get("input")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, Sequence):
+        raise DataError("input is neither text nor a list of items", field="input", got=given, need="a text, or a list")
+    _add_items(messages, given, "input", developer, after=len(messages))
+    return messages
+
+
+def _add_items(messages: list[Message], items: Sequence[Any], field: str, developer: str, *, after: int) -> None:
+    """`after`: messages before this index are not added to."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    for i, item in enumerate(items):
+        where = f"{field}[{i}]"
+        if not isinstance(item, Mapping):
+            raise DataError("an item is not an object", field=where, got=item, need='{"type": "message", ...}')
+        match item.get("type") or "message":
+            case "message":
+                messages.append(_message(item, where, developer))
+                names |= {call["id"]: call["function"]["name"] for call in messages[-1].get("tool_calls", ())}
+            case "function_call":
+                call = _call(item, where)
+                names[call["id"]] = call["function"]["name"]
+                if len(messages) <= after or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+            case "function_call_output":
+                messages.append(_call_output(item, where, names))
+            case "reasoning":
+                pass
+            case other:
+                raise DataError(
+                    f"an item of the type {other!r} cannot be scored",
+                    field=where,
+                    got=other,
+                    need="message, function_call, function_call_output or reasoning",
+                )
+
+
+def _message(item: Mapping[str, Any], where: str, developer: str) -> Message:
+    role = item.get("role")
+    if not isinstance(role, str) or not role:
+        raise DataError("a message has no role", field=f"{where}.role", got=role, need="a name such as user")
+    message: Message = {
+        "role": developer if role == "developer" else role,
+        "content": _text(item.get("content"), f"{where}.content"),
+    }
+    # Rows in the form of chat completions have their calls in the messages themselves.
+    calls = item.get("tool_calls")
+    if calls:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise DataError("tool_calls is not a list", field=f"{where}.tool_calls", got=calls, need="a list of calls")
+        message["tool_calls"] = [_chat_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return message | {key: item[key] for key in ("tool_call_id", "name") if isinstance(item.get(key), str)}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if not isinstance(content, Sequence):
+        raise DataError("content is neither text nor a list of parts", field=where, got=content, need="a text")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        text = part.get(key) if isinstance(part, Mapping) and key is not None else None
+        if not isinstance(text, str):
+            raise DataError(
+                f"a content part of the type {kind!r} cannot be scored",
+                field=f"{where}[{i}]",
+                got=part,
+                need=f"text: {', '.join(_TEXT_PARTS)}",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _chat_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise DataError("a tool call has no function", field=where, got=call, need='{"id": ..., "function": {...}}')
+    return _call({**function, "call_id": call.get("id")}, where)
+
+
+def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    name, arguments = item.get("name"), item.get("arguments")
+    if not isinstance(name, str):
+        raise DataError("a function call has no name", field=f"{where}.name", got=name, need="the function's name")
+    # Templates write arguments as JSON themselves; text would come out quoted a second time.
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = arguments
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    call_id = item.get("call_id")
+    return {
+        "id": call_id if isinstance(call_id, str) else where,
+        "type": "function",
+        "function": {"name": name, "arguments": {} if arguments is None else arguments},
+    }
+
+
+def _call_output(item: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Message:
+    call_id = item.get("call_id")
+    message: Message = {"role": "tool", "content": _text(item.get("output"), f"{where}.output")}
+    if isinstance(call_id, str):
+        message["tool_call_id"] = call_id
+        if call_id in names:
+            message["name"] = names[call_id]
+    return message

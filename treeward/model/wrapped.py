@@ -1,0 +1,129 @@
+"""`WrappedModel`: what a reward model and a policy have in common; a Hugging Face model, and how it is called.
+
+    with model.attention(attention.TREE):
+        hidden = model.backbone(...)
+    with model.plain_attention():
+        model.hf(...)                   # as transformers would run it
+
+The weights are the wrapped model's, so an export loads anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from treeward.errors import ModelError
+from treeward.tree import attention
+from treeward.tree.batch import RowBatch, TreeBatch
+
+__all__ = ["Layout", "WrappedModel"]
+
+Layout = Literal["tree", "rows", "encoder"]
+"""How a model is run: decoders on trees; decoders that cannot share a prefix as padded rows; encoders as padded rows
+through their own pooling and head."""
+
+
+class WrappedModel(nn.Module):
+    """`hf`: the wrapped model. `compute_dtype`: run it in this dtype by autocast while the weights stay as they are."""
+
+    def __init__(self, hf: PreTrainedModel, *, layout: Layout, compute_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        attention.register()
+        self.hf = hf
+        self.layout: Layout = layout
+        self.compute_dtype = compute_dtype
+        self._attention: str | None = None
+        _switch_off_noise(hf)
+
+    @property
+    def backbone(self) -> nn.Module:
+        base: nn.Module = self.hf.base_model
+        return base
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.hf.parameters()).device
+
+    @contextlib.contextmanager
+    def attention(self, implementation: str) -> Iterator[None]:
+        """Run with one of transformers' attention implementations; the setting is sticky, so it is made every time."""
+        if self.hf.config._attn_implementation != implementation:
+            if type(self.hf)._can_set_attn_implementation():
+                self.hf.set_attn_implementation(implementation)
+            elif implementation in (attention.TREE, attention.DENSE):
+                raise ModelError(
+                    f"{type(self.hf).__name__} does not use transformers' attention interface",
+                    where="policy.attention",
+                    fix="policy.attention=rows",
+                )
+        yield
+
+    def plain_attention(self) -> contextlib.AbstractContextManager[None]:
+        """Within it `hf` runs as transformers would run it."""
+        return self.attention(self._row_attention)
+
+    @contextlib.contextmanager
+    def reference_attention(self) -> Iterator[None]:
+        """Within it trees are computed by the dense reference instead of the fast path."""
+        self._attention = attention.DENSE
+        try:
+            yield
+        finally:
+            self._attention = None
+
+    def _tree_hidden(self, batch: TreeBatch) -> Tensor:
+        """The last hidden state of every token of the trees, (T, D)."""
+        with self.attention(attention.TREE if self._attention is None else self._attention):
+            hidden: Tensor = self.backbone(
+                input_ids=batch.tokens_T[None],
+                position_ids=batch.layout.positions_T[None],
+                # All ones rather than None: with None transformers takes restarting positions for packed sequences.
+                attention_mask=torch.ones_like(batch.tokens_T)[None],
+                use_cache=False,
+                tree_layout=batch.layout,
+            ).last_hidden_state
+        return hidden[0]
+
+    def _row_hidden(self, batch: RowBatch) -> Tensor:
+        """The last hidden state of every token of the padded rows, (S, L, D)."""
+        with self.plain_attention():
+            hidden: Tensor = self.backbone(
+                input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, use_cache=False
+            ).last_hidden_state
+        return hidden
+
+    @property
+    def _row_attention(self) -> str:
+        """Plain attention for rows; transformers' SDPA would ignore soft-caps and sinks, so those run eagerly."""
+        config = self.hf.config.get_text_config()
+        softcap = getattr(config, "attn_logit_softcapping", None) is not None
+        supported = getattr(self.hf, "_supports_sdpa", True)
+        return "sdpa" if supported and not softcap else "eager"
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.compute_dtype is None or self.compute_dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+_NOISE = re.compile("drop|jitter")
+"""Names of the rates, of modules and configurations, that make a forward in training mode random."""
+
+
+def _switch_off_noise(hf: PreTrainedModel) -> None:
+    """No dropout, layer drop or router jitter: a reward is a deterministic function (Ziegler et al. 2019, p. 3), and
+    the probability of an answer that is sampled must be that which it is trained with.
+    """
+    for owner in (*hf.modules(), hf.config, hf.config.get_text_config()):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and _NOISE.search(name):
+                setattr(owner, name, 0.0)
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0

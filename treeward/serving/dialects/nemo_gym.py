@@ -1,0 +1,306 @@
+"""NeMo Gym's dialect, by which its agents call a resources server: `POST /verify` and what belongs to it.
+
+{"responses_create_params": {"input": "2 + 2?"}, "response": {"output": [{"type": "message", ...}]}, "any": "thing"}
+-> the same body, byte for byte, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated": false at its end
+
+A conversation without a reward is answered with 200 and NeMo Gym's form of a failure: reward 0.0, `mask_sample` true,
+`failure_reason`. The row then stays out of the metrics and is tried again on resume; any other status would end the
+whole collection. What is no request of `/verify` at all gets 422.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter
+from pydantic import Field, Strict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from treeward.data.responses_items import conversation_of
+from treeward.errors import DataError
+from treeward.serving.bodies import Body, checked, describe, json_response, parse, read_bytes
+from treeward.serving.custom_reward import CustomModel
+from treeward.serving.models import ServedModel
+from treeward.serving.refusals import Refusal
+from treeward.serving.rollouts.profiles import aggregate_metrics
+from treeward.serving.service import Answer, Service
+
+__all__ = ["developer_role", "router", "spliced", "verdict"]
+
+logger = logging.getLogger(__name__)
+
+_ROLLOUT = "/ng-rollout/{rollout_id}"
+_ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_ROLLOUT_PARAMETER = {
+    "name": "rollout_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": f"^{_ROLLOUT_ID.pattern}$"},
+}
+_VERDICT_KEYS = frozenset(
+    {
+        *("reward", "reward_score", "reward_components", "reward_num_tokens", "reward_truncated", "reward_passed"),
+        *("mask_sample", "failure_kind", "failure_reason", "_ng_failure_class"),
+    }
+)
+"""What a body may hold of an earlier verdict, when it is verified again."""
+
+
+class CreateParams(Body):
+    """What the policy was asked; its further keys are echoed."""
+
+    input: str | list[dict[str, Any]]
+    """A text of the user, or items of the Responses API."""
+
+
+class PolicyResponse(Body):
+    """What the policy answered; its further keys are echoed."""
+
+    output: list[dict[str, Any]]
+    """Items of the Responses API."""
+
+
+class VerifyBody(Body):
+    """A rollout; its further keys are echoed."""
+
+    responses_create_params: CreateParams
+    """The request of the policy."""
+    response: PolicyResponse
+    """Its answer."""
+    reward_threshold: Annotated[float, Strict()] | None = None
+    """`reward_passed` says whether the reward is at least this."""
+
+
+class VerifyAnswer(Body):
+    """The rollout as it was sent, with its reward."""
+
+    reward: float
+    """The reward; 0.0 where `mask_sample` is true, and then it is no reward."""
+    reward_score: float | None = None
+    """The model's own score, where the reward is made of it by shaping."""
+    reward_components: dict[str, float] | None = None
+    """The score, the members' and the heads' values where there are several; each at the top level too."""
+    reward_num_tokens: int | None = None
+    """Tokens of the conversation."""
+    reward_truncated: bool | None = None
+    """Whether some of the oldest messages were cut."""
+    reward_passed: bool | None = None
+    """Whether the reward reaches the row's `reward_threshold`."""
+    mask_sample: bool | None = None
+    """True where there is no reward."""
+    failure_kind: str | None = None
+    """`verifier_error` where there is no reward."""
+    failure_reason: str | None = None
+    """Why."""
+
+
+class SeedSessionBody(Body):
+    """A row, or the start of an episode."""
+
+    resources_session_id: str | None = Field(default=None, min_length=1)
+    """The session that the caller has named."""
+
+
+class SeedSessionAnswer(Body):
+    """The session that was named; nothing for a row."""
+
+    resources_session_id: str | None = None
+
+
+class CloseSessionAnswer(Body):
+    """The session that was named."""
+
+    resources_session_id: str
+
+
+class CloseSessionBody(Body):
+    """The end of an episode."""
+
+    resources_session_id: str
+    """The session, which need not be known."""
+
+
+class AggregateBody(Body):
+    """Rollouts with their rewards."""
+
+    verify_responses: list[dict[str, Any]]
+    """What `/verify` has answered."""
+
+
+class AggregateAnswer(Body):
+    """Statistics, as `mean/reward`."""
+
+    group_level_metrics: list[dict[str, Any]]
+    agent_metrics: dict[str, Any]
+    key_metrics: dict[str, Any]
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of this dialect."""
+    routes = APIRouter(tags=["NeMo Gym"])
+
+    async def verify(request: Request) -> Response:
+        _check_rollout_id(request)
+        content = await read_bytes(request)
+        given = _parsed(content)
+        body = checked(given, VerifyBody)
+        answer = await _answer(service, given, request.scope["treeward"].deadline)
+        added = _failure(answer) if isinstance(answer, str) else verdict(answer, body.reward_threshold)
+        return Response(spliced(content, given, added), media_type="application/json")
+
+    async def seed_session(request: Request) -> Response:
+        _check_rollout_id(request)
+        body = checked(_parsed(await read_bytes(request)), SeedSessionBody)
+        session = body.resources_session_id
+        if session is None:
+            return json_response({})
+        # Nothing is kept of a session, so the cookie only has to be there, and fit for a header.
+        cookie = f"treeward_session={hashlib.sha256(session.encode()).hexdigest()[:32]}; Path=/; HttpOnly; SameSite=lax"
+        return json_response({"resources_session_id": session}, headers={"Set-Cookie": cookie})
+
+    @routes.post(
+        "/close_session", summary="End a session", openapi_extra=describe(CloseSessionBody, answer=CloseSessionAnswer)
+    )
+    async def close_session(request: Request) -> Response:
+        body = checked(_parsed(await read_bytes(request)), CloseSessionBody)
+        return json_response({"resources_session_id": body.resources_session_id})
+
+    @routes.post(
+        "/aggregate_metrics",
+        summary="Statistics of verified rollouts",
+        openapi_extra=describe(AggregateBody, answer=AggregateAnswer),
+    )
+    async def aggregate(request: Request) -> Response:
+        body = checked(_parsed(await read_bytes(request)), AggregateBody)
+        return json_response(aggregate_metrics(body.verify_responses))
+
+    @routes.get("/reverify_mode", summary="Rollouts may be verified again at any time")
+    async def reverify_mode(request: Request) -> Response:
+        return json_response("stateless")
+
+    for prefix, more in (("", {}), (_ROLLOUT, {"parameters": [_ROLLOUT_PARAMETER]})):
+        extra = describe(VerifyBody, answer=VerifyAnswer, **more)
+        routes.post(f"{prefix}/verify", summary="The reward of a rollout", openapi_extra=extra)(verify)
+        extra = describe(SeedSessionBody, answer=SeedSessionAnswer, **more)
+        routes.post(f"{prefix}/seed_session", summary="Begin a session", openapi_extra=extra)(seed_session)
+    return routes
+
+
+def verdict(answer: Answer, threshold: float | None = None) -> dict[str, Any]:
+    """The keys that an answer adds to a rollout."""
+    if answer.value is None:
+        return _failure(answer.error or "there is no reward")
+    score = answer.score
+    parts: dict[str, float] = {}
+    if score.score is not None and score.score != answer.value:
+        parts["reward_score"] = score.score
+    parts |= {f"reward_member_{i}": value for i, value in enumerate(score.members)}
+    if len(score.heads) > 1:
+        parts |= {f"reward_head_{i}": value for i, value in enumerate(score.heads)}
+    added: dict[str, Any] = {"reward": answer.value}
+    if parts:
+        added |= {"reward_components": parts, **parts}
+    added |= {"reward_num_tokens": score.num_tokens, "reward_truncated": score.truncated}
+    return added if threshold is None else added | {"reward_passed": answer.value >= threshold}
+
+
+def spliced(content: bytes, given: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
+    """The JSON object `content`, parsed as `given`, with the keys of `added` at its end.
+
+    What is echoed is the bytes themselves: it is neither dumped nor rounded. An earlier verdict in it is cut out.
+    """
+    stale = (_VERDICT_KEYS | added.keys()) & given.keys()
+    if stale:
+        content = _without(content, stale)
+    head = content.rstrip(b" \t\r\n")[:-1]
+    comma = b"" if given.keys() <= stale else b","
+    return head + comma + orjson.dumps(added)[1:]
+
+
+def _failure(reason: str) -> dict[str, Any]:
+    return {
+        "reward": 0.0,
+        "mask_sample": True,
+        "_ng_failure_class": "verifier_error",
+        "failure_kind": "verifier_error",
+        "failure_reason": reason,
+    }
+
+
+async def _answer(service: Service, given: Mapping[str, Any], deadline: float) -> Answer | str:
+    """The answer, or why there is none."""
+    model = service.engine.model(None)
+    try:
+        messages = conversation_of(
+            given["responses_create_params"], given["response"]["output"], developer=developer_role(model)
+        )
+        references = _references(model, given)
+        answers = await service.answer(None, [messages], deadline=deadline, reference_answers=references)
+        return answers[0]
+    except DataError as error:
+        return " ".join(str(error).split())
+    except Refusal as refusal:
+        service.metrics.refused.labels(refusal.code).inc()
+        return refusal.message
+
+
+def developer_role(model: ServedModel) -> str:
+    """The role that stands for the developer: most templates know `system`, and some leave out silently what they do
+    not know.
+    """
+    knows = not isinstance(model, CustomModel) and "developer" in model.scorer.renderer.chat_template
+    return "developer" if knows else "system"
+
+
+def _references(model: ServedModel, given: Mapping[str, Any]) -> list[Any] | None:
+    shaping = None if model.shaper is None else model.shaper.config
+    return None if shaping is None or shaping.reference is None else [given.get(shaping.reference_key)]
+
+
+def _check_rollout_id(request: Request) -> None:
+    rollout_id = request.path_params.get("rollout_id")
+    if rollout_id is not None and not _ROLLOUT_ID.fullmatch(rollout_id):
+        raise Refusal(404, "not_found", f"{rollout_id!r} is not the id of a rollout")
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return parse(content)
+    except Refusal as refusal:  # NeMo Gym's own servers say 422 to a body that is no JSON
+        raise Refusal(422, refusal.code, refusal.message) from refusal
+
+
+def _without(content: bytes, keys: Iterable[str]) -> bytes:
+    """The JSON object without the members of these names, each as often as it is there."""
+    cut = frozenset(keys)
+    text = content.decode()
+    decoder = json.JSONDecoder()
+    kept = []
+    at = _after_space(text, text.index("{") + 1)
+    while text[at] != "}":
+        start = at
+        key, at = decoder.raw_decode(text, at)
+        at = _after_space(text, _after_space(text, at) + 1)
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except RecursionError as error:
+            raise Refusal(422, "invalid_request", f"{key}: nested too deeply", param=key) from error
+        if key not in cut:
+            kept.append(text[start:end])
+        at = _after_space(text, end)
+        if text[at] == ",":
+            at = _after_space(text, at + 1)
+    return ("{" + ",".join(kept) + "}").encode()
+
+
+def _after_space(text: str, at: int) -> int:
+    while text[at] in " \t\r\n":
+        at += 1
+    return at

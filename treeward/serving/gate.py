@@ -1,0 +1,259 @@
+"""`Gate`: what every request passes on its way to a route, and every answer on its way back.
+
+    app.add_middleware(Gate, service=service, token=token)
+    request.scope["treeward"].deadline      # for a route: a `RequestInfo`
+
+It gives a request its id and its deadline, asks for the bearer token, refuses what is too large, too slow or one too
+many before it is held in memory, ends the work when the client goes away, and writes the log and the counters. A
+refusal has the same form wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from treeward.serving.bodies import json_response
+from treeward.serving.metrics import ServerMetrics
+from treeward.serving.playground import routes as playground
+from treeward.serving.refusals import Refusal
+from treeward.serving.service import Service
+
+__all__ = ["OPEN_PATHS", "Gate", "RequestInfo", "error_body", "refusal_response"]
+
+logger = logging.getLogger("treeward.requests")
+
+OPEN_PATHS = {"/health", "/ready"} | playground.OPEN_PATHS
+"""Paths that need no token, and are answered to the end."""
+
+_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_LINGER_SECONDS = 2.0
+"""For so long is read, and thrown away, what a client still sends after it was refused: a connection that is closed
+before would be reset, and the refusal lost.
+"""
+_SMALL_BODY = 2**16
+
+
+@dataclass(slots=True)
+class RequestInfo:
+    """What is known of a request. `deadline`: of `time.monotonic`; `num_bytes`: of its body, as far as it was read."""
+
+    id: str
+    started: float
+    deadline: float
+    route: str = "unknown"
+    status: int = 0
+    num_bytes: int = 0
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the request's line in the log has beside."""
+
+
+def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
+    """A refusal as OpenAI's clients read it; `code` and `param` are for programs."""
+    kind = "invalid_request_error" if refusal.status < 500 and refusal.status != 429 else "server_error"
+    body = {"message": refusal.message, "type": kind, "code": refusal.code, "param": refusal.param}
+    return {"error": body | {"request_id": request_id}}
+
+
+def refusal_response(refusal: Refusal, info: RequestInfo, metrics: ServerMetrics) -> Response:
+    """The answer to a request that is refused; it is counted, and in the log."""
+    metrics.refused.labels(refusal.code).inc()
+    info.details["refused"] = refusal.code
+    headers = {}
+    if refusal.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(refusal.retry_after)))
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(refusal, info.id), refusal.status, headers)
+
+
+class Gate:
+    """ASGI middleware. `token`: what `Authorization: Bearer` must carry; None asks for none."""
+
+    def __init__(self, app: ASGIApp, service: Service, token: str | None = None) -> None:
+        self.app, self.service = app, service
+        self._token = None if token is None else token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        started = time.monotonic()
+        asked = headers.get("x-request-id", "")
+        info = RequestInfo(
+            id=asked if _GOOD_ID.fullmatch(asked) else secrets.token_hex(8),
+            started=started,
+            deadline=started + self.service.config.deadline_seconds,
+        )
+        scope["treeward"] = info
+        exchange = _Exchange(self.service, info, headers, receive, send)
+        is_open = scope["path"] in OPEN_PATHS
+        try:
+            with contextlib.nullcontext() if is_open else self.service.request():
+                refusal = None if is_open else self._refusal(headers, info)
+                await exchange.run(self.app, scope, refusal)
+        finally:
+            self._account(scope, info)
+
+    def _refusal(self, headers: Headers, info: RequestInfo) -> Refusal | None:
+        """What is wrong with a request by its headers."""
+        config = self.service.config
+        if not self._is_allowed(headers):
+            return Refusal(401, "unauthorized", "this server asks for a bearer token")
+        if self.service.is_draining:
+            return Refusal(503, "shutting_down", "the server is shutting down", retry_after=5)
+        if (asked := headers.get("x-deadline-seconds")) is not None:
+            try:
+                seconds = float(asked)
+            except ValueError:
+                seconds = -1.0
+            if not seconds >= 0:
+                message = f"X-Deadline-Seconds: got {asked[:40]!r}, need a number of seconds"
+                return Refusal(400, "invalid_header", message, param="X-Deadline-Seconds")
+            info.deadline = info.started + min(seconds, config.deadline_seconds)
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > config.max_body_bytes:
+            return _too_large(config.max_body_bytes)
+        if headers.get("content-encoding", "identity") != "identity":
+            return Refusal(415, "unsupported_encoding", "bodies are read as they are: send no Content-Encoding")
+        return None
+
+    def _is_allowed(self, headers: Headers) -> bool:
+        if self._token is None:
+            return True
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # in constant time: how long a wrong token takes says nothing of the right one
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._token)
+
+    def _account(self, scope: Scope, info: RequestInfo) -> None:
+        info.route = getattr(scope.get("route"), "path", "unknown")
+        seconds = time.monotonic() - info.started
+        self.service.metrics.request(info.route, info.status or 500, seconds, info.num_bytes)
+        if self.service.config.access_log:
+            logger.info(
+                "%s %s %s %.1f ms",
+                scope["method"],
+                scope["path"],
+                info.status or 500,
+                1000 * seconds,
+                extra={"request_id": info.id, "bytes": info.num_bytes, **info.details},
+            )
+
+
+class _Exchange:
+    """One request and its answer: what the routes receive from and send to."""
+
+    def __init__(self, service: Service, info: RequestInfo, headers: Headers, receive: Receive, send: Send) -> None:
+        self.service, self.info = service, info
+        self._receive, self._send = receive, send
+        self._handler = asyncio.current_task()
+        self._watcher: asyncio.Task[None] | None = None
+        self._held_bytes = 0
+        self._body_end = asyncio.get_running_loop().time() + service.config.body_seconds
+        length = headers.get("content-length", "0")
+        self._is_read = "transfer-encoding" not in headers and length == "0"
+        self._is_large = "transfer-encoding" in headers or not length.isdecimal() or int(length) > _SMALL_BODY
+        self._is_gone = self._has_started = self._is_answered = False
+
+    async def run(self, app: ASGIApp, scope: Scope, refusal: Refusal | None) -> None:
+        """Let the application answer, or answer with the refusal."""
+        try:
+            if refusal is None:
+                await app(scope, self.receive, self.send)
+            else:
+                await self._refuse(scope, refusal)
+        except asyncio.CancelledError:
+            if not self._is_gone or self._handler is None:
+                raise  # not by us: the server ends
+            self._handler.uncancel()
+            self.info.status = 499
+        except Exception:
+            if self._has_started or self._is_gone:
+                raise
+            logger.exception("A request failed.", extra={"request_id": self.info.id})
+            why = "the server failed; its log has the details, under the id of this request"
+            await self._refuse(scope, Refusal(500, "internal_error", why))
+        finally:
+            self._is_answered = True
+            if self._watcher is not None:
+                self._watcher.cancel()
+            self.service.release(self._held_bytes)
+
+    async def receive(self) -> Message:
+        """A part of the body. Raises `Refusal`: 408 where it is late, 413 too large, 429 one too many in memory."""
+        if self._watcher is not None:  # the body is complete: whoever asks again waits for the end
+            await asyncio.shield(self._watcher)
+            return {"type": "http.disconnect"}
+        try:
+            async with asyncio.timeout_at(self._body_end) as patience:
+                with self.service.reading(patience):
+                    message = await self._receive()
+        except TimeoutError as error:
+            if self.service.is_draining:
+                raise Refusal(503, "shutting_down", "the server is shutting down", retry_after=5) from error
+            seconds = self.service.config.body_seconds
+            raise Refusal(408, "body_timeout", f"the body did not arrive within {seconds:g} seconds") from error
+        if message["type"] == "http.disconnect":
+            self._is_gone = True
+            return message
+        size = len(message.get("body", b""))
+        self.info.num_bytes += size
+        self._is_read = not message.get("more_body", False)
+        if self.info.num_bytes > self.service.config.max_body_bytes:
+            raise _too_large(self.service.config.max_body_bytes)
+        self.service.hold(size)
+        self._held_bytes += size
+        if self._is_read:
+            self._watcher = asyncio.create_task(self._watch())
+        return message
+
+    async def send(self, message: Message) -> None:
+        """A part of the answer."""
+        if message["type"] == "http.response.start":
+            self._has_started = True
+            self.info.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.info.id
+            if self.service.is_draining or (not self._is_read and self._is_large):
+                headers["connection"] = "close"
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if is_last and not self._is_read and not self._is_gone:
+            await self._send({**message, "more_body": True})
+            await self._linger()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        self._is_answered = self._is_answered or is_last
+        await self._send(message)
+
+    async def _refuse(self, scope: Scope, refusal: Refusal) -> None:
+        response = refusal_response(refusal, self.info, self.service.metrics)
+        await response(scope, self.receive, self.send)
+
+    async def _watch(self) -> None:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._is_answered and self._handler is not None:
+            self._is_gone = True
+            self._handler.cancel()
+
+    async def _linger(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS if not self.service.is_draining else _LINGER_SECONDS / 10):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal(413, "body_too_large", f"the body is too large: at most {limit} bytes are read")

@@ -1,0 +1,124 @@
+"""`http_protocol`: uvicorn's HTTP connections, with a limit on the time and the size of a request's headers.
+
+    uvicorn.Config(app, http=http_protocol(service))
+
+A connection that says nothing, or its headers a byte at a time, would be held for ever by uvicorn, and headers without
+end in memory. What is no HTTP gets its refusal in the same form as everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from http import HTTPStatus
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from treeward.serving.gate import error_body
+from treeward.serving.refusals import Refusal
+from treeward.serving.service import Service
+
+__all__ = ["MOST_HEADER_BYTES", "http_protocol"]
+
+logger = logging.getLogger(__name__)
+
+MOST_HEADER_BYTES = 2**16
+"""One more part of what arrives, at most 256 KB, may come on top."""
+
+
+class _Protocol(HttpToolsProtocol):
+    service: Service
+    _header_timer: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+    _in_headers = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_headers and not self.transport.is_closing():
+            self._header_bytes += len(data)
+            if self._header_bytes > MOST_HEADER_BYTES:
+                message = f"the headers are too large: at most {MOST_HEADER_BYTES} bytes are read"
+                self._refuse(Refusal(431, "headers_too_large", message))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers, self._header_bytes = True, 0
+        self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(Refusal(400, "invalid_http", msg))
+
+    def shutdown(self) -> None:
+        # A request whose headers are on their way is told so, rather than cut off.
+        if self._in_headers and not self._is_answering:
+            self._refuse(Refusal(503, "shutting_down", "the server is shutting down", retry_after=5))
+        else:
+            super().shutdown()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_timer(self) -> None:
+        if self._header_timer is None:
+            seconds = self.service.config.body_seconds
+            self._header_timer = self.loop.call_later(seconds, self._headers_are_late)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_are_late(self) -> None:
+        self._header_timer = None
+        if self.transport.is_closing():
+            return
+        if self._is_answering:  # the next request came before the answer to the last
+            self._start_timer()
+        elif self._in_headers:
+            seconds = self.service.config.body_seconds
+            message = f"the headers did not arrive within {seconds:g} seconds"
+            self._refuse(Refusal(408, "headers_timeout", message))
+        else:
+            self.transport.close()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer what has not become a request, and close the connection."""
+        self._stop_timer()
+        self.service.metrics.refused.labels(refusal.code).inc()
+        if self._is_answering:  # a second answer would only confuse whoever reads the first
+            self.transport.close()
+            return
+        request_id = secrets.token_hex(8)
+        body = orjson.dumps(error_body(refusal, request_id))
+        head = [
+            f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-request-id: {request_id}",
+            "connection: close",
+        ]
+        if refusal.retry_after is not None:
+            head.append(f"retry-after: {round(refusal.retry_after)}")
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        self.transport.close()
+
+
+def http_protocol(service: Service) -> type[asyncio.Protocol]:
+    """The class of the connections of a server of this service."""
+    return type("Protocol", (_Protocol,), {"service": service})

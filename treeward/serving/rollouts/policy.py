@@ -1,0 +1,164 @@
+"""`Policy`: asks a language model behind an OpenAI-compatible address, by chat completions or by responses.
+
+    policy = Policy(endpoint, model="my-model", api="chat", sampling={"temperature": 1.0})
+    response = await policy.answer(task)         # in the form of the Responses API, whichever was asked
+
+`endpoint` ends with `/chat/completions` or `/responses`. What the row itself asks for goes before `sampling`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from treeward.data.preference import Message
+from treeward.errors import DataError
+from treeward.serving.rollouts.requests import Endpoint, RequestFailed, post
+from treeward.serving.rollouts.rows import Task
+
+__all__ = ["Api", "Policy"]
+
+Api = Literal["chat", "responses"]
+
+_SAME_IN_CHAT = frozenset(
+    {
+        *("temperature", "top_p", "parallel_tool_calls", "metadata", "user", "seed", "stop", "top_logprobs", "store"),
+        *("service_tier", "safety_identifier", "prompt_cache_key"),
+    }
+)
+_READ_BEFORE = frozenset({"input", "instructions", "model"})
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """`sampling`: `temperature`, `top_p` and `max_output_tokens`, where the rows do not say."""
+
+    endpoint: Endpoint
+    model: str
+    api: Api
+    sampling: Mapping[str, Any]
+
+    def request(self, task: Task) -> dict[str, Any]:
+        """The body that is sent. Raises `DataError` for a row that asks for what the chat API does not have."""
+        params = {**self.sampling, **task.params}
+        if self.api == "responses":
+            return params | {"model": self.model}
+        body: dict[str, Any] = {"model": self.model, "messages": [_chat_message(message) for message in task.chat]}
+        for key, value in params.items():
+            if key not in _READ_BEFORE:
+                body |= _in_chat(key, value, task.where)
+        return body
+
+    async def answer(self, task: Task) -> dict[str, Any]:
+        """What the policy says. Raises as `post`, and `RequestFailed` for an answer that is none."""
+        answer = await post(self.endpoint, self.request(task))
+        response = answer if self.api == "responses" else _as_response(answer)
+        if not isinstance(response, dict) or not isinstance(response.get("output"), list):
+            raise RequestFailed(f"the policy's answer has no output: {str(answer)[:200]}")
+        return response
+
+
+def _in_chat(key: str, value: Any, where: str) -> dict[str, Any]:
+    match key:
+        case "max_output_tokens":
+            return {"max_tokens": value}
+        case "reasoning" if isinstance(value, Mapping) and value.keys() <= {"effort", "summary"}:
+            return {"reasoning_effort": value["effort"]} if value.get("effort") else {}
+        case "tools" if isinstance(value, list):
+            return {"tools": [_chat_tool(tool, where) for tool in value]} if value else {}
+        case "tool_choice":
+            named = isinstance(value, Mapping) and "name" in value
+            return {key: {"type": "function", "function": {"name": value["name"]}} if named else value}
+        case _ if key in _SAME_IN_CHAT:
+            return {key: value}
+    raise DataError(
+        f"chat completions have no {key}",
+        where=where,
+        field=f"responses_create_params.{key}",
+        got=value,
+        need="a row without it, or a server of the Responses API",
+        fix="--api responses",
+    )
+
+
+def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise DataError(
+            "chat completions have no such tool",
+            where=where,
+            field="responses_create_params.tools",
+            got=tool,
+            need="tools of the type function",
+            fix="--api responses",
+        )
+    if "function" in tool:
+        return dict(tool)
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _chat_message(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    as_text = [
+        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+        for call in calls
+    ]
+    return {**message, "tool_calls": as_text}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_response(answer: Any) -> dict[str, Any]:
+    """A chat completion in the form of the Responses API."""
+    try:
+        choice = answer["choices"][0]
+        message = choice["message"]
+        output = _output(message)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise RequestFailed(f"the policy's answer is no chat completion: {str(answer)[:200]}") from error
+    stopped_by = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(choice.get("finish_reason"))
+    usage = answer.get("usage") or {}
+    return {
+        "id": answer.get("id") or "",
+        "object": "response",
+        "created_at": answer.get("created") or 0,
+        "model": answer.get("model") or "",
+        "status": "incomplete" if stopped_by else "completed",
+        "incomplete_details": {"reason": stopped_by} if stopped_by else None,
+        "output": output,
+        "usage": {
+            "input_tokens": usage.get("prompt_tokens"),
+            "output_tokens": usage.get("completion_tokens"),
+            "total_tokens": usage.get("total_tokens"),
+        },
+    }
+
+
+def _output(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    output: list[dict[str, Any]] = []
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought:
+        output.append({"type": "reasoning", "summary": [{"type": "summary_text", "text": thought}]})
+    parts = []
+    if isinstance(message.get("content"), str):
+        parts.append({"type": "output_text", "text": message["content"], "annotations": []})
+    if message.get("refusal"):
+        parts.append({"type": "refusal", "refusal": message["refusal"]})
+    calls = message.get("tool_calls") or []
+    if parts and not (calls and parts[0].get("text") == ""):
+        output.append({"type": "message", "role": "assistant", "status": "completed", "content": parts})
+    for call in calls:
+        output.append(
+            {
+                "type": "function_call",
+                "call_id": call.get("id"),
+                "name": call["function"]["name"],
+                "arguments": call["function"].get("arguments"),
+            }
+        )
+    return output

@@ -1,0 +1,136 @@
+"""Where the rewards of rollouts come from: a server's `/v1/rewards`, or a reward model in this process.
+
+rewards = LocalRewards(make_service(config))        # or RemoteRewards(endpoint, model=None)
+await rewards.identity()                            # what the rewards depend on, to refuse mixing
+added = await rewards.of(messages, row)             # the keys that NeMo Gym's /verify adds to a rollout
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from treeward.data.preference import Message
+from treeward.data.responses_items import conversation_of
+from treeward.errors import ModelError
+from treeward.scoring.score import Score
+from treeward.serving.dialects.nemo_gym import developer_role, verdict
+from treeward.serving.refusals import Refusal
+from treeward.serving.rollouts.requests import Endpoint, RequestFailed, get, post
+from treeward.serving.service import Answer, Service
+
+__all__ = ["LocalRewards", "RemoteRewards", "RewardSource"]
+
+_SECONDS = 24 * 3600.0
+
+
+class RewardSource(Protocol):
+    """Gives rollouts their rewards."""
+
+    async def identity(self) -> dict[str, Any]:
+        """What the rewards depend on: the same gives the same rewards."""
+        ...
+
+    async def of(
+        self, params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What is added to the rollout. Raises `RequestFailed` where there is no reward, and `DataError`."""
+        ...
+
+    async def close(self) -> None:
+        """End what runs for it."""
+
+
+class LocalRewards:
+    """A reward model in this process; rollouts that end together are scored together."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def identity(self) -> dict[str, Any]:
+        model = self.service.engine.model(None)
+        shaping = None if model.shaper is None else model.shaper.config.model_dump(mode="json")
+        return {"model": model.name, "contract": model.contract_sha256, "shaping": shaping}
+
+    async def of(
+        self, params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        model = self.service.engine.model(None)
+        messages = conversation_of(params, output, developer=developer_role(model))
+        config = None if model.shaper is None else model.shaper.config
+        references = None if config is None or config.reference is None else [row.get(config.reference_key)]
+        try:
+            [answer] = await self.service.answer(
+                None, [messages], deadline=time.monotonic() + _SECONDS, reference_answers=references
+            )
+        except Refusal as refusal:
+            raise RequestFailed(refusal.message) from refusal
+        return _verdict(answer, row)
+
+    async def close(self) -> None:
+        await self.service.engine.close(0.0)
+
+
+class RemoteRewards:
+    """A treeward server. `rewards` is its `/v1/rewards`, `models` its `/v1/models`; `model`: None for its first."""
+
+    def __init__(self, rewards: Endpoint, models: Endpoint, *, model: str | None = None) -> None:
+        self.rewards, self.models, self.model = rewards, models, model
+
+    @classmethod
+    def at(cls, endpoint: Endpoint, *, model: str | None = None) -> RemoteRewards:
+        """`endpoint`: of the server's `/v1`."""
+        rewards, models = (replace(endpoint, url=f"{endpoint.url}/{name}") for name in ("rewards", "models"))
+        return cls(rewards, models, model=model)
+
+    async def identity(self) -> dict[str, Any]:
+        try:
+            listed = (await get(self.models))["data"]
+            served = {one["id"]: one.get("contract") for one in listed}
+        except (RequestFailed, KeyError, TypeError) as error:
+            raise ModelError(
+                "the server of the rewards does not say which models it has",
+                where=self.models.url,
+                got=str(error),
+                need="a running `treeward serve`",
+            ) from error
+        name = self.model or next(iter(served), None)
+        if name not in served:
+            raise ModelError(
+                "the server has no such reward model",
+                where=self.models.url,
+                got=self.model,
+                need=", ".join(served) or "a model",
+            )
+        return {"model": name, "contract": served[name]}
+
+    async def of(
+        self, params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        messages: list[Message] = conversation_of(params, output)
+        body = {"conversations": [messages], "model": self.model, "on_error": "mask"}
+        answer = await post(self.rewards, body)
+        try:
+            [found] = answer["data"]
+            score = Score(
+                found["score"],
+                found["num_tokens"],
+                found["truncated"],
+                heads=tuple(found.get("heads", ())),
+                members=tuple(found.get("members", ())),
+            )
+            return _verdict(Answer(found["reward"], score, found["error"]), row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestFailed(f"{self.rewards.url} does not answer as a treeward server: {answer!r:.200}") from error
+
+    async def close(self) -> None:
+        pass
+
+
+def _verdict(answer: Answer, row: Mapping[str, Any]) -> dict[str, Any]:
+    if answer.value is None:
+        raise RequestFailed(answer.error or "there is no reward")
+    threshold = row.get("reward_threshold")
+    return verdict(answer, threshold if isinstance(threshold, int | float) else None)
