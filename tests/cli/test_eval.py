@@ -12,6 +12,7 @@ import pytest
 
 from treeward.cli.main import main
 from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.evaluation import running
 from treeward.model.contract import read_contract, write_contract
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
@@ -177,6 +178,9 @@ def test_models_without_an_ensemble_are_evaluated_one_by_one_with_the_same_shapi
         (["--checkpoints", "nowhere"], "there is no such run"),
         (["--checkpoints", "RUN", "--ensemble", "mean"], "checkpoints are compared with each other"),
         ([], "there is no model to evaluate"),
+        (["MODEL", "/nowhere/model"], "there is no such folder"),
+        (["MODEL", "MODEL"], "a model is named twice"),
+        (["MODEL", "MODEL", "--ensemble", "mean"], "a model is named twice"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_suite_is_read(
@@ -248,3 +252,44 @@ def test_a_folder_of_other_settings_says_which(
     assert main([*words, "--truncation", "truncate_left", "--dtype", "bfloat16"]) == 2
     error = capsys.readouterr().err
     assert "truncation drop -> truncate_left, dtype float32 -> bfloat16" in error and "another model\n" not in error
+
+
+def test_rows_of_a_suite_that_are_given_as_data_are_known(
+    model_folder: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"input": "Name a river.", "output_1": "The Vltava.", "output_2": "A stone.", "label": 1}
+    data = write_rows("natural.jsonl", [row | {"input": f"Name {n} rivers."} for n in range(12)])
+    assert main(["eval", str(model_folder), "--data", str(data)]) == 2
+    assert f"--suite llmbar={data}" in capsys.readouterr().err
+    assert main(["eval", str(model_folder), "--suite", f"llmbar={data}"]) == 0
+
+
+def test_what_takes_long_says_how_far_it_is_without_a_terminal(
+    model_folder: Path,
+    write_rows: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(running, "_LINE_SECONDS", 0.0)
+    caplog.set_level("INFO", "treeward")
+    data = write_rows("d.jsonl", ROWS)
+    answers = [{"prompt": "How many?", "responses": ["Two.", "None at all."], "gold_scores": [1, 0]} for _ in range(3)]
+    samples = write_rows("samples.jsonl", answers)
+    words = {
+        "eval": ["--data", str(data)],
+        "calibrate": ["--data", str(data), "--output", str(tmp_path / "constants.json")],
+        "score": ["--data", str(data), "--output", str(tmp_path / "scores.jsonl")],
+    }
+    wanted = {
+        "eval": " on d: 30 of 30 examples",
+        "calibrate": "calibrating: 30 comparisons",
+        "score": "scoring: 30 rows",
+    }
+    for verb, more in words.items():
+        caplog.clear()
+        assert main([verb, str(model_folder), *more]) == 0
+        assert wanted[verb] in caplog.text, verb
+    caplog.clear()
+    assert main(["bon", "--proxy", str(model_folder), "--data", str(samples)]) == 0
+    assert ": 3 of 3 prompts" in caplog.text

@@ -56,7 +56,8 @@ def test_without_a_verb_the_help_is_shown(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_help_of_a_verb_shows_examples_that_parse(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, verb, "--help")
-    examples = re.findall(rf"treeward ({verb} .*)$", text.partition("examples:")[2], re.MULTILINE)
+    in_lines = text.partition("examples:")[2].replace("\\\n", " ")
+    examples = re.findall(rf"treeward ({verb} .*)$", in_lines, re.MULTILINE)
     assert len(examples) >= 2
     module = importlib.import_module(f"treeward.cli.{verb}")
     for example in examples:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from fake_policy import FakePolicy
+from loopback import Loopback
 
 from treeward.cli.main import main
 from treeward.scoring.scorer import Scorer
@@ -26,6 +28,16 @@ PROMPTS = ["Why?", "Who?", "When?"]
 def policy() -> Iterator[FakePolicy]:
     with FakePolicy() as running:
         yield running
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that it signed itself, and its key."""
+    chain, secret = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -keyout key.pem -out cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", *words.split(), *subject], cwd=tmp_path, check=True, capture_output=True)
+    return chain, secret
 
 
 @pytest.fixture
@@ -120,6 +132,47 @@ def test_a_rewards_server_gives_what_verify_would(model_folder: Path) -> None:
             await local.close()
 
     asyncio.run(ask())
+
+
+def test_one_model_is_the_same_here_and_on_a_server(model_folder: Path) -> None:
+    """So that --resume may go on with the other; shaping and ensembles are told apart by more than the contract."""
+    import asyncio
+
+    import httpx
+
+    from treeward.config.server import ServerConfig
+    from treeward.serving.app import create_app
+    from treeward.serving.rollouts.requests import Endpoint
+    from treeward.serving.rollouts.rewards import LocalRewards, RemoteRewards
+    from treeward.serving.run import make_service
+
+    one = {"model": str(model_folder), "device": "cpu"}
+    pair = {"models": [str(model_folder)] * 2, "device": "cpu"}
+    sections: list[dict[str, Any]] = [
+        {**one, "name": "rm"},
+        {**one, "name": "shaped", "shaping": {"length_penalty": {"coefficient": 0.1}}},
+        {**pair, "name": "mean", "ensemble": {"method": "mean", "standardize": False}},
+        {**pair, "name": "worst", "ensemble": {"method": "worst", "standardize": False}},
+    ]
+    served = make_service(ServerConfig.model_validate({"models": sections}))
+
+    async def identities() -> list[dict[str, Any]]:
+        found = []
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(served))) as client:
+            for section in sections:
+                remote = RemoteRewards.at(Endpoint(client, "http://here/v1"), model=section["name"])
+                found.append(await remote.identity())
+        for section in (one, *sections[1:]):  # in this process it has the folder's name
+            local = LocalRewards(make_service(ServerConfig.model_validate({"models": [section]})))
+            found.append(await local.identity())
+            await local.close()
+        await served.engine.close(0.0)
+        return found
+
+    found = asyncio.run(identities())
+    assert found[0] == found[4] and found[0]["contract"]
+    assert [found[0] == other for other in found[1:]] == [False, False, False, True, False, False, False]
+    assert found[2] != found[3] and found[6] != found[7] and found[1] != found[5]
 
 
 @pytest.mark.slow
@@ -304,11 +357,34 @@ class TestFailures:
         reasons = [row["failure_reason"] for row in read(tmp_path, "_failures")]
         assert "does not answer with JSON" in reasons[0] and "has no output" in reasons[1]
 
-    def test_nobody_is_there(self, rows: Path, tmp_path: Path) -> None:
+    def test_nobody_is_there(self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output = str(tmp_path / "out" / "rollouts.jsonl")
-        common = ["--model-url", "http://127.0.0.1:9", "--model", "m", "--input", str(rows), "--max-retries", "0"]
-        assert main(["rollouts", *common, "--output", output]) == 1
-        assert all("ConnectError" in row["failure_reason"] for row in read(tmp_path, "_failures"))
+        common = ["--model-url", "http://127.0.0.1:9", "--model", "m", "--input", str(rows), "--max-retries", "9"]
+        assert main(["rollouts", *common, "--output", output]) == 2
+        said = capsys.readouterr().err
+        assert "the server cannot be reached" in said and "http://127.0.0.1:9/v1/chat/completions" in said
+        assert not (tmp_path / "out" / "rollouts_failures.jsonl").exists()
+
+    def test_a_certificate_that_is_not_trusted(
+        self, rows: Path, tmp_path: Path, certificate: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        chain, secret = certificate
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(chain, secret)
+        reply = {"choices": [{"message": {"role": "assistant", "content": "So."}, "finish_reason": "stop"}]}
+        with Loopback(lambda asked: (200, reply), tls=context) as policy:
+            common = ["rollouts", "--model-url", policy.url, "--model", "m", "--input", str(rows)]
+            common += ["--output", str(tmp_path / "out" / "rollouts.jsonl")]
+            for more in ([], ["--rewards-url", policy.url]):
+                before = policy.num_connections
+                assert main([*common, *more]) == 2
+                said = capsys.readouterr().err
+                assert "certificate is not trusted" in said and "--tls-ca FILE" in said
+                assert policy.num_connections == before + 1  # it is not tried again
+            assert main([*common, "--tls-ca", str(rows)]) == 2
+            assert "the certificates cannot be read" in capsys.readouterr().err
+            assert main([*common, "--tls-ca", str(chain)]) == 0
+        assert [text(row) for row in read(tmp_path)] == ["So."] * 3
 
 
 class TestResume:
@@ -367,10 +443,23 @@ class TestResume:
         assert collect(rows, "--num-repeats", "3", "--resume") == 0
         assert len(policy.requests) == 9 and len(read(tmp_path)) == 9
 
-    def test_rollouts_are_not_overwritten(self, collect: Callable[..., int], rows: Path, policy: FakePolicy) -> None:
+    def test_rollouts_are_not_overwritten(
+        self, collect: Callable[..., int], rows: Path, policy: FakePolicy, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert collect(rows) == 0
         assert collect(rows) == 2
+        capsys.readouterr()
+        assert collect(rows, "--reward-model", "no/such/model") == 2  # and that before a model is loaded
+        assert "there are rollouts already" in capsys.readouterr().err
         assert len(policy.requests) == 3
+
+    def test_a_run_that_is_complete_needs_no_policy(self, rows: Path, tmp_path: Path) -> None:
+        output = ["--input", str(rows), "--output", str(tmp_path / "out" / "rollouts.jsonl"), "--model", "m"]
+        with FakePolicy() as policy:
+            url = policy.url
+            assert main(["rollouts", "--model-url", url, *output]) == 0
+        assert main(["rollouts", "--model-url", url, *output, "--resume"]) == 0
+        assert main(["rollouts", "--model-url", url, *output, "--resume", "--num-repeats", "2"]) == 2
 
     @pytest.mark.parametrize(
         "change", [("--temperature", "0.5"), ("--model", "other"), ("--reward-model", "MODEL", "--device", "cpu")]

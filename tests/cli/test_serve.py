@@ -73,6 +73,8 @@ def test_a_file_and_the_command_line(tmp_path: Path) -> None:
         (["a", "port=70000"], "port"),
         (["a", "x/a/final"], "two served models have one name"),
         (["a", "--ensemble", "[1]"], "the option is no section"),
+        (["a", "--ensemble", "worst"], "one model is no ensemble"),
+        (["a", "b", "--ensemble", "{over: heads}"], "an ensemble of heads is of one model"),
         (["a", "--shaping", "nonsense"], "shaping"),
         (["a", "tls_key=k.pem"], "tls_certificate and tls_key belong together"),
     ],
@@ -134,6 +136,22 @@ def test_what_is_told_before_anything_is_loaded(
     """A model that is not there would be the first error, if it were looked at."""
     monkeypatch.setenv("EMPTY_TOKEN", " ")
     assert says in refused("/nowhere/model", "--port", "0", word)
+
+
+def test_ensembles_without_constants_are_told_before_anything_is_loaded(
+    refused: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    """The first section's model is not there, which loading it would say."""
+    folder = str(model_folder)
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        f"models: [{{model: /nowhere/model}}, {{models: [{folder}, {folder}], ensemble: {{method: worst}}}}]"
+    )
+    said = refused("--config", str(file), "--port", "0")
+    assert "cannot be standardized" in said and "models[1].ensemble" in said
+    assert "ensemble: {method: worst, standardize: false}" in said
+    plain = "{method: worst, standardize: false}"
+    assert "/nowhere/model" in refused(folder, "/nowhere/model", "--ensemble", plain, "--port", "0")
 
 
 def test_a_port_that_is_taken(refused: Any) -> None:

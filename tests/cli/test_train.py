@@ -151,6 +151,8 @@ def test_a_suite_that_the_hub_does_not_give_is_warned_of_before_training(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("evaluation.enabled=true", "evaluation.suites=[llmbar]") == 1
-    error = capsys.readouterr().err
+    printed = capsys.readouterr()
+    error = printed.err
     assert "llmbar=FOLDER" in error and error.index("The suite llmbar cannot be had now") < error.index("step 1/2")
-    assert "There is no report" in error and "data_path" not in error
+    assert "the report lacks llmbar" in error and "data_path" not in error
+    assert "What it has learnt: " in printed.out  # of what can be read

@@ -11,6 +11,8 @@ import json
 import math
 import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -400,6 +402,48 @@ def test_a_server_that_hangs(served: Served, serve: Any, verify: Verify) -> None
     assert verify(served.folder, "http://127.0.0.1:1", "--timeout", 1)[0] == 2
 
 
+def test_an_ensemble_is_named(served: Served, serve: Any, verify: Verify) -> None:
+    contract = read_contract(served.folder)
+    assert contract is not None
+    right = {example.messages[-1]["content"]: example for example in contract.golden}
+
+    def answer(hashes: str) -> Callable[[Asked], Any]:
+        def given(asked: Asked) -> Any:
+            found = [right[chat[-1]["content"]] for chat in asked.json["conversations"]]
+            rows = [{"index": i, "score": one.score, "num_tokens": len(one.token_ids)} for i, one in enumerate(found)]
+            return 200, {"contract": hashes, "data": rows}
+
+        return given
+
+    own = contract.scores_sha256
+    assert verify(served.folder, serve(answer(own)).url)[0] == 0
+    code, text = verify(served.folder, serve(answer(f"{own}+{own}")).url)
+    assert code == 1 and "the contract: the server's model is an ensemble of 2 models" in text
+    assert f"need:  sha256 {own[:12]} alone" in text
+    code, text = verify(served.folder, serve(answer("0" * 64)).url)
+    assert code == 1 and "another scoring contract" in text
+
+
+def test_a_certificate(served: Served, tmp_path: Path, verify: Verify) -> None:
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -keyout key.pem -out cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", *words.split(), *subject], cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with Loopback(Mistaken(served), tls=context) as server:
+        code, text = verify(served.folder, server.url, "--dialect", "tei")
+        assert code == 2 and "certificate is not trusted" in text and "--tls-ca FILE" in text
+        assert "a server that listens there" not in text
+        assert verify(served.folder, server.url, "--dialect", "tei", "--tls-ca", tmp_path / "cert.pem")[0] == 0
+        code, text = verify(served.folder, server.url, "--tls-ca", tmp_path / "nowhere.pem")
+        assert code == 2 and "the certificates cannot be read" in text
+    with Loopback(Mistaken(served)) as plain:
+        code, text = verify(served.folder, plain.url.replace("http:", "https:"), "--dialect", "tei", "--timeout", 2)
+        assert code == 2 and "does not speak TLS" in text and "a server that listens there" not in text
+    code, text = verify(served.folder, "http://127.0.0.1:1", "--timeout", 1)
+    assert code == 2 and "a server that listens there" in text
+
+
 def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Mistaken(served)
 
@@ -430,6 +474,7 @@ def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest
         (["--dialect", "vllm"], "--against URL --dialect"),
         (["--model", "m"], "--against URL --model"),
         (["--timeout", "3"], "--against URL --timeout"),
+        (["--tls-ca", "ca.pem"], "--against URL --tls-ca"),
     ],
 )
 def test_mistakes(words: list[str], message: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:

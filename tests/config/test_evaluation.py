@@ -9,6 +9,8 @@ from treeward.config.evaluation import EvaluationConfig
 def test_suites_are_names_or_names_and_folders():
     config = EvaluationConfig(suites=["rewardbench", " llmbar = my data/llmbar=2 "])
     assert config.named_suites == (("rewardbench", None), ("llmbar", "my data/llmbar=2"))
+    one = EvaluationConfig.model_validate({"suites": "llmbar=downloads/llmbar"})  # as evaluation.suites=... gives it
+    assert one.named_suites == (("llmbar", "downloads/llmbar"),)
     assert EvaluationConfig().named_suites == () and not EvaluationConfig().enabled
 
 

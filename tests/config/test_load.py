@@ -342,6 +342,21 @@ def test_a_metric_that_can_be_read_in_two_ways_is_refused(write):
     assert load_config(write(SMALL), [data, *unsaved]).ranking_metric is None, "nothing is ranked"
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("val:validation-plain_lenght_controlled_accuracy", "val:validation-plain_length_controlled_accuracy"),
+        ("validation-hard_set_robst_accuracy", "validation-hard_set_robust_accuracy"),
+        ("validation-plain_length_controlled_acuracy", "validation-plain_length_controlled_accuracy"),
+    ],
+)
+def test_a_misspelt_metric_of_a_set_that_is_there(write, given, meant):
+    error = mistake(write(SMALL), *VALIDATION, f"checkpointing.metric_name={given}")
+    assert error.summary == "a metric is not known" and error.fix == f"did you mean {meant}?"
+    config = load_config(write(SMALL), [*VALIDATION, f"checkpointing.metric_name={meant}"])
+    assert config.ranking_metric.validation in ("plain", "hard_set")
+
+
 def test_a_metric_without_its_set_is_not_taken_for_a_set(write):
     error = mistake(write(SMALL), *VALIDATION, "checkpointing.metric_name=validation-length_controlled_accuracy")
     assert "not in data: length_controlled" in error.summary

@@ -310,6 +310,20 @@ def test_one_prompt_has_no_interval_and_few_have_no_certainty() -> None:
     assert few.verdict.state == "unclear" and few.verdict.p_value is None
     assert "9 prompts are too few" in few.verdict.sentence
     assert few.curves["gold"].low[3] is not None
+    assert few.correlation.value is not None and few.correlation.low is None
+    assert analyse(law_prompts(0.8, 0.45, "bon", num=10)).correlation.low is not None
+
+
+def test_one_of_a_kind_is_singular() -> None:
+    falling = SampledPrompt([1.0, 2.0, 3.0, 4.0], [0.0, 2.0, 1.0, -1.0])
+    short = SampledPrompt([1.0, None, 2.0], [1.0, 1.0, 1.0])
+    one = analyse([falling, short], max_n=4)
+    assert "but 1 prompt is too few to say more" in one.verdict.sentence
+    said = blocks(one, "p", "g")[0]["markdown"]
+    assert "4 samples of 1 prompt; the proxy is" in said
+    assert "Left out: 1 sample without a proxy score, 1 prompt with fewer than 4 scored samples." in said
+    two = blocks(analyse([falling, falling, short, short], max_n=4), "p", "g")[0]["markdown"]
+    assert "8 samples of 2 prompts;" in two and "2 samples without a proxy score, 2 prompts with fewer" in two
 
 
 # --- is there over-optimisation? -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.best_of_n import SampledPrompt, analyse_several, expected_best_of, same_samples
-from treeward.evaluation.best_of_n.blocks import EXAMPLES_SOURCE
+from treeward.evaluation.best_of_n.blocks import EXAMPLES_SOURCE, blocks, legend, table_columns
 from treeward.evaluation.best_of_n.samples import by_field, by_known, sampled_rows, score_samples
 from treeward.evaluation.best_of_n.several_blocks import blocks_of_several, by_proxy, by_size, several_to_json
 from treeward.evaluation.report.build import build_report
@@ -112,3 +112,19 @@ def test_gold_of_rows_that_are_scored_is_not_asked_again() -> None:
     assert gold([rows[2], rows[0], rows[3]]) == by_field("g")([rows[2], rows[0], rows[3]])
     assert gold(rows) == by_field("g")(rows)
     assert asked == [0, 2, 3, 2, 3]  # loaded once
+
+
+def test_the_words_of_the_tables_are_explained_and_ranks_as_gold_have_their_sign() -> None:
+    prompts = [SampledPrompt([0.1 * i, 0.5, 0.3], [0.0, -1.0, -0.1 * i]) for i in range(12)]
+    compared = analyse_several({"a": prompts, "b": prompts}, num_resamples=50)
+    result = compared[0].result
+    explained = legend("gold_scores")
+    assert all(word in explained for word in ("KL, in nats", "Regret", "lost of possible", "SD", "100 % at random"))
+    assert "rank" not in explained and "0 for rank 0, the best, and -1 for rank 1" in legend("rank")
+    titles = [column.title or column.key for column in table_columns(result)]
+    assert {"KL, nats", "lost of possible", "gap, in SD"} <= set(titles)
+    for shown, name in ((blocks(result, "p", "rank"), "Best of n in numbers"),
+                        (blocks_of_several(compared, "rank"), "Proxies side by side")):  # fmt: skip
+        table = next(one for one in shown if one.get("title") == name)
+        assert table["note"] == legend("rank") and "with the other sign" in shown[0]["markdown"]
+    assert "other sign" not in blocks(result, "p", "gold_scores")[0]["markdown"]

@@ -305,3 +305,35 @@ def test_json_holds_every_number() -> None:
     assert content["disagreements"][0]["distance"] == found.disagreements[0].distance
     assert content["disagreements"][0]["example"]["completions"][0][0]["content"] == "Good."
     assert content["notes"] == notes(found)
+
+
+def test_evaluations_that_are_there_are_named_where_one_is_missed(tmp_path: Path) -> None:
+    for model in ("mine-final", "b-final"):
+        write(tmp_path / "eval" / model / "suite", [scored(0, 1.0)])
+    with pytest.raises(DataError, match="there is no evaluation here") as raised:
+        read_evaluation(tmp_path / "eval" / "mine")
+    assert raised.value.fix == f"there are {tmp_path / 'eval' / 'mine-final'}, {tmp_path / 'eval' / 'b-final'}"
+    with pytest.raises(DataError) as raised:
+        read_evaluation(tmp_path / "nowhere" / "mine")
+    assert "treeward eval" in str(raised.value.fix)
+
+
+def test_subsets_that_are_whole_suites_are_no_family_of_their_own() -> None:
+    def two(subsets: str) -> Comparison:
+        suites = {name: [scored(f"{name}{i}", 1.0, subset=of) for i, of in enumerate(subsets)] for name in ("x", "y")}
+        return compare(evaluation("a", **suites), evaluation("b", **suites))
+
+    assert [note for note in notes(two("cc")) if "Holm" in note] == ["p (Holm) is corrected for looking at 2 suites."]
+    assert len([note for note in notes(two("cd")) if "Holm" in note]) == 2
+
+
+def test_a_disagreement_is_between_the_completions_that_were_mistaken() -> None:
+    """Of four answers, two of them best, the model that is not right has put the last above the first."""
+    example = EvalExample(
+        "1", "chat", (message("user", "?"),), tuple((message("assistant", t),) for t in "wxyz"), (0, 0, 1, 2)
+    )
+    right = ScoredExample(example, (4.0, 3.0, 2.0, 1.0), (1,) * 4, (1,) * 4, (None,) * 4)
+    wrong = replace(right, scores=(1.0, 4.0, 2.0, 3.0))
+    for sides in ((right, wrong), (wrong, right)):
+        (one,) = compare(*(evaluation(name, side) for name, side in zip("ab", sides, strict=True))).disagreements
+        assert (one.better, one.worse) == (0, 3)  # in the right model's eyes the nearest are 1 and 2

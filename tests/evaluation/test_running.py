@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from treeward.errors import CheckpointError, ConfigError, DataError
+from treeward.evaluation import running
 from treeward.evaluation.examples import EvalExample
+from treeward.evaluation.kept_rows import claim
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.running import evaluate, folder_names
-from treeward.evaluation.suites.interface import Suite
+from treeward.evaluation.running import common_reasons, evaluate, folder_names, load_suites
+from treeward.evaluation.suites import Suite, get_suite
 from treeward.scoring.score import Conversation, OnError, Score
 
 
@@ -133,4 +135,125 @@ def test_folder_names_say_which_model_is_meant() -> None:
     runs = folder_names(["results/a/final", "results/b/final/"])
     assert list(runs.values()) == ["a-final", "b-final"]
     assert list(folder_names(["results/quickstart/final"]).values()) == ["quickstart-final"]
-    assert len(set(folder_names(["final", "./final", "."]).values())) == 3
+    assert len(set(folder_names(["final", "org/final", "."]).values())) == 3
+
+
+@pytest.mark.parametrize("models", [["org/m", "org/m"], ["a", "runs/final", "./runs/final/"]])
+def test_a_model_that_is_named_twice_is_refused(models: list[str]) -> None:
+    with pytest.raises(ConfigError, match="named twice") as raised:
+        folder_names(models)
+    assert raised.value.got == f"{models[-2]}, {models[-1]}"
+
+
+def test_a_folder_that_another_process_writes_is_refused_and_left_alone(tmp_path: Path) -> None:
+    model, second = Lengths(), Lengths()
+    refusals: list[CheckpointError] = []
+    score = model.score
+
+    def score_while_another_tries(conversations: Sequence[Conversation], **options: Any) -> list[Score]:
+        with pytest.raises(CheckpointError, match="another process is writing rows") as raised:
+            evaluate({"m": second}, [(Sums(), None)], tmp_path)
+        refusals.append(raised.value)
+        return score(conversations, **options)
+
+    model.score = score_while_another_tries  # type: ignore[method-assign]
+    evaluate({"m": model}, [(Sums(), None)], tmp_path)
+    assert refusals and second.num_scored == 0 and "--output" in str(refusals[0].fix)
+    assert [row["id"] for row in lines(tmp_path)] == [str(n) for n in range(150)]
+    evaluate({"m": second}, [(Sums(), None)], tmp_path)  # the lock is gone, and nothing is left to score
+    assert second.num_scored == 0
+
+
+def test_the_rows_of_one_limit_are_of_use_to_another(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def run(limit: int | None) -> tuple[int, int]:
+        model = Lengths()
+        (scored,) = evaluate(
+            {"m": model}, [(Sums(), None)], tmp_path, limit=limit, on_progress=lambda *what: seen.append(what)
+        )
+        assert [one.example.id for one in scored.examples] == [str(n) for n in range(limit or 150)]
+        return model.num_scored, len(lines(tmp_path))
+
+    assert [run(limit) for limit in (5, 20, 10, None)] == [(10, 5), (30, 20), (0, 20), (260, 150)]
+    assert all(done <= total for _, done, total in seen)
+
+
+def test_progress_is_a_line_of_the_log_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
+    caplog.set_level("INFO", "treeward")
+    with running.ShownProgress(unit="rows") as shown:
+        for done in range(0, 3001, 300):
+            shown.show("first", done, 3000)
+            now[0] += 4.0
+        shown.show("second", 7, 0)
+        now[0] += 10.0
+        shown.show("second", 1234, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "first: 900 of 3,000 rows", "first: 1,800 of 3,000 rows", "first: 2,700 of 3,000 rows", "second: 1,234 rows",
+    ]  # fmt: skip
+    caplog.clear()
+    with running.ShownProgress(enabled=False) as hidden:
+        hidden.show("first", 0, 3000)
+        now[0] += 100.0
+        hidden.show("first", 2, 3000)
+    assert not caplog.records
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), running.ShownProgress(stop, enabled=False) as stopped:
+        stopped.show("first", 0, 1)
+
+
+def test_what_has_no_score_is_warned_of_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    evaluate({"m": Lengths(refuse="3 + 1?")}, [(Sums(), None)])
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == "m on sums: 1 of 150 examples have no score and count as wrong (refused)."
+    caplog.clear()
+    evaluate({"m": Lengths()}, [(Sums(), None)])
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
+    errors = {f"too long to score: {n} tokens, at most 512": 2 for n in (600, 1700, 801)}
+    errors |= {"gold_3 is null": 4, "gold_4 is null": 1}
+    assert common_reasons(errors) == [
+        ("too long to score: 600 tokens, at most 512, and 2 like it with other numbers", 6),
+        ("gold_3 is null", 4),
+        ("gold_4 is null", 1),
+    ]
+
+
+def test_a_suite_that_the_hub_does_not_give_advises_a_copy_of_it() -> None:
+    with pytest.raises(DataError, match="llmbar cannot be had from the hub") as raised:
+        load_suites([(get_suite("llmbar"), None)])  # tests are offline
+    assert "llmbar=FOLDER" in str(raised.value.fix) and "data_path" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "got"),
+    [
+        ({"truncation": "truncate_left"}, "other settings of the same model: truncation drop -> truncate_left"),
+        (
+            {"truncation": "truncate_left", "max_length": "768"},
+            "other settings of the same model: truncation drop -> truncate_left, max_length 512 -> 768",
+        ),
+        ({"weights": "b", "max_length": "768"}, "another model"),
+        ({}, "another model"),
+    ],
+)
+def test_other_settings_are_named(changed: dict[str, str], got: str, tmp_path: Path) -> None:
+    settings = {"weights": "a", "truncation": "drop", "max_length": "512"}
+    names = {"rows": "rows.jsonl", "summary": "refused"}
+    claim(tmp_path, {"model": "1", "examples": "e"}, "of.json", settings=settings, **names)
+    claim(tmp_path, {"model": "1", "examples": "e"}, "of.json", settings=settings | changed, **names)  # never decides
+    with pytest.raises(CheckpointError) as raised:
+        claim(tmp_path, {"model": "2", "examples": "e"}, "of.json", settings=settings | changed, **names)
+    assert raised.value.got == got
+    with pytest.raises(CheckpointError) as raised:
+        claim(tmp_path, {"model": "2", "examples": "f"}, "of.json", settings=settings | changed, **names)
+    assert raised.value.got == f"{got} and another examples"

@@ -22,6 +22,7 @@ from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
 from treeward.evaluation.statistics import accuracy_metric
+from treeward.evaluation.suites import get_suite
 from treeward.evaluation.suites.interface import Suite
 from treeward.model.contract import ScoringContract, read_contract, write_contract
 from treeward.model.export import export_model
@@ -271,7 +272,7 @@ def test_drift_is_of_each_checkpoint_and_the_next(tmp_path: Path) -> None:
     assert [series["x"] for series in curve["series"]] == [[9, 10]] * 2  # the exported one has no step
     assert curve["series"][0]["y"] == [0, 0]
     text = next(b["markdown"] for b in report["blocks"] if "Drift between checkpoints" in (b.get("title") or ""))
-    assert "most from **step_10** to **final**" in text and "0.0% of the pairs are ordered alike" in text
+    assert "most from **step_10** to **final**: 0.0% (0.0% to " in text and "of the pairs are ordered alike" in text
     written = json.loads((tmp_path / "results.json").read_text())["drift"]
     assert [len(one["steps"]) for one in written] == [2, 2]
     assert {metric["name"]: metric["value"] for metric in written[0]["steps"][0]["metrics"]}["scale_ratio"] == 2
@@ -360,3 +361,54 @@ def test_metrics_of_checkpoints_without_numbers_in_their_names_are_drawn_in_orde
     curve = next(block for block in drift.blocks() if block["kind"] == "curves")
     assert curve["x_label"] == "checkpoint" and curve["series"][0]["x"] == [1, 2]
     assert isinstance(drift.checkpoints[0][1][0], Metric)
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return content
+
+
+def test_what_is_complete_is_written_when_a_later_model_fails(tmp_path: Path) -> None:
+    def no_model() -> tuple[Model, str]:
+        raise ConfigError("there is no such folder", where="nowhere")
+
+    candidates = [candidate("x", note="mine"), Candidate("y", no_model), candidate("z")]
+    with pytest.raises(ConfigError, match="no such folder"):
+        run_evaluation(candidates, [(Questions("a"), "8"), (Questions("b"), "8")], tmp_path)
+    content = results_of(tmp_path)
+    assert [(one["model"], one["suite"]) for one in content["results"]] == [("x", "a"), ("x", "b")]
+    assert content["notes"] == "x: mine; missing, after an error: y, z" and (tmp_path / "report.html").exists()
+    with pytest.raises(ConfigError, match="no such folder"):
+        run_evaluation([Candidate("y", no_model)], [(Questions(), "8")], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_suite_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path: Path) -> None:
+    suites = [(get_suite("llmbar"), str(tmp_path / "nowhere")), (Questions(), "8")]
+    with pytest.raises(DataError):
+        run_evaluation([candidate("m")], suites, tmp_path / "strict")
+    done = run_evaluation([candidate("m")], suites, tmp_path / "eval", skip_unreadable=True)
+    assert [one.suite for one in done.summaries] == ["questions"] and list(done.unread) == ["llmbar"]
+    assert "nowhere" in done.unread["llmbar"] and "\n" not in done.unread["llmbar"]
+    assert results_of(tmp_path / "eval")["notes"].startswith("llmbar is missing, it could not be read: ")
+    with pytest.raises(DataError):  # nothing is left
+        run_evaluation([candidate("m")], suites[:1], tmp_path / "empty", skip_unreadable=True)
+
+
+def test_rows_are_found_under_the_longer_and_the_shorter_name_of_a_model(tmp_path: Path) -> None:
+    def run(name: str, identity: str, *others: str) -> int:
+        model = Model()
+        own = Candidate(name, lambda: (model, identity))
+        run_evaluation([own, *map(candidate, others)], [(Questions(), "8")], tmp_path, report=False)
+        return model.num_scored
+
+    assert run("runs-b", "1") == 16 and run("b", "1") == 0 and run("more-runs-b", "1") == 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["runs-b"]
+    assert run("c", "1") == 16  # a name that has nothing to do with it
+    assert run("b", "2") == 16 and {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"runs-b", "c", "b"}
+    assert run("org-c", "1", "c-d") == 0
+    (tmp_path / "c" / "questions" / "evaluation.json").write_text("{")
+    assert run("d-c", "1") == 16  # a damaged folder is nobody's
+    copies = [Candidate(name, lambda: (Model(), "9")) for name in ("x-y", "y")]  # the same weights twice
+    run_evaluation(copies, [(Questions(), "8")], tmp_path, report=False)
+    assert (tmp_path / "x-y").is_dir() and (tmp_path / "y").is_dir()  # each model of a run has its own rows

@@ -189,6 +189,19 @@ def test_one_wrong_of_a_hundred_prompts_is_not_more_certain_because_two_examples
     assert held / NUM_DATA_SETS > 0.935
 
 
+def test_a_weighted_mean_of_tiny_parts_says_that_its_interval_may_be_too_narrow() -> None:
+    parts = [Metric("a", 0.5, *wilson(2, 4), 4), Metric("b", 0.8, *wilson(4, 5), 5)]
+    found = weighted_mean_metric(parts, [1, 1], "headline")
+    assert found.note == "The interval may be too narrow: a part has only 4 examples."
+    assert weighted_mean_metric(parts[1:] * 2, [1, 1], "headline").note is None
+    assert weighted_mean_metric(parts[:1], [1], "headline").note is None  # Wilson's own
+
+
+def test_the_note_on_shared_prompts_names_what_shares_them() -> None:
+    assert "which the 4 examples share" in str(accuracy_metric([1, 1, 0, 1], "a", "xxyy").note)
+    assert "which the 4 pairs share" in str(accuracy_metric([1, 1, 0, 1], "a", "xxyy", of="pairs").note)
+
+
 def test_weighted_mean_of_what_is_there() -> None:
     parts = [Metric("a", 0.5, 0.25, 0.75, 4), Metric("b", None), Metric("c", 1.0, 0.5, 1.0, 2)]
     found = weighted_mean_metric(parts, [1, 5, 3], "headline")

@@ -106,6 +106,11 @@ def test_what_has_no_trace_is_refused_in_words(client: Any, body: dict[str, Any]
     assert got.status_code == status and words in got.json()["error"]["message"], got.text
 
 
+def test_the_refusal_of_an_empty_answer_is_a_sentence(client: Any) -> None:
+    got = client.post("/v1/rewards/trace", json={"context": CONTEXT, "completion": ""})
+    assert got.json()["error"]["message"] == "there is no text in the answer to go through"
+
+
 def test_a_deadline_holds_for_the_cutting_too(client: Any) -> None:
     body = {"context": CONTEXT, "completion": ANSWER}
     got = client.post("/v1/rewards/trace", json=body, headers={"X-Deadline-Seconds": "0"})

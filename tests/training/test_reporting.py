@@ -125,27 +125,85 @@ def test_other_wishes_renew_the_report_and_keep_its_rows(
     assert len(rows_of(folder)) == len(rows) and rows_of(folder) != rows
 
 
-def test_an_evaluation_that_fails_leaves_the_model_and_says_how_to_repeat_it(
+def test_a_suite_that_the_hub_does_not_give_is_all_that_the_report_lacks(
     tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     caplog.set_level(logging.INFO, "treeward")
-    config = tiny_run("rm.max_num_steps=2", REPORT, "evaluation.suites=[rewardbench]", "evaluation.limit=5")
+    words = ["rm.max_num_steps=2", REPORT, "evaluation.limit=5"]
+    config = tiny_run(*words, "evaluation.suites=rewardbench")
     outcome = train(config, show_progress=False)
-    assert outcome.exit_code == 1 and outcome.report is None and outcome.interrupted_by is None
-    assert "allenai/reward-bench" in outcome.report_error
+    messages = [record.getMessage() for record in caplog.records]
+    (warned,) = [i for i, text in enumerate(messages) if "The suite rewardbench cannot be had now" in text]
+    assert warned < messages.index(next(text for text in messages if text.startswith("Evaluating ")))
+    assert outcome.exit_code == 1 and outcome.interrupted_by is None
+    assert "lacks rewardbench" in outcome.report_error and "allenai/reward-bench" in outcome.report_error
     assert Scorer.load(outcome.model_folder).contract is not None and outcome.validation
+    found = results(outcome.report.parent)
+    assert set(found) == {"held_out"} and found["held_out"]["num_examples"] == 5
+    assert "rewardbench is missing" in json.loads((outcome.report.parent / "report.json").read_text())["subtitle"]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert str(outcome.report) in said and outcome.report_error in said
+    (command,) = [shlex.split(line) for line in said.splitlines() if line.startswith("  treeward eval ")]
+    assert command[command.index("--suite") + 1] == "rewardbench"
+    # The same command looks for it again, and scores nothing again.
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "score", lambda *_, **__: pytest.fail("scored again"))
+        assert train(config, show_progress=False).report_error == outcome.report_error
+        # Without the suite that cannot be had, the report is whole.
+        again = train(tiny_run(*words), show_progress=False)
+    assert again.exit_code == 0 and again.report_error is None and again.model_folder == outcome.model_folder
+    assert results(again.report.parent) == found
+
+
+def test_an_evaluation_that_fails_leaves_the_model_and_says_how_to_repeat_it(
+    tiny_run: Callable[..., Any],
+    write_rows: Callable[[str, Iterable[dict[str, Any]]], str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = write_rows(
+        "named.jsonl", [{"ask": f"{n} + 1?", "yes": f"It is {n + 1}.", "rejected": "No."} for n in range(9)]
+    )
+    (tmp_path / "prompt.txt").write_text("Answer this: {}")
+    binary = (
+        f"{{dataset_name: BinaryPreferenceDataset, data_path: {named}, name: named, prompt_key: ask, chosen_key: 'yes',"
+        f" prompt_file: {tmp_path / 'prompt.txt'}}}"
+    )
+    suite = write_rows("natural.jsonl", LLMBAR)
+    words = ["rm.max_num_steps=2", REPORT, "evaluation.limit=5", f"data.validation=[{binary}]"]
+    words += ["checkpointing.metric_name=null", f"evaluation.suites=[llmbar={suite}]"]
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise DataError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reporting, "run_evaluation", fail)
+        outcome = train(tiny_run(*words), show_progress=False)
+    assert outcome.exit_code == 1 and outcome.report is None and outcome.report_error == "the disk is full"
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert said.startswith("There is no report: ") and outcome.report_error in said
     commands = [shlex.split(line) for line in said.splitlines() if line.startswith("  treeward eval ")]
-    assert len(commands) == 2 and "rewardbench" in commands[0]
-    assert main(commands[1][1:]) == 0  # that of the validation set
-    by_hand = results(Path(commands[1][commands[1].index("--output") + 1]))
-    # Without the suite that cannot be had, the run finishes its report.
-    again = train(tiny_run("rm.max_num_steps=2", REPORT, "evaluation.limit=5"), show_progress=False)
-    assert again.exit_code == 0 and again.report.exists() and again.model_folder == outcome.model_folder
-    (by_hand_headline,) = [one["headline"] for one in by_hand.values()]
-    assert results(again.report.parent)["held_out"]["headline"]["value"] == by_hand_headline["value"]
+    by_hand: dict[str, Any] = {}
+    for command in commands:
+        assert main(command[1:]) == 0
+        by_hand |= results(Path(command[command.index("--output") + 1]))
+    again = train(tiny_run(*words), show_progress=False)
+    assert again.exit_code == 0 and set(results(again.report.parent)) == {"named", "llmbar"} == set(by_hand)
+    for name, one in results(again.report.parent).items():
+        assert by_hand[name]["headline"]["value"] == one["headline"]["value"]
+        assert by_hand[name]["diagnostics"]["scores"] == one["diagnostics"]["scores"]  # the same texts were scored
+
+
+def test_another_limit_goes_on_with_the_rows(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = train(tiny_run("rm.max_num_steps=2", REPORT, "evaluation.limit=3"), show_progress=False)
+    rows = rows_of(few.report.parent)
+    more = train(tiny_run("rm.max_num_steps=2", REPORT, "evaluation.limit=5"), show_progress=False)
+    assert results(more.report.parent)["held_out"]["num_examples"] == 5
+    assert rows_of(more.report.parent)[:3] == rows and len(rows_of(more.report.parent)) == 5
 
 
 def test_a_fault_of_treeward_in_the_report_keeps_the_model_too(

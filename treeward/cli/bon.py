@@ -188,7 +188,7 @@ def _score(
 ) -> Iterator[Any]:
     """The rows that are not done, as they are scored; nothing is loaded where all are. Gold is that of `known` rows."""
     samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
-    progress = importlib.import_module("tqdm").tqdm
+    shown = importlib.import_module("treeward.evaluation.running").ShownProgress
     if len(done) == num_rows:
         logger.info("All %d rows were scored before by %s.", num_rows, proxy.name)
         return
@@ -198,14 +198,13 @@ def _score(
     with contextlib.ExitStack() as stack:
         of_proxy = _grader(proxy, options, stack)
         of_gold = samples.by_known(known, lambda: _grader(gold, options, stack))
-        bar = stack.enter_context(
-            progress(
-                total=num_rows, initial=len(done), unit=" prompts", desc=proxy.name, disable=not sys.stderr.isatty()
-            )
-        )
+        progress = stack.enter_context(shown(check_interrupts, unit="prompts"))
+        num_done = len(done)
+        progress.show(proxy.name, num_done, num_rows)
         for scored in samples.score_samples(left, of_proxy, of_gold):
             yield scored
-            bar.update()
+            num_done += 1
+            progress.show(proxy.name, num_done, num_rows)
 
 
 @dataclass(frozen=True)

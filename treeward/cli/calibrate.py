@@ -91,20 +91,28 @@ def _calibrate(arguments: argparse.Namespace, config: DatasetConfig, options: di
     datasets = importlib.import_module("treeward.data.datasets")
     scorer_class = importlib.import_module("treeward.scoring.scorer").Scorer
     fitting = importlib.import_module("treeward.scoring.calibration")
-    progress = importlib.import_module("tqdm").tqdm
+    shown = importlib.import_module("treeward.evaluation.running").ShownProgress
     stream = datasets.open_dataset(config)
     logger.info("Loading %s.", arguments.model)
     scorer = scorer_class.load(arguments.model, **options)
     source = config.data_path or config.dataset_name
     source = source if config.split is None else f"{source}[{config.split}]"
     logger.info("Scoring the comparisons of %s.", source)
-    with progress(unit=" comparisons", desc="calibrating", disable=not sys.stderr.isatty()) as bar:
+    num_scored = 0
+    with shown(check_interrupts, unit="comparisons") as progress:
+
+        def tell(since: int) -> None:
+            nonlocal num_scored
+            num_scored += since
+            progress.show("calibrating", num_scored, 0)
+
+        progress.show("calibrating", 0, 0)
         calibration: RewardCalibration = fitting.calibrate(
             scorer,
             (preference for preference, _ in stream),
             name=source,
             length_unit=arguments.length_unit,
-            on_progress=bar.update,
+            on_progress=tell,
         )
     return calibration
 

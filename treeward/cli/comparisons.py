@@ -27,6 +27,7 @@ _FORMS = {
 }
 """The keys that tell the format of a file; `chosen` and `rejected` without a prompt are told by their values."""
 
+_OF_LLMBAR = {"input", "output_1", "output_2", "label"}
 _BINARY_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 _SAID_OTHERWISE = {"dataset_name": "--dataset-name", "data_path": "--data", "split": "--split"}
 _OF_TRAINING = ("name", "weight")
@@ -134,6 +135,14 @@ def _format_of(values: Mapping[str, Any], where: str) -> str:
     if {"chosen", "rejected"} <= keys:  # whole conversations, as messages or as a transcript
         is_transcript = isinstance(values["chosen"], str) and not values["chosen"].lstrip().startswith("[")
         return "HHTranscripts" if is_transcript else "Tulu3Preference"
+    if keys >= _OF_LLMBAR:
+        raise DataError(
+            "these are the rows of a suite, LLMBar",
+            where=where,
+            got=f"keys {sorted(map(str, values))}",
+            need="comparisons",
+            fix=f"treeward eval MODEL --suite llmbar={where.rpartition(':')[0] or 'FILE'}",
+        )
     raise DataError(
         "the row is a comparison in no known format",
         where=where,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import logging
 import re
 import sys
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -29,8 +27,6 @@ from treeward.errors import ConfigError
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
-logger = logging.getLogger(__name__)
-
 EXAMPLES = """\
 examples:
   treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
@@ -49,7 +45,6 @@ refused by the template): it counts as wrong, and a warning says how many there 
 
 _STEP = re.compile(r"step_(\d+)")
 _LONGEST_NAME = 100
-_LINE_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     training_data = [dataset_config(path, None, None, options_of_data) for path in arguments.training_data]
     candidates = _candidates(arguments, options)  # what cannot be is told before suites are read
     session = importlib.import_module("treeward.evaluation.session")
-    with _Bar() as bar, advice_of_a_command():
+    shown = importlib.import_module("treeward.evaluation.running").ShownProgress
+    with shown(check_interrupts) as progress, advice_of_a_command():
         done = session.run_evaluation(
             candidates,
             suites,
@@ -106,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             training_data=training_data,
             drift=arguments.checkpoints is not None,
             report=not arguments.no_report,
-            on_progress=bar.show,
+            on_progress=progress.show,
         )
     check_interrupts()
     _print(done.summaries)
@@ -127,6 +123,9 @@ def _candidates(arguments: argparse.Namespace, options: Mapping[str, Any]) -> li
         raise ConfigError(
             "there is no model to evaluate", where="MODEL", got="none", need="a model, or --checkpoints RUN_DIR"
         )
+    check_local = importlib.import_module("treeward.model.loading").check_local
+    for model in arguments.models:
+        check_local(model)  # the last one too, before hours of the first
     names = {model: name for name, model in checkpoints.items()}
     names |= {model: name for model, name in folder_names(arguments.models).items() if model not in names}
     if ensemble is not None and ensemble.over == "models":
@@ -286,34 +285,3 @@ def _write_table(rows: list[dict[str, Any]], columns: list[Any]) -> None:
     can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
     table = importlib.import_module("treeward.tables").results_table(rows, columns, ascii_only=not can_draw)
     sys.stdout.write(table + "\n")
-
-
-class _Bar:
-    """A progress bar on a terminal, for one task after another; elsewhere a line of the log now and then."""
-
-    def __enter__(self) -> _Bar:
-        self._make = importlib.import_module("tqdm").tqdm
-        self._bar: Any = None
-        self._what: str | None = None
-        self._last_line = 0.0
-        return self
-
-    def show(self, what: str, done: int, total: int) -> None:
-        check_interrupts()
-        if what != self._what:
-            self.__exit__()
-            self._what, self._last_line = what, time.monotonic()
-            self._bar = self._make(total=total or None, desc=what, unit=" examples", disable=not sys.stderr.isatty())
-        if self._bar is not None:
-            if not self._bar.disable:
-                self._bar.update(done - self._bar.n)
-            elif time.monotonic() - self._last_line >= _LINE_SECONDS:
-                self._last_line = time.monotonic()
-                logger.info("%s: %s", what, f"{done:,} of {total:,}" if total else f"{done:,}")
-            if done == total:
-                self.__exit__()
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None

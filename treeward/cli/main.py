@@ -42,10 +42,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.parse_args(words)  # --help, --version, or an error that lists the verbs
         parser.print_help()
         return 2
+    debug = "--debug" in words
+    try:
+        code: int = _run(verb, words)
+        return code
+    except TreewardError as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            sys.stderr.write(f"treeward {verb}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        sys.stderr.write(f"\ntreeward {verb}: interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(verb: str, words: list[str]) -> int:
     module = importlib.import_module(f"treeward.cli.{verb}")
     subparser = argparse.ArgumentParser(
         prog=f"treeward {verb}",
-        description=VERBS[verb].capitalize() + ".",
+        description=f"{VERBS[verb][0].upper()}{VERBS[verb][1:]}.",
         epilog=module.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,24 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # intermixed: overrides may stand before, between and after options
     parsed = subparser.parse_intermixed_args(words[:at] + words[at + 1 :])
     configure_logging("DEBUG" if parsed.debug else "INFO")
-    try:
-        code: int = module.run(parsed)
-        return code
-    except TreewardError as error:
-        if parsed.debug:
-            traceback.print_exc()
-        else:
-            sys.stderr.write(f"treeward {verb}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        if parsed.debug:
-            traceback.print_exc()
-        sys.stderr.write(f"\ntreeward {verb}: interrupted\n")
-        return 130
-    except BrokenPipeError:
-        # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    code: int = module.run(parsed)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

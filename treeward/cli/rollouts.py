@@ -19,6 +19,7 @@ from treeward.cli.model_arguments import (
     parse_yaml,
     positive,
 )
+from treeward.cli.serve import check_ensembles, ensemble_members
 from treeward.errors import ConfigError
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -69,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rewards-model", metavar="NAME", help="which model of --rewards-url; default: its first")
     parser.add_argument("--rewards-token-env", metavar="NAME", help="the environment variable with its bearer token")
+    parser.add_argument(
+        "--tls-ca", metavar="FILE", help="a PEM file with certificates to trust beside the usual, for both addresses"
+    )
     add_reward_arguments(parser)
     parser.add_argument(
         "--unchecked", action="store_true", help="take even a reward model that does not keep its scoring contract"
@@ -87,22 +91,27 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     tokens = {name: _token(getattr(arguments, name)) for name in ("model_token_env", "rewards_token_env")}
     tasks = importlib.import_module("treeward.serving.rollouts.rows").read_tasks(arguments.input, limit=arguments.limit)
+    collecting = importlib.import_module("treeward.serving.rollouts.collect")
+    collecting.check_free(collecting.Files(Path(arguments.output)), resume=arguments.resume)
+    trusted = _trusted(arguments.tls_ca)
     service = None
     if arguments.reward_model is not None:
         service = importlib.import_module("treeward.serving.run").make_service(_server(arguments))
-    outcome = asyncio.run(_collect(arguments, tasks, service, tokens))
+    outcome = asyncio.run(_collect(arguments, tasks, service, tokens, trusted))
     _report(outcome, arguments.output)
     return 1 if outcome.num_failed else 0
 
 
-async def _collect(arguments: argparse.Namespace, tasks: Any, service: Any, tokens: dict[str, str | None]) -> Any:
+async def _collect(
+    arguments: argparse.Namespace, tasks: Any, service: Any, tokens: dict[str, str | None], trusted: Any
+) -> Any:
     httpx = importlib.import_module("httpx")
     names = ("requests", "policy", "rewards", "collect")
     requests, policy, rewards, collecting = (
         importlib.import_module(f"treeward.serving.rollouts.{name}") for name in names
     )
     limits = httpx.Limits(max_connections=2 * arguments.concurrency)
-    async with httpx.AsyncClient(timeout=arguments.timeout, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=arguments.timeout, limits=limits, verify=trusted) as client:
 
         def endpoint(url: str, path: str, token: str | None) -> Any:
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -198,11 +207,12 @@ def _server(arguments: argparse.Namespace) -> Any:
     else:
         ensemble = parse_yaml(arguments.ensemble, "--ensemble")
         section["ensemble"] = {"method": ensemble} if isinstance(ensemble, str) else ensemble
-        over_heads = section["ensemble"].get("over") == "heads"
-        section |= {"model": arguments.reward_model[0]} if over_heads else {"models": arguments.reward_model}
+        section |= ensemble_members(arguments.reward_model, section["ensemble"], "--reward-model")
     load_section = importlib.import_module("treeward.config.load").load_section
     config = importlib.import_module("treeward.config.server").ServerConfig
-    return load_section(config, {"models": [section]}, where="--reward-model")
+    server = load_section(config, {"models": [section]}, where="--reward-model")
+    check_ensembles(server)
+    return server
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -226,6 +236,23 @@ def _token(variable: str | None) -> str | None:
             need="the token in it",
         )
     return token
+
+
+def _trusted(file: str | None) -> Any:
+    """What httpx verifies certificates with. Raises `ConfigError` for a file that holds none."""
+    if file is None:
+        return True
+    context = importlib.import_module("httpx").create_ssl_context()
+    try:
+        context.load_verify_locations(cafile=file)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            "the certificates cannot be read",
+            where="--tls-ca",
+            got=f"{file}: {error}",
+            need="a PEM file with the certificates to trust",
+        ) from error
+    return context
 
 
 def _count(text: str) -> int:

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     sources = importlib.import_module("treeward.data.sources")
     files = importlib.import_module("treeward.data.files")
     rows_module = importlib.import_module("treeward.scoring.rows")
-    progress = importlib.import_module("tqdm").tqdm
+    shown = importlib.import_module("treeward.evaluation.running").ShownProgress
     if arguments.data == "-":
         rows = files.read_jsonl_stream(sys.stdin.buffer, "<stdin>")
     else:
@@ -71,8 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     first_error = None
     with (
         _opened(arguments.output) as write,
-        progress(unit=" rows", desc="scoring", disable=not sys.stderr.isatty()) as bar,
+        shown(check_interrupts, unit="rows") as progress,
     ):
+        progress.show("scoring", 0, 0)
         for row in rows_module.score_rows(scorer, rows, shaper=shaper):
             check_interrupts()
             write(json.dumps(row.values, ensure_ascii=False, default=_plain) + "\n")
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             failed += row.num_failed > 0
             missing += row.num_failed
             first_error = first_error or row.values.get("error")
-            bar.update()
+            progress.show("scoring", scored, 0)
     logger.info(
         "Scored %d rows; %d tokens computed for %d tokens of plain rows.",
         scored,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from treeward.cli.model_arguments import add_reward_arguments, parse_yaml
@@ -12,13 +14,13 @@ from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "check_ensembles", "ensemble_members", "run"]
 
 EXAMPLES = """\
 examples:
   treeward serve results/quickstart/final
   treeward serve MODEL OTHER_MODEL --host 0.0.0.0 --port 8000 token_env=TREEWARD_TOKEN
-  treeward serve MODEL OTHER_MODEL --ensemble worst --shaping "{reward_mean: 0.5, reward_std: 2.0}"
+  treeward serve MODEL OTHER_MODEL --ensemble worst --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward serve --config server.yaml --port 8001 deadline_seconds=30
 
 Then, from another terminal:
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
                 got=f"no module {package}",
                 fix="pip install 'treeward[serve]'",
             ) from error
+    check_ensembles(config)
     logging = importlib.import_module("treeward.serving.logs")
     logging.configure(config.log_format, debug=arguments.debug)
     return int(importlib.import_module("treeward.serving.run").serve(config))
@@ -100,5 +103,49 @@ def _sections(models: list[str], arguments: argparse.Namespace) -> list[dict[str
         return [{"model": model, **common} for model in models]
     ensemble = parse_yaml(arguments.ensemble, "--ensemble")
     section = {"method": ensemble} if isinstance(ensemble, str) else ensemble
-    named = {"model": models[0]} if section.get("over") == "heads" else {"models": models}
-    return [{**named, "ensemble": section, **common}]
+    return [{**ensemble_members(models, section, "--ensemble"), "ensemble": section, **common}]
+
+
+def ensemble_members(models: Sequence[str], section: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """The model, or models, of an ensemble on the command line. Raises `ConfigError` for too many or too few."""
+    if section.get("over") == "heads":
+        if len(models) > 1:
+            raise ConfigError(
+                "an ensemble of heads is of one model",
+                where=option,
+                got=", ".join(models),
+                need="one model, or no over: heads",
+            )
+        return {"model": models[0]}
+    if len(models) == 1:
+        raise ConfigError(
+            "one model is no ensemble",
+            where=option,
+            got=models[0],
+            need="two models or more, or the heads of one: --ensemble '{method: mean, over: heads}'",
+        )
+    return {"models": list(models)}
+
+
+def check_ensembles(config: ServerConfig) -> None:
+    """Raises `ConfigError` where an ensemble is to be standardized and a member's contract has no constants for it:
+    before any of the server's models is loaded, for that may take minutes. Only members that are folders are looked at.
+    """
+    for i, section in enumerate(config.models):
+        ensemble = section.ensemble
+        if ensemble is None or not ensemble.standardize or ensemble.over == "heads" or ensemble.means is not None:
+            continue
+        read_contract = importlib.import_module("treeward.model.contract").read_contract
+        folders = [name for name in section.members if Path(name).expanduser().is_dir()]
+        calibrations = {name: getattr(read_contract(name), "calibration", None) for name in folders}
+        missing = [name for name, one in calibrations.items() if one is None or one.normalization is None]
+        if missing:
+            raise ConfigError(
+                "the members cannot be standardized: the mean and standard deviation of their scores are not known",
+                where=section.served_name,
+                field=f"models[{i}].ensemble",
+                got=f"no such constants in the contract of {', '.join(missing)}",
+                need="a calibration of each member on the same data, or scores that are on one scale already",
+                fix=f"treeward calibrate {missing[0]} --data FILE, and so each; "
+                f"or ensemble: {{method: {ensemble.method}, standardize: false}}",
+            )

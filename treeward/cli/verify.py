@@ -41,7 +41,7 @@ nothing to compare.
 read. --dialect says how it is asked: as treeward's own, vLLM's, SGLang's, OpenRLHF's or text-embeddings-inference's
 clients do. --dtype is then what the server computes in."""
 
-_SERVER_OPTIONS = ("dialect", "served_model", "send", "body", "token_env", "timeout")
+_SERVER_OPTIONS = ("dialect", "served_model", "send", "body", "token_env", "timeout", "tls_ca")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--body", metavar="YAML", help="keys to add to each request, as {add_special_tokens: false}")
     server.add_argument("--token-env", metavar="NAME", help="the environment variable that holds the bearer token")
+    server.add_argument(
+        "--tls-ca", metavar="FILE", help="a PEM file with the certificates to trust; default: the system's"
+    )
     server.add_argument("--timeout", type=float, metavar="SECONDS", help="how long a request may take; default 60")
 
 
@@ -137,6 +140,7 @@ def _run_against(arguments: argparse.Namespace) -> int:
         token=token,
         extra=extra,
         timeout_seconds=seconds,
+        verify_tls=True if arguments.tls_ca is None else arguments.tls_ca,
         trust_remote_code=arguments.trust_remote_code,
     )
     _show(result, _server_text(result), as_json=arguments.json)

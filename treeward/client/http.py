@@ -34,7 +34,7 @@ from treeward.version import VERSION
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["Background", "Connection", "Reply", "RewardServerError"]
+__all__ = ["Background", "Connection", "Reply", "RewardServerError", "is_certificate"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,10 @@ class Reply:
 class Connection:
     """Requests to the server at `url`, which may have a path (`https://host/rm`).
 
-    `token`: sent as a bearer token. `max_retries`: how often a request is repeated. `verify_tls`: False accepts any
-    certificate; a path names the file with the certificates that are trusted. Raises `ConfigError` for a URL, a token
-    or a file that cannot be used, and without the package httpx.
+    `token`: sent as a bearer token. `max_retries`: how often a request is repeated. `verify_tls`: True trusts the
+    system's certificates, or those of the file that the environment variable SSL_CERT_FILE names; a path is a PEM file
+    with the certificates that are trusted instead; False accepts any certificate. Raises `ConfigError` for a URL, a
+    token or a file that cannot be used, and without the package httpx.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Connection:
                 raise _out_of_time(url, attempts, problem) from None
             except self._httpx.RequestError as error:
                 problem = _unreachable(url, error)
-                if _is_certificate(error):
+                if is_certificate(error):
                     raise problem from error
             else:
                 if response.is_success:
@@ -322,19 +323,32 @@ def _beginning(response: httpx.Response) -> str:
 
 def _unreachable(url: str, error: Exception) -> RewardServerError:
     what = str(error) or type(error).__name__
-    is_certificate = _is_certificate(error)
-    return RewardServerError(
-        "the server's certificate is not trusted" if is_certificate else "the server cannot be reached",
-        where=url,
-        got=what,
-        need="a server that listens there",
-        fix="verify_tls=FILE names certificates to trust" if is_certificate else None,
-    )
+    if is_certificate(error):
+        return RewardServerError(
+            "the server's certificate is not trusted",
+            where=url,
+            got=what,
+            need="a certificate that this machine trusts, for this address",
+            fix="name the certificates to trust: verify_tls=FILE, --tls-ca FILE, or SSL_CERT_FILE in the environment",
+        )
+    if _is_caused_by(error, ssl.SSLError):
+        return RewardServerError(
+            "the server does not speak TLS", where=url, got=what, need="an https:// address, or http:// for this one"
+        )
+    if _is_caused_by(error, OSError) and type(error).__name__ in ("ConnectError", "ConnectTimeout"):
+        need = "a server that listens there"
+        return RewardServerError("the server cannot be reached", where=url, got=what, need=need)
+    return RewardServerError("the server cannot be reached", where=url, got=what)
 
 
-def _is_certificate(error: BaseException | None) -> bool:
+def is_certificate(error: BaseException) -> bool:
+    """Whether a request has failed because the server's certificate is not trusted; asking again does not help."""
+    return _is_caused_by(error, ssl.SSLCertVerificationError)
+
+
+def _is_caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
     while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
+        if isinstance(error, kind):
             return True
         error = error.__cause__ or error.__context__
     return False

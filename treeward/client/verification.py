@@ -83,7 +83,7 @@ def verify_server(
     `dialect`: one of `DIALECTS`. `model`: what the server calls the model; None asks it, where it can be asked. `form`:
     what is sent, of the dialect's forms; None is what its clients send, for encoders without CLS and SEP. `dtype`: what
     the server computes in, as far as it is known: of scores in bfloat16 only what bfloat16 can tell apart is compared.
-    `extra`: keys to add to each request. `timeout_seconds`: of one request.
+    `extra`: keys to add to each request. `timeout_seconds`: of one request. `verify_tls`: as in `Connection`.
 
     Raises `RewardServerError` for a server that gives no scores, `ModelError` for a model without a contract or whose
     tokenizer does not give the contract's tokens, `ConfigError` for arguments that cannot be.
@@ -385,6 +385,13 @@ class _Replay:
     def _contract_check(self, alone: Sequence[Given | None], *, is_equal: bool) -> Check:
         own = self.contract.scores_sha256
         served = next((one.contract for one in alone if one is not None and one.contract is not None), None)
+        members = [] if served is None else served.split("+")
+        if len(members) > 1:
+            return Check(
+                "contract", "differs", f"the server's model is an ensemble of {len(members)} models",
+                f"the contracts {', '.join(f'sha256 {one[:12]}' for one in members)}", f"sha256 {own[:12]} alone",
+                "name another of the server's models (--model), or verify against a server of this model alone",
+            )  # fmt: skip
         if served is not None and served != own:
             same = "; the golden scores are equal all the same" if is_equal else ""
             return Check(

@@ -91,10 +91,15 @@ def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple
     """The set and the metric of a spelling in which only underscores part them, the longest metric first."""
     known = sorted((m for m in METRICS if spelling.endswith(f"_{m}") and spelling != f"_{m}"), key=len, reverse=True)
     readings = [(spelling.removesuffix(f"_{metric}"), metric) for metric in known]
+    meant = [reading for reading in readings if reading[0] in sets]
+    if not meant:  # plain_lenght_controlled_accuracy: a set that is there, and a metric that is misspelt
+        for known_set in sorted(sets, key=len, reverse=True):
+            if spelling.startswith(f"{known_set}_"):
+                return known_set, spelling.removeprefix(f"{known_set}_")
     if not readings:
         validation, _, metric = spelling.rpartition("_")
         return validation, metric
-    meant = [reading for reading in readings if reading[0] in sets] or readings[:1]
+    meant = meant or readings[:1]
     if len(meant) > 1:
         raise ConfigError(
             "a metric's name can be read in two ways",

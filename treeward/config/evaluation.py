@@ -5,10 +5,12 @@
       suites: [llmbar=downloads/llmbar, rewardbench]
       perturbations: 100
 
-The validation sets are always part of the report.
+The validation sets are always part of the report. One suite may stand without brackets: `suites: rewardbench`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from pydantic import PositiveInt, field_validator
 
@@ -34,6 +36,11 @@ class EvaluationConfig(Strict):
     """Look for the examples of each set and suite in the training sets, and give the accuracy without them."""
     output: str | None = None
     """Folder of the report and its rows. None: `report` inside `checkpointing.checkpoint_dir`."""
+
+    @field_validator("suites", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, suites: Any) -> Any:
+        return [suites] if isinstance(suites, str) else suites
 
     @field_validator("suites")
     @classmethod

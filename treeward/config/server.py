@@ -128,6 +128,10 @@ class ServerConfig(Strict):
     """The largest request body; a larger one gets 413 before it is read."""
     max_conversations: PositiveInt = 4096
     """Most conversations in one request; more get 413."""
+    max_conversation_characters: PositiveInt = 1_000_000
+    """Most characters of one conversation, or token ids where a client sends these; each message counts as 64 more, and
+    a part of one as 16. A longer conversation is refused before tokens are made of it, as one with too many tokens is.
+    """
     deadline_seconds: PositiveFloat = 120.0
     """The time in which a request is answered, from its first byte; beyond it 504, and what it asked for is not
     scored any more. A request may ask for less in the header X-Deadline-Seconds."""

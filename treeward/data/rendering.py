@@ -66,8 +66,9 @@ _OWN_ARGUMENTS = frozenset(
     }
 )
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_MOST_UNKNOWN_ROLES, _LONGEST_ROLE = 32, 60  # what a server is sent must fill neither memory nor log
 _CLOCK = "{% macro strftime_now(format) %}"
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError)
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, RecursionError)  # the last: values nested too deep
 _PROBE_QUESTION, _PROBE_ANSWER = "Quo vadis?", "Romam."
 _PROBE_MESSAGES: list[Message] = [
     {"role": "user", "content": _PROBE_QUESTION},
@@ -271,7 +272,10 @@ class Renderer:
     def _notice_roles(self, messages: Sequence[Message], where: str | None) -> None:
         for message in messages:
             role = str(message.get("role"))
-            if role not in _ROLES and role not in self._unknown_roles and role not in self.chat_template:
+            if role in _ROLES or role in self._unknown_roles or len(self._unknown_roles) >= _MOST_UNKNOWN_ROLES:
+                continue
+            if role not in self.chat_template:
+                role = role if len(role) <= _LONGEST_ROLE else f"{role[:_LONGEST_ROLE]}..."
                 self._unknown_roles.add(role)
                 logger.warning(
                     "%s: a message has the role %r, which the chat template does not name; most know system, user and "

@@ -17,31 +17,31 @@ import numpy as np
 
 from treeward.evaluation.diagnostics.blocks import bar_item, metrics_table, side_by_side
 from treeward.evaluation.diagnostics.replies import collect_pairs
-from treeward.evaluation.findings import findings, verdict
-from treeward.evaluation.results import Metric
+from treeward.evaluation.diagnostics.strata import left_out_note, strata_of
+from treeward.evaluation.findings import findings, has_worst_subset, verdict
+from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.statistics import ReliabilityBin
 from treeward.evaluation.suites.rmbench import STYLES
 
 if TYPE_CHECKING:
-    from treeward.evaluation.summary import Summary
+    from treeward.evaluation.summary import Statistics, Summary
 
-__all__ = ["chapter", "opening"]
+__all__ = ["chapter", "headline_label", "opening"]
 
 _MARGIN_BINS = 40
 # More than these are a table, not cards.
 _MOST_CARDS = 6
 
 
-def opening(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """What is read first: findings or, of several, a verdict each; then headline numbers."""
+def opening(summaries: Sequence[Summary], further: str | None = None) -> list[dict[str, Any]]:
+    """What is read first: findings or, of several, a verdict each and `further` words; then headline numbers."""
     if len(summaries) == 1:
         (only,) = summaries
         return [{"kind": "text", "markdown": findings(only)}, {"kind": "headline", "items": _cards(only)}]
     suites = list(dict.fromkeys(one.suite for one in summaries))
     summaries = sorted(summaries, key=lambda one: suites.index(one.suite))
-    blocks: list[dict[str, Any]] = [
-        {"kind": "text", "markdown": "\n".join(f"- {verdict(one)}" for one in summaries)},
-    ]
+    said = [*map(verdict, summaries), *([] if further is None else [further])]
+    blocks: list[dict[str, Any]] = [{"kind": "text", "markdown": "\n".join(f"- {one}" for one in said)}]
     if len(summaries) <= _MOST_CARDS:
         items = [_card(f"{one.title}: {one.model}", one.result.headline, one.chance, _counts(one)) for one in summaries]
         blocks.append({"kind": "headline", "items": items})
@@ -81,33 +81,63 @@ def chapter(summaries: Sequence[Summary], *, only: bool = False) -> list[dict[st
 def _cards(summary: Summary) -> list[dict[str, Any]]:
     """The numbers of a single model in a single suite that say whether it can be trusted."""
     length, statistics = summary.length, summary.statistics
-    worst = statistics.worst_subset
+    worst, left = statistics.worst_subset, left_out_note(length.num_left_out)
     items = [
         _card(summary.result.headline.name.capitalize(), summary.result.headline, summary.chance, _counts(summary)),
+        *_of_scored(summary),
         _card(
             "Length-controlled accuracy",
             length.length_controlled_accuracy,
             0.5,
-            "as if the longer reply were right as often as the shorter",
+            _sentences("as if the longer reply were right as often as the shorter", left),
         ),
         _card(
             "Length gap in accuracy",
             length.accuracy_gap,
             None,
-            f"{_plain(length.accuracy_longer_right)} where the longer reply is right, "
-            f"{_plain(length.accuracy_shorter_right)} where the shorter is",
+            _sentences(
+                f"{_plain(length.accuracy_longer_right)} where the longer reply is right, "
+                f"{_plain(length.accuracy_shorter_right)} where the shorter is",
+                left,
+            ),
         )
         | {"format": "points"},
     ]
-    if len(summary.result.subsets) > 1:
+    if has_worst_subset(summary.result):
         items.append(_card("Worst subset", worst, summary.chances.get(worst.note or ""), worst.note))
     if summary.perturbations is not None:
         robust = summary.perturbations.robust_accuracy
         items.append(_card("Robust accuracy", robust, None, "right as it is and under every change of style"))
-    scale = statistics.temperature.value
-    note = None if scale is None else f"off by {_plain(statistics.ece_fitted)} once margins are divided by {scale:.2f}"
-    items.append(_card("Calibration error", statistics.ece, None, note))
+    items.append(_card("Calibration error", statistics.ece, None, _rescaled(statistics)))
     return items
+
+
+def _rescaled(statistics: Statistics) -> str | None:
+    """What a temperature does for calibration, where it does any good: it is fitted to the likelihood, not to this."""
+    before, after, scale = (one.value for one in (statistics.ece, statistics.ece_fitted, statistics.temperature))
+    if before is None or after is None or scale is None or after >= before:
+        return None
+    return f"off by {_plain(statistics.ece_fitted)} once margins are divided by {scale:.2f}"
+
+
+def _sentences(first: str, second: str | None) -> str:
+    return first if second is None else f"{first}; {second.removesuffix('.')}"
+
+
+def _of_scored(summary: Summary) -> list[dict[str, Any]]:
+    """The headline without the examples that lack a score, which is what is compared with chance."""
+    scored = summary.result.headline_of_scored
+    if scored is None:
+        return []
+    left = summary.result.num_examples - summary.result.num_failed
+    label = f"{summary.result.headline.name.capitalize()} of the scored"
+    return [_card(label, scored, summary.chance, f"{left:,} examples; the others have no score")]
+
+
+def headline_label(results: Sequence[SuiteResult]) -> str:
+    """What the headlines of some suites are called together."""
+    names = {result.headline.name for result in results}
+    return names.pop().capitalize() if len(names) == 1 else "Headline"
 
 
 def _card(label: str, metric: Metric, chance: float | None, note: str | None) -> dict[str, Any]:
@@ -119,7 +149,8 @@ def _card(label: str, metric: Metric, chance: float | None, note: str | None) ->
 def _glance(summaries: Sequence[Summary]) -> dict[str, Any]:
     """A row for each model and suite."""
     columns = {
-        "headline": "The suite's number",
+        "headline": headline_label([one.result for one in summaries]),
+        "scored": "of the scored",
         "length": "Length-controlled",
         "gap": "Length gap",
         "worst": "Worst subset",
@@ -131,6 +162,7 @@ def _glance(summaries: Sequence[Summary]) -> dict[str, Any]:
         worst = one.statistics.worst_subset
         cells = {
             "headline": one.result.headline,
+            "scored": one.result.headline_of_scored,
             "length": one.length.length_controlled_accuracy,
             "gap": one.length.accuracy_gap,
             "worst": worst if len(one.result.subsets) > 1 else None,
@@ -144,13 +176,15 @@ def _glance(summaries: Sequence[Summary]) -> dict[str, Any]:
     return {
         "kind": "table",
         "title": "At a glance",
-        "note": "Ranges are 95 % intervals. Length gap: accuracy where the longer reply is right less where the "
-        "shorter is. Robust: right as it is and under every change of style.",
+        "note": "Ranges are 95 % intervals. No score: examples that the model could not score; they count as wrong. "
+        "Length-controlled: pairs of replies; the mean of where the longer reply is right and where the shorter is, "
+        "and the length gap their difference; pairs without a score are left out. Robust: right as it is and under "
+        "every change of style.",
         "columns": [
             {"key": "suite", "label": "Suite", "format": "text"},
             {"key": "model", "label": "Model", "format": "text"},
+            {"key": "failed", "label": "No score", "format": "integer"},
             *({"key": key, "label": columns[key], "format": "percent"} for key in numbers),
-            {"key": "failed", "label": "Without a score", "format": "integer"},
         ],
         "rows": rows,
     }
@@ -259,15 +293,14 @@ def _margins(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 def _outcomes_by_length(summary: Summary) -> dict[str, Any]:
     """Where it goes wrong: outcome of each pair by which reply is the longer, as shares of a row."""
     pairs = collect_pairs(summary.examples)
-    longer = pairs.better > pairs.worse * 1.1
-    shorter = pairs.worse > pairs.better * 1.1
-    rows = {"better is longer": longer, "about as long": ~longer & ~shorter, "better is shorter": shorter}
+    longer, shorter, similar = strata_of(pairs.better, pairs.worse)
+    rows = {"better is longer": longer, "about as long": similar, "better is shorter": shorter}
     kinds = [pairs.margins > 0, pairs.margins == 0, pairs.margins < 0, ~np.isfinite(pairs.margins)]
     return {
         "kind": "matrix",
         "title": "What becomes of a pair",
-        "note": "Shares of each row; lengths within 10 % are about as long.",
-        "rows": [f"{name} ({int(where.sum())})" for name, where in rows.items()],
+        "note": "Shares of each row's pairs; lengths within 10 % of the longer are about as long.",
+        "rows": [f"{name} ({_pairs(int(where.sum()))})" for name, where in rows.items()],
         "columns": ["right", "tie", "wrong", "no score"],
         "values": [
             [float((where & kind).sum() / where.sum()) if where.any() else None for kind in kinds]
@@ -276,6 +309,10 @@ def _outcomes_by_length(summary: Summary) -> dict[str, Any]:
         "format": "percent",
         "range": [0, 1],
     }
+
+
+def _pairs(count: int) -> str:
+    return f"{count:,} pair{'' if count == 1 else 's'}"
 
 
 def _edges(margins: Sequence[float]) -> list[float]:
@@ -304,8 +341,11 @@ def _bins(bins: Sequence[ReliabilityBin]) -> list[dict[str, Any]]:
 def _counts(summary: Summary) -> str:
     result = summary.result
     parts = [f"{result.num_examples:,} example{'s' if result.num_examples != 1 else ''}"]
-    parts += [f"{result.num_ties:,} ties"] if result.num_ties else []
-    parts += [f"{result.num_failed:,} without a score"] if result.num_failed else []
+    if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
+        parts = [f"{_pairs(result.headline.count)} of {parts[0]}"]
+    parts += [f"{result.num_ties:,} tie{'s' if result.num_ties != 1 else ''}"] if result.num_ties else []
+    if result.num_failed:
+        parts += [f"{result.num_failed:,} without a score, counted as wrong"]
     return ", ".join(parts)
 
 

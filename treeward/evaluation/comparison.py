@@ -10,6 +10,7 @@ draw, in the tests as in the intervals.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -53,6 +54,7 @@ __all__ = [
 
 _ROWS = "examples.jsonl"
 _AGREEMENT_RESAMPLES = 1000
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,9 @@ class Disagreement:
     """An example that one model has right and the other has not; pairs hold the first model's value, then the second's.
 
     `standardized_margins`: margins in units of the model's root mean square margin, so that 0 stays where a choice
-    turns. `distance`: how far they are apart.
+    turns. `better` and `worse`: indices of the two completions that it is about, of the best-ranked that which the
+    model without it right scores lowest, of the others that which it scores highest. `distance`: how far the margins
+    are apart.
     """
 
     suite: str
@@ -125,6 +129,8 @@ class Disagreement:
     outcomes: tuple[Outcome | None, Outcome | None]
     margins: tuple[float, float]
     standardized_margins: tuple[float, float]
+    better: int
+    worse: int
 
     @property
     def distance(self) -> float:
@@ -189,11 +195,12 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     else:
         files, name = [], ""
     if not files:
+        near = _evaluations_near(found)
         raise DataError(
             "there is no evaluation here",
             where=str(path),
             need=f"a folder that `treeward eval` wrote, or its {_ROWS}",
-            fix="treeward eval MODEL --suite llmbar --output DIR",
+            fix=f"there are {', '.join(near)}" if near else "treeward eval MODEL --suite llmbar --output DIR",
         )
     return Evaluation(name, str(path), {file.resolve().parent.name: _read_rows(file) for file in files})
 
@@ -283,7 +290,9 @@ def notes(comparison: Comparison) -> list[str]:
             f"Several examples share a prompt ({overall.count} examples, {overall.num_prompts} prompts): where they do,"
             " p is of the exact test that flips the signs of whole prompts, and intervals resample prompts."
         )
-    for what, family in (("suites", comparison.suites), ("subsets", comparison.subsets)):
+    # The only subset of a suite is the suite once more: where all are, no subset is looked at.
+    parted = len({result.suite for result in comparison.subsets}) < len(comparison.subsets)
+    for what, family in (("suites", comparison.suites), ("subsets", comparison.subsets if parted else ())):
         if len(family) > 1:
             found.append(f"p (Holm) is corrected for looking at {len(family)} {what}.")
     return found
@@ -302,6 +311,18 @@ def prompt_key(example: EvalExample) -> Hashable:
     if not example.context:
         return "id", example.id
     return "context", json.dumps(example.context, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _evaluations_near(path: Path) -> list[str]:
+    """The evaluations in the nearest folder above that is there, one for each model, the most alike in name first."""
+    folder = next((one for one in path.parents if one.is_dir()), None)
+    if folder is None:
+        return []
+    depths = ("*", "*/*")  # OUTPUT/<model>/<suite>: of a folder far above, its whole tree is not searched
+    models = {file.parent.parent for depth in depths for file in folder.glob(f"{depth}/{_ROWS}")}
+    names = sorted(models, key=lambda one: (-difflib.SequenceMatcher(None, one.name, path.name).ratio(), str(one)))
+    shown = [str(one) for one in names[:_MOST_NAMED]]
+    return [*shown, f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else shown
 
 
 def _read_rows(file: Path) -> list[ScoredExample]:
@@ -442,6 +463,18 @@ def _margin(scored: ScoredExample) -> float:
     return scored.margin
 
 
+def _what_it_is_about(pair: _Pair) -> dict[str, int]:
+    """The completions between which the model that is not right has chosen: see `Disagreement`."""
+    judge = pair.second if pair.first.outcome == "right" else pair.first
+    ranks, scores = judge.example.ranks, [score for score in judge.scores if score is not None]
+    best = min(ranks)
+    better = min((i for i, rank in enumerate(ranks) if rank == best), key=lambda i: scores[i])
+    return {
+        "better": better,
+        "worse": max((i for i, rank in enumerate(ranks) if rank != best), key=lambda i: scores[i]),
+    }
+
+
 def _disagreements(pairs: Sequence[_Pair]) -> list[Disagreement]:
     """Examples that one model has right and the other has wrong or tied, those furthest apart first."""
     known = [pair for pair in pairs if pair.first.margin is not None and pair.second.margin is not None]
@@ -453,6 +486,7 @@ def _disagreements(pairs: Sequence[_Pair]) -> list[Disagreement]:
             outcomes=(pair.first.outcome, pair.second.outcome),
             margins=(_margin(pair.first), _margin(pair.second)),
             standardized_margins=(_margin(pair.first) / scales[0], _margin(pair.second) / scales[1]),
+            **_what_it_is_about(pair),
         )
         for pair in known
         if (pair.first.outcome == "right") != (pair.second.outcome == "right")

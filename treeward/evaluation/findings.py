@@ -4,7 +4,9 @@
     findings(summary)       # that, and a list: chance, length, worst subset, calibration, rewrites, overlap
     length_finding({metric.name: metric for metric in summary.length.metrics()})
 
-A finding is said only where its interval says it.
+A finding is said only where its interval says it. The length bias is that of pairs whose replies both have a score.
+Where examples have no score the headline counts them as wrong, as the published suites do; what is compared with chance
+is then the number of the scored ones, and both are said.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from treeward.evaluation.diagnostics.rewrites import rewrite_label
-from treeward.evaluation.results import Metric
+from treeward.evaluation.diagnostics.strata import left_out_note
+from treeward.evaluation.results import Metric, SuiteResult
 
 if TYPE_CHECKING:
     from treeward.evaluation.summary import Summary
 
-__all__ = ["findings", "length_finding", "percent", "verdict"]
+__all__ = ["findings", "has_worst_subset", "length_finding", "percent", "standing", "verdict"]
 
 _MOST_NAMED = 5
 # Below these, what rewrites and calibration do is not among the first things to know.
@@ -26,40 +29,52 @@ _FOOLED, _MISCALIBRATED = 0.1, 0.02
 
 
 def verdict(summary: Summary) -> str:
-    """One sentence: the headline, whether it is chance, and the length bias if there is one."""
-    headline = summary.result.headline
-    parts = [part for part in (_standing(headline, summary.chance), _likes(summary.length.accuracy_gap)) if part]
+    """One sentence: the headline, whether it is chance, the length bias if there is one; then the suite's caveat."""
+    likes = _likes(summary.length.accuracy_gap)
+    parts = [part for part in (standing(summary.result, summary.chance), likes) if part]
     joined = ", but ".join(parts) if parts[:1] == ["better than chance"] else ", and ".join(parts)
-    named = f"**{summary.model}** on {summary.title}: {headline.name} {percent(headline)}"
-    return f"{named}; {joined}." if joined else f"{named}."
+    named = f"**{summary.model}** on {summary.title}: {_headline(summary.result)}"
+    said = f"{named}; {joined}." if joined else f"{named}."
+    return said if summary.caveat is None else f"{said} {summary.caveat}"
+
+
+def standing(result: SuiteResult, chance: float | None) -> str | None:
+    """ "better than chance", "worse than chance" or "no better than chance"; None where chance is not known, or nothing
+    has a score. Examples without a score say nothing about it and are left out of it."""
+    return _standing(_judged(result), chance)
 
 
 def findings(summary: Summary) -> str:
     """The verdict, and below it a list of what is behind it."""
-    headline = summary.result.headline
     parts = [
         _against_chance(summary),
         length_finding({metric.name: metric for metric in summary.length.metrics()}),
+        _left_out(summary),
         _worst_subset(summary),
         _calibration(summary),
         _rewrites(summary),
         _overlap(summary),
-        " ".join(filter(None, (_note(headline), _of_scored(summary)))),
+        _note(summary.result.headline),
     ]
     said = "\n".join(f"- {part}" for part in parts if part)
     return f"{verdict(summary)}\n\n{said}" if said else verdict(summary)
 
 
-def length_finding(length: Mapping[str, Metric]) -> str | None:
+def length_finding(length: Mapping[str, Metric], standing: str | None = None) -> str | None:
     """One sentence on which length a model likes too much, of its length diagnostics by name; None if the interval of
-    `accuracy_gap` has 0 in it, or there is none."""
-    likes = _likes(length["accuracy_gap"])
+    `accuracy_gap` has 0 in it, or there is none.
+
+    `standing`: of the model in the same suite, as `standing` gives it; anything but better than chance is said, for
+    then the bias may be all that the scores are."""
+    gap = length["accuracy_gap"]
+    likes = _likes(gap)
     if likes is None:
         return None
+    caveat = f"; it is {standing} here" if standing not in (None, "better than chance") else ""
     return (
         f"{likes[0].upper()}{likes[1:]}: right in {percent(length['accuracy_longer_right'])} of the pairs whose "
-        f"better reply is the longer, in {percent(length['accuracy_shorter_right'])} where it is the shorter; "
-        f"length-controlled {percent(length['length_controlled_accuracy'])}."
+        f"better reply is the longer, in {percent(length['accuracy_shorter_right'])} where it is the shorter, "
+        f"{_points(gap)} apart; length-controlled {percent(length['length_controlled_accuracy'])}{caveat}."
     )
 
 
@@ -72,8 +87,32 @@ def percent(metric: Metric) -> str:
     return f"{metric.value:.1%} ({metric.low:.1%} to {metric.high:.1%})"
 
 
-def _standing(metric: Metric, chance: float | None) -> str | None:
-    if chance is None or metric.low is None or metric.high is None:
+def _headline(result: SuiteResult) -> str:
+    """The headline with its interval; of pairs, and without the examples that lack a score, where that is different."""
+    headline, scored = result.headline, result.headline_of_scored
+    named = f"{headline.name} {percent(headline)}"
+    if result.unit == "pairs" and headline.count not in (None, result.num_examples):
+        named += f" of {headline.count:,} pairs"
+    if not result.num_failed:
+        return named
+    named += f" with the {result.num_failed:,} of {result.num_examples:,} examples without a score counted as wrong"
+    return f"{named}, {percent(scored)} of the scored ones" if scored is not None else named
+
+
+def _judged(result: SuiteResult) -> Metric | None:
+    """The number that is compared with chance."""
+    return result.headline_of_scored if result.num_failed else result.headline
+
+
+def _points(gap: Metric) -> str:
+    assert gap.value is not None and gap.low is not None and gap.high is not None
+    # The words before it say which is the larger.
+    low, high = sorted((gap.low, gap.high), key=abs)
+    return f"{abs(gap.value) * 100:.1f} points ({abs(low) * 100:.1f} to {abs(high) * 100:.1f})"
+
+
+def _standing(metric: Metric | None, chance: float | None) -> str | None:
+    if metric is None or chance is None or metric.low is None or metric.high is None:
         return None
     return f"{'better' if metric.low > chance else 'worse' if metric.high < chance else 'no better'} than chance"
 
@@ -85,15 +124,20 @@ def _likes(gap: Metric) -> str | None:
 
 
 def _against_chance(summary: Summary) -> str | None:
-    chance, standing = summary.chance, _standing(summary.result.headline, summary.chance)
-    if standing is not None and standing != "better than chance":
+    result, chance = summary.result, summary.chance
+    found = standing(result, chance)
+    if found is not None and found != "better than chance":
         than, at = ("a coin", "50 %") if chance == 0.5 else ("chance", f"{chance:.0%}, which is chance")
-        if standing == "worse than chance":
-            return f"The interval is below {at}: it is worse than {than}."
-        return f"The interval contains {at}: nothing shows that it is better than {than}."
-    parts = summary.result.subsets or summary.result.sections
+        interval = "The interval of the scored examples" if result.num_failed else "The interval"
+        if found == "worse than chance":
+            return f"{interval} is below {at}: it is worse than {than}."
+        return f"{interval} contains {at}: nothing shows that it is better than {than}."
+    parts = result.subsets or result.sections
+    of_scored = {m.name: m for m in result.parts_of_scored} if result.num_failed else {m.name: m for m in parts}
     low = [
-        m.name for m in parts if _standing(m, summary.chances[m.name]) in ("no better than chance", "worse than chance")
+        m.name
+        for m in parts
+        if _standing(of_scored.get(m.name), summary.chances[m.name]) in ("no better than chance", "worse than chance")
     ]
     if not low or len(parts) < 2:
         return None
@@ -101,9 +145,19 @@ def _against_chance(summary: Summary) -> str | None:
     return f"Nothing shows that it is better than chance in {', '.join(low[:_MOST_NAMED])}{more}."
 
 
+def has_worst_subset(result: SuiteResult) -> bool:
+    """Whether a subset is worse than another."""
+    return len({subset.value for subset in result.subsets if subset.value is not None}) > 1
+
+
+def _left_out(summary: Summary) -> str | None:
+    said = left_out_note(summary.length.num_left_out)
+    return said and f"By length and by markdown: {said}"
+
+
 def _worst_subset(summary: Summary) -> str | None:
     worst = summary.statistics.worst_subset
-    if worst.value is None or len(summary.result.subsets) < 2:
+    if not has_worst_subset(summary.result):
         return None
     return f"Its worst subset is {worst.note} with {percent(worst)}."
 
@@ -140,14 +194,9 @@ def _overlap(summary: Summary) -> str | None:
     if overlap.templated:
         shared += f" ({overlap.exact:.1%} word for word; so it is with templated data)"
     of_them, others = percent(without.accuracy_flagged), percent(without.accuracy_clean)
-    return f"{shared}: accuracy is {of_them} on these and {others} on the others."
+    return f"{shared}: accuracy {of_them} on these and {others} on the others."
 
 
 def _note(headline: Metric) -> str | None:
     """What is special about these data; that prompts are shared is no finding."""
     return None if (headline.note or "").startswith("The interval is over") else headline.note
-
-
-def _of_scored(summary: Summary) -> str | None:
-    value = summary.result.details.get("headline_of_scored")
-    return None if value is None else f"Without these examples it is {value:.1%}."

@@ -63,10 +63,10 @@ def scored_comparison(
 def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers of `GATE_METRICS` without intervals; the note of one that has no value says why.
 
-    `length_controlled_accuracy` and the next three: see `diagnostics.length`. `ece`, `brier`: of sigma(|margin|) as the
-    chance that the higher score is right, ordered pairs with both scores. `auroc`: best-ranked replies against the
-    others, over all prompts. `kendall_tau`: mean over comparisons of more than two. `worst_subset`: the lowest pair
-    accuracy of a subset.
+    `length_controlled_accuracy` and the next three: see `diagnostics.length`, of pairs with both scores. `ece`,
+    `brier`: of sigma(|margin|) as the chance that the higher score is right, of the same pairs. `auroc`: best-ranked
+    replies against the others, over all prompts. `kendall_tau`: mean over comparisons of more than two.
+    `worst_subset`: the lowest pair accuracy of a subset, where a pair without a score counts as wrong.
     """
     pairs = collect_pairs(scored)
     strata = stratify(pairs, pairs.better, pairs.worse)

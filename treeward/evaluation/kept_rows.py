@@ -6,22 +6,27 @@
             keep(row)                                              # on the disk when it returns
 
 The identity says what the rows depend on. A folder of another one is refused, so that no table mixes two models.
+`settings` are the parts that a value of it is made of, one by one: kept beside it, so that the refusal says which of
+them is another. While rows are kept the folder is locked: two processes in one would write every row twice, and each
+could cut off what the other is writing.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from treeward.errors import CheckpointError, DataError
 
-__all__ = ["claim", "keeping", "read_kept"]
+__all__ = ["alone_in", "claim", "keeping", "read_kept"]
 
 _Row = TypeVar("_Row")
+_SETTINGS, _WEIGHTS = "settings", "weights"
 
 
 @contextmanager
@@ -33,40 +38,79 @@ def keeping(
     identity_file: str,
     rows: str,
     summary: str,
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[list[_Row], Callable[[Mapping[str, Any]], None]]]:
     """The rows that are in the folder already, and a function that writes one more as soon as it is given it.
 
-    Of None nothing is read or kept. Raises as `claim` and `read_kept`, and `DataError` where nothing can be written.
+    Of None nothing is read or kept. Raises as `alone_in`, `claim` and `read_kept`, and `DataError` where nothing can be
+    written.
     """
     if folder is None:
         yield [], lambda row: None
         return
-    try:
-        claim(folder, identity, identity_file, rows=rows, summary=summary)
-        done = list(read_kept(folder / rows, parse))
-        stream = (folder / rows).open("a", encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-    def keep(row: Mapping[str, Any]) -> None:
+    with ExitStack() as stack:
         try:
-            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-            stream.flush()
+            stack.enter_context(alone_in(folder))  # before anything is read: what is half written is cut off
+            claim(folder, identity, identity_file, rows=rows, summary=summary, settings=settings)
+            done = list(read_kept(folder / rows, parse))
+            stream = (folder / rows).open("a", encoding="utf-8")
         except OSError as error:
             raise _unwritable(folder, error) from error
 
+        def keep(row: Mapping[str, Any]) -> None:
+            try:
+                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+                stream.flush()
+            except OSError as error:
+                raise _unwritable(folder, error) from error
+
+        try:
+            yield done, keep
+        finally:
+            with suppress(OSError):  # it tries to write once more what a full disk has refused
+                stream.close()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Lock a folder, made where it is missing; the lock ends with the process too, however that ends.
+
+    Raises `CheckpointError` where another process has locked it, and `OSError` where it cannot be made or locked.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield done, keep
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise CheckpointError(
+            "another process is writing rows into this folder",
+            where=str(folder),
+            need="one process for each folder",
+            fix="wait until it has ended: the same command then goes on with its rows; or choose another --output",
+        ) from error
+    except OSError:
+        os.close(descriptor)
+        raise
+    try:
+        yield
     finally:
-        with suppress(OSError):  # it tries to write once more what a full disk has refused
-            stream.close()
+        os.close(descriptor)
 
 
-def claim(folder: Path, identity: Mapping[str, str], file_name: str, *, rows: str, summary: str) -> None:
+def claim(
+    folder: Path,
+    identity: Mapping[str, str],
+    file_name: str,
+    *,
+    rows: str,
+    summary: str,
+    settings: Mapping[str, str] | None = None,
+) -> None:
     """Make the folder that of `identity`, kept in `file_name` beside `rows`, or see that it is that already.
 
-    Raises `CheckpointError`, with `summary`, for rows of another identity or of none; `OSError` where the folder cannot
-    be written.
+    `settings`: what `identity["model"]` is made of, by name; only an error tells them. Raises `CheckpointError`, with
+    `summary`, for rows of another identity or of none; `OSError` where the folder cannot be written.
     """
     file = folder / file_name
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +118,8 @@ def claim(folder: Path, identity: Mapping[str, str], file_name: str, *, rows: st
         if (folder / rows).exists():
             raise _of_another(folder, summary, f"{rows} without {file_name}")
         partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(dict(identity), indent=2) + "\n", encoding="utf-8")
+        content = dict(identity) | ({_SETTINGS: dict(settings)} if settings else {})
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, file)
         return
     try:
@@ -82,9 +127,21 @@ def claim(folder: Path, identity: Mapping[str, str], file_name: str, *, rows: st
     except ValueError as error:
         raise _of_another(folder, summary, f"{file_name} is damaged: {error}") from error
     before = before if isinstance(before, dict) else {}
+    known = before.pop(_SETTINGS, None)
     differing = [key for key in {**identity, **before} if before.get(key) != identity.get(key)]
     if differing:
-        raise _of_another(folder, summary, f"another {' and another '.join(differing)}")
+        changed = _changed(known, settings) if "model" in differing else []
+        said = [f"another {key}" for key in differing if not (changed and key == "model")]
+        said = [f"other settings of the same model: {', '.join(changed)}", *said] if changed else said
+        raise _of_another(folder, summary, " and ".join(said))
+
+
+def _changed(before: object, now: Mapping[str, str] | None) -> list[str]:
+    """The settings that differ, as `truncation drop -> truncate_left`; none where the weights do, or none is known."""
+    if not isinstance(before, dict) or not now or before.get(_WEIGHTS) != now.get(_WEIGHTS):
+        return []
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return [f"{key} {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in keys]
 
 
 def read_kept(file: Path, parse: Callable[[Any, str], _Row]) -> Iterator[_Row]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["Metric", "SuiteResult"]
+__all__ = ["Metric", "SuiteResult", "Unit"]
+
+Unit = Literal["pairs", "examples"]
+"""What is counted: pairs of replies, or whole examples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class SuiteResult:
     """What one model does in one suite. `headline`: the number that the suite is known by.
 
     `sections` make up the headline and `subsets` the sections; `details`: further numbers of the suite, JSON.
+    `headline_of_scored`, `parts_of_scored`: headline, sections and subsets of the examples that have a score alone,
+    where some have none (`num_failed`); None and empty where all have one, or none has.
     """
 
     suite: str
@@ -44,3 +49,10 @@ class SuiteResult:
     num_failed: int = 0
     num_ties: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
+    headline_of_scored: Metric | None = None
+    parts_of_scored: tuple[Metric, ...] = ()
+
+    @property
+    def unit(self) -> Unit:
+        """What the headline counts: "pairs" of replies where a suite pools these, else "examples"."""
+        return "pairs" if "num_pairs" in self.details else "examples"

@@ -12,28 +12,40 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample, scored_from_row, to_row
 from treeward.evaluation.kept_rows import keeping
 from treeward.evaluation.suites.interface import Suite
+from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer
+from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import reply_length
 
 __all__ = [
     "LoadedSuite",
     "Progress",
     "ScoredSuite",
+    "ShownProgress",
+    "common_reasons",
     "evaluate",
     "folder_names",
     "load_suites",
     "score_examples",
     "score_suite",
+    "scorer_settings",
 ]
 
 logger = logging.getLogger(__name__)
@@ -42,13 +54,14 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, how many of it are done, and how many there are; 0 where that is not known."""
 
 _EXAMPLES_AT_ONCE = 64
+_LINE_SECONDS = 10.0
 _ROWS, _IDENTITY = "examples.jsonl", "evaluation.json"
-_OF_ANOTHER = "this folder holds an evaluation of another model or of other data"
+_OF_ANOTHER = "this folder holds an evaluation of another model, of other settings or of other data"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSuite:
-    """A suite with its examples; `digest` identifies them, in their order."""
+    """A suite with its examples; `digest` identifies all that it has, whatever the limit, in their order."""
 
     suite: Suite
     examples: tuple[EvalExample, ...]
@@ -63,6 +76,59 @@ class ScoredSuite:
     suite: Suite
     examples: tuple[ScoredExample, ...]
     folder: Path | None = None
+
+
+class ShownProgress:
+    """Progress of one task after the other: a bar on a terminal, elsewhere a line of the log every ten seconds.
+
+        with ShownProgress(unit="rows") as shown:
+            shown.show("scoring", 3, 10)
+
+    `check`: asked at every call, and may raise. `enabled`: False shows nothing. `leave`: whether a bar that is full
+    stays on the screen.
+    """
+
+    def __init__(
+        self,
+        check: Callable[[], object] = lambda: None,
+        *,
+        unit: str = "examples",
+        enabled: bool = True,
+        leave: bool = True,
+    ) -> None:
+        self._check, self._unit, self._enabled, self._leave = check, unit, enabled, leave
+        self._what: str | None = None
+        self._bar: Any = None
+        self._last_line = 0.0
+
+    def __enter__(self) -> ShownProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` of the task `what`; `total` is 0 where it is not known. Raises what `check` raises."""
+        self._check()
+        if not self._enabled:
+            return
+        if what != self._what:
+            self.__exit__()
+            self._what, self._last_line = what, time.monotonic()
+            hidden = not sys.stderr.isatty()
+            self._bar = tqdm(total=total or None, initial=done, desc=what, unit=f" {self._unit}", disable=hidden,
+                             leave=self._leave)  # fmt: skip
+        if self._bar is None:
+            return
+        if not self._bar.disable:
+            self._bar.update(done - self._bar.n)
+        elif time.monotonic() - self._last_line >= _LINE_SECONDS:
+            self._last_line = time.monotonic()
+            logger.info("%s: %s %s", what, f"{done:,} of {total:,}" if total else f"{done:,}", self._unit)
+        if total and done == total:
+            self.__exit__()
 
 
 def evaluate(
@@ -89,14 +155,28 @@ def evaluate(
     ]
 
 
-def load_suites(suites: Sequence[tuple[Suite, str | None]], limit: int | None = None) -> list[LoadedSuite]:
+def load_suites(
+    suites: Sequence[tuple[Suite, str | None]],
+    limit: int | None = None,
+    *,
+    on_unreadable: Callable[[Suite, DataError], None] | None = None,
+) -> list[LoadedSuite]:
     """Read every suite (with where it comes from, None for the hub), the first `limit` examples of each.
 
-    Raises `ConfigError` for two of one name, and `DataError` for one that cannot be read or is empty.
+    `on_unreadable`: told of a suite that cannot be read or is empty, which is then left out. Raises `ConfigError` for
+    two of one name, and `DataError` for one that cannot be read or is empty where nobody is told of it.
     """
     if len({suite.name for suite, _ in suites}) < len(suites):
         raise ConfigError("two suites have one name", got=[suite.name for suite, _ in suites], need="different names")
-    return [_load(suite, source, limit) for suite, source in suites]
+    loaded = []
+    for suite, source in suites:
+        try:
+            loaded.append(_load(suite, source, limit))
+        except DataError as error:
+            if on_unreadable is None:
+                raise
+            on_unreadable(suite, error)
+    return loaded
 
 
 def score_suite(
@@ -106,17 +186,65 @@ def score_suite(
     output: Path | None = None,
     identity: str | None = None,
     on_progress: Progress | None = None,
+    *,
+    folder_name: str | None = None,
 ) -> ScoredSuite:
-    """Score one suite with one model. `model`: its name, and that of its folder in `output`; `identity`: what its rows
-    depend on besides the examples, by default the name. Rows that are there already are not scored again.
+    """Score one suite with one model. `model`: its name; `identity`: what its rows depend on besides the examples, by
+    default the name. Rows that are there already are not scored again. `folder_name`: of the model's folder in
+    `output`, by default its name.
 
     Raises `CheckpointError` for rows of another model or of other data.
     """
-    folder = None if output is None else output / model / loaded.suite.name
+    folder = None if output is None else output / (folder_name or model) / loaded.suite.name
     identities = {"model": model if identity is None else identity, "examples": loaded.digest}
     what = f"{model} on {loaded.suite.name}"
     rows = _scored(scorer, loaded.examples, folder, identities, what, on_progress)
+    _tell_missing(rows, what)
     return ScoredSuite(model, loaded.suite, rows, folder)
+
+
+def scorer_settings(scorer: ConversationScorer) -> dict[str, str]:
+    """What a scorer's scores depend on, part by part, for a person; empty for one that is not treeward's own.
+
+    `weights` stand for the model: those of a contract by its digest.
+    """
+    if isinstance(scorer, RewardScorer):
+        section = scorer.shaper.config.model_dump(mode="json", exclude_defaults=True)
+        return scorer_settings(scorer.scorer) | {"shaping": json.dumps(section, sort_keys=True)}
+    if not isinstance(scorer, Scorer) or scorer.contract is None:
+        return {}
+    renderer = scorer.renderer
+    return {
+        "weights": scorer.contract.scores_sha256,
+        "truncation": renderer.truncation,
+        "max_length": str(renderer.max_length),
+        "dtype": str(scorer.model.hf.dtype).removeprefix("torch."),
+        "head_weights": str(scorer.head_weights),
+    }
+
+
+def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Reasons with how often each comes, the most frequent first; those that differ in numbers alone, as in the tokens
+    that are too many, are one: its first, and that there are others."""
+    kinds: dict[str, list[str]] = {}
+    for reason in errors:
+        kinds.setdefault(re.sub(r"(?<!\w)\d[\d,.]*", "0", reason), []).append(reason)
+    counts: Counter[str] = Counter()
+    for alike in kinds.values():
+        others = f", and {len(alike) - 1:,} like it with other numbers" if len(alike) > 1 else ""
+        counts[alike[0] + others] = sum(errors[reason] for reason in alike)
+    return counts.most_common()
+
+
+def _tell_missing(rows: Sequence[ScoredExample], what: str) -> None:
+    """Warn of examples without a score: they are in the number, as wrong ones."""
+    first = [next((error for error in one.errors if error), "no reason is known") for one in rows if one.failed]
+    if not first:
+        return
+    reasons = common_reasons(Counter(first))
+    others = f"; and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
+    logger.warning("%s: %d of %d examples have no score and count as wrong (%s%s).",
+                   what, len(first), len(rows), reasons[0][0], others)  # fmt: skip
 
 
 def score_examples(
@@ -141,7 +269,15 @@ def score_examples(
 
 
 def folder_names(models: Sequence[str]) -> dict[str, str]:
-    """A folder name for each model: as many of the last parts of its path as make it unlike the others."""
+    """A folder name for each model: as many of the last parts of its path as make it unlike the others.
+
+    Raises `ConfigError` for a model that is named twice.
+    """
+    paths = [os.path.normpath(model) for model in models]
+    for i, path in enumerate(paths):
+        if path in paths[:i]:
+            both = f"{models[paths.index(path)]}, {models[i]}"
+            raise ConfigError("a model is named twice", where="MODEL", got=both, need="every model once")
     parts = {model: [part for part in re.split(r"[\\/]+", model) if part not in ("", ".", "..")] for model in models}
     for count in range(1, 1 + max((len(one) for one in parts.values()), default=0)):
         names = {model: "-".join(one[-count:]) or "model" for model, one in parts.items()}
@@ -152,8 +288,20 @@ def folder_names(models: Sequence[str]) -> dict[str, str]:
 
 
 def _load(suite: Suite, source: str | None, limit: int | None) -> LoadedSuite:
-    logger.info("Reading %s%s.", suite.name, "" if source is None else f" from {source}")
-    examples = suite.load(source)
+    of_hub = source is None and suite.hub_path is not None
+    logger.info("Reading %s%s.", suite.name, f" from {source or suite.hub_path}" if source or of_hub else "")
+    try:
+        examples = suite.load(source)
+    except DataError as error:
+        if not of_hub or not str(error.where or "").startswith(str(suite.hub_path)):
+            raise
+        raise DataError(
+            f"the suite {suite.name} cannot be had from the hub",
+            where=suite.hub_path,
+            got=error.got or error.summary,
+            need="the hub, or a copy of the suite",
+            fix=f"check the network; a copy is named as {suite.name}=FOLDER (--suite, or evaluation.suites)",
+        ) from error
     if not examples:
         raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
     seen: dict[str, EvalExample] = {}
@@ -162,7 +310,8 @@ def _load(suite: Suite, source: str | None, limit: int | None) -> LoadedSuite:
             raise DataError(
                 "two examples have one id", where=example.where or suite.name, got=f"{example.id}, at {first.where} too"
             )
-    return LoadedSuite(suite, tuple(examples[:limit]), _digest(examples[:limit]))
+    # Of all examples: the rows of one limit are of use to another.
+    return LoadedSuite(suite, tuple(examples[:limit]), _digest(examples))
 
 
 def _scored(
@@ -175,8 +324,9 @@ def _scored(
 ) -> tuple[ScoredExample, ...]:
     report = on_progress or (lambda *_: None)
     names = {"identity_file": _IDENTITY, "rows": _ROWS, "summary": _OF_ANOTHER}
-    with keeping(folder, identity, scored_from_row, **names) as (kept, keep):
-        done = {one.example.id: one for one in kept}
+    with keeping(folder, identity, scored_from_row, settings=scorer_settings(scorer), **names) as (kept, keep):
+        ids = {example.id for example in examples}  # those kept may be more: of a larger limit
+        done = {one.example.id: one for one in kept if one.example.id in ids}
         if done:
             logger.info("%s: %d of %d examples were scored before.", what, len(done), len(examples))
         left = [example for example in examples if example.id not in done]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from treeward.evaluation.diagnostics.perturbations import (
     sample_examples,
 )
 from treeward.evaluation.drift import SuiteDrift, find_drift
-from treeward.evaluation.running import LoadedSuite, Progress, ScoredSuite, load_suites, score_suite
+from treeward.evaluation.running import LoadedSuite, Progress, ScoredSuite, load_suites, score_suite, scorer_settings
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize, write_results
 from treeward.scoring.ensemble import EnsembleScorer
@@ -43,8 +43,6 @@ from treeward.scoring.scorer import Scorer
 __all__ = ["Candidate", "Evaluated", "run_evaluation", "scorer_identity"]
 
 logger = logging.getLogger(__name__)
-
-_MANY = 1000  # examples whose bootstrap takes seconds, of which a line of the log tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +68,13 @@ class Evaluated:
     """What an evaluation found: for each model in turn a summary of each suite, and the file to look at.
 
     `path`: report.html, or results.json where no report is written; None where nothing is. `drift`: between
-    checkpoints, suite by suite.
+    checkpoints, suite by suite. `unread`: suites that are left out because they cannot be read, and why.
     """
 
     summaries: list[Summary]
     path: Path | None = None
     drift: list[SuiteDrift] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
 
 
 def run_evaluation(
@@ -89,6 +88,7 @@ def run_evaluation(
     drift: bool = False,
     report: bool = True,
     on_progress: Progress | None = None,
+    skip_unreadable: bool = False,
 ) -> Evaluated:
     """Score every suite (with where it comes from, None for the hub) with every model, and write what was found.
 
@@ -96,36 +96,139 @@ def run_evaluation(
     first. `num_perturbations`: most examples of each suite whose replies are rewritten; None rewrites none.
     `training_data`: what is looked for in the suites. `drift`: the candidates are checkpoints of one run, in order.
     `report`: False writes results.json only. `on_progress`: told what is done, of each step that takes long.
+    `skip_unreadable`: a suite that cannot be read is left out, and said to be, as long as another can be.
 
     Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that cannot be read or is
-    empty and for what cannot be written, and `CheckpointError` for rows of another model or of other data.
+    empty and for what cannot be written, and `CheckpointError` for rows of another model or of other data. What stops
+    a later candidate is raised when the results of those before it are written.
     """
     _check_names(candidates)
-    loaded = load_suites(suites, limit)
+    loaded, unread = _load_suites(suites, limit, skip_unreadable)
     # Before any model is loaded: training data that cannot be read is told at once.
     overlaps = {one.suite.name: _overlap(one, training_data, on_progress) for one in loaded} if training_data else {}
+    writing = _Writing(output, report, [f"{name} is missing, it could not be read: {why}" for name, why in unread])
     summaries: list[Summary] = []
-    for candidate in candidates:
-        logger.info("Loading %s.", candidate.name)
-        scorer, identity = candidate.load()
-        for one in loaded:
-            scored = score_suite(scorer, one, candidate.name, output, identity, on_progress)
-            _write_published(scored, candidate.published_name or candidate.name)
-            perturbed = None
-            if num_perturbations is not None:
-                perturbed = _perturbations(scorer, one, scored, identity, num_perturbations, on_progress)
-            overlap = overlaps.get(one.suite.name)
-            if len(one.examples) > _MANY:
+    limits: dict[str, str | None] = {}
+    names = [candidate.name for candidate in candidates]
+    for number, candidate in enumerate(candidates):
+        try:
+            logger.info("Loading %s.", candidate.name)
+            scorer, identity = candidate.load()
+            limits[candidate.name] = scorer_settings(scorer).get("max_length")
+            folder = None if output is None else _rows_folder(output, candidate.name, identity, names)
+            own = []
+            for one in loaded:
+                scored = score_suite(scorer, one, candidate.name, output, identity, on_progress, folder_name=folder)
+                _write_published(scored, candidate.published_name or candidate.name)
+                perturbed = None
+                if num_perturbations is not None:
+                    perturbed = _perturbations(scorer, one, scored, identity, num_perturbations, on_progress)
                 logger.info("Working out the numbers of %s on %s.", candidate.name, one.suite.name)
-            summaries.append(summarize(scored, perturbations=perturbed, overlap=overlap))
-        del scorer  # before the next one is loaded
+                own.append(summarize(scored, perturbations=perturbed, overlap=overlaps.get(one.suite.name)))
+            summaries += own
+            del scorer  # before the next one is loaded
+        except Exception:
+            writing.what_is_complete(summaries, candidates[:number], names[number:])
+            raise
+    _tell_unlike_limits(summaries, limits)
     compared = {candidate.name for candidate in candidates if candidate.in_drift}
+    if drift:
+        logger.info("Comparing the checkpoints.")
     found = find_drift([one for one in summaries if one.model in compared]) if drift else []
-    if output is None:
-        return Evaluated(summaries, drift=found)
-    notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
-    path = write_results(output, summaries, report=report, drift=found, subtitle="; ".join(notes))
-    return Evaluated(summaries, path, found)
+    return Evaluated(summaries, writing.write(summaries, candidates, found), found, unread=dict(unread))
+
+
+def _load_suites(
+    suites: Sequence[tuple[Suite, str | None]], limit: int | None, skip_unreadable: bool
+) -> tuple[list[LoadedSuite], list[tuple[str, str]]]:
+    """The suites that can be read, and of each other one its name and why not. Raises the first error if none can."""
+    errors: list[tuple[str, DataError]] = []
+    skip = (lambda suite, error: errors.append((suite.name, error))) if skip_unreadable else None
+    loaded = load_suites(suites, limit, on_unreadable=skip)
+    if errors and not loaded:
+        raise errors[0][1]
+    return loaded, [(name, " ".join(str(error).split())) for name, error in errors]
+
+
+def _rows_folder(output: Path, name: str, identity: str, names: Sequence[str]) -> str:
+    """The name of a candidate's folder in `output`: its own, or that of its rows by a longer or a shorter name.
+
+    What else was on the command line decides how much of a model's path its name has: rows of `b` are those of `runs-b`
+    when a further `b` was evaluated with it.
+    """
+    if (output / name).exists() or not output.is_dir():
+        return name
+    for folder in sorted(output.iterdir()):
+        related = folder.name.endswith(f"-{name}") or name.endswith(f"-{folder.name}")
+        if related and folder.name not in names and identity in _identities(folder):
+            logger.info("The rows of %s are those in %s.", name, folder)
+            return folder.name
+    return name
+
+
+def _identities(folder: Path) -> list[str]:
+    """Of which models a folder has rows; what cannot be read is none."""
+    found = []
+    for file in folder.glob("*/evaluation.json"):
+        try:
+            found.append(str(json.loads(file.read_text(encoding="utf-8"))["model"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """Where results go, whether with a report, and what their reader must know whichever models they are of."""
+
+    output: Path | None
+    report: bool
+    notes: Sequence[str]
+
+    def write(
+        self,
+        summaries: Sequence[Summary],
+        candidates: Sequence[Candidate],
+        drift: Sequence[SuiteDrift] = (),
+        more: Sequence[str] = (),
+    ) -> Path | None:
+        if self.output is None:
+            return None
+        notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
+        subtitle = "; ".join([*notes, *self.notes, *more])
+        logger.info("Writing the %s.", "report" if self.report else "results")
+        return write_results(self.output, summaries, report=self.report, drift=drift, subtitle=subtitle)
+
+    def what_is_complete(
+        self, summaries: Sequence[Summary], candidates: Sequence[Candidate], missing: Sequence[str]
+    ) -> None:
+        """Of the models before that which an error has stopped; the error is raised by the caller."""
+        if not summaries or self.output is None:
+            return
+        gone = ", ".join(missing)
+        try:
+            path = self.write(summaries, candidates, more=[f"missing, after an error: {gone}"])
+        except DataError as error:
+            logger.warning("The results of the models that are complete cannot be written: %s", error)
+            return
+        logger.warning("%s has what is complete; it lacks %s.", path, gone)
+
+
+def _tell_unlike_limits(summaries: Sequence[Summary], limits: Mapping[str, str | None]) -> None:
+    """Warn where a suite's numbers stand side by side though one model could not read what another could."""
+    for suite in dict.fromkeys(summary.suite for summary in summaries):
+        own = [summary for summary in summaries if summary.suite == suite]
+        missing = {summary.model: summary.result.num_failed for summary in own}
+        if len(set(missing.values())) < 2:
+            continue
+        parts = [
+            f"{model} {count}" + (f" (reads {limits[model]} tokens)" if limits.get(model) else "")
+            for model, count in missing.items()
+        ]
+        logger.warning(
+            "%s: the models lack scores of different numbers of examples, which count as wrong: %s. `treeward compare` "
+            "says where they differ.", suite, ", ".join(parts),
+        )  # fmt: skip
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> str:

@@ -51,6 +51,7 @@ Interval = tuple[float | None, float | None]
 
 _DRAWS_AT_ONCE = 4_000_000
 _FEWEST_CLUSTERS = 10
+_FEWEST_OF_A_PART = 5
 
 
 class ReliabilityBin(TypedDict):
@@ -153,25 +154,28 @@ def expanded_tail(num_clusters: int, level: float = 0.95) -> float:
     return NormalDist().cdf(-math.sqrt(num_clusters / (num_clusters - 1)) * t)
 
 
-def accuracy_metric(outcomes: Sequence[float], name: str, clusters: Sequence[Hashable] | None = None) -> Metric:
+def accuracy_metric(
+    outcomes: Sequence[float], name: str, clusters: Sequence[Hashable] | None = None, *, of: str = "examples"
+) -> Metric:
     """The mean outcome with a 95 % interval: Wilson's where no two examples share a cluster, else a cluster bootstrap.
 
-    `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. Where resampling tells too
-    little, Wilson's interval with the number of clusters as its count stands in, which is wider than needed: with fewer
-    than ten clusters, or where all have the same mean. With fewer than ten whose mean is not the most common one (one
-    wrong of a hundred), each end is the wider of both.
+    `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. `of`: what has these
+    outcomes (`pairs`, `replies`), for the note. Where resampling tells too little, Wilson's interval with the number of
+    clusters as its count stands in, which is wider than needed: with fewer than ten clusters, or where all have the
+    same mean. With fewer than ten whose mean is not the most common one (one wrong of a hundred), each end is the wider
+    of both.
     """
     values = np.asarray(outcomes, dtype=np.float64)
     count = len(values)
     if count == 0:
-        return Metric(name, None, count=0, note="There are no examples.")
+        return Metric(name, None, count=0, note=f"There are no {of}.")
     value = float(values.mean())
     codes = np.arange(count) if clusters is None else _codes(clusters, count)
     num_clusters = int(codes.max()) + 1
     if num_clusters == count:
         low, high = wilson(float(values.sum()), count)
         return Metric(name, value, low=low, high=high, count=count)
-    note = f"The interval is over {num_clusters} prompts, which the {count} examples share."
+    note = f"The interval is over {num_clusters} prompts, which the {count} {of} share."
     cluster_means = np.bincount(codes, weights=values) / np.bincount(codes)
     low, high = wilson(value * num_clusters, num_clusters)
     if num_clusters >= _FEWEST_CLUSTERS and np.ptp(cluster_means) >= 1e-12:
@@ -193,13 +197,19 @@ def weighted_mean_metric(parts: Sequence[Metric], weights: Sequence[float], name
     all right reaches nowhere above itself, so that with many of them the upper end would be too low: each end is at
     least sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not beyond the weighted sum of the parts' own ends. For
     Wilson's intervals that product is z^2 p_i (1 - p_i) / (n_i + z^2), the variance itself. Parts without a value are
-    left out with their weight, and the note says how many; no interval where a part has none.
+    left out with their weight, and the note says how many; no interval where a part has none. With parts of fewer than
+    five examples the interval may be too narrow (of four parts of two it held the truth in 86 to 93 of 100
+    simulations, of four parts of five in 92 to 96), and the note says that.
     """
     known = [(part, weight) for part, weight in zip(parts, weights, strict=True) if part.value is not None]
     total = sum(weight for _, weight in known)
     count = sum(part.count or 0 for part, _ in known)
     missing = len(parts) - len(known)
-    note = f"{missing} of {len(parts)} parts have no value and are left out." if missing else None
+    fewest = min((part.count for part, _ in known if part.count is not None), default=_FEWEST_OF_A_PART)
+    notes = [f"{missing} of {len(parts)} parts have no value and are left out."] if missing else []
+    if len(known) > 1 and fewest < _FEWEST_OF_A_PART:
+        notes.append(f"The interval may be too narrow: a part has only {fewest} example{'' if fewest == 1 else 's'}.")
+    note = " ".join(notes) or None
     if not known or total <= 0:
         return Metric(name, None, count=count, note=note or "There are no parts.")
     shares = np.array([weight / total for _, weight in known])

@@ -31,6 +31,7 @@ from treeward.evaluation.diagnostics.scores import ScoreDiagnostics, describe_sc
 from treeward.evaluation.diagnostics.style import StyleDiagnostics, diagnose_style
 from treeward.evaluation.drift import SuiteDrift
 from treeward.evaluation.examples import ScoredExample, to_row
+from treeward.evaluation.findings import standing, verdict
 from treeward.evaluation.gates import auroc_of_best, kendall_taus
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Metric, SuiteResult
@@ -85,6 +86,7 @@ class Summary:
     """Everything that is known of one model in one suite.
 
     `chance`: what the headline comes to by chance, `chances` what each section and subset does; None: not known.
+    `caveat`: of the suite, what is said beside the verdict.
     """
 
     model: str
@@ -101,6 +103,7 @@ class Summary:
     perturbations: PerturbationDiagnostics | None = None
     overlap: OverlapDiagnostics | None = None
     without_overlap: OverlapComparison | None = None
+    caveat: str | None = None
 
     @property
     def diagnostics(self) -> dict[str, tuple[Metric, ...]]:
@@ -125,8 +128,7 @@ def summarize(
     """The numbers of one model in one suite."""
     examples = scored.examples
     result = scored.suite.summarize(examples)
-    statistics = statistics_of(examples, result)
-    temperature = statistics.temperature.value or 1.0
+    statistics = statistics_of(examples, result, name=f"{scored.model} on {scored.suite.name}")
     return Summary(
         model=scored.model,
         suite=scored.suite.name,
@@ -135,40 +137,54 @@ def summarize(
         statistics=statistics,
         length=diagnose_length(examples),
         style=diagnose_style(examples),
-        scores=describe_scores(examples, temperature=temperature),
+        scores=describe_scores(examples, temperature=statistics.temperature.value),
         examples=examples,
         chance=scored.suite.chance(),
         chances={part.name: scored.suite.chance(part.name) for part in (*result.sections, *result.subsets)},
         perturbations=perturbations,
         overlap=overlap,
-        without_overlap=None if overlap is None else compare_overlap(examples, overlap),
+        without_overlap=None if overlap is None else _without_overlap(scored, result, overlap),
+        caveat=scored.suite.caveat,
     )
 
 
-def statistics_of(scored: Sequence[ScoredExample], result: SuiteResult | None = None) -> Statistics:
-    """The numbers of any scored comparisons. `result`: where the worst subset is looked up."""
+def _without_overlap(scored: ScoredSuite, result: SuiteResult, overlap: OverlapDiagnostics) -> OverlapComparison:
+    """In the headline's own unit and with its ties, so that both say the same of all examples."""
+    tie = 0.5 if scored.suite.tie_policy == "half" else 0.0
+    return compare_overlap(scored.examples, overlap, unit=result.unit, tie=tie)
+
+
+def statistics_of(
+    scored: Sequence[ScoredExample], result: SuiteResult | None = None, *, name: str | None = None
+) -> Statistics:
+    """The numbers of any scored comparisons. `result`: where the worst subset is looked up. `name`: for the log."""
     pairs = collect_pairs(scored)
     known = np.isfinite(pairs.margins)
     margins = pairs.margins[known]
     clusters = pairs.prompts[known].tolist()
-    fitted = fit_temperature(margins) if len(margins) else None
+    fitted = fit_temperature(margins, name=name) if len(margins) else None
     confidences, outcomes = pair_confidences(margins)
     after = None
     if fitted is not None:
         after = expected_calibration_error(*pair_confidences(margins, fitted.value))
     return Statistics(
-        pair_accuracy=accuracy_metric(pairs.outcomes.tolist(), "pair_accuracy", pairs.prompts.tolist()),
-        ties=accuracy_metric((margins == 0).astype(float).tolist(), "ties", clusters),
+        pair_accuracy=accuracy_metric(pairs.outcomes.tolist(), "pair_accuracy", pairs.prompts.tolist(), of="pairs"),
+        ties=accuracy_metric((margins == 0).astype(float).tolist(), "ties", clusters, of="pairs"),
         auroc=_auroc(scored),
         kendall_tau=_kendall(scored),
         ece=Metric("ece", expected_calibration_error(confidences, outcomes), count=len(margins)),
         ece_fitted=Metric("ece_fitted", after, count=len(margins), note="at the fitted temperature"),
         brier=Metric("brier", brier(confidences, outcomes), count=len(margins)),
-        temperature=Metric("temperature", None if fitted is None else fitted.value, count=len(margins)),
+        temperature=_temperature(None if fitted is None else fitted.value, len(margins)),
         worst_subset=_worst(result),
         reliability=tuple(reliability_curve(confidences, outcomes)),
         margins=tuple(margins.tolist()),
     )
+
+
+def _temperature(value: float | None, count: int) -> Metric:
+    note = "there is none: the better replies do not score higher on average" if value is None and count else None
+    return Metric("temperature", value, count=count, note=note)
 
 
 def _auroc(scored: Sequence[ScoredExample]) -> Metric:
@@ -229,7 +245,8 @@ def write_results(
 def report_blocks(summaries: Sequence[Summary], drift: Sequence[SuiteDrift] = ()) -> list[dict[str, Any]]:
     """The report: what to know first, what changed between checkpoints, then each suite in turn."""
     suites = list(dict.fromkeys(summary.suite for summary in summaries))
-    blocks = opening(summaries) + [block for one in drift for block in one.blocks()]
+    blocks = opening(summaries, next((one.export() for one in drift if one.final_is is not None), None))
+    blocks += [block for one in drift for block in one.blocks()]
     for suite in suites:
         blocks += chapter([one for one in summaries if one.suite == suite], only=len(summaries) == 1)
     return blocks
@@ -250,6 +267,10 @@ def _plain(summary: Summary) -> dict[str, Any]:
     return {
         "model": summary.model,
         "suite": summary.suite,
+        "verdict": verdict(summary).replace("**", "", 2),
+        "chance": summary.chance,
+        "standing": standing(summary.result, summary.chance),
+        "caveat": summary.caveat,
         **{key: value for key, value in dataclasses.asdict(summary.result).items() if key != "suite"},
         "statistics": [dataclasses.asdict(metric) for metric in summary.statistics.metrics()],
         "reliability": list(summary.statistics.reliability),

@@ -249,7 +249,10 @@ class Scorer:
 
         It says what is worth keeping, nothing more: what is found in the cache is compared token by token.
         """
-        context = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str).encode()
+        try:
+            context = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str).encode()
+        except RecursionError:  # nested too deep, in a key that the template does not read
+            return 0
         key = hashlib.blake2b(context, digest_size=16).digest()
         length = self._prompt_lengths.get(key)
         if length is None:

@@ -9,7 +9,8 @@ nothing is documented that is not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NotRequired, TypeVar
 
 import orjson
@@ -20,9 +21,36 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from treeward.config.server import ServerConfig
+from treeward.serving.models import MESSAGE_CHARACTERS
 from treeward.serving.refusals import Refusal
 
-__all__ = ["Body", "Chat", "MessageBody", "Refused", "describe", "describe_app", "json_response", "read", "read_bytes"]
+__all__ = [
+    "Body",
+    "Chat",
+    "MessageBody",
+    "Refused",
+    "apart",
+    "checked",
+    "describe",
+    "describe_app",
+    "json_response",
+    "limits_of",
+    "parse",
+    "read",
+    "read_as",
+    "read_bytes",
+]
+
+_LARGE_BODY = 2**18
+"""Bytes beyond which a body is not read in the event loop: others would wait."""
+_OF_CONVERSATIONS = frozenset(
+    {
+        *("conversations", "completions", "reference_answers"),
+        *("input", "input_ids", "inputs", "prompts", "query", "text"),
+    }
+)
+_OF_MESSAGES = frozenset({"completion", "context", "messages", "prompt"})
 
 
 def _stop_at_the_first_mistake(schema: Any) -> None:
@@ -86,6 +114,7 @@ class Refused(TypedDict):
 
 
 _Body = TypeVar("_Body", bound=BaseModel)
+_Made = TypeVar("_Made")
 
 
 async def read_bytes(request: Request) -> bytes:
@@ -98,7 +127,42 @@ async def read_bytes(request: Request) -> bytes:
 
 async def read(request: Request, body: type[_Body]) -> _Body:
     """The body as one of the dialect's. Raises `Refusal`: 400 for what is no JSON, 422 for what it should not hold."""
-    return checked(parse(await read_bytes(request)), body)
+    limits = limits_of(request)
+    return await read_as(request, lambda content: checked(parse(content), body, limits))
+
+
+async def read_as(request: Request, make: Callable[[bytes], _Made]) -> _Made:
+    """What `make` makes of the body, as `apart`."""
+    content = await read_bytes(request)
+    return await apart(request, len(content), lambda: make(content))
+
+
+async def apart(request: Request, num_bytes: int, work: Callable[[], _Made]) -> _Made:
+    """What `work` gives; in a thread if it is about so many bytes that others would wait for the event loop."""
+    if num_bytes <= _LARGE_BODY:
+        return work()
+    pool = request.app.state.service.bodies
+    made, refusal = await asyncio.get_running_loop().run_in_executor(pool, _made_or_refused, work)
+    if refusal is not None:
+        raise refusal
+    assert made is not None
+    return made[0]
+
+
+def _made_or_refused(work: Callable[[], _Made]) -> tuple[tuple[_Made] | None, Refusal | None]:
+    """A refusal without its frames, which hold a large body: it is let go of here, not in the event loop."""
+    try:
+        return (work(),), None
+    except Refusal as error:
+        refusal = error
+    refusal.__cause__ = refusal.__context__ = None
+    return None, refusal.with_traceback(None)
+
+
+def limits_of(request: Request) -> ServerConfig:
+    """How much the server accepts."""
+    config: ServerConfig = request.app.state.service.config
+    return config
 
 
 def parse(content: bytes) -> Any:
@@ -109,8 +173,13 @@ def parse(content: bytes) -> Any:
         raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from error
 
 
-def checked(value: Any, body: type[_Body]) -> _Body:
-    """The parsed body, if it is what the dialect documents. Raises `Refusal` 422 naming the first field that is not."""
+def checked(value: Any, body: type[_Body], limits: ServerConfig) -> _Body:
+    """The parsed body, if it is what the dialect documents. Raises `Refusal` 422 naming the first field that is not,
+    and 413 for too many conversations or messages, before anything is done with each of them.
+    """
+    if isinstance(value, dict):
+        for name in value.keys() & body.model_fields.keys():
+            _check_count(name, value[name], limits)
     try:
         return body.model_validate(value)
     except ValidationError as error:
@@ -120,6 +189,19 @@ def checked(value: Any, body: type[_Body]) -> _Body:
         shown = got if len(got) <= 200 else f"{got[:200]}... ({len(got)} characters)"
         where = field or "the body"
         raise Refusal(422, "invalid_request", f"{where}: {first['msg']}; got {shown}", param=field or None) from error
+
+
+def _check_count(name: str, given: Any, limits: ServerConfig) -> None:
+    if not isinstance(given, list):
+        return
+    is_one = len(given) > 0 and isinstance(given[0], int)  # the token ids of one text
+    if name in _OF_CONVERSATIONS and not is_one and len(given) > limits.max_conversations:
+        message = f"{name}: {len(given)} in one request; at most {limits.max_conversations}"
+        raise Refusal(413, "too_many_conversations", message, param=name)
+    most = limits.max_conversation_characters // MESSAGE_CHARACTERS
+    if name in _OF_MESSAGES and len(given) > max(most, 1):
+        message = f"{name}: {len(given)} messages in one conversation; at most {max(most, 1)}"
+        raise Refusal(413, "conversation_too_long", message, param=name)
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

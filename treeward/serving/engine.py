@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 
 from treeward.errors import TreewardError
 from treeward.scoring.score import Score
-from treeward.serving.models import Asked, Item, ServedModel
+from treeward.serving.models import Asked, Item, ServedModel, too_long, weight
 from treeward.serving.queueing import TURN, Line, Outcome, Work, prompts_together
 from treeward.serving.refusals import Refusal
 
@@ -35,6 +35,8 @@ _Value = TypeVar("_Value")
 _Result = TypeVar("_Result")
 
 _PREPARED_AT_ONCE = 64
+_CHARACTERS_AT_ONCE = 2**19
+"""Tokens are made of so much text, or of one conversation, before the next request has its turn."""
 _BATCHES_AHEAD = 32
 """Tokens are made of conversations for about so many batches ahead: they need more memory than the text."""
 _LONGEST_NAME = 100
@@ -60,7 +62,9 @@ class _Failure:
 
 
 class Engine:
-    """Scores for coroutines. `max_queued`: conversations that may wait; a larger request is taken if nothing waits."""
+    """Scores for coroutines. `max_queued`: conversations that may wait; a larger request is taken if nothing waits.
+    `max_characters`: of a conversation (`treeward.serving.models.weight`); a longer one is refused.
+    """
 
     def __init__(
         self,
@@ -68,10 +72,11 @@ class Engine:
         *,
         batch_tokens: int = 4096,
         max_queued: int = 20_000,
+        max_characters: int = 1_000_000,
         observer: Observer | None = None,
     ) -> None:
         self.models: Mapping[str, ServedModel] = {model.name: model for model in models}
-        self.batch_tokens, self.max_queued = batch_tokens, max_queued
+        self.batch_tokens, self.max_queued, self.max_characters = batch_tokens, max_queued, max_characters
         self.observer = observer
         self.num_queued = 0
         """Conversations that were accepted and have no outcome yet."""
@@ -140,10 +145,11 @@ class Engine:
         """About how long what is queued will take, from 1 to 60."""
         return min(max(math.ceil(self.num_queued / self._per_second), 1), 60) if self._per_second else 1
 
-    async def close(self, timeout: float = 0.0) -> bool:
+    async def close(self, timeout: float = 0.0, *, join_seconds: float = 20.0) -> bool:
         """Accept nothing more, finish what was accepted, and stop; whether all was finished in time.
 
-        What was not is refused with 503.
+        What was not is refused with 503. `join_seconds`: how long to wait for the threads after that, which end when
+        what they are at is done.
         """
         end = time.monotonic() + timeout
         with self._lock:
@@ -159,8 +165,9 @@ class Engine:
         refusal = Refusal(503, "shutting_down", "the server has shut down before this was scored", retry_after=5)
         _tell(left, lambda work: work.future.set_exception(refusal))
         # A thread inside the model when the interpreter ends could bring it down.
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join, 10.0)
+        end = time.monotonic() + join_seconds
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
         return not left
 
     def _accept(self, work: Work) -> None:
@@ -216,10 +223,15 @@ class Engine:
         if not taken:
             return
         model = taken[0][0].model
-        items = _isolated(model.prepare, [work.conversations[i] for work, i in taken])
+        limit = self.max_characters
+        within = [i for i, (_, _, size) in enumerate(taken) if size <= limit]
+        prepared = _isolated(model.prepare, [taken[i][0].conversations[taken[i][1]] for i in within]) if within else []
+        items: list[Item | _Failure] = [too_long(limit)] * len(taken)
+        for i, item in zip(within, prepared, strict=True):
+            items[i] = item
         failed: list[tuple[Work, int, Outcome]] = []
         with self._lock:
-            for (work, i), item in zip(taken, items, strict=True):
+            for (work, i, _), item in zip(taken, items, strict=True):
                 if isinstance(item, _Failure):
                     failed.append((work, i, Outcome(Score(None, error=item.error))))
                 elif item.error is not None:
@@ -239,15 +251,24 @@ class Engine:
         limit = _BATCHES_AHEAD * self.batch_tokens
         return self._ready_tokens < (limit if work.ready else 2 * limit)
 
-    def _take_unprepared(self) -> list[tuple[Work, int]]:
-        taken: list[tuple[Work, int]] = []
+    def _take_unprepared(self) -> list[tuple[Work, int, int]]:
+        """Conversations of which tokens are made next, as their request, their place in it and their weight."""
+        taken: list[tuple[Work, int, int]] = []
         queue = deque(self._arrived.next_works(lambda work: work.num_prepared, self._has_room))
-        while queue and len(taken) < _PREPARED_AT_ONCE:
+        used, full = 0, False
+        while queue and not full and len(taken) < _PREPARED_AT_ONCE:
             work = queue.popleft()
-            end = min(work.num_prepared + TURN, len(work.conversations))
-            taken += [(work, i) for i in range(work.num_prepared, end)]
-            work.num_prepared = end
-            if end == len(work.conversations):
+            for i in range(work.num_prepared, min(work.num_prepared + TURN, len(work.conversations))):
+                size = weight(work.conversations[i], self.max_characters)
+                # What is too long is only refused, which takes no time.
+                cost = size if size <= self.max_characters else 0
+                if taken and used + cost > _CHARACTERS_AT_ONCE:
+                    full = True
+                    break
+                used += cost
+                taken.append((work, i, size))
+                work.num_prepared = i + 1
+            if work.num_prepared == len(work.conversations):
                 self._arrived.discard(work)
             else:
                 queue.append(work)

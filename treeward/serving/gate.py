@@ -17,7 +17,9 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,7 +32,7 @@ from treeward.serving.playground import routes as playground
 from treeward.serving.refusals import Refusal
 from treeward.serving.service import Service
 
-__all__ = ["OPEN_PATHS", "Gate", "RequestInfo", "error_body", "refusal_response"]
+__all__ = ["CONNECTION", "OPEN_PATHS", "Connection", "Gate", "RequestInfo", "error_body", "refusal_response"]
 
 logger = logging.getLogger("treeward.requests")
 
@@ -43,6 +45,20 @@ _LINGER_SECONDS = 2.0
 before would be reset, and the refusal lost.
 """
 _SMALL_BODY = 2**16
+
+
+CONNECTION = "treeward.connection"
+"""The key of a scope that has the `Connection`, where there is one."""
+
+
+@dataclass(slots=True)
+class Connection:
+    """What a request knows of its connection. `when_written`: calls a function when what was answered has been sent, or
+    never will be. `broken`: why no more of the body can be read.
+    """
+
+    when_written: Callable[[Callable[[], None]], None]
+    broken: Refusal | None = None
 
 
 @dataclass(slots=True)
@@ -98,7 +114,7 @@ class Gate:
             deadline=started + self.service.config.deadline_seconds,
         )
         scope["treeward"] = info
-        exchange = _Exchange(self.service, info, headers, receive, send)
+        exchange = _Exchange(self.service, info, headers, receive, send, scope.get(CONNECTION))
         is_open = scope["path"] in OPEN_PATHS
         try:
             with contextlib.nullcontext() if is_open else self.service.request():
@@ -155,8 +171,16 @@ class Gate:
 class _Exchange:
     """One request and its answer: what the routes receive from and send to."""
 
-    def __init__(self, service: Service, info: RequestInfo, headers: Headers, receive: Receive, send: Send) -> None:
-        self.service, self.info = service, info
+    def __init__(
+        self,
+        service: Service,
+        info: RequestInfo,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+        connection: Connection | None,
+    ) -> None:
+        self.service, self.info, self._connection = service, info, connection
         self._receive, self._send = receive, send
         self._handler = asyncio.current_task()
         self._watcher: asyncio.Task[None] | None = None
@@ -189,7 +213,11 @@ class _Exchange:
             self._is_answered = True
             if self._watcher is not None:
                 self._watcher.cancel()
-            self.service.release(self._held_bytes)
+            release = partial(self.service.release, self._held_bytes)
+            if self._connection is None:
+                release()
+            else:  # an answer may echo the body, and is as large: until it is sent it is held
+                self._connection.when_written(release)
 
     async def receive(self) -> Message:
         """A part of the body. Raises `Refusal`: 408 where it is late, 413 too large, 429 one too many in memory."""
@@ -205,6 +233,9 @@ class _Exchange:
                 raise Refusal(503, "shutting_down", "the server is shutting down", retry_after=5) from error
             seconds = self.service.config.body_seconds
             raise Refusal(408, "body_timeout", f"the body did not arrive within {seconds:g} seconds") from error
+        if self._is_broken:
+            assert self._connection is not None and self._connection.broken is not None
+            raise self._connection.broken
         if message["type"] == "http.disconnect":
             self._is_gone = True
             return message
@@ -226,7 +257,9 @@ class _Exchange:
             self.info.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.info.id
-            if self.service.is_draining or (not self._is_read and self._is_large):
+            # What is late, or too large, may go on to come for ever.
+            is_endless = self._is_large or message["status"] in (408, 413)
+            if self.service.is_draining or (not self._is_read and is_endless):
                 headers["connection"] = "close"
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if is_last and not self._is_read and not self._is_gone:
@@ -235,6 +268,10 @@ class _Exchange:
             message = {"type": "http.response.body", "body": b"", "more_body": False}
         self._is_answered = self._is_answered or is_last
         await self._send(message)
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._connection is not None and self._connection.broken is not None
 
     async def _refuse(self, scope: Scope, refusal: Refusal) -> None:
         response = refusal_response(refusal, self.info, self.service.metrics)
@@ -249,7 +286,7 @@ class _Exchange:
     async def _linger(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_SECONDS if not self.service.is_draining else _LINGER_SECONDS / 10):
-                while True:
+                while not self._is_broken:
                     message = await self._receive()
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return

@@ -10,7 +10,7 @@ The two steps run in threads of their own. `Item.num_tokens` is what a batch is 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,20 @@ from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Prepared, Scorer
 from treeward.scoring.shaping import Shaper
 
-__all__ = ["Asked", "Item", "RenderedText", "ServedModel", "Stem"]
+__all__ = [
+    "MESSAGE_CHARACTERS",
+    "Asked",
+    "Item",
+    "RenderedText",
+    "ServedModel",
+    "Stem",
+    "too_long",
+    "weight",
+]
 
+MESSAGE_CHARACTERS = 64
+"""What a message counts beside its characters: a conversation of nothing but empty messages is long as well."""
+_PART_CHARACTERS = 16
 _MOST_PROMPTS = 4096
 
 
@@ -75,6 +87,38 @@ class Item:
     shared_tokens: int = 0
     prompt: int = 0
     error: str | None = None
+
+
+def weight(asked: Asked, limit: int) -> int:
+    """About how many characters a conversation has, or token ids; some number above `limit` for more than that.
+
+    A message counts as 64 more, and every part of one (of its content, a tool call) as 16. What this takes is bounded
+    by the limit, whatever the conversation holds.
+    """
+    if isinstance(asked, RenderedText):
+        return len(asked.text)
+    total = MESSAGE_CHARACTERS * len(asked)
+    if total > limit:
+        return total
+    left: list[Any] = list(asked)
+    while left and total <= limit:
+        part = left.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, Mapping | Sequence):
+            total += _PART_CHARACTERS * len(part)
+            if total <= limit:
+                left.extend(part.values() if isinstance(part, Mapping) else part)
+    return total
+
+
+def too_long(limit: int) -> Item:
+    """In place of a conversation of more weight than the limit."""
+    error = (
+        f"the conversation is too long: at most {limit} characters (or token ids) are read, where each message counts "
+        f"as {MESSAGE_CHARACTERS} more (max_conversation_characters)"
+    )
+    return Item(None, 0, error=error)
 
 
 class ServedModel:
@@ -123,7 +167,8 @@ class ServedModel:
             config.served_name,
             scorer,
             shaper=shaper,
-            contracts=[contract for contract in contracts if contract is not None],
+            # of a model that was not checked nobody knows whether it keeps its contract
+            contracts=[contract for contract in contracts if contract is not None and config.check_contract],
             members=members,
         )
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from http import HTTPStatus
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from treeward.serving.gate import error_body
+from treeward.serving.gate import CONNECTION, Connection, error_body
 from treeward.serving.refusals import Refusal
 from treeward.serving.service import Service
 
@@ -28,21 +29,32 @@ MOST_HEADER_BYTES = 2**16
 """One more part of what arrives, at most 256 KB, may come on top."""
 
 
+_LITTLE = 2**16
+"""Bytes of an answer that the system may as well hold: what waits is not counted any more."""
+_LOOK_SECONDS = 0.1
+
+
 class _Protocol(HttpToolsProtocol):
     service: Service
+    _writing: _Writing
     _header_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
     _in_headers = False
+    _is_ending = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._writing = _Writing(transport, self.loop, self.service.config.body_seconds)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._writing.end()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_ending:  # what comes after something that is no HTTP cannot be told apart
+            return
         super().data_received(data)
         if self._in_headers and not self.transport.is_closing():
             self._header_bytes += len(data)
@@ -52,6 +64,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[CONNECTION] = Connection(self._writing.when_written)  # type: ignore[typeddict-unknown-key]
         self._in_headers, self._header_bytes = True, 0
         self._start_timer()
 
@@ -101,8 +114,13 @@ class _Protocol(HttpToolsProtocol):
         """Answer what has not become a request, and close the connection."""
         self._stop_timer()
         self.service.metrics.refused.labels(refusal.code).inc()
-        if self._is_answering:  # a second answer would only confuse whoever reads the first
-            self.transport.close()
+        if self._is_answering:
+            # A second answer would only confuse whoever reads the first, which is finished.
+            self._is_ending = True
+            self.cycle.keep_alive = False
+            if self.cycle.more_body:  # it is the body of this request that is wrong: it waits for no more
+                self.cycle.scope[CONNECTION].broken = refusal  # type: ignore[typeddict-item]
+                self.cycle.message_event.set()
             return
         request_id = secrets.token_hex(8)
         body = orjson.dumps(error_body(refusal, request_id))
@@ -117,6 +135,56 @@ class _Protocol(HttpToolsProtocol):
             head.append(f"retry-after: {round(refusal.retry_after)}")
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close()
+
+
+class _Writing:
+    """What a connection has still to send. One whose client reads nothing for `seconds` is cut off."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._transport, self._loop, self._seconds = transport, loop, seconds
+        self._done: list[Callable[[], None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self._size, self._since = 0, 0.0
+
+    def when_written(self, done: Callable[[], None]) -> None:
+        """Call this when nearly all that was given to the transport has been sent, or never will be."""
+        size = self._transport.get_write_buffer_size() if not self._is_over else 0
+        if size <= _LITTLE:
+            done()
+        else:
+            self._done.append(done)
+        if size and self._timer is None:
+            self._size, self._since = size, self._loop.time()
+            self._timer = self._loop.call_later(0.0, self._look)
+
+    def end(self) -> None:
+        """The connection is gone."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._tell()
+
+    def _look(self) -> None:
+        self._timer = None
+        size, now = self._transport.get_write_buffer_size(), self._loop.time()
+        if size < self._size:
+            self._since = now
+        self._size = size
+        if size <= _LITTLE:
+            self._tell()
+        if not size:
+            return
+        if now - self._since > self._seconds:
+            self._transport.abort()
+            return
+        self._timer = self._loop.call_later(min(_LOOK_SECONDS, self._seconds / 4), self._look)
+
+    def _tell(self) -> None:
+        done, self._done = self._done, []
+        for one in done:
+            one()
 
 
 def http_protocol(service: Service) -> type[asyncio.Protocol]:

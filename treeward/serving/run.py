@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ from treeward.serving.engine import Engine
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import ServedModel
 from treeward.serving.protocol import http_protocol
-from treeward.serving.service import Service
+from treeward.serving.service import THREADS, Service
 
 resource: ModuleType | None
 try:
@@ -56,7 +57,13 @@ def make_service(config: ServerConfig, *, models: Sequence[ServedModel] | None =
     """
     loaded = _load(config) if models is None else list(models)
     metrics = ServerMetrics(batch_tokens=config.batch_tokens)
-    engine = Engine(loaded, batch_tokens=config.batch_tokens, max_queued=config.max_queued, observer=metrics)
+    engine = Engine(
+        loaded,
+        batch_tokens=config.batch_tokens,
+        max_queued=config.max_queued,
+        max_characters=config.max_conversation_characters,
+        observer=metrics,
+    )
     metrics.watch("queued_conversations", "Conversations that wait for a score.", lambda: engine.num_queued)
     for model in loaded:
         _watch(metrics, model)
@@ -110,9 +117,30 @@ def serve(config: ServerConfig) -> int:
         _listen(listener, config)
         _allow_many_connections()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(service, config, listener, token))
+            code = runner.run(_serve(service, config, listener, token))
     finally:
         listener.close()
+    _leave_threads(service, code)
+    return code
+
+
+def _leave_threads(service: Service, code: int) -> None:
+    """End the process here if a thread is still at work: nobody waits for it, and it cannot be stopped.
+
+    The interpreter would wait for it as long as it takes, or take the model away from under it.
+    """
+    service.close_pools()
+    end = time.monotonic() + _LAST_SECONDS
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith(THREADS)]
+    for thread in ours:
+        thread.join(max(end - time.monotonic(), 0.0))
+    busy = [thread.name for thread in ours if thread.is_alive()]
+    if busy:
+        logger.warning("Left without waiting for %s.", ", ".join(busy))
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 async def _serve(service: Service, config: ServerConfig, listener: socket.socket, token: str | None) -> int:

@@ -26,7 +26,14 @@ from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import Asked, RenderedText, ServedModel
 from treeward.serving.refusals import Refusal
 
-__all__ = ["Answer", "Service"]
+__all__ = ["MOST_MESSAGES", "THREADS", "Answer", "Service"]
+
+MOST_MESSAGES = 2**20
+"""Of conversations that are made of others: of a context with each completion, and with each reference answer."""
+
+THREADS = "treeward-"
+"""How the names of the server's own threads begin."""
+_LAST_JOIN_SECONDS = 0.25
 
 _LAST_BYTES_SECONDS = 1.0
 """For a body that is still on its way when the server ends."""
@@ -58,9 +65,22 @@ class Service:
         self.held_bytes = 0
         """Bytes of their bodies."""
         self._reading: set[asyncio.Timeout] = set()
-        self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
+        self._pools: list[ThreadPoolExecutor] = []
+        self._shaping = self.pool("shaping")
+        self.bodies = self.pool("bodies", 2)
+        """Threads for bodies that are too large to be read in the event loop."""
         metrics.watch("requests_in_flight", "Requests that are not answered yet.", lambda: self.num_requests)
         metrics.watch("held_bytes", "Bytes of request bodies that are held.", lambda: self.held_bytes)
+
+    def pool(self, name: str, num_threads: int = 1) -> ThreadPoolExecutor:
+        """Threads of their own for work that is too long for the event loop; they end with the service."""
+        self._pools.append(ThreadPoolExecutor(num_threads, thread_name_prefix=f"{THREADS}{name}"))
+        return self._pools[-1]
+
+    def close_pools(self) -> None:
+        """Begin nothing more in the threads of `pool`; what is being done goes on."""
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(
         self,
@@ -97,6 +117,19 @@ class Service:
         if num_conversations > limit:
             message = f"{num_conversations} conversations in one request, with their references; at most {limit}"
             raise Refusal(413, "too_many_conversations", message)
+
+    def _check_references(
+        self, conversations: Sequence[Conversation | list[Message] | None], reference_answers: Sequence[Any]
+    ) -> None:
+        """Before anything is made of them."""
+        numbers = [len(one) if isinstance(one, list) else 1 for one in reference_answers]
+        self._check_number(max(numbers, default=0))
+        num_messages = sum(
+            number * len(chat) for number, chat in zip(numbers, conversations, strict=False) if chat is not None
+        )
+        if num_messages > MOST_MESSAGES:
+            message = f"{num_messages} messages in the conversations with their references; at most {MOST_MESSAGES}"
+            raise Refusal(413, "too_many_messages", message)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -142,7 +175,8 @@ class Service:
         while self.num_requests and time.monotonic() < end and not stop():
             await asyncio.sleep(0.02)
         num_left = self.num_requests
-        await self.engine.close()
+        left = 0.0 if stop() else max(end - time.monotonic(), 0.0)
+        await self.engine.close(join_seconds=left + _LAST_JOIN_SECONDS)
         return num_left
 
     def _hurry(self, patience: asyncio.Timeout) -> None:
@@ -157,6 +191,7 @@ class Service:
         assert served.shaper is not None
         rewarder = Rewarder(None, served.shaper)
         conversations = [_messages(one) for one in asked]
+        self._check_references(conversations, reference_answers or ())
         plan = rewarder.plan([chat or [] for chat in conversations], reference_answers)
         references = plan.to_score[len(asked) :]
         self._check_number(len(plan.to_score))

@@ -18,14 +18,10 @@ import os
 import re
 import shlex
 import shutil
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
@@ -35,8 +31,8 @@ from treeward.errors import CheckpointError, ConfigError, DataError, TreewardErr
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.findings import length_finding
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.running import folder_names
-from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
+from treeward.evaluation.running import ShownProgress, folder_names
+from treeward.evaluation.session import Candidate, Evaluated, run_evaluation, scorer_identity
 from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
 from treeward.evaluation.suites.parts import with_notes
 from treeward.model.contract import read_contract
@@ -49,13 +45,16 @@ __all__ += ["reported_sets"]
 logger = logging.getLogger(__name__)
 
 _PAGE, _NUMBERS, _MARK = "report.html", "results.json", "report_of.json"
-_LINE_SECONDS = 10.0
-_OF_A_COMMAND = frozenset({"dataset_name", "name", "data_path", "split", "weight"})
+_OF_A_REPORT = {"suites", "perturbations", "look_for_training_data", "limit"}
+_NO_OPTIONS = frozenset({"dataset_name", "name", "data_path", "split", "weight"})  # of a set, for --data-option
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a report: the page at `path`, or `error`, why there is none, or `stopped_by`, what said stop."""
+    """What became of a report: the page at `path`, or `error`, why there is none, or `stopped_by`, what said stop.
+
+    With both a path and an error the report lacks what the error names.
+    """
 
     path: Path | None = None
     error: str | None = None
@@ -164,7 +163,8 @@ class ReportPlan:
     def write(self, *, should_stop: Callable[[], str | None], show_progress: bool = True) -> Report:
         """Evaluate the model and write the report, unless it is there. Says, and logs, what went wrong; raises nothing.
 
-        `should_stop`: asked all the time; a reason ends the evaluation, whose rows stay.
+        A suite that cannot be read is missing from the report, and told. `should_stop`: asked all the time; a reason
+        ends the evaluation, whose rows stay.
         """
         folder = report_folder(self.config)
         if (reason := should_stop()) is not None:
@@ -174,8 +174,9 @@ class ReportPlan:
                 return Report(folder / _PAGE)
             self._claim(folder)
             logger.info("Evaluating %s on %s.", self.model, ", ".join(suite.name for suite, _ in self.suites))
-            with _Shown(should_stop, enabled=show_progress) as shown:
-                return Report(self._evaluate(folder, shown.show))
+            with ShownProgress(lambda: _raise_if(should_stop()), enabled=show_progress, leave=False) as shown:
+                done = self._evaluate(folder, shown.show)
+            return self._report_of(folder, done)
         except _Stopped as stopped:
             return Report(stopped_by=str(stopped))
         except Exception as error:  # the model is exported: nothing that goes wrong from here on may hide that
@@ -183,7 +184,15 @@ class ReportPlan:
             logger.error("There is no report: %s\n%s", error, self._advice(), exc_info=None if expected else error)
             return Report(error=str(error))
 
-    def _evaluate(self, folder: Path, on_progress: Callable[[str, int, int], None]) -> Path | None:
+    def _report_of(self, folder: Path, done: Evaluated) -> Report:
+        if not done.unread:
+            return Report(done.path)
+        self._write_mark(folder, self._mark() | {"missing": sorted(done.unread)})  # so it is tried again
+        missing = f"the report lacks {', '.join(done.unread)}: {'; '.join(done.unread.values())}"
+        logger.error("%s is written, and %s\n%s", done.path, missing, self._advice(done.unread))
+        return Report(done.path, error=missing)
+
+    def _evaluate(self, folder: Path, on_progress: Callable[[str, int, int], None]) -> Evaluated:
         evaluation = self.config.evaluation
 
         def load() -> tuple[Scorer, str]:
@@ -198,7 +207,8 @@ class ReportPlan:
             num_perturbations=evaluation.perturbations,
             training_data=self.config.data.train if evaluation.look_for_training_data else (),
             on_progress=on_progress,
-        ).path
+            skip_unreadable=True,
+        )
 
     def _mark(self) -> dict[str, Any]:
         """What the folder's rows and its report are of."""
@@ -207,8 +217,8 @@ class ReportPlan:
         evaluation = self.config.evaluation
         sizes = {one.name: one.size for one, _ in self.suites if isinstance(one, ValidationSuite)}
         return {
-            "rows": {"model": contract.scores_sha256, "limit": evaluation.limit, "validation": sizes},
-            "report": evaluation.model_dump(mode="json", include={"suites", "perturbations", "look_for_training_data"}),
+            "rows": {"model": contract.scores_sha256, "validation": sizes},
+            "report": evaluation.model_dump(mode="json", include=_OF_A_REPORT),
         }
 
     def _is_complete(self, folder: Path) -> bool:
@@ -223,29 +233,33 @@ class ReportPlan:
         for name in (_PAGE, _NUMBERS):
             (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
+        self._write_mark(folder, mark)
+
+    def _write_mark(self, folder: Path, mark: Mapping[str, Any]) -> None:
         partial = folder / f"{_MARK}.partial"
         partial.write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, folder / _MARK)
 
-    def _advice(self) -> str:
-        commands = "".join(f"\n  {command}" for command in self._commands())
+    def _advice(self, missing: Collection[str] | None = None) -> str:
+        """How what is missing (None: all of the report) is had later."""
+        commands = "".join(f"\n  {command}" for command in self._commands(missing))
         return (
             f"The model in {self.model} is whole. The same command as for training tries the report again and keeps "
             f"the rows that were scored{'; on its own:' if commands else '.'}{commands}"
         )
 
-    def _commands(self) -> list[str]:
-        """`treeward eval` for the suites and for each validation set that it can name."""
+    def _commands(self, missing: Collection[str] | None) -> list[str]:
+        """`treeward eval` for the suites and for each validation set, of those that are missing."""
         evaluation = self.config.evaluation
         commands: list[list[str]] = []
         folder = report_folder(self.config)
-        if evaluation.suites:
-            commands.append(["--suite", ",".join(evaluation.suites), "--output", f"{folder}-suites"])
+        named_suites = zip(evaluation.suites, _named_suites(self.config), strict=True)
+        suites = [text for text, (suite, _) in named_suites if missing is None or suite.name in missing]
+        if suites:
+            commands.append(["--suite", ",".join(suites), "--output", f"{folder}-suites"])
         for dataset in self.config.data.validation:
-            if dataset.model_fields_set <= _OF_A_COMMAND:
-                named = {"--data": dataset.data_path, "--dataset-name": dataset.dataset_name, "--split": dataset.split}
-                options = [word for key, value in named.items() if value is not None for word in (key, value)]
-                commands.append([*options, "--output", f"{folder}-{dataset.name}"])
+            if missing is None or str(dataset.name) in missing:
+                commands.append([*_words_of(dataset), "--output", f"{folder}-{dataset.name}"])
         numbers = {"--perturbations": evaluation.perturbations, "--limit": evaluation.limit}
         shared = [word for key, value in numbers.items() if value is not None for word in (key, str(value))]
         return [shlex.join(["treeward", "eval", str(self.model), *words, *shared]) for words in commands]
@@ -380,36 +394,19 @@ class _Stopped(Exception):
     """The run was asked to stop, for this reason."""
 
 
-class _Shown:
-    """Progress of one step of an evaluation after the other: a bar on a terminal, else a line now and then."""
+def _raise_if(reason: str | None) -> None:
+    if reason is not None:
+        raise _Stopped(reason)
 
-    def __init__(self, should_stop: Callable[[], str | None], *, enabled: bool) -> None:
-        self._should_stop, self._enabled = should_stop, enabled
-        self._what: str | None = None
-        self._bar: Any = None
-        self._last_line = 0.0
 
-    def __enter__(self) -> _Shown:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def show(self, what: str, done: int, total: int) -> None:
-        """`total`: 0 where it is not known. Raises `_Stopped` where that is asked for."""
-        if (reason := self._should_stop()) is not None:
-            raise _Stopped(reason)
-        if not self._enabled:
-            return
-        if what != self._what:
-            self.__exit__()
-            self._what, self._last_line = what, time.monotonic()
-            hidden = not sys.stderr.isatty()
-            self._bar = tqdm(total=total or None, desc=what, unit=" examples", disable=hidden, leave=False)
-        if not self._bar.disable:
-            self._bar.update(done - self._bar.n)
-        elif time.monotonic() - self._last_line >= _LINE_SECONDS:
-            self._last_line = time.monotonic()
-            logger.info("%s: %s", what, f"{done:,} of {total:,}" if total else f"{done:,}")
+def _words_of(dataset: DatasetConfig) -> list[str]:
+    """The options by which `treeward eval` reads a set as the run does."""
+    named = {"--data": dataset.data_path, "--dataset-name": dataset.dataset_name, "--split": dataset.split}
+    words = [word for key, value in named.items() if value is not None for word in (key, value)]
+    values = {key: getattr(dataset, key) for key in DatasetConfig.model_fields if key in dataset.model_fields_set}
+    for key, value in values.items():
+        if value is not None and key not in {*_NO_OPTIONS, "kwargs"}:
+            words += ["--data-option", f"{key}={value}"]
+    for key, value in dataset.kwargs.items():
+        words += ["--data-option", f"kwargs.{key}={json.dumps(value)}"]
+    return words

@@ -55,7 +55,7 @@ class TrainingOutcome:
     `model_folder`: the exported model, of step `model_step`; `choice`: how that was chosen, None where it is the last.
     `num_trained_on`: by set, how many of its comparisons are in the training data too.
     `report`: the page that says what it has learnt, None if there is none, and `report_error` is why one that was asked
-    for is missing; the exit code is 1 then.
+    for is missing or lacks a suite; the exit code is 1 then.
     """
 
     step: int

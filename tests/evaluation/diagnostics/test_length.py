@@ -107,17 +107,32 @@ def test_an_empty_stratum_leaves_no_value(make_example: Any, score_with: Any) ->
     assert diagnose_length([]).length_controlled_accuracy.value is None
 
 
-def test_a_reply_without_a_score_is_wrong_and_a_tie_is_too(make_example: Any, score_with: Any) -> None:
+def test_a_reply_without_a_score_is_left_out_and_a_tie_is_wrong(make_example: Any, score_with: Any) -> None:
     examples = [make_example(str(i), str(i), ["good " * (9 if i % 2 else 2), "poor " * 5]) for i in range(8)]
     whole = score_with(examples, lambda context, text: float("good" in text))
     broken = score_with(examples, lambda context, text: None if text == "good " * 9 else float("good" in text))
+    half = score_with(
+        examples[:7], lambda context, text: None if context[0]["content"] == "1" else float("good" in text)
+    )
     tied = score_with(examples, lambda context, text: float("good" in text and len(text) < 20))
     assert diagnose_length(whole).length_controlled_accuracy.value == 1
-    for scored in (broken, tied):
-        found = diagnose_length(scored)
-        assert (found.accuracy_longer_right.value, found.accuracy_shorter_right.value) == (0, 1)
-        assert found.length_controlled_accuracy.value == length_controlled_accuracy(scored).value == 0.5
-    assert diagnose_length(broken).num_failed == 4 and diagnose_length(tied).num_failed == 0
+    wrong = diagnose_length(tied)
+    assert (wrong.accuracy_longer_right.value, wrong.accuracy_shorter_right.value) == (0, 1)
+    assert wrong.length_controlled_accuracy.value == length_controlled_accuracy(tied).value == 0.5
+    assert (wrong.num_failed, wrong.num_left_out) == (0, 0) and "score" not in str(wrong.accuracy_gap.note)
+    left = diagnose_length(half)
+    assert (left.accuracy_longer_right.value, left.accuracy_longer_right.count) == (1, 2)
+    assert left.length_controlled_accuracy.value == 1 and left.accuracy_gap.value == 0 and left.num_left_out == 1
+    assert left.longer_is_right.count == 7  # of the data
+    for metric in (left.length_controlled_accuracy, left.accuracy_gap):
+        assert str(metric.note).endswith(" 1 pair has no score and is left out.")
+    none = diagnose_length(broken)
+    assert (none.num_failed, none.num_left_out, none.accuracy_longer_right.count) == (4, 4, 0)
+    assert none.length_controlled_accuracy.value is None and "4 pairs have no score" in str(none.accuracy_gap.note)
+    assert {item["note"] for item in none.blocks()[0]["series"][0]["items"]} == {
+        "4 pairs have no score and are left out."
+    }
+    assert not any("note" in item for item in wrong.blocks()[0]["series"][0]["items"])
 
 
 def test_the_gap_of_pairs_with_prompts_of_their_own_has_newcombes_interval(make_example: Any, score_with: Any) -> None:

@@ -198,6 +198,11 @@ def test_the_sample_is_drawn_by_the_seed_from_what_can_be_rewritten(bundled: Any
     assert all(example in ordered for example in first)
     assert [examples.index(example) for example in first] == sorted(examples.index(example) for example in first)
     assert sample_examples(examples, 10**6) == ordered
+    some = ordered[:150]
+    ids = [[example.id for example in sample_examples(some, count)] for count in (20, 40, 50)]
+    assert set(ids[0]) < set(ids[1]) < set(ids[2])  # so that a larger sample scores only what it has more
+    fewer = [example for example in some if example.id not in ids[0][:3]]
+    assert set(ids[0][3:]) <= {example.id for example in sample_examples(fewer, 20)}
     unusable = [make_example("a", "p", ["x", "y"], ranks=[0, 0]), make_example("b", "p", ["x", " "])]
     assert sample_examples(unusable, 9) == []
     with pytest.raises(DataError, match="nothing to rewrite"):

@@ -119,6 +119,22 @@ def test_what_cannot_be_told_has_no_value() -> None:
     assert (one_prompt.low, one_prompt.high) == (None, None)
 
 
+@pytest.mark.parametrize("num_prompts", [2, 9, 10])
+def test_few_prompts_have_no_interval_and_it_is_said(num_prompts: int) -> None:
+    rng = np.random.default_rng(3)
+    prompts = np.repeat(np.arange(num_prompts), 3)
+    x = rng.normal(size=3 * num_prompts)
+    y = x + rng.normal(size=3 * num_prompts)
+    slope = regress_within_prompts(y, x[:, None], prompts, ["slope"])[0]
+    for metric in (slope, correlation_metric(x, y, prompts, "r")):
+        assert metric.value is not None
+        if num_prompts < 10:
+            assert (metric.low, metric.high) == (None, None)
+            assert metric.note == f"{num_prompts} prompts: too few for an interval"
+        else:
+            assert metric.low is not None and metric.high is not None and "few" not in str(metric.note)
+
+
 def test_replies_and_pairs_of_examples(make_example: Any, score_with: Any) -> None:
     examples = [
         make_example("a", "one", ["x", "yyyy", "zz"], ranks=[2, 0, 2]),

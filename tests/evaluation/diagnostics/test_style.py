@@ -93,6 +93,21 @@ def test_density_has_its_effect_and_costs_style_controlled_accuracy(dressed: Any
     check_blocks(json.loads(json.dumps(liking.blocks(), allow_nan=False)), [])
 
 
+def test_a_reply_without_a_score_is_in_no_accuracy(dressed: Any, score_with: Any) -> None:
+    whole = diagnose_style(score_with(dressed, planted({})))
+    dropped = {example.completions[0][0]["content"] for example in dressed[:40]}
+    judge = planted({})
+    holed = diagnose_style(score_with(dressed, lambda context, text: None if text in dropped else judge(context, text)))
+    assert holed.num_left_out == 40 and whole.num_left_out == 0
+    assert holed.style_controlled_accuracy.value > 0.99 and holed.accuracy_more_markdown_right.value > 0.99
+    strata = ("accuracy_more_markdown_right", "accuracy_less_markdown_right", "accuracy_similar_markdown")
+    assert sum(getattr(holed, name).count for name in strata) == 260
+    assert holed.more_markdown_is_right == whole.more_markdown_is_right  # it is of the data
+    assert "40 pairs have no score" in str(holed.style_controlled_accuracy.note)
+    assert "40 pairs" in holed.blocks()[0]["series"][0]["items"][0]["note"]
+    assert {metric.name for metric in holed.metrics()} == {metric.name for metric in whole.metrics()}
+
+
 def test_nothing_scored_is_no_crash() -> None:
     found = diagnose_style([])
     assert all(metric.value is None for metric in found.metrics())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,61 +28,7 @@ from treeward.evaluation.summary import write_results
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
 expect = sync_api.expect
-CHROMIUM = os.environ.get("CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
-)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH (CHROMIUM names one)")
-
-FLAGS = [
-    "--no-sandbox",  # the only page is our own, and a container's root has no sandbox
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 Visit = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    # Of a module, not of the session: while it lives, its event loop runs in this thread.
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(scope="module")
-def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(tmp_path_factory.mktemp("report"), **sample_report())
-
-
-@pytest.fixture
-def visit(browser: Any, page_file: Path) -> Iterator[Visit]:
-    """Opens the report; at the end of the test the browser must have had nothing to say and nothing to load."""
-    contexts, said, asked = [], [], []
-
-    def open_page(file: Path = page_file, *, width: int = 1280, height: int = 900, **options: Any) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(file.as_uri())
-        if options.get("java_script_enabled", True):
-            expect(page.locator(".plot:not(:has(svg))")).to_have_count(0)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert said == []
-    assert all(url.startswith(("file://", "data:,", "blob:")) and url.endswith((".html", "data:,")) for url in asked), (
-        asked
-    )
 
 
 def count(page: Any, selector: str) -> int:
@@ -269,26 +213,26 @@ def test_landmarks_headings_labels_and_focus(visit: Visit) -> None:
 def test_filters_search_and_sorting(visit: Visit) -> None:
     rows = sample_rows()
     page = visit()
-    assert found(page) == f"{NUM_EXAMPLES:,} of {NUM_EXAMPLES:,} examples"
+    assert found(page) == f"{NUM_EXAMPLES:,} of {NUM_EXAMPLES:,} rows"
     known = sorted(row["margin"] for row in rows if row["margin"] is not None)
     shown = page.locator(".rows .row").first
     assert format_number(known[0], "signed") in shown.inner_text()
 
     page.select_option("[data-filter=outcome]", "wrong")
     wrong = [row for row in rows if row["outcome"] == "wrong"]
-    assert found(page) == f"{len(wrong):,} of {NUM_EXAMPLES:,} examples"
+    assert found(page) == f"{len(wrong):,} of {NUM_EXAMPLES:,} rows"
     page.select_option("[data-filter=subset]", SUBSETS[0])
     page.select_option("[data-filter=model]", MODELS[1])
     kept = [row for row in wrong if row["subset"] == SUBSETS[0] and row["model"] == MODELS[1]]
-    assert found(page) == f"{len(kept):,} of {NUM_EXAMPLES:,} examples"
+    assert found(page) == f"{len(kept):,} of {NUM_EXAMPLES:,} rows"
     assert set(page.locator(".rows .column.subset").all_inner_texts()) == {SUBSETS[0]}
     page.get_by_role("button", name="Clear filters").click()
-    assert found(page) == f"{NUM_EXAMPLES:,} of {NUM_EXAMPLES:,} examples"
+    assert found(page) == f"{NUM_EXAMPLES:,} of {NUM_EXAMPLES:,} rows"
 
     page.fill("[data-filter=search]", 'Sourdough "in case 31"')
     hits = [row for row in rows if all(part in json.dumps(row).lower() for part in ("sourdough", "in case 31"))]
     assert len(hits) > 1
-    expect(page.locator(".found")).to_have_text(f"{len(hits)} of {NUM_EXAMPLES:,} examples")
+    expect(page.locator(".found")).to_have_text(f"{len(hits)} of {NUM_EXAMPLES:,} rows")
     page.fill("[data-filter=search]", "no example has these words")
     expect(page.locator(".nothing")).to_be_visible()
     page.fill("[data-filter=search]", "")
@@ -346,7 +290,7 @@ def test_a_hostile_reply_is_only_text(visit: Visit) -> None:
     for index, expected in enumerate(HOSTILE):
         page.fill("[data-filter=search]", f'"in case {2 * index}" {expected.split()[0]}')
         expect(page.locator(".rows .open").first).to_contain_text(re.compile(rf"case {2 * index}\b"))
-        assert found(page) == f"1 of {NUM_EXAMPLES:,} examples"
+        assert found(page) == f"1 of {NUM_EXAMPLES:,} rows"
         page.locator(".rows .open").first.click()
         words = page.locator("#reader .answer .words").first
         hidden = words.locator(".hidden-character").all_inner_texts()

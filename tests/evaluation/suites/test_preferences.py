@@ -109,7 +109,7 @@ def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceS
     a, b = suite.load()
     result = suite.summarize([scored(a, (2.0, 1.0, None)), scored(b, (1.0, 0.0))])
     assert result.headline.value == 2 / 4 and result.num_failed == 1
-    assert result.details["headline_of_scored"] == 1.0
+    assert result.headline_of_scored.value == 1.0
 
 
 def test_nothing_at_all_is_no_number(suite_of: Callable[..., PreferenceSuite]) -> None:

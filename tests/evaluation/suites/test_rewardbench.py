@@ -159,7 +159,7 @@ def test_an_example_without_a_score_counts_as_wrong_and_is_reported(scored: Make
     rows = [scored(pair("hep-go", i), (1.0, 0.0)) for i in range(3)] + [scored(pair("hep-go", 3), (5.0, None))]
     result = RewardBench().summarize(rows)
     assert result.headline.value == 0.75 and result.num_failed == 1
-    assert result.details["headline_of_scored"] == 1.0
+    assert result.headline_of_scored.value == 1.0
     assert "1 of 4 examples lack a score" in str(result.headline.note)
     columns = RewardBench().published_files(rows, "m")["eval-set-scores/m.json"]
     assert columns["scores_rejected"] == [0.0, 0.0, 0.0, None] and columns["results"] == [1, 1, 1, 0]

@@ -123,7 +123,7 @@ def test_half_ties_are_not_of_this_suite(scored: Make) -> None:
 def test_an_answer_without_a_score_is_wrong(scored: Make) -> None:
     math = [scored(example(str(i), "Math", 1, 4), (1.0, 0.0, None if i == 0 else 0.0, 0.0)) for i in range(4)]
     result = RewardBench2().summarize(math)
-    assert result.headline.value == 0.75 and result.details["headline_of_scored"] == 1.0 and result.num_failed == 1
+    assert result.headline.value == 0.75 and result.headline_of_scored.value == 1.0 and result.num_failed == 1
 
 
 @pytest.mark.parametrize("which", ["tied:2", "ref:2"])

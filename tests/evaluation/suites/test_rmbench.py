@@ -98,7 +98,7 @@ def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredEx
     result = RMBench().summarize(lost)
     # The third prompt of math was right in all nine cells.
     assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(DOMAINS["math"] - 1 / 3)
-    assert result.num_failed == 1 and result.details["headline_of_scored"] > result.headline.value  # type: ignore[operator]
+    assert result.num_failed == 1 and result.headline_of_scored.value > result.headline.value  # type: ignore[operator]
 
 
 def test_examples_have_their_styles(examples: list[EvalExample]) -> None:

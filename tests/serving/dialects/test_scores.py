@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from serving.dialects.conftest import CHATS, KINDS, Served
 
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.scoring.shaping import Shaper
+from treeward.serving.dialects import texts as rendered_texts
 
 CLOSE = 1e-5
 
@@ -155,13 +157,45 @@ def test_shaping_reads_the_reply_beside_the_prompt(serve: Any) -> None:
     for text, prompt, reward in zip(texts, prompts, rewards, strict=True):
         body = {"prompt": prompt, "response": text.removeprefix(prompt)}
         assert served.client.post("/slime", json=body).json() == pytest.approx(reward, abs=CLOSE)
-    for route, body in (
-        ("/get_reward", {"query": texts}),
-        ("/get_reward", {"query": texts[:1], "prompts": ["another prompt"]}),
-        ("/classify", {"input": served.texts}),
+    for route, body, field in (
+        ("/get_reward", {"query": texts}, "prompts"),
+        ("/get_reward", {"query": [texts[0], texts[1]], "prompts": [prompts[0], "another prompt"]}, "prompts"),
+        ("/classify", {"input": served.texts}, "messages"),
+        ("/pooling", {"input": served.texts}, "messages"),
+        ("/classify", {"text": served.texts}, None),
+        ("/v1/embeddings", {"input": served.texts}, None),
     ):
         refused = served.client.post(route, json=body)
         assert refused.status_code == 422
-        assert "send messages, or the prompt" in refused.json()["error"]["message"]
+        error = refused.json()["error"]
+        assert "send messages, or the prompt" in error["message"] and error["param"] == field
+        assert (field or "no field for it") in error["message"]
+    assert "/get_reward" in served.client.post("/predict", json={"inputs": served.texts[0]}).text
     messages = served.client.post("/classify", json={"messages": CHATS[0]}).json()
     assert messages["data"][0]["probs"] == pytest.approx(rewards[:1], abs=CLOSE)
+
+
+def test_odd_texts_are_told_in_the_log_once_a_minute(
+    serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, other = serve(), serve("bos_added")
+    now = [1000.0]
+    monkeypatch.setattr(rendered_texts.time, "monotonic", lambda: now[0])
+    cut = served.texts[0].removesuffix("\n")
+
+    def told(to: Served, body: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="treeward.serving.dialects.texts"):
+            assert to.client.post("/classify", json=body).status_code == 200
+        return [record.getMessage() for record in caplog.records]
+
+    assert told(served, {"input": [served.texts[0]]}) == []
+    [first] = told(served, {"input": [cut, cut]})
+    assert first.startswith("rm: 2 texts since the last such line do not end with ")
+    now[0] += 59
+    assert told(served, {"input": [cut] * 3}) == []
+    [begun] = told(other, {"input": [other.ids[0][1:]]})  # another model, and another kind
+    assert "1 text since the last such line does not begin with exactly one token" in begun
+    now[0] += 1
+    [later] = told(served, {"input": [cut]})
+    assert "4 texts since the last such line" in later

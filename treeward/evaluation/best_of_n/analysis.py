@@ -31,7 +31,7 @@ from treeward.evaluation.best_of_n.laws import (
     point_weights,
 )
 from treeward.evaluation.best_of_n.selection import Floats, curve_sizes, expected_best_of, kl_of_best_of, size_of_kl
-from treeward.evaluation.best_of_n.verdict import ROUNDING, Verdict, chunks, judge
+from treeward.evaluation.best_of_n.verdict import MIN_CLUSTERS, ROUNDING, Verdict, chunks, judge
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import expanded_tail
 
@@ -86,7 +86,8 @@ class BestOfN:
     `gold`, `proxy`: of what the proxy chooses, in their own units. `best`: gold of the best by gold. `regret` = best -
     gold. `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random, more is
     worse than that. `gold_gain`, `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt.
-    `gap` = proxy_gain - gold_gain. `correlation`: of proxy and gold within prompts. `laws`: none with fewer than 4 n.
+    `gap` = proxy_gain - gold_gain. `correlation`: of proxy and gold within prompts, without an interval
+    for fewer than 10 of them. `laws`: none with fewer than 4 n.
     """
 
     sizes: tuple[int, ...]
@@ -135,6 +136,8 @@ def analyse(
     laws = tuple(_fitted(form, point, resampled, sizes, len(kept)) for form in FORMS if f"law_{form}" in point)
     of_bon = next((fitted for fitted in laws if fitted.law.form == "bon"), None)
     curves = {name: _curve(point[name], resampled.bounds(point[name], name)) for name in _CURVES}
+    enough = resampled if len(counts_C) >= MIN_CLUSTERS else _NO_RESAMPLES  # as everywhere for a correlation
+    of_correlation = enough.bounds(point["correlation"], "correlation")
     verdict = judge(
         sizes,
         sums_CK[:, : len(sizes)],
@@ -149,9 +152,7 @@ def analyse(
         kl=tuple(kl_G.tolist()),
         curves=curves,
         laws=laws,
-        correlation=_metric(
-            "correlation", point["correlation"], resampled.bounds(point["correlation"], "correlation"), len(kept)
-        ),
+        correlation=_metric("correlation", point["correlation"], of_correlation, len(kept)),
         verdict=verdict,
         counts={
             "num_prompts": len(kept),

@@ -21,7 +21,7 @@ from treeward.evaluation.results import Metric
 from treeward.tables import Column
 
 __all__ = ["EXAMPLES_SOURCE", "blocks", "curve_block", "decimals", "examples", "left_out", "table_columns"]
-__all__ += ["table_rows", "to_json"]
+__all__ += ["counted", "gold_in_words", "legend", "table_rows", "to_json"]
 
 EXAMPLES_SOURCE = "best_of_n"
 _FORMATS = {"n": "integer", "normalised_regret": "percent"}
@@ -34,7 +34,7 @@ def table_columns(result: BestOfN) -> list[Column]:
     of_proxy, of_gold = (decimals(result, names) for names in (("proxy",), ("gold", "best")))
     return [
         Column("n"),
-        Column("kl", title="KL", format=".3f"),
+        Column("kl", title="KL, nats", format=".3f"),
         Column("proxy", format=of_proxy),
         Column("gold", format=of_gold),
         Column("low", title="95 % from", format=of_gold),
@@ -44,6 +44,22 @@ def table_columns(result: BestOfN) -> list[Column]:
         Column("normalised_regret", title="lost of possible", format=".1%"),
         Column("gap", title="gap, in SD", format=".3f"),
     ]
+
+
+def legend(gold: str) -> str:
+    """What the columns of the tables mean, and how the gold of that name is counted: for below a table."""
+    return (
+        "KL, in nats, is how far choosing among n is from one sample. Regret is the best gold less the gold of the "
+        "choice; lost of possible is its part of what choosing could gain: 0 % by gold, 100 % at random. The gap is "
+        f"the gain of the proxy less that of gold, in standard deviations (SD) within a prompt.{gold_in_words(gold)}"
+    )
+
+
+def gold_in_words(gold: str) -> str:
+    """A sentence that begins with a space on a gold whose numbers are not those of the data; nothing of others."""
+    if gold != "rank":
+        return ""
+    return " Gold is the rank with the other sign, so that higher is better: 0 for rank 0, the best, and -1 for rank 1."
 
 
 def decimals(result: BestOfN, names: Sequence[str]) -> str:
@@ -120,6 +136,7 @@ def blocks(result: BestOfN, proxy: str, gold: str) -> list[dict[str, Any]]:
         {
             "kind": "table",
             "title": "Best of n in numbers",
+            "note": legend(gold),
             "columns": [
                 {"key": one.key, "label": one.title or one.key, "format": _FORMATS.get(one.key, "number")}
                 for one in table_columns(result)
@@ -162,20 +179,26 @@ def _example(one: ScoredRow, best: int, chosen: int) -> dict[str, Any]:
 def _introduction(result: BestOfN, proxy: str, gold: str) -> str:
     counts = result.counts
     return (
-        f"**{result.verdict.sentence}** {counts['num_samples']:,} samples of {counts['num_prompts']:,} prompts; "
-        f"the proxy is `{proxy}`, gold is `{gold}`.{left_out(result)}"
+        f"**{result.verdict.sentence}** {counted(counts['num_samples'], 'sample')} of "
+        f"{counted(counts['num_prompts'], 'prompt')}; "
+        f"the proxy is `{proxy}`, gold is `{gold}`.{gold_in_words(gold)}{left_out(result)}"
     )
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 prompt", "2 prompts"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def left_out(result: BestOfN) -> str:
     """A sentence that begins with a space on the samples and prompts that are left out; nothing where none is."""
     counts = result.counts
     parts = [
-        f"{counts[key]:,} {what}"
-        for key, what in (
-            ("num_without_proxy", "samples without a proxy score"),
-            ("num_without_gold", "samples without a gold score"),
-            ("num_prompts_with_fewer_samples", f"prompts with fewer than {result.max_n} scored samples"),
+        f"{counted(counts[key], noun)} {what}"
+        for key, noun, what in (
+            ("num_without_proxy", "sample", "without a proxy score"),
+            ("num_without_gold", "sample", "without a gold score"),
+            ("num_prompts_with_fewer_samples", "prompt", f"with fewer than {result.max_n} scored samples"),
         )
         if counts[key]
     ]

@@ -12,7 +12,17 @@ from dataclasses import asdict
 from typing import Any
 
 from treeward.evaluation.best_of_n.analysis import BestOfN
-from treeward.evaluation.best_of_n.blocks import EXAMPLES_SOURCE, curve_block, decimals, left_out, table_rows, to_json
+from treeward.evaluation.best_of_n.blocks import (
+    EXAMPLES_SOURCE,
+    counted,
+    curve_block,
+    decimals,
+    gold_in_words,
+    left_out,
+    legend,
+    table_rows,
+    to_json,
+)
 from treeward.evaluation.best_of_n.several import ComparedProxy
 from treeward.evaluation.results import Metric
 from treeward.tables import Column
@@ -24,7 +34,12 @@ def by_size_columns(compared: Sequence[ComparedProxy]) -> list[Column]:
     """The columns of `by_size`: n, KL, gold of each proxy's choice, and of the best."""
     form = _gold_format(compared)
     golds = [Column(f"gold_{i}", title=f"gold: {one.name}", format=form) for i, one in enumerate(compared)]
-    return [Column("n"), Column("kl", title="KL", format=".3f"), *golds, Column("best", title="best gold", format=form)]
+    return [
+        Column("n"),
+        Column("kl", title="KL, nats", format=".3f"),
+        *golds,
+        Column("best", title="best gold", format=form),
+    ]
 
 
 def by_size(compared: Sequence[ComparedProxy]) -> list[dict[str, Any]]:
@@ -100,7 +115,7 @@ def blocks_of_several(compared: Sequence[ComparedProxy], gold: str) -> list[dict
             "regret, in units of gold",
             _of_each(compared, "regret"),
         ),
-        _table("Proxies side by side", by_proxy_columns(compared), by_proxy(compared)),
+        _table("Proxies side by side", by_proxy_columns(compared), by_proxy(compared)) | {"note": legend(gold)},
         _table("Gold by n", by_size_columns(compared), by_size(compared)),
         {"kind": "examples", "title": "Where a proxy chose badly", "source": EXAMPLES_SOURCE},
     ]
@@ -119,8 +134,8 @@ def _introduction(compared: Sequence[ComparedProxy], gold: str) -> str:
     verdicts = [f"`{one.name}`: {one.result.verdict.sentence}" for one in compared]
     differences = [_compared(one, compared[0]) for one in compared[1:]]
     samples = (
-        f"{counts['num_samples']:,} samples of {counts['num_prompts']:,} prompts, the same for every proxy; gold is "
-        f"`{gold}`.{left_out(compared[0].result)}"
+        f"{counted(counts['num_samples'], 'sample')} of {counted(counts['num_prompts'], 'prompt')}, the same for every "
+        f"proxy; gold is `{gold}`.{gold_in_words(gold)}{left_out(compared[0].result)}"
     )
     return "\n\n".join([*differences, *verdicts, samples])
 

@@ -131,7 +131,9 @@ def _seen(peak: int, end: int, height: float, drop: float, at_least: float | Non
 
 
 def _unclear(peak: int, end: int, height: float, drop: float, p_value: float | None, num_clusters: int) -> str:
-    doubt = f"{num_clusters} prompts are too few to say more" if p_value is None else "chance alone may do that"
+    doubt = "chance alone may do that"
+    if p_value is None:
+        doubt = f"{num_clusters} {'prompt is' if num_clusters == 1 else 'prompts are'} too few to say more"
     known = "" if p_value is None else f" (p = {p_value:.2g})"
     return (
         f"Over-optimisation is neither shown nor excluded: gold is highest at n = {peak} ({height:.3g}) and lower by "

@@ -59,7 +59,9 @@ LABELS: Mapping[str, Label] = MappingProxyType(
             "Score per 100 characters, quality held fixed", _SIGNED, "the length bias: 0 for a model without one"
         ),
         "relative_slope": Label(
-            "Length bias in standard deviations", _SIGNED, "the line above, in units of the scores within a prompt"
+            "Length bias in standard deviations",
+            _SIGNED,
+            "the line above, in standard deviations of the scores of one prompt's replies",
         ),
         "longer_is_right": Label("Better reply is the longer", _PERCENT, "of the data, not of the model"),
         "accuracy_longer_right": Label("Accuracy, longer reply is right", _PERCENT, "high if it likes length"),
@@ -74,7 +76,9 @@ LABELS: Mapping[str, Label] = MappingProxyType(
         # style
         "density_effect": Label("Score per markdown mark in 100 words", _SIGNED, "at equal rank and length; 0 is fair"),
         "relative_density_effect": Label(
-            "Markdown bias in standard deviations", _SIGNED, "the line above, in units of the scores within a prompt"
+            "Markdown bias in standard deviations",
+            _SIGNED,
+            "the line above, in standard deviations of the scores of one prompt's replies",
         ),
         "effect_of_100_characters": Label("Score per 100 characters", _SIGNED, "at equal rank and markdown"),
         "effect_of_headings": Label("Score per heading", _SIGNED, _COUNTED),
@@ -92,8 +96,12 @@ LABELS: Mapping[str, Label] = MappingProxyType(
         # scores
         "score_mean": Label("Mean score", _NUMBER, "of all replies"),
         "score_std": Label("Standard deviation of the scores", _NUMBER, "of all replies"),
-        "saturated": Label("Saturated pairs", _PERCENT, "margin above 5 temperatures: they teach next to nothing"),
-        "saturated_wrong": Label("Wrong pairs that are saturated", _PERCENT, "mistakes that it is certain of"),
+        "saturated": Label(
+            "Saturated pairs", _PERCENT, "margin above 5 temperatures, right or wrong: as sure as 99.3 % or more"
+        ),
+        "saturated_wrong": Label(
+            "Wrong pairs that are saturated", _PERCENT, "of the wrong ones, those that it is as sure of"
+        ),
         "repeated_scores": Label("Repeated scores", _PERCENT, "replies whose exact score another text has too"),
         # checkpoints
         "shift": Label("Shift of the mean score", _SIGNED, "second less first"),
@@ -102,8 +110,13 @@ LABELS: Mapping[str, Label] = MappingProxyType(
         "rank_correlation": Label("Rank correlation", _SIGNED, "Spearman's, of the scores of all replies"),
         "correlation": Label("Correlation", _SIGNED, "Pearson's, of the scores of all replies"),
         "order_agreement": Label("Pairs that both order alike", _PERCENT, "of replies with different ranks"),
-        "psi": Label("Stability index (PSI)", _NUMBER, "below 0.1 stable, above 0.25 another distribution"),
-        "shape_psi": Label("Stability index of the shape", _NUMBER, "the same, without shift and scale"),
+        "psi": Label(
+            "Change of the distribution",
+            _NUMBER,
+            "how differently the scores are spread over ten bins (population stability index): below 0.1 small, above "
+            "0.25 large",
+        ),
+        "shape_psi": Label("Change of its shape", _NUMBER, "the same, once both have mean 0 and deviation 1"),
         # rewrites
         "robust_accuracy": Label("Robust accuracy", _PERCENT, "right as it is and under every rewrite of style"),
         # overlap
@@ -120,6 +133,8 @@ LABELS: Mapping[str, Label] = MappingProxyType(
 )
 """By the name in `results.json`."""
 
+# Of more models each one's own figures are a page of their own.
+_MOST_OPEN = 3
 _SHARED_PROMPTS = "The interval is over "
 _TABLE_NOTE = "Ranges are 95 % intervals; where replies share prompts they allow for it."
 
@@ -130,9 +145,14 @@ def label_of(name: str) -> Label:
 
 
 def accuracy_bars(
-    title: str, model: str, items: Mapping[str, Metric], note: str | None = None, reference: float | None = 0.5
+    title: str,
+    model: str,
+    items: Mapping[str, Metric],
+    note: str | None = None,
+    reference: float | None = 0.5,
+    item_note: str | None = None,
 ) -> dict[str, Any]:
-    """Accuracies by label as a `bars` block with one series, chance marked."""
+    """Accuracies by label as a `bars` block with one series, chance marked. `item_note`: of this model, at each bar."""
     return {
         "kind": "bars",
         "title": title,
@@ -140,7 +160,7 @@ def accuracy_bars(
         "x_range": [0, 1],
         "reference": reference,
         "format": "percent",
-        "series": [{"name": model, "items": [bar_item(label, metric) for label, metric in items.items()]}],
+        "series": [{"name": model, "items": [bar_item(label, metric, item_note) for label, metric in items.items()]}],
     }
 
 
@@ -178,7 +198,7 @@ def metrics_table(title: str, model: str, metrics: Sequence[Metric], note: str |
         "columns": [
             {"key": "label", "label": "Number", "format": "text"},
             {"key": _column(model), "label": model, "format": "number"},
-            {"key": "note", "label": "How to read it", "format": "text"},
+            {"key": "note", "label": "How to read it", "format": "text", "explains": "label"},
         ],
         "rows": rows,
     }
@@ -188,7 +208,8 @@ def side_by_side(models: Sequence[str], blocks: Sequence[Sequence[dict[str, Any]
     """The blocks of several models as those of one report, in the order of the first model's.
 
     Bars, reliability diagrams and tables of metrics of one title become one with all models in it; what has no common
-    axis stays apart, with the model in its title. Of one model the blocks are as they are.
+    axis stays apart, with the model in its title, and of more than three models folded. Of one model the blocks are as
+    they are.
     """
     if len(models) == 1:
         return list(blocks[0])
@@ -205,7 +226,8 @@ def side_by_side(models: Sequence[str], blocks: Sequence[Sequence[dict[str, Any]
         elif kind == "table" and all("metric" in row for _, block in group for row in block["rows"]):
             merged.append(_one_table(group))
         else:
-            merged += [block | {"title": f"{title}: {model}"} for model, block in group]
+            folded = {"folded": True} if len(models) > _MOST_OPEN else {}
+            merged += [block | {"title": f"{title}: {model}"} | folded for model, block in group]
     return merged
 
 

@@ -12,7 +12,8 @@ Which number to read:
   is the length bias itself as far as ranks tell quality; `relative_slope` is the same in standard deviations of the
   scores within a prompt, so that models of different scales can be compared.
 - Pairs fall into three strata: the better reply is longer, shorter, or within 10 % of the other (of the longer one's
-  characters). `length_controlled_accuracy` is the mean of the accuracies of the first two, whatever their sizes.
+  characters). `length_controlled_accuracy` is the mean of the accuracies of the first two, whatever their sizes. All
+  of them are of pairs whose replies both have a score: see `treeward.evaluation.diagnostics.strata`.
 
 Why that, and not the regression of AlpacaEval (Dubois et al. 2024, arXiv 2404.04475), which predicts the outcome at
 equal lengths? The mean of the strata is the accuracy on data in which length tells nothing, so a bias costs accuracy,
@@ -41,7 +42,7 @@ from treeward.evaluation.diagnostics.replies import (
     reply_text,
     shortened,
 )
-from treeward.evaluation.diagnostics.strata import stratify
+from treeward.evaluation.diagnostics.strata import left_out_note, stratify
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric
 from treeward.scoring.calibration import fit_length_curve
@@ -71,7 +72,8 @@ class LengthDiagnostics:
     Slopes are per 100 characters. `longer_is_right`: of the data, not of the model: in how many pairs of different
     length the better reply is the longer. `accuracy_gap`: accuracy where the longer is right less that where the
     shorter is. `points`: a sample of replies; `curve`: (lengths, scores) of the score that length alone predicts,
-    smoothed, None where there is too little. A reply without a score counts as wrong, and in no slope.
+    smoothed, None where there is too little. A reply without a score is in no slope, and its pairs are in no accuracy:
+    `num_failed` such replies, `num_left_out` such pairs.
     """
 
     pearson: Metric
@@ -86,6 +88,7 @@ class LengthDiagnostics:
     accuracy_gap: Metric
     length_controlled_accuracy: Metric
     num_failed: int
+    num_left_out: int
     points: tuple[LengthPoint, ...] = ()
     curve: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
@@ -115,7 +118,9 @@ class LengthDiagnostics:
                 model,
                 strata,
                 "Without a bias the first two are alike; a model that only likes length has 100 %, 0 % and 50 %. "
-                "Length-controlled is their mean.",
+                "Length-controlled is their mean. Each n counts pairs of replies that both have a score; similar "
+                "lengths are within 10 % of the longer.",
+                item_note=left_out_note(self.num_left_out),
             ),
             {
                 "kind": "scatter",
@@ -133,17 +138,14 @@ def diagnose_length(scored: Sequence[ScoredExample], *, seed: int = 0) -> Length
     """The length diagnostics of scored examples; `seed` chooses the points of the scatter."""
     replies, pairs = collect_replies(scored), collect_pairs(scored)
     per_100 = replies.lengths / _PER_CHARACTERS
-    note = "replies to all prompts together"
     (slope,) = regress_within_prompts(replies.scores, per_100[:, None], replies.prompts, ["slope"])
     given_rank, _ = regress_within_prompts(
         replies.scores, np.column_stack([per_100, replies.places]), replies.prompts, ["slope_given_rank", "place"]
     )
     strata = stratify(pairs, pairs.better, pairs.worse)
     return LengthDiagnostics(
-        pearson=correlation_metric(replies.lengths, replies.scores, replies.prompts, "pearson", note),
-        spearman=correlation_metric(
-            mid_ranks(replies.lengths), mid_ranks(replies.scores), replies.prompts, "spearman", note
-        ),
+        pearson=correlation_metric(replies.lengths, replies.scores, replies.prompts, "pearson"),
+        spearman=correlation_metric(mid_ranks(replies.lengths), mid_ranks(replies.scores), replies.prompts, "spearman"),
         slope=slope,
         slope_given_rank=given_rank,
         relative_slope=in_standard_deviations(given_rank, replies, "relative_slope"),
@@ -154,15 +156,17 @@ def diagnose_length(scored: Sequence[ScoredExample], *, seed: int = 0) -> Length
         accuracy_gap=replace(strata.gap, name="accuracy_gap"),
         length_controlled_accuracy=replace(strata.controlled, name="length_controlled_accuracy"),
         num_failed=replies.num_failed,
+        num_left_out=strata.num_left_out,
         points=_points(scored, replies, seed),
         curve=_curve(replies),
     )
 
 
 def length_controlled_accuracy(scored: Sequence[ScoredExample]) -> Metric:
-    """(accuracy where the better reply is longer + accuracy where it is shorter) / 2, similar lengths left out.
+    """(accuracy where the better reply is longer + accuracy where it is shorter) / 2, of scored pairs.
 
-    No value where one of the two has no pair. Intervals: `treeward.evaluation.diagnostics.strata`.
+    Similar lengths are left out. No value where one of the two has no pair. Intervals:
+    `treeward.evaluation.diagnostics.strata`.
     """
     pairs = collect_pairs(scored)
     return replace(stratify(pairs, pairs.better, pairs.worse).controlled, name="length_controlled_accuracy")

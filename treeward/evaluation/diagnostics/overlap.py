@@ -37,7 +37,7 @@ from treeward.errors import ConfigError
 from treeward.evaluation.diagnostics.blocks import accuracy_bars, metrics_table
 from treeward.evaluation.diagnostics.replies import prompt_numbers, reply_text
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.results import Metric
+from treeward.evaluation.results import Metric, Unit
 from treeward.evaluation.statistics import accuracy_metric
 
 __all__ = ["OverlapComparison", "OverlapDiagnostics", "OverlapFlag", "compare_overlap", "find_overlap", "words_of_text"]
@@ -170,11 +170,15 @@ class OverlapDiagnostics:
 
 @dataclass(frozen=True, slots=True)
 class OverlapComparison:
-    """Accuracy of a model over all examples, over those that are not flagged, and over those that are."""
+    """Accuracy of a model over all examples, over those that are not flagged, and over those that are.
+
+    `unit`: whether it counts their pairs of replies, or whole examples.
+    """
 
     accuracy: Metric
     accuracy_clean: Metric
     accuracy_flagged: Metric
+    unit: Unit = "examples"
 
     def metrics(self) -> tuple[Metric, ...]:
         """All numbers."""
@@ -183,7 +187,12 @@ class OverlapComparison:
     def blocks(self, model: str = "model") -> list[dict[str, Any]]:
         """The block of a report: three bars."""
         items = {"All": self.accuracy, "Without a duplicate in training": self.accuracy_clean}
-        return [accuracy_bars("Accuracy and overlap", model, items | {"With a duplicate": self.accuracy_flagged})]
+        note = (
+            "Each n counts pairs of replies; an example that has a duplicate has it for all of its pairs."
+            if self.unit == "pairs"
+            else "Each n counts whole examples: right where every best reply is ahead of every other."
+        )
+        return [accuracy_bars("Accuracy and overlap", model, items | {"With a duplicate": self.accuracy_flagged}, note)]
 
 
 def find_overlap(
@@ -218,23 +227,43 @@ def find_overlap(
     return OverlapDiagnostics(tuple(flags), num_words, near, count)
 
 
-def compare_overlap(scored: Sequence[ScoredExample], overlap: OverlapDiagnostics) -> OverlapComparison:
-    """Accuracy by flag. Examples without an order are left out; failed ones count as wrong, and so do ties."""
+def compare_overlap(
+    scored: Sequence[ScoredExample], overlap: OverlapDiagnostics, *, unit: Unit = "examples", tie: float = 0.0
+) -> OverlapComparison:
+    """Accuracy by flag, of whole examples or of their pairs. Examples without an order are left out; what has no score
+    counts as wrong, a tie as `tie`."""
     flagged = {flag.id for flag in overlap.flags if flag.flagged}
-    ordered = [one for one in scored if one.outcome is not None]
-    prompts = prompt_numbers([one.example for one in ordered]).tolist()
+    prompts = prompt_numbers([one.example for one in scored]).tolist()
+    rows = [
+        (one.example.id in flagged, prompt, value)
+        for one, prompt in zip(scored, prompts, strict=True)
+        for value in (_of_pairs(one, tie) if unit == "pairs" else _of_example(one, tie))
+    ]
 
-    def accuracy(name: str, inside: Callable[[ScoredExample], bool]) -> Metric:
-        rows = [
-            (float(one.outcome == "right"), prompt) for one, prompt in zip(ordered, prompts, strict=True) if inside(one)
-        ]
-        return accuracy_metric([value for value, _ in rows], name, [prompt for _, prompt in rows])
+    def accuracy(name: str, which: tuple[bool, ...]) -> Metric:
+        inside = [(prompt, value) for is_flagged, prompt, value in rows if is_flagged in which]
+        return accuracy_metric([value for _, value in inside], name, [prompt for prompt, _ in inside], of=unit)
 
     return OverlapComparison(
-        accuracy=accuracy("accuracy", lambda one: True),
-        accuracy_clean=accuracy("accuracy_clean", lambda one: one.example.id not in flagged),
-        accuracy_flagged=accuracy("accuracy_flagged", lambda one: one.example.id in flagged),
+        accuracy=accuracy("accuracy", (True, False)),
+        accuracy_clean=accuracy("accuracy_clean", (False,)),
+        accuracy_flagged=accuracy("accuracy_flagged", (True,)),
+        unit=unit,
     )
+
+
+def _of_example(one: ScoredExample, tie: float) -> list[float]:
+    if len(set(one.example.ranks)) < 2:
+        return []
+    return [{"right": 1.0, "tie": tie}.get(str(one.outcome), 0.0)]
+
+
+def _of_pairs(one: ScoredExample, tie: float) -> list[float]:
+    values = []
+    for better, worse in one.pairs():
+        a, b = one.scores[better], one.scores[worse]
+        values.append(0.0 if a is None or b is None else tie if a == b else float(a > b))
+    return values
 
 
 def words_of_text(text: str) -> list[str]:

@@ -60,7 +60,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _EXAMPLES_AT_ONCE = 16
-_KEPT = {
+_KEPT: dict[str, Any] = {
     "identity_file": "perturbations.json",
     "rows": "perturbations.jsonl",
     "summary": "this folder holds rewritten replies as another model scores them, or of other data",
@@ -285,10 +285,18 @@ def diagnose_perturbations(
 
 
 def sample_examples(examples: Sequence[EvalExample], num_examples: int, seed: int = 0) -> list[EvalExample]:
-    """At most `num_examples` of the examples that have a pair of text, in their order; the same for the same `seed`."""
+    """At most `num_examples` of the examples that have a pair of text, in their order; the same for the same `seed`.
+
+    They are the first by a hash of seed and id, so a smaller sample lies within a larger one: what was scored of it is
+    all of use. Examples that the data gain or lose change no other's place.
+    """
     usable = [example for example in examples if _pair(example, seed) is not None]
-    chosen = sorted(random.Random(seed).sample(range(len(usable)), min(num_examples, len(usable))))
-    return [usable[i] for i in chosen]
+    drawn = sorted(range(len(usable)), key=lambda i: _place(usable[i].id, seed))[:num_examples]
+    return [usable[i] for i in sorted(drawn)]
+
+
+def _place(id: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}/{id}".encode()).digest()
 
 
 def perturb(example: EvalExample, seed: int = 0) -> PerturbedPair:
@@ -372,8 +380,8 @@ def summarize_perturbations(
             stays &= ~(after[:, 0] <= before[:, 1]) & ~(before[:, 0] <= after[:, 1])
     return PerturbationDiagnostics(
         results=tuple(results),
-        accuracy=accuracy_metric(right.astype(float).tolist(), "accuracy", prompts),
-        robust_accuracy=accuracy_metric(stays.astype(float).tolist(), "robust_accuracy", prompts),
+        accuracy=accuracy_metric(right.astype(float).tolist(), "accuracy", prompts, of="pairs"),
+        robust_accuracy=accuracy_metric(stays.astype(float).tolist(), "robust_accuracy", prompts, of="pairs"),
         num_failed=sum(one.num_failed for one in scores),
         worst=_worst(examples, scores, seed),
     )
@@ -386,12 +394,12 @@ def _result(name: str, before: Floats, after: Floats, prompts: Sequence[str], si
     there = np.isfinite(flat)
     of_prompts = [prompts[i] for i in owners[there].tolist()]
     shift = _mean(flat[there], of_prompts, f"{name}_shift")
-    gains = accuracy_metric((flat[there] > 0).astype(float).tolist(), f"{name}_share_gaining", of_prompts)
+    gains = accuracy_metric((flat[there] > 0).astype(float).tolist(), f"{name}_share_gaining", of_prompts, of="replies")
     right = before[:, 0] > before[:, 1]
 
     def share(where: Any, lost: Any, what: str) -> Metric:
         clusters = [prompts[i] for i in np.flatnonzero(where).tolist()]
-        return accuracy_metric(lost[where].astype(float).tolist(), f"{name}_{what}", clusters)
+        return accuracy_metric(lost[where].astype(float).tolist(), f"{name}_{what}", clusters, of="pairs")
 
     of_chosen, of_rejected = right & np.isfinite(after[:, 0]), right & np.isfinite(after[:, 1])
     both = np.isfinite(after).all(axis=1) & np.isfinite(before).all(axis=1)

@@ -46,6 +46,11 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 _RESAMPLES = 1000
+FEWEST_PROMPTS = 10
+"""Of fewer prompts slopes and correlations have no interval: it would hold the truth less often than it says."""
+
+
+_TOO_FEW = "too few for an interval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,12 @@ class Pairs:
     def num_failed(self) -> int:
         """Pairs of which a reply has no score."""
         return int(np.isnan(self.margins).sum())
+
+    @property
+    def with_scores(self) -> Pairs:
+        """The pairs of which both replies have a score."""
+        there = ~np.isnan(self.margins)
+        return Pairs(*(getattr(self, name)[there] for name in self.__slots__))
 
 
 def collect_replies(scored: Sequence[ScoredExample]) -> Replies:
@@ -143,7 +154,7 @@ def regress_within_prompts(
     Lengths are skewed, so a few prompts carry much of a slope, and the usual CR1 is too narrow then: for 30 prompts of
     two replies it held the truth in 86 of 100 simulations where the jackknife did in 92. `count`: replies that have
     another to the same prompt. A feature that does not vary within prompts, or only together with the others, has no
-    value, and there is no interval for fewer than 3 prompts or where one prompt alone decides a coefficient.
+    value, and there is no interval for fewer than `FEWEST_PROMPTS` or where one prompt alone decides a coefficient.
     """
     kept = np.bincount(prompts, minlength=1)[prompts] > 1 if len(prompts) else np.zeros(0, dtype=bool)
     groups = np.unique(prompts[kept], return_inverse=True)[1]
@@ -157,7 +168,9 @@ def regress_within_prompts(
         why = f"{note}: the features do not vary within them, or only together"
         return tuple(Metric(name, None, count=count, note=why) for name in names)
     params, errors = _jackknifed(y, scaled, groups)
-    half = special.stdtrit(num_prompts - 1, 0.975) * errors if num_prompts > 2 else np.full_like(params, np.nan)
+    if num_prompts < FEWEST_PROMPTS:
+        note, errors = f"{note}: {_TOO_FEW}", np.full_like(params, np.nan)
+    half = special.stdtrit(num_prompts - 1, 0.975) * errors
     found = iter(np.column_stack([params, params - half, params + half]) / sizes[varies, None])
     metrics = []
     for name, has_value in zip(names, varies, strict=True):
@@ -194,12 +207,11 @@ def in_standard_deviations(slope: Metric, replies: Replies, name: str) -> Metric
 
     Models of different scales can be compared by it. The deviation is pooled: sum (s_ij - mean_i)^2 / (N - G).
     """
-    note = "in standard deviations of the scores within a prompt"
     groups = np.unique(replies.prompts, return_inverse=True)[1]
     residuals = _demeaned(replies.scores[:, None], groups)[:, 0]
     freedom = len(residuals) - len(np.unique(groups))
     std = math.sqrt(float(residuals @ residuals) / freedom) if freedom > 0 else 0.0
-    return divided(slope, std, name, note)
+    return divided(slope, std, name, slope.note)
 
 
 def divided(metric: Metric, size: float, name: str, note: str | None = None) -> Metric:
@@ -219,7 +231,14 @@ def correlation(x: Floats, y: Floats) -> float | None:
 
 
 def correlation_metric(x: Floats, y: Floats, prompts: Integers, name: str, note: str | None = None) -> Metric:
-    """The correlation of x (N,) and y (N,), with the interval of a bootstrap over prompts (N,)."""
+    """The correlation of x (N,) and y (N,), with the interval of a bootstrap over prompts (N,).
+
+    Of fewer than `FEWEST_PROMPTS` there is no interval, and the note says so.
+    """
+    num_prompts = len(np.unique(prompts))
+    if num_prompts < FEWEST_PROMPTS:
+        few = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'}: {_TOO_FEW}"
+        return Metric(name, correlation(x, y), count=len(x), note="; ".join(filter(None, (note, few))))
     bounds = cluster_bootstrap(
         np.column_stack([x, y]),
         prompts.tolist(),

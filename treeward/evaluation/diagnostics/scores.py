@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -182,8 +182,11 @@ class Drift:
         ]
 
 
-def describe_scores(scored: Sequence[ScoredExample], *, temperature: float = 1.0) -> ScoreDiagnostics:
-    """Distributions by subset, in order of first appearance. `temperature`: of the model's calibration, 1 without."""
+def describe_scores(scored: Sequence[ScoredExample], *, temperature: float | None = None) -> ScoreDiagnostics:
+    """Distributions by subset, in order of first appearance. `temperature`: of the model's calibration; None is 1,
+    which the numbers that depend on it say."""
+    assumed = "no temperature is fitted, so it is taken as 1" if temperature is None else None
+    temperature = temperature or 1.0
     replies, pairs = collect_replies(scored), collect_pairs(scored)
     edges = _edges(replies.scores)
     names = np.array([one.example.subset for one in scored], dtype=object)
@@ -212,8 +215,8 @@ def describe_scores(scored: Sequence[ScoredExample], *, temperature: float = 1.0
         temperature=temperature,
         mean=_bootstrapped(scores, prompts, "score_mean", lambda values: float(values.mean())),
         std=_bootstrapped(scores, prompts, "score_std", lambda values: float(values.std())),
-        saturated=_share(saturated, of_prompts, "saturated"),
-        saturated_wrong=_share(saturated[wrong], of_prompts[wrong], "saturated_wrong"),
+        saturated=_noted(_share(saturated, of_prompts, "saturated"), assumed),
+        saturated_wrong=_noted(_share(saturated[wrong], of_prompts[wrong], "saturated_wrong"), assumed),
         ties=_share((margins == 0)[differ], of_prompts[differ], "ties"),
         repeated=_share(_repeated(scores, codes), prompts, "repeated_scores"),
         num_failed=replies.num_failed,
@@ -318,6 +321,10 @@ def _edges(values: Floats, *, around_zero: bool = False) -> Floats:
 
 def _share(flags: Any, prompts: Integers, name: str) -> Metric:
     return accuracy_metric(flags.astype(float).tolist(), name, prompts.tolist())
+
+
+def _noted(metric: Metric, note: str | None) -> Metric:
+    return metric if note is None else replace(metric, note=note)
 
 
 def _bootstrapped(values: Floats, prompts: Integers, name: str, statistic: Any) -> Metric:

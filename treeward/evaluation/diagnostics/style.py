@@ -29,7 +29,7 @@ from treeward.evaluation.diagnostics.replies import (
     regress_within_prompts,
     reply_text,
 )
-from treeward.evaluation.diagnostics.strata import stratify
+from treeward.evaluation.diagnostics.strata import left_out_note, stratify
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric
 
@@ -63,7 +63,7 @@ class StyleDiagnostics:
     of the scores within a prompt; `effects`: score per 100 characters, heading, list item, bold text, code and table
     row, all of them together. Rank, and for density the length too, are held fixed. The accuracies are those where the
     better reply has more markdown for its length, less, or about as much; `style_controlled_accuracy` is the mean of
-    the first two.
+    the first two. They are of scored pairs; `num_left_out` others are not in them.
     """
 
     density_effect: Metric
@@ -74,11 +74,13 @@ class StyleDiagnostics:
     accuracy_less_markdown_right: Metric
     accuracy_similar_markdown: Metric
     style_controlled_accuracy: Metric
+    num_left_out: int
 
     def metrics(self) -> tuple[Metric, ...]:
         """All numbers, in the order of the fields."""
         values = [getattr(self, name) for name in self.__slots__]
-        return tuple(m for value in values for m in (value if isinstance(value, tuple) else (value,)))
+        flat = (m for value in values for m in (value if isinstance(value, tuple) else (value,)))
+        return tuple(m for m in flat if isinstance(m, Metric))
 
     def blocks(self, model: str = "model") -> list[dict[str, Any]]:
         """The blocks of a report: strata, table."""
@@ -90,11 +92,22 @@ class StyleDiagnostics:
         }
         note = (
             "Without a bias the first two are alike; a model that only likes markdown has 100 %, 0 % and 50 %. "
-            "Style-controlled is their mean."
+            "Style-controlled is their mean. Each n counts pairs of replies that both have a score."
+        )
+        how = (
+            "These compare replies as the data have them, with their own few marks. What markdown does that is put "
+            "into a reply which has none is another question, answered by rewrites (with --perturbations): where the "
+            "two differ, a policy will meet the rewrites' answer."
         )
         return [
-            accuracy_bars("Accuracy by which reply has more markdown", model, strata, note),
-            metrics_table("Style in numbers", model, self.metrics()),
+            accuracy_bars(
+                "Accuracy by which reply has more markdown",
+                model,
+                strata,
+                note,
+                item_note=left_out_note(self.num_left_out),
+            ),
+            metrics_table("Style in numbers", model, self.metrics(), how),
         ]
 
 
@@ -134,6 +147,7 @@ def diagnose_style(scored: Sequence[ScoredExample]) -> StyleDiagnostics:
         accuracy_less_markdown_right=replace(strata.better_has_less, name="accuracy_less_markdown_right"),
         accuracy_similar_markdown=replace(strata.similar, name="accuracy_similar_markdown"),
         style_controlled_accuracy=replace(strata.controlled, name="style_controlled_accuracy"),
+        num_left_out=strata.num_left_out,
     )
 
 

@@ -20,10 +20,12 @@
      "rows": [{"name": "flattery"}]}
     {"kind": "examples", "title": "Mistakes", "source": "rewardbench", "filter": {"outcome": "wrong"}}
 
-Every kind takes a `title` and a `note` (a sentence below the title). A number that is None or not finite shows as a
+Every kind takes a `title` and a `note` (a sentence below the title); with a title it may be `folded`, so that only that
+is seen until a reader opens it, and the contents do not list it. A number that is None or not finite shows as a
 dash. Formats: percent (of a fraction), points (a difference of fractions, in percentage points), number, signed,
 integer, text. A table's cell may be a number's object {"value", "low", "high", "count"}, with a "format" of its own
-where it is not the column's; of its rows the first `most` are shown until all are asked for. An item of bars may have
+where it is not the column's; a column may have a key that it `explains`, below whose cells it stands on a narrow
+screen; of its rows the first `most` are shown until all are asked for. An item of bars may have
 its own `reference`, where chance differs. Curves may name the places of their x axis, `x_ticks` [{"x", "label"}], and
 each point, `labels` beside x and y. The rows of `examples` are those of `treeward.evaluation.examples.to_row`,
 with a `model` where there is more than one.
@@ -45,7 +47,7 @@ ABSENT = "–"
 FORMATS = ("percent", "points", "number", "signed", "integer", "text")
 
 # Of each kind the fields that it needs and those that it may have, besides those of every kind.
-_EVERY = ("kind", "title", "note")
+_EVERY = ("kind", "title", "note", "folded")
 BLOCK_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "headline": (("items",), ()),
     "text": (("markdown",), ()),
@@ -93,6 +95,8 @@ def check_blocks(blocks: Sequence[Mapping[str, Any]], sources: Sequence[str]) ->
                 _one_of(item.get("format", "number"), FORMATS, where, f"items[{index}].format")
         elif kind == "examples":
             _one_of(block["source"], sources, where, "source")
+        if block.get("folded") and not block.get("title"):
+            raise DataError("a folded block has no title to open it by", where=where, field="title", need="a title")
 
 
 def _check_fields(block: Mapping[str, Any], where: str) -> None:

@@ -7,6 +7,7 @@ const MINUS = "−";
 const SERIES_COLOURS = 6;
 const LONG_TEXT = 280;
 const MANY_ROWS = 50;
+const WIDE_COLUMNS = 3;
 
 // h("a", {href: "#x", class: "y", onclick: f}, "text", node): text is only ever text.
 function h(tag, properties, ...children) {
@@ -153,7 +154,9 @@ function cellText(text) {
   return all;
 }
 
-// A table with a caption; columns are {key, label, format}. Its headings sort it, if it has rows to sort. Whole numbers
+// A table with a caption; columns are {key, label, format}. A column that `explains` another stands, on a narrow screen,
+// folded below that one's cells: beside them it would set the height of rows whose width is out of sight.
+// Its headings sort it, if it has rows to sort. Whole numbers
 // have no decimals if the column has nothing else; of many rows the first are shown until all are asked for.
 function dataTable(columns, rows, { caption, sortable = true, headColumn = true, most = MANY_ROWS } = {}) {
   const body = h("tbody");
@@ -169,7 +172,10 @@ function dataTable(columns, rows, { caption, sortable = true, headColumn = true,
     if (typeof cell === "number") return formatNumber(cell, formatOf(column));
     return cellText(Array.isArray(cell) ? cell.join(", ") : String(cell));
   };
-  const heads = columns.map((column) => h("th", { scope: "col", class: isText(column) ? "text" : "numeric" },
+  const kindOf = (column) => `${isText(column) ? "text" : "numeric"}${column.explains ? " explains" : ""}`;
+  const explained = (row, column) => columns.filter((other) => other.explains === column.key && row[other.key])
+    .map((other) => h("details", { class: "explanation" }, h("summary", null, other.label), textNodes(row[other.key])));
+  const heads = columns.map((column) => h("th", { scope: "col", class: kindOf(column) },
     sortable && rows.length > 1
       ? h("button", { type: "button", class: "sort", onclick: () => sort(column) }, column.label ?? column.key)
       : column.label ?? column.key));
@@ -177,10 +183,9 @@ function dataTable(columns, rows, { caption, sortable = true, headColumn = true,
     const order = state.key === null ? rows
       : [...rows].sort((a, b) => compareCells(a[state.key], b[state.key], state.descending));
     body.replaceChildren(...order.slice(0, state.most).map((row) => h("tr", null, columns.map((column, index) => {
-      const properties = { class: isText(column) ? "text" : "numeric", dir: isText(column) ? "auto" : null };
-      return headColumn && index === 0
-        ? h("th", { ...properties, scope: "row" }, shown(row[column.key], column))
-        : h("td", properties, shown(row[column.key], column));
+      const properties = { class: kindOf(column), dir: isText(column) ? "auto" : null };
+      return h(headColumn && index === 0 ? "th" : "td", headColumn && index === 0 ? { ...properties, scope: "row" } : properties,
+        shown(row[column.key], column), explained(row, column));
     }))));
   };
   const sort = (column) => {
@@ -198,7 +203,11 @@ function dataTable(columns, rows, { caption, sortable = true, headColumn = true,
     draw();
     more.remove();
   } }, `Show all ${formatNumber(rows.length, "integer")} rows`);
+  // In a table of many columns intervals stand below their values and headings wrap, or the last would be out of sight.
+  const hasInterval = (column) => rows.some((row) => isNumber(row[column.key]?.low));
+  const isDense = columns.filter(hasInterval).length > WIDE_COLUMNS || columns.length > 2 * WIDE_COLUMNS;
   const scroller = h("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": caption },
-    h("table", null, h("caption", { class: "visually-hidden" }, caption), h("thead", null, h("tr", null, heads)), body));
+    h("table", { class: isDense ? "dense" : null },
+      h("caption", { class: "visually-hidden" }, caption), h("thead", null, h("tr", null, heads)), body));
   return more ? h("div", { class: "long-table" }, scroller, more) : scroller;
 }

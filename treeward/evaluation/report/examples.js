@@ -8,6 +8,7 @@ const OUTCOMES = {
   failed: { sign: "!", name: "failed" },
   none: { sign: "·", name: "no order" },
 };
+const DISAGREE = "disagree";
 const outcomeOf = (row) => (row.outcome in OUTCOMES ? row.outcome : "none");
 const OVERSCAN = 8;
 const PRINTED = 10;
@@ -21,6 +22,8 @@ const ORDERS = {
   outcome: { name: "By outcome", key: (row) => Object.keys(OUTCOMES).indexOf(outcomeOf(row)) },
   subset: { name: "By subset", key: (row) => row.subset },
   "-subset": { name: "By subset, backwards", key: (row) => row.subset, descending: true },
+  id: { name: "By id", key: (row) => row.id },
+  "-id": { name: "By id, backwards", key: (row) => row.id, descending: true },
   file: { name: "As in the file", key: null },
 };
 
@@ -85,6 +88,14 @@ function examplesTable(block) {
   };
   const values = (name) => [...new Set(rows.map((row) => (name === "outcome" ? outcomeOf(row) : row[name])).filter((value) => value !== null && value !== undefined))];
   const models = values("model");
+  // Examples that one model has right and another has not, though both have scored them; all rows of each.
+  const rightOf = new Map();
+  for (const row of rows.filter((each) => !["failed", "none"].includes(outcomeOf(each)))) {
+    rightOf.set(String(row.id), (rightOf.get(String(row.id)) || new Set()).add(outcomeOf(row) === "right"));
+  }
+  const isDisputed = (row) => rightOf.get(String(row.id))?.size > 1;
+  const disputed = models.length > 1 ? new Set(rows.filter(isDisputed).map((row) => String(row.id))).size : 0;
+  const hasOutcome = (row) => !state.outcome || (state.outcome === DISAGREE ? isDisputed(row) : outcomeOf(row) === state.outcome);
   const widest = Math.max(1e-9, ...rows.map((row) => Math.abs(row.margin ?? 0)).sort((a, b) => b - a).slice(0, 1));
   const state = { search: "", subset: "", outcome: "", model: "", order: "margin", ...(block.filter || {}) };
   let shown = [];
@@ -92,7 +103,11 @@ function examplesTable(block) {
   const selectors = {};
   const select = (name, label, options) => {
     const id = newId("select");
-    selectors[name] = h("select", { id, "data-filter": name, onchange: () => { state[name] = selectors[name].value; update(); } },
+    selectors[name] = h("select", { id, "data-filter": name, onchange: () => {
+      state[name] = selectors[name].value;
+      if (state.outcome === DISAGREE && name === "outcome") selectors.order.value = state.order = "id"; // one below the other
+      update();
+    } },
       options.map(([value, text]) => h("option", { value }, text)));
     selectors[name].value = state[name];
     return h("div", { class: "field" }, h("label", { for: id }, label), selectors[name]);
@@ -102,7 +117,9 @@ function examplesTable(block) {
     if (present.length < 2) return null;
     const order = name === "outcome" ? Object.keys(OUTCOMES).filter((outcome) => present.includes(outcome)) : present.sort((a, b) => compareCells(a, b));
     const count = (value) => rows.filter((row) => (name === "outcome" ? outcomeOf(row) : row[name]) === value).length;
-    return select(name, label, [["", "all"], ...order.map((value) =>
+    const disagreement = name === "outcome" && disputed > 0
+      ? [[DISAGREE, `models disagree (${formatNumber(disputed, "integer")} examples)`]] : [];
+    return select(name, label, [["", "all"], ...disagreement, ...order.map((value) =>
       [value, `${name === "outcome" ? OUTCOMES[value].name : value} (${formatNumber(count(value), "integer")})`])]);
   };
 
@@ -120,7 +137,7 @@ function examplesTable(block) {
   } }, "Clear filters");
 
   const columns = [["outcome", "Outcome", ["outcome"]], ["margin", "Margin", ["margin", "-margin"]], ["subset", "Subset", ["subset", "-subset"]],
-    ...(models.length > 1 ? [["model", "Model", null]] : []), ["prompt", "Prompt", null], ["length", "Length gap", ["-length", "length"]]];
+    ...(models.length > 1 ? [["model", "Model", null]] : []), ["id", "Id", ["id", "-id"]], ["prompt", "Prompt", null], ["length", "Length gap", ["-length", "length"]]];
   const headings = columns.map(([name, label, orders]) => {
     const turn = () => {
       state.order = orders[(orders.indexOf(state.order) + 1) % orders.length];
@@ -146,6 +163,7 @@ function examplesTable(block) {
       margin: [h("span", { class: "figure-text" }, formatNumber(row.margin, "signed")), bar],
       subset: row.subset ?? ABSENT,
       model: row.model ?? ABSENT,
+      id: textNodes(String(row.id ?? ABSENT)),
       prompt: h("button", { type: "button", class: "open", dir: "auto" }, excerpt(promptOf(row), 220) || "(no prompt)"),
       length: formatNumber(lengthDifference(row) === null ? null : Math.round(lengthDifference(row)), "signed").replace(/\.0+$/, ""),
     };
@@ -180,7 +198,7 @@ function examplesTable(block) {
   const update = () => {
     const terms = searchTerms(state.search);
     shown = rows.filter((row) => (!state.subset || row.subset === state.subset) && (!state.model || row.model === state.model)
-      && (!state.outcome || outcomeOf(row) === state.outcome) && terms.every((term) => haystack(row).includes(term)));
+      && hasOutcome(row) && terms.every((term) => haystack(row).includes(term)));
     const order = ORDERS[state.order];
     if (order.key) {
       const keyed = shown.map((row) => [order.key(row), row]);
@@ -192,7 +210,7 @@ function examplesTable(block) {
       if (!orders || !orders.includes(state.order)) heading.removeAttribute("aria-sort");
       else heading.setAttribute("aria-sort", state.order.startsWith("-") ? "descending" : "ascending");
     });
-    found.textContent = `${formatNumber(shown.length, "integer")} of ${formatNumber(rows.length, "integer")} examples`;
+    found.textContent = `${formatNumber(shown.length, "integer")} of ${formatNumber(rows.length, "integer")} ${models.length > 1 ? "rows" : "examples"}`;
     clear.hidden = !(state.search || state.subset || state.outcome || state.model);
     nothing.hidden = shown.length > 0;
     list.hidden = shown.length === 0;
@@ -227,7 +245,7 @@ function examplesTable(block) {
   new ResizeObserver(render).observe(list);
   printing.push((on) => {
     printed.replaceChildren(...(on ? [h("p", null, `The first ${Math.min(PRINTED, shown.length)} of ${found.textContent}. ${ORDERS[state.order].name}.`),
-      ...shown.slice(0, PRINTED).map((row) => h("section", { class: "printed" }, h("p", { class: "facts" }, badge(row), ` ${[row.model, row.subset].filter(Boolean).join(" · ")} · margin ${formatNumber(row.margin, "signed")}`),
+      ...shown.slice(0, PRINTED).map((row) => h("section", { class: "printed" }, h("p", { class: "facts" }, badge(row), ` ${[row.model, row.subset, row.id].filter(Boolean).join(" · ")} · margin ${formatNumber(row.margin, "signed")}`),
         exampleBody(row, null)))] : []));
     for (const folded of printed.querySelectorAll("details")) folded.open = true;
   });

@@ -230,6 +230,8 @@ function scatterFigure(block) {
   const xRange = extent([...points.map((point) => point.x), ...series.flatMap((one) => one.line?.x ?? [])]);
   const yRange = extent([...points.map((point) => point.y), ...series.flatMap((one) => one.line?.y ?? [])]);
   const opens = points.some((point) => findExample(point.id, block.source));
+  // Characters are counted; a mean of them is not whole.
+  const counted = points.every((point) => Number.isInteger(point.x)) ? "integer" : "number";
   const draw = (width) => {
     const height = clamp(width * 0.6, 280, 460);
     const { svg, x, y } = axes(width, height, { xRange, yRange, xLabel: block.x_label, yLabel: block.y_label });
@@ -249,7 +251,7 @@ function scatterFigure(block) {
       pen.fill();
       return { ...at, point, lines: [
         named(series[point.order], [point.group, point.id].filter(Boolean).join(" · ")),
-        `${block.x_label || "x"} ${formatNumber(point.x)} · ${block.y_label || "y"} ${formatNumber(point.y)}`,
+        `${block.x_label || "x"} ${formatNumber(point.x, counted)} · ${block.y_label || "y"} ${formatNumber(point.y)}`,
         point.text && excerpt(String(point.text), 360), opens && "Click or Enter: the whole example" ] };
     });
     series.forEach((one, order) => {

@@ -45,18 +45,26 @@ function headlineCard(item) {
     item.note && h("div", { class: "card-note", dir: "auto" }, textNodes(String(item.note))));
 }
 
-function section(block, level) {
-  const id = newId("block");
-  let content;
+function drawn(block) {
   try {
-    content = FIGURES[block.kind](block);
+    return FIGURES[block.kind](block);
   } catch (error) {
     console.error(`block ${block.kind} "${block.title}":`, error);
-    content = h("p", { class: "trouble" }, `This block could not be drawn (${error.message}). Its numbers are in the JSON.`);
+    return h("p", { class: "trouble" }, `This block could not be drawn (${error.message}). Its numbers are in the JSON.`);
   }
+}
+
+function section(block, level) {
+  const id = newId("block");
   const heading = block.title && h(`h${level}`, { id, dir: "auto" }, textNodes(block.title));
-  return h("section", { class: `block kind-${block.kind}`, "aria-labelledby": block.title ? id : null, "aria-label": !block.title && block.kind === "headline" ? "Headline numbers" : null },
-    heading, block.note && h("p", { class: "note", dir: "auto" }, textNodes(block.note)), content);
+  const inside = () => [block.note && h("p", { class: "note", dir: "auto" }, textNodes(block.note)), drawn(block)];
+  const properties = { class: `block kind-${block.kind}${block.folded ? " folded" : ""}`, "aria-labelledby": block.title ? id : null,
+    "aria-label": !block.title && block.kind === "headline" ? "Headline numbers" : null };
+  if (!block.folded) return h("section", properties, heading, inside());
+  // What is folded is made when it is opened: of many models these are most of the page.
+  const folded = h("details", null, h("summary", null, heading));
+  folded.addEventListener("toggle", () => { if (folded.open && folded.children.length === 1) fill(folded, null, inside()); });
+  return h("section", properties, folded);
 }
 
 // A text with a title opens a chapter: what follows it is one level deeper.
@@ -70,7 +78,7 @@ function build() {
     if (opens) chapter = node.classList.add("chapter") ?? node;
     main.append(node);
     const heading = node.querySelector("h2, h3");
-    if (!heading) continue;
+    if (!heading || block.folded) continue;
     const link = h("a", { href: `#${heading.id}` }, textNodes(block.title));
     if (heading.tagName === "H3") entries.at(-1).parts.push(h("li", null, link));
     else entries.push({ link, parts: [] });

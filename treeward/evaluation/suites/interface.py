@@ -9,7 +9,7 @@ What holds in every suite:
 
 - An example that could not be scored counts as **wrong**. Left out, a model would be the better the more it cannot
   read, and its number would be of other examples than everyone else's. `num_failed` and the headline's note say how
-  many there are, and `details["headline_of_scored"]` is the headline without them.
+  many there are, and `headline_of_scored` is the headline without them, which is what is compared with chance.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
 - What the data lacks (a subset, a section) is left out, not zero, and the headline's note names it.
 """
@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, get_args
 from treeward.config.base import nearest_name
 from treeward.errors import ConfigError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.results import SuiteResult
+from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.suites.parts import with_notes
 
 __all__ = ["Suite", "TiePolicy"]
@@ -42,6 +42,8 @@ class Suite(ABC):
     """As its authors write it."""
     hub_path: ClassVar[str | None] = None
     """The dataset on the hub that `load(None)` reads."""
+    caveat: str | None = None
+    """What a reader must know beside the verdict, a sentence: as that the model was chosen by these examples."""
 
     def __init__(self, *, tie_policy: TiePolicy = "strict") -> None:
         if tie_policy not in get_args(TiePolicy):
@@ -69,9 +71,13 @@ class Suite(ABC):
         num_failed = sum(one.failed for one in scored)
         details: dict[str, Any] = {"tie_policy": self.tie_policy, **result.details}
         headline = result.headline
+        of_scored: Metric | None = None
+        parts_of_scored: tuple[Metric, ...] = ()
         if num_failed:
-            rest = [one for one in scored if not one.failed]
-            details["headline_of_scored"] = self._compute(rest).headline.value if rest else None
+            if rest := [one for one in scored if not one.failed]:
+                without = self._compute(rest)
+                of_scored = replace(without.headline, note=None)
+                parts_of_scored = (*without.sections, *without.subsets)
             failed = f"{num_failed} of {len(scored)} examples lack a score; what needs it counts as wrong."
             headline = with_notes(headline, failed)
         return replace(
@@ -81,6 +87,8 @@ class Suite(ABC):
             num_failed=num_failed,
             num_ties=sum(one.outcome == "tie" for one in scored),
             details=details,
+            headline_of_scored=of_scored,
+            parts_of_scored=parts_of_scored,
         )
 
     @abstractmethod

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.results import Metric
+from treeward.evaluation.results import Metric, Unit
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap, weighted_mean_metric
 
 __all__ = ["Part", "by_subset", "combined", "prompt_of", "with_notes"]
@@ -28,10 +28,10 @@ class Part:
     prompts: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, outcomes: Iterable[float], prompts: Iterable[str]) -> Part:
-        """Outcomes in [0, 1]; those of one prompt count as dependent."""
+    def of(cls, name: str, outcomes: Iterable[float], prompts: Iterable[str], unit: Unit = "examples") -> Part:
+        """Outcomes in [0, 1] of pairs or examples; those of one prompt count as dependent."""
         values, clusters = tuple(outcomes), tuple(prompts)
-        return cls(accuracy_metric(values, name, clusters=clusters), values, clusters)
+        return cls(accuracy_metric(values, name, clusters=clusters, of=unit), values, clusters)
 
 
 def prompt_of(example: EvalExample) -> str:

@@ -74,7 +74,7 @@ class PreferenceSuite(Suite):
             values = [self._pair_value(one, better, worse) for better, worse in one.pairs()]
             outcomes += values
             prompts += [prompt_of(one.example)] * len(values)
-        return Part.of(name, outcomes, prompts)
+        return Part.of(name, outcomes, prompts, "pairs")
 
     def _best_of(self, scored: Sequence[ScoredExample]) -> Metric:
         prompts = [prompt_of(one.example) for one in scored]

@@ -10,7 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from treeward.serving.bodies import checked, describe, parse, read_bytes
+from treeward.config.server import ServerConfig
+from treeward.serving.bodies import checked, describe, parse, read_as
 from treeward.serving.dialects import sglang, vllm
 from treeward.serving.dialects.sglang import ClassifyAnswers, SglangBody
 from treeward.serving.dialects.texts import WARNING_DOCS
@@ -34,17 +35,22 @@ def router(service: Service) -> APIRouter:
         openapi_extra=describe(VllmBody | SglangBody, answer=ClassifyAnswer | ClassifyAnswers, responses=ok),
     )
     async def classify(request: Request) -> Response:
-        body = parse(await read_bytes(request))
-        given = {key for key, value in body.items() if value is not None} if isinstance(body, dict) else set()
-        if bool(given & _VLLM) == bool(given & _SGLANG):
-            raise Refusal(
-                422,
-                "invalid_request",
-                "the body must have input or messages (vLLM), or text or input_ids (SGLang)"
-                + (", not of both" if given & _VLLM else ""),
-            )
-        if given & _VLLM:
-            return await vllm.classify(service, request, checked(body, VllmBody))
-        return await sglang.classify(service, request, checked(body, SglangBody))
+        body = await read_as(request, lambda content: _body(content, service.config))
+        if isinstance(body, VllmBody):
+            return await vllm.classify(service, request, body)
+        return await sglang.classify(service, request, body)
 
     return routes
+
+
+def _body(content: bytes, limits: ServerConfig) -> VllmBody | SglangBody:
+    body = parse(content)
+    given = {key for key, value in body.items() if value is not None} if isinstance(body, dict) else set()
+    if bool(given & _VLLM) == bool(given & _SGLANG):
+        raise Refusal(
+            422,
+            "invalid_request",
+            "the body must have input or messages (vLLM), or text or input_ids (SGLang)"
+            + (", not of both" if given & _VLLM else ""),
+        )
+    return checked(body, VllmBody, limits) if given & _VLLM else checked(body, SglangBody, limits)

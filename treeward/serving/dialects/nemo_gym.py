@@ -10,12 +10,15 @@ whole collection. What is no request of `/verify` at all gets 422.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import re
+import time
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import APIRouter
@@ -23,11 +26,23 @@ from pydantic import Field, Strict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from treeward.config.server import ServerConfig
 from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
-from treeward.serving.bodies import Body, checked, describe, json_response, parse, read_bytes
+from treeward.scoring.score import Conversation
+from treeward.serving.bodies import (
+    Body,
+    apart,
+    checked,
+    describe,
+    json_response,
+    limits_of,
+    parse,
+    read_as,
+    read_bytes,
+)
 from treeward.serving.custom_reward import CustomModel
-from treeward.serving.models import ServedModel
+from treeward.serving.models import MESSAGE_CHARACTERS, ServedModel, too_long
 from treeward.serving.refusals import Refusal
 from treeward.serving.rollouts.profiles import aggregate_metrics
 from treeward.serving.service import Answer, Service
@@ -51,6 +66,11 @@ _VERDICT_KEYS = frozenset(
     }
 )
 """What a body may hold of an earlier verdict, when it is verified again."""
+_MOST_ROWS, _MOST_NAMES, _MOST_VALUES = 100_000, 2_000, 2**20
+"""What statistics are made of in one request."""
+
+
+_Body = TypeVar("_Body", bound=Body)
 
 
 class CreateParams(Body):
@@ -145,19 +165,21 @@ class AggregateAnswer(Body):
 def router(service: Service) -> APIRouter:
     """The routes of this dialect."""
     routes = APIRouter(tags=["NeMo Gym"])
+    statistics = service.pool("statistics")
 
     async def verify(request: Request) -> Response:
         _check_rollout_id(request)
         content = await read_bytes(request)
-        given = _parsed(content)
-        body = checked(given, VerifyBody)
-        answer = await _answer(service, given, request.scope["treeward"].deadline)
-        added = _failure(answer) if isinstance(answer, str) else verdict(answer, body.reward_threshold)
-        return Response(spliced(content, given, added), media_type="application/json")
+        model = service.engine.model(None)
+        rollout = await apart(request, len(content), lambda: _rollout(content, model, service.config))
+        answer = await _answer(service, model, rollout, request.scope["treeward"].deadline)
+        added = _failure(answer) if isinstance(answer, str) else verdict(answer, rollout.threshold)
+        whole = await apart(request, len(content), lambda: spliced(content, rollout.given, added))
+        return Response(whole, media_type="application/json")
 
     async def seed_session(request: Request) -> Response:
         _check_rollout_id(request)
-        body = checked(_parsed(await read_bytes(request)), SeedSessionBody)
+        body = await _read(request, SeedSessionBody)
         session = body.resources_session_id
         if session is None:
             return json_response({})
@@ -169,7 +191,7 @@ def router(service: Service) -> APIRouter:
         "/close_session", summary="End a session", openapi_extra=describe(CloseSessionBody, answer=CloseSessionAnswer)
     )
     async def close_session(request: Request) -> Response:
-        body = checked(_parsed(await read_bytes(request)), CloseSessionBody)
+        body = await _read(request, CloseSessionBody)
         return json_response({"resources_session_id": body.resources_session_id})
 
     @routes.post(
@@ -178,8 +200,14 @@ def router(service: Service) -> APIRouter:
         openapi_extra=describe(AggregateBody, answer=AggregateAnswer),
     )
     async def aggregate(request: Request) -> Response:
-        body = checked(_parsed(await read_bytes(request)), AggregateBody)
-        return json_response(aggregate_metrics(body.verify_responses))
+        content = await read_bytes(request)
+        deadline: float = request.scope["treeward"].deadline
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                return await loop.run_in_executor(statistics, _aggregated, content, service.config)
+        except TimeoutError as error:
+            raise Refusal(504, "deadline_exceeded", "the statistics were not made in time") from error
 
     @routes.get("/reverify_mode", summary="Rollouts may be verified again at any time")
     async def reverify_mode(request: Request) -> Response:
@@ -234,15 +262,78 @@ def _failure(reason: str) -> dict[str, Any]:
     }
 
 
-async def _answer(service: Service, given: Mapping[str, Any], deadline: float) -> Answer | str:
-    """The answer, or why there is none."""
-    model = service.engine.model(None)
+@dataclass(frozen=True, slots=True)
+class _Rollout:
+    """A body of `/verify`. `conversation`: or why it is none."""
+
+    given: Mapping[str, Any]
+    conversation: Conversation | str
+    threshold: float | None = None
+
+
+def _rollout(content: bytes, model: ServedModel, limits: ServerConfig) -> _Rollout:
+    given = _parsed(content)
+    most = max(limits.max_conversation_characters // MESSAGE_CHARACTERS, 1)
+    if any(len(items) > most for items in _items(given)):  # before anything is done with each of them
+        return _Rollout(given, too_long(limits.max_conversation_characters).error or "")
+    body = checked(given, VerifyBody, limits)
     try:
-        messages = conversation_of(
+        conversation: Conversation | str = conversation_of(
             given["responses_create_params"], given["response"]["output"], developer=developer_role(model)
         )
-        references = _references(model, given)
-        answers = await service.answer(None, [messages], deadline=deadline, reference_answers=references)
+    except DataError as error:
+        conversation = " ".join(str(error).split())
+    return _Rollout(given, conversation, body.reward_threshold)
+
+
+def _items(given: Any) -> list[list[Any]]:
+    """The lists of items of a body that need not be as documented."""
+    if not isinstance(given, dict):
+        return []
+    parts = [(given.get("responses_create_params"), "input"), (given.get("response"), "output")]
+    lists = [part.get(key) for part, key in parts if isinstance(part, dict)]
+    return [items for items in lists if isinstance(items, list)]
+
+
+def _aggregated(content: bytes, limits: ServerConfig) -> Response:
+    """Statistics of a body. Raises `Refusal` 413 for more rows, names or numbers than they are made of in a minute."""
+    given = _parsed(content)
+    rows = given.get("verify_responses") if isinstance(given, dict) else None
+    if isinstance(rows, list) and len(rows) > _MOST_ROWS:
+        raise _too_many("rollouts", _MOST_ROWS)
+    rows = checked(given, AggregateBody, limits).verify_responses
+    names: set[str] = set()
+    num_values = 0
+    for row in rows:
+        response = row.get("response")
+        usage = response.get("usage") if isinstance(response, dict) else None
+        for part in (row, usage if isinstance(usage, dict) else {}):
+            measured = [name for name, value in part.items() if isinstance(value, int | float)]
+            names.update(measured)
+            num_values += len(measured)
+        if len(names) > _MOST_NAMES:
+            raise _too_many("names of numbers", _MOST_NAMES)
+        if num_values > _MOST_VALUES:
+            raise _too_many("numbers", _MOST_VALUES)
+    return json_response(aggregate_metrics(rows))
+
+
+def _too_many(what: str, most: int) -> Refusal:
+    return Refusal(413, "too_many_rows", f"too many {what} in one request; at most {most}", param="verify_responses")
+
+
+async def _read(request: Request, body: type[_Body]) -> _Body:
+    limits = limits_of(request)
+    return await read_as(request, lambda content: checked(_parsed(content), body, limits))
+
+
+async def _answer(service: Service, model: ServedModel, rollout: _Rollout, deadline: float) -> Answer | str:
+    """The answer, or why there is none."""
+    if isinstance(rollout.conversation, str):
+        return rollout.conversation
+    references = _references(model, rollout.given)
+    try:
+        answers = await service.answer(None, [rollout.conversation], deadline=deadline, reference_answers=references)
         return answers[0]
     except DataError as error:
         return " ".join(str(error).split())

@@ -62,7 +62,7 @@ def router(service: Service) -> APIRouter:
         ending = Ending.of(served)
         queries = [ending.completed(text) for text in _as_list(body.query)]
         replies = _replies(ending, queries, body.prompts)
-        answers, headers = await answer_texts(service, request, model, queries, replies=replies)
+        answers, headers = await answer_texts(service, request, model, queries, replies=replies, reply_field="prompts")
         rewards = [answer.value for answer in answers]
         result: dict[str, Any] = {"rewards": rewards, "scores": rewards}
         if served.shaper is not None:

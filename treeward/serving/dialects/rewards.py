@@ -16,14 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.serving.bodies import Body, Chat, describe, json_response, read
+from treeward.serving.bodies import Chat, describe, json_response
+from treeward.serving.dialects.known_keys import OwnBody, read_known
 from treeward.serving.refusals import Refusal
-from treeward.serving.service import Answer, Service
+from treeward.serving.service import MOST_MESSAGES, Answer, Service
 
 __all__ = ["router"]
 
 
-class RewardsBody(Body):
+class RewardsBody(OwnBody):
     """Whole conversations, or several completions of one context."""
 
     model: str | None = None
@@ -31,7 +32,7 @@ class RewardsBody(Body):
     conversations: list[Chat] | None = None
     """Conversations that end with an assistant's message."""
     context: Chat | None = None
-    """What the completions continue."""
+    """What the completions continue; [] for completions that continue nothing."""
     completions: list[Chat | str] | None = Field(default=None, min_length=1)
     """Messages, or the text of an assistant's message."""
     reference_answers: list[str | list[Any] | None] | None = None
@@ -81,7 +82,7 @@ def router(service: Service) -> APIRouter:
         openapi_extra=describe(RewardsBody, answer=RewardsAnswer),
     )
     async def rewards(request: Request) -> Response:
-        body = await read(request, RewardsBody)
+        body = await read_known(request, RewardsBody)
         conversations = _conversations(body)
         if body.reference_answers is not None and len(body.reference_answers) != len(conversations):
             raise Refusal(
@@ -117,11 +118,21 @@ def _conversations(body: RewardsBody) -> list[Any]:
     if (body.conversations is None) == (body.completions is None):
         raise Refusal(422, "invalid_request", "give either conversations, or completions with their context")
     if body.conversations is not None:
+        if body.context is not None:
+            what = "context: conversations are whole; a context is for completions"
+            raise Refusal(422, "invalid_request", what, param="context")
         return list(body.conversations)
+    if body.context is None:
+        what = "context: give what the completions continue, or [] where they continue nothing"
+        raise Refusal(422, "invalid_request", what, param="context")
     ends = [
         [{"role": "assistant", "content": one}] if isinstance(one, str) else list(one) for one in body.completions or ()
     ]
-    return [[*(body.context or ()), *end] for end in ends]
+    num_messages = (len(body.context) + 1) * len(ends)
+    if num_messages > MOST_MESSAGES:  # a small body would become a large thing
+        message = f"{len(ends)} completions of {len(body.context)} messages; at most {MOST_MESSAGES} messages in all"
+        raise Refusal(413, "too_many_messages", message, param="completions")
+    return [[*body.context, *end] for end in ends]
 
 
 def _row(index: int, answer: Answer) -> dict[str, Any]:

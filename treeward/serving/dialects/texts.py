@@ -5,15 +5,18 @@
 Their clients render, and some tokenize, conversations themselves. A text's BOS (or CLS and SEP) is not doubled, and one
 that is missing is added, whatever else the client asks for; token ids are taken as they are. What does not begin or end
 as the model's own conversations do is scored all the same, for the text is the client's: but its score is read at
-another token than in training, so the answer has the header `X-Treeward-Warning` and a counter goes up.
+another token than in training, so the answer has the header `X-Treeward-Warning`, a counter goes up, and the log has a
+line about it, once a minute.
 """
 
 from __future__ import annotations
 
 import base64
+import logging
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +29,7 @@ from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.serving.models import Asked, RenderedText, ServedModel
+from treeward.serving.refusals import Refusal
 from treeward.serving.service import Answer, Service
 
 __all__ = [
@@ -46,6 +50,8 @@ __all__ = [
     "sigmoid",
 ]
 
+logger = logging.getLogger(__name__)
+
 WARNING_HEADER = "X-Treeward-Warning"
 WARNING_DOCS = {
     WARNING_HEADER: {
@@ -65,6 +71,7 @@ MODEL_PARAMETER = {
 """For the description of a route whose bodies name no model."""
 
 _SHOWN = 16
+_QUIET_SECONDS = 60.0
 _ANSWERS = "Romam.", "Quo vadis"
 _QUESTIONS: tuple[list[Message], ...] = (
     [{"role": "user", "content": "Quo vadis?"}],
@@ -170,14 +177,34 @@ async def answer_texts(
     texts: Sequence[Any],
     *,
     replies: Sequence[str | None] | None = None,
+    reply_field: str | None = None,
 ) -> tuple[list[Answer], dict[str, str]]:
     """As `ask`, for rendered texts and token ids; with the headers of the response.
 
-    `replies`: the texts of the answers, by which shaping measures length; None where they are not known.
+    `replies`: the texts of the answers, by which shaping measures length; None where they are not known. `reply_field`:
+    the key of the dialect's bodies that would make them known; None where it has none.
     """
+    _check_replies(service, model, replies or [None] * len(texts), reply_field)
     asked = [RenderedText(text, reply) for text, reply in zip(texts, replies or [None] * len(texts), strict=True)]
     answers = await ask(service, request, model, asked)
     return answers, _warnings(service, model, texts)
+
+
+def _check_replies(service: Service, model: str | None, replies: Sequence[str | None], reply_field: str | None) -> None:
+    served = service.engine.model(model_or_path(service, model))
+    if served.shaper is None or not served.shaper.reads_replies or None not in replies:
+        return
+    place = replies.index(None)
+    if reply_field is None:
+        what = (
+            "and this dialect has no field for it: send messages, or the prompt beside the text (/get_reward, /slime)"
+        )
+    elif reply_field == "messages":
+        what = "which a rendered text does not show: send messages, or the prompt beside the text (/get_reward, /slime)"
+    else:
+        what = f"send messages, or the prompt with which the text begins, in {reply_field}"
+    message = f"conversation {place}: the rewards of {served.name} depend on the reply, {what}"
+    raise Refusal(422, "cannot_be_scored", message, param=reply_field)
 
 
 def sigmoid(value: float) -> float:
@@ -284,18 +311,45 @@ class Ending:
 _endings: WeakKeyDictionary[ServedModel, Ending] = WeakKeyDictionary()
 
 
+@dataclass(slots=True)
+class _Odd:
+    """What was not told yet of the odd texts of a model, by kind, and when the log was last told."""
+
+    untold: dict[str, int] = field(default_factory=dict)
+    told: dict[str, float] = field(default_factory=dict)
+
+    def note(self, name: str, kind: str, number: int, what: str) -> None:
+        self.untold[kind] = self.untold.get(kind, 0) + number
+        now = time.monotonic()
+        if kind in self.told and now - self.told[kind] < _QUIET_SECONDS:
+            return
+        number = self.untold.pop(kind)
+        self.told[kind] = now
+        logger.warning(
+            "%s: %d text%s since the last such line do%s not %s, as this model's conversations do: they are scored "
+            "all the same, but not as in training. The counter treeward_odd_texts_total has them all.",
+            name, number, "" if number == 1 else "s", "es" if number == 1 else "", what,
+        )  # fmt: skip
+
+
+_odd: WeakKeyDictionary[ServedModel, _Odd] = WeakKeyDictionary()
+
+
 def _warnings(service: Service, model: str | None, texts: Sequence[Any]) -> dict[str, str]:
     served = service.engine.model(model_or_path(service, model))
     ending = Ending.of(served)
     cut = [i for i, text in enumerate(texts) if ending.is_cut(text)]
     begun = [i for i, text in enumerate(texts) if ending.is_begun_otherwise(text)]
     said = []
+    odd = _odd.setdefault(served, _Odd())
     if cut:
         service.metrics.odd_texts.labels(served.name, "end").inc(len(cut))
         end = ascii(ending.text) if ending.text else f"the tokens {list(ending.ids)}"
+        odd.note(served.name, "end", len(cut), f"end with {end}")
         said.append(f"{_which(cut, texts)} not end with {end}, as this model's conversations do")
     if begun:
         service.metrics.odd_texts.labels(served.name, "begin").inc(len(begun))
+        odd.note(served.name, "begin", len(begun), f"begin with exactly one token {ending.first_id}")
         said.append(f"{_which(begun, texts)} not begin with exactly one token {ending.first_id}, as they do")
     return {WARNING_HEADER: "; ".join(said)} if said else {}
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,19 +28,20 @@ from treeward.errors import TreewardError
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.prefixes import AnswerPrefixes, answer_prefixes
 from treeward.scoring.scorer import as_conversations
-from treeward.serving.bodies import Body, Chat, describe, json_response, read
-from treeward.serving.models import RenderedText, ServedModel, Stem
+from treeward.serving.bodies import Chat, describe, json_response
+from treeward.serving.dialects.known_keys import OwnBody, read_known
+from treeward.serving.models import RenderedText, ServedModel, Stem, too_long, weight
 from treeward.serving.refusals import Refusal
 from treeward.serving.service import Service
 
 __all__ = ["router"]
 
 
-class TraceBody(Body):
+class TraceBody(OwnBody):
     """One answer to one context."""
 
-    context: Chat = []
-    """What the completion continues."""
+    context: Chat
+    """What the completion continues; [] for one that continues nothing."""
     completion: Chat | str
     """The answer: the text of an assistant's message, or messages of which the last is gone through."""
     model: str | None = None
@@ -92,7 +92,8 @@ class Trace(TypedDict):
 def router(service: Service) -> APIRouter:
     """The route of this dialect."""
     routes = APIRouter(tags=["treeward"])
-    threads = ThreadPoolExecutor(1, thread_name_prefix="treeward-trace")
+    # What waits for it and is not wanted any more, as its time is over or its client has gone, is never begun.
+    threads = service.pool("trace")
 
     @routes.post(
         "/v1/rewards/trace",
@@ -100,9 +101,10 @@ def router(service: Service) -> APIRouter:
         openapi_extra=describe(TraceBody, answer=Trace),
     )
     async def trace(request: Request) -> Response:
-        body = await read(request, TraceBody)
+        body = await read_known(request, TraceBody)
         deadline: float = request.scope["treeward"].deadline
         model = _traceable(service, body.model)
+        _check_length(service, body)
         try:
             async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
                 prefixes = await asyncio.get_running_loop().run_in_executor(threads, _prefixes, model, body)
@@ -143,13 +145,26 @@ def _traceable(service: Service, name: str | None) -> ServedModel:
     return model
 
 
+def _check_length(service: Service, body: TraceBody) -> None:
+    limit = service.config.max_conversation_characters
+    completion: list[Any] = [body.completion] if isinstance(body.completion, str) else list(body.completion)
+    if weight([*body.context, *completion], limit) > limit:
+        raise Refusal(422, "cannot_be_scored", too_long(limit).error or "", param="completion")
+
+
 def _prefixes(model: ServedModel, body: TraceBody) -> AnswerPrefixes:
     context: list[Any] = list(body.context)
     completion: Any = body.completion
     try:
         return answer_prefixes(model.scorer.renderer, as_conversations(context, [completion])[0])
     except TreewardError as error:
-        raise Refusal(422, "cannot_be_scored", Refusal.of(error).message, param="completion") from error
+        raise Refusal(422, "cannot_be_scored", _in_words(error), param="completion") from error
+
+
+def _in_words(error: TreewardError) -> str:
+    """The error as a sentence: the lines of a terminal, put one after another, are none."""
+    details = [str(part) for part in (error.got, error.need and f"need {error.need}") if part]
+    return "; ".join([error.summary, *details])
 
 
 def _evenly(num_pieces: int, most: int) -> list[int]:

@@ -172,7 +172,9 @@ async def _values(
         conversation: list[Any] = list(body.messages)
         answers = await ask(service, request, body.model, [conversation])
     else:
-        answers, headers = await answer_texts(service, request, body.model, as_list(body.input or []))
+        answers, headers = await answer_texts(
+            service, request, body.model, as_list(body.input or []), reply_field="messages"
+        )
     _check_lengths(answers, body.truncate_prompt_tokens)
     values = [answer.value for answer in answers if answer.value is not None]
     asked = (body.use_activation, body.activation, body.softmax)

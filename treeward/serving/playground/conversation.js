@@ -8,6 +8,7 @@ const ROLE_OF = { human: "user", ai: "assistant", bot: "assistant", gpt: "assist
 
 export class Unreadable extends Error {}
 
+export const isEmpty = ({ content, ...more }) => !content?.length && Object.keys(more).every((key) => key === "role");
 export const answerOf = (content) => ({ role: "assistant", content });
 export const empty = () => ({ model: null, context: [{ role: "user", content: "" }], answers: [answerOf(""), answerOf("")] });
 

@@ -1,5 +1,5 @@
 // The page: what is written is scored, shared and kept.
-import { Unreadable, asBody, empty, fromFragment, fromText, toFragment } from "./conversation.js";
+import { Unreadable, asBody, empty, fromFragment, fromText, isEmpty, toFragment } from "./conversation.js";
 import { Editor } from "./editor.js";
 import { byId, formatNumber, h, isNumber, kept, nameOf, plural } from "./elements.js";
 import { showScores } from "./results.js";
@@ -85,20 +85,22 @@ async function score() {
   const turn = (running = new AbortController());
   settle();
   if (!state.answers.length) return complain(new Unreadable("There is no answer to score: add one."));
+  if (state.answers.every(isEmpty)) return complain(new Unreadable(state.answers.length === 1 ? "The answer is empty: write it first." : "The answers are empty: write at least one."));
   if (!served.length && !(await loadModels())) return undefined;
   const body = structuredClone(asBody(state));
+  const blank = state.answers.map(isEmpty);
   const model = chosen();
   say("Scoring.");
   byId("score").setAttribute("aria-busy", "true");
   try {
     const answer = await rewards(body, turn.signal);
     if (turn !== running) return undefined;
-    scored = { body, model: answer.model, contract: answer.contract, rows: answer.data, traces: [] };
+    scored = { body, model: answer.model, contract: answer.contract, rows: answer.data, blank, traces: [] };
     byId("results").hidden = false;
     byId("stale").hidden = true;
     byId("trace").hidden = true;
     showTraces([]);
-    say(showScores(answer.data, model));
+    say(showScores(answer.data, model, blank));
     if (byId("with-trace").checked) await traceAll(body, turn);
   } catch (error) {
     if (turn === running) {
@@ -112,12 +114,12 @@ async function score() {
 }
 
 async function traceAll(body, turn) {
-  const { rows } = scored;
+  const { rows, blank } = scored;
   byId("trace").hidden = false;
   byId("trace-status").textContent = "Scoring the beginnings of the answers.";
   const problems = [];
   const asked = body.completions.map(async (completion, index) => {
-    if (!isNumber(rows[index].score)) return null;
+    if (!isNumber(rows[index].score) || blank[index]) return null; // without text there are no tokens to go over
     try {
       return { index, ...(await trace({ ...(body.model && { model: body.model }), context: body.context, completion, max_points: 128 }, turn.signal)) };
     } catch (error) {

@@ -27,7 +27,7 @@ from treeward.serving.rollouts.requests import RequestFailed
 from treeward.serving.rollouts.rewards import RewardSource
 from treeward.serving.rollouts.rows import Job, Task, plan
 
-__all__ = ["Collected", "Files", "Settings", "collect"]
+__all__ = ["Collected", "Files", "Settings", "check_free", "collect"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,13 @@ async def collect(
     numbers = _claim(files, identity, {job.key: job.task for job in jobs}, resume=settings.resume)
     done = {(row[TASK_INDEX], row[ROLLOUT_INDEX]) for row in numbers}
     outcome = Collected(num_kept=len(done))
-    waiting = iter([job for job in jobs if job.key not in done])
+    todo = [job for job in jobs if job.key not in done]
     async with AsyncExitStack() as stack:
         if rewards is not None:
             stack.push_async_callback(rewards.close)
+        if todo:  # a run that is complete needs nobody
+            await policy.check_listens()
+        waiting = iter(todo)
         output = stack.enter_context(_writer(files.output, "a"))
         failures = stack.enter_context(_writer(files.beside("failures", ".jsonl"), "w"))
         worker = _Worker(policy, rewards, output, failures, outcome, numbers, advance)
@@ -146,6 +149,18 @@ class _Worker:
         self.outcome.first_failure = self.outcome.first_failure or reason
 
 
+def check_free(files: Files, *, resume: bool) -> bool:
+    """Whether there are rollouts already. Raises `ConfigError` where there are and nothing says to go on with them."""
+    there = files.output.exists() and files.output.stat().st_size > 0
+    if there and not resume:
+        raise ConfigError(
+            "there are rollouts already",
+            where=str(files.output),
+            need="another --output, or --resume to go on with them",
+        )
+    return there
+
+
 def _claim(
     files: Files, identity: Mapping[str, Any], tasks: Mapping[Key, Task], *, resume: bool
 ) -> list[dict[str, Any]]:
@@ -153,14 +168,7 @@ def _claim(
     settings_file = files.beside("settings", ".json")
     try:
         files.output.parent.mkdir(parents=True, exist_ok=True)
-        there = files.output.exists() and files.output.stat().st_size > 0
-        if there and not resume:
-            raise ConfigError(
-                "there are rollouts already",
-                where=str(files.output),
-                need="another --output, or --resume to go on with them",
-            )
-        if there:
+        if check_free(files, resume=resume):
             _check_same(settings_file, identity)
             found: dict[Key, dict[str, Any]] = {}
             for key, measured in read_kept(files.output, lambda row, where: _kept(row, where, tasks)):

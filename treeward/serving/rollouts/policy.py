@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from treeward.data.preference import Message
 from treeward.errors import DataError
-from treeward.serving.rollouts.requests import Endpoint, RequestFailed, post
+from treeward.serving.rollouts.requests import Endpoint, RequestFailed, check_listens, post
 from treeward.serving.rollouts.rows import Task
 
 __all__ = ["Api", "Policy"]
@@ -50,6 +50,10 @@ class Policy:
             if key not in _READ_BEFORE:
                 body |= _in_chat(key, value, task.where)
         return body
+
+    async def check_listens(self) -> None:
+        """Raises `ModelError` where nothing answers at the policy's address."""
+        await check_listens(self.endpoint)
 
     async def answer(self, task: Task) -> dict[str, Any]:
         """What the policy says. Raises as `post`, and `RequestFailed` for an answer that is none."""

@@ -15,11 +15,13 @@ from typing import Any
 import httpx
 import orjson
 
+from treeward.client.http import is_certificate
 from treeward.errors import ConfigError, ModelError
 
-__all__ = ["Endpoint", "RequestFailed", "base_url", "get", "post"]
+__all__ = ["Endpoint", "RequestFailed", "base_url", "check_listens", "get", "post"]
 
 _LONGEST_PAUSE = 60.0
+_FIRST_SECONDS = 10.0
 _WORTH_ANOTHER = frozenset({408, 409, 425, 429})
 _WRONG_SETTING = frozenset({401, 403, 404, 405})
 
@@ -52,7 +54,7 @@ async def post(endpoint: Endpoint, body: Any) -> Any:
     """The JSON that answers it.
 
     Raises `RequestFailed` once the attempts are used up, and at once for a request that is refused for what it holds;
-    `ModelError` for an address or a token that is wrong for every request.
+    `ModelError` for an address, a token or a certificate that is wrong for every request.
     """
     return await _ask(endpoint, "POST", body)
 
@@ -62,12 +64,31 @@ async def get(endpoint: Endpoint) -> Any:
     return await _ask(endpoint, "GET", None)
 
 
+async def check_listens(endpoint: Endpoint) -> None:
+    """Raises `ModelError` where nothing answers at the address. Any answer will do, and so will one that is late."""
+    try:
+        await endpoint.client.get(endpoint.url, headers=endpoint.headers, timeout=_FIRST_SECONDS)
+    except httpx.ConnectError as error:
+        if is_certificate(error):
+            raise _untrusted(endpoint, error) from error
+        raise ModelError(
+            "the server cannot be reached",
+            where=endpoint.url,
+            got=str(error) or type(error).__name__,
+            need="a server that listens there",
+        ) from error
+    except httpx.RequestError:
+        pass  # there is somebody: what is wrong with a request is told of that request
+
+
 async def _ask(endpoint: Endpoint, method: str, body: Any) -> Any:
     for attempt in range(endpoint.max_retries + 1):
         asked_for = 0.0
         try:
             response = await endpoint.client.request(method, endpoint.url, json=body, headers=endpoint.headers)
         except httpx.RequestError as error:
+            if is_certificate(error):
+                raise _untrusted(endpoint, error) from error
             problem = f"{type(error).__name__}: {error}".rstrip(": ")
         else:
             if response.is_success:
@@ -87,6 +108,16 @@ async def _ask(endpoint: Endpoint, method: str, body: Any) -> Any:
             pause = endpoint.pause * 2**attempt * random.uniform(0.5, 1.0)
             await asyncio.sleep(min(max(pause, asked_for), _LONGEST_PAUSE))
     raise RequestFailed(f"{problem} ({endpoint.max_retries + 1} attempts)")
+
+
+def _untrusted(endpoint: Endpoint, error: httpx.RequestError) -> ModelError:
+    return ModelError(
+        "the server's certificate is not trusted",
+        where=endpoint.url,
+        got=str(error),
+        need="a certificate that this machine trusts, for this address",
+        fix="name the certificates to trust: --tls-ca FILE, or SSL_CERT_FILE in the environment",
+    )
 
 
 def _parsed(response: httpx.Response, url: str) -> Any:

@@ -52,7 +52,8 @@ class LocalRewards:
     async def identity(self) -> dict[str, Any]:
         model = self.service.engine.model(None)
         shaping = None if model.shaper is None else model.shaper.config.model_dump(mode="json")
-        return {"model": model.name, "contract": model.contract_sha256, "shaping": shaping}
+        is_one = len(model.contracts) == 1 and len(model.contracts[0].heads) == 1
+        return _identity(model.name, model.contract_sha256, shaping, is_one=is_one)
 
     async def of(
         self, params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
@@ -88,7 +89,7 @@ class RemoteRewards:
     async def identity(self) -> dict[str, Any]:
         try:
             listed = (await get(self.models))["data"]
-            served = {one["id"]: one.get("contract") for one in listed}
+            served = {one["id"]: one for one in listed}
         except (RequestFailed, KeyError, TypeError) as error:
             raise ModelError(
                 "the server of the rewards does not say which models it has",
@@ -97,14 +98,17 @@ class RemoteRewards:
                 need="a running `treeward serve`",
             ) from error
         name = self.model or next(iter(served), None)
-        if name not in served:
+        if name is None or name not in served:
             raise ModelError(
                 "the server has no such reward model",
                 where=self.models.url,
                 got=self.model,
                 need=", ".join(served) or "a model",
             )
-        return {"model": name, "contract": served[name]}
+        one = served[name]
+        shaping = "the server's" if one.get("shaped") else None
+        is_one = len(one.get("members", ())) == 1 and len(one.get("heads", ())) == 1
+        return _identity(name, one.get("contract"), shaping, is_one=is_one)
 
     async def of(
         self, params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
@@ -127,6 +131,15 @@ class RemoteRewards:
 
     async def close(self) -> None:
         pass
+
+
+def _identity(name: str, contract: str | None, shaping: Any, *, is_one: bool) -> dict[str, Any]:
+    """Of one model with one head the contract says it all, wherever it runs and whatever it is called there; what
+    several become depends on a method as well, for which the name has to stand.
+    """
+    if contract is not None and shaping is None and is_one:
+        return {"contract": contract}
+    return {"model": name, "contract": contract, "shaping": shaping}
 
 
 def _verdict(answer: Answer, row: Mapping[str, Any]) -> dict[str, Any]:
