@@ -97,9 +97,14 @@ def test_wrong_bodies(client: Any, content: bytes, status: int, code: str) -> No
 
 
 def test_a_wrong_body_of_millions_of_mistakes_is_refused_briefly(client: Any) -> None:
-    response = client.post("/v1/rewards", content=b'{"conversations": [' + b"0," * 1_000_000 + b"0]}")
-    assert refusal(response) == (422, "invalid_request")
-    assert len(response.content) < 1000
+    many = b"0," * 1_000_000 + b"0"
+    for content, expected in (
+        (b'{"conversations": [[' + many + b"]]}", (422, "invalid_request")),
+        (b'{"conversations": [' + many + b"]}", (413, "too_many_conversations")),
+    ):
+        response = client.post("/v1/rewards", content=content)
+        assert refusal(response) == expected
+        assert len(response.content) < 1000
     with pytest.raises(ValidationError) as invalid:
         RewardsBody.model_validate({"conversations": [0] * 100, "completions": [[0] * 100] * 100})
     assert len(invalid.value.errors()) <= 4  # of each form that a part may have, the first

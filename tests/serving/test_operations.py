@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from treeward.errors import ConfigError
 from treeward.scoring.score import Score
-from treeward.serving import logs
+from treeward.serving import gate, logs
 from treeward.serving.models import ServedModel
 from treeward.serving.protocol import MOST_HEADER_BYTES
 from treeward.serving.service import Service
@@ -61,15 +61,17 @@ def head(length: int | None, *more: str) -> bytes:
 def answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
     """The next answer on a connection: status, headers, body."""
     received = b""
-    while b"\r\n\r\n" not in received:
-        part = connection.recv(65536)
+    while not received.endswith(b"\r\n\r\n"):
+        part = connection.recv(1)  # what comes after it may be the next answer
         assert part, f"the connection ended after {received!r}"
         received += part
     first, _, body = received.partition(b"\r\n\r\n")
     status, *lines = first.decode().split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     while len(body) < int(headers["content-length"]):
-        body += connection.recv(65536)
+        part = connection.recv(min(2**20, int(headers["content-length"]) - len(body)))
+        assert part, "the connection ended within an answer"
+        body += part
     return int(status.split()[1]), headers, body
 
 
@@ -77,6 +79,10 @@ def code(body: bytes) -> str:
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "code", "param", "request_id"}
     return str(error["code"])
+
+
+def chunked(*parts: bytes) -> bytes:
+    return head(None, "transfer-encoding: chunked") + b"".join(parts)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -167,6 +173,25 @@ def test_a_slow_body(make_service: Callable[..., Service], serve_on_loopback: An
         assert answer(other)[0] == 200
         status, headers, body = answer(slow)
         assert (status, code(body)) == (408, "body_timeout")
+        assert headers["connection"] == "close" and is_closed(slow)
+
+
+def test_who_goes_on_sending_after_a_timeout_is_cut_off(
+    make_service: Callable[..., Service], serve_on_loopback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_LINGER_SECONDS", 0.2)
+    with connect(serve_on_loopback(make_service(body_seconds=0.3))) as slow:
+        slow.sendall(head(60_000))
+        status, headers, body = answer(slow)
+        assert (status, code(body), headers["connection"]) == (408, "body_timeout", "close")
+        for _ in range(200):
+            try:
+                slow.sendall(b" ")
+            except OSError:
+                break
+            time.sleep(0.02)
+        else:
+            pytest.fail("the connection is still open")
 
 
 @pytest.mark.parametrize(
@@ -220,6 +245,58 @@ def test_what_is_no_http(service: Service, serve_on_loopback: Any) -> None:
         assert (status, code(body), headers["connection"]) == (400, "invalid_http", "close")
         assert is_closed(connection)
     assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_what_is_no_http_after_a_request(service: Service, serve_on_loopback: Any) -> None:
+    """What was accepted is answered, and the connection ends after it."""
+    with connect(serve_on_loopback(service)) as connection:
+        connection.sendall((head(len(BODY)) + BODY) * 2 + b"GARBAGE\r\n\r\n")
+        assert answer(connection)[0] == 200
+        status, headers, body = answer(connection)
+        assert status == 200 and len(json.loads(body)["data"]) == 1 and headers["connection"] == "close"
+        assert is_closed(connection)
+    until(lambda: 'code="invalid_http"} 1.0' in service.metrics.exposition().decode())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(chunked(b"zz\r\n"), id="no length"),
+        pytest.param(chunked(b"5\r\nabcdefgh\r\n"), id="wrong length"),
+        pytest.param(head(None, "transfer-encoding: xchunked") + BODY, id="xchunked"),
+    ],
+)
+def test_a_body_that_is_no_http(service: Service, serve_on_loopback: Any, sent: bytes) -> None:
+    with connect(serve_on_loopback(service)) as connection:
+        connection.sendall(sent)
+        status, headers, body = answer(connection)
+        assert (status, code(body), headers["connection"]) == (400, "invalid_http", "close")
+        assert is_closed(connection)
+    assert service.metrics.exposition().decode().count('code="invalid_http"} 1.0') == 1
+
+
+def test_a_body_is_held_until_its_answer_is_sent(make_service: Callable[..., Service], serve_on_loopback: Any) -> None:
+    """Who does not read is cut off; who does gets all of it."""
+    service = make_service(body_seconds=1.0)
+    url = serve_on_loopback(service)
+    said = {"output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]}
+    body = json.dumps(
+        {"responses_create_params": {"input": "2 + 2?"}, "response": said, "echoed": "x" * (24 * 2**20)}
+    ).encode()
+    sent = head(len(body)).replace(b"/v1/rewards", b"/verify") + body
+    with connect(url) as reads, connect(url) as waits:
+        reads.sendall(sent)
+        status, _, verified = answer(reads)
+        assert status == 200 and "reward" in json.loads(verified) and len(verified) > len(body)
+        until(lambda: service.held_bytes == 0)
+        waits.sendall(sent)
+        until(lambda: service.num_requests == 0 and service.held_bytes == len(body))
+        until(lambda: service.held_bytes == 0)
+        received = 0
+        with pytest.raises((ConnectionResetError, AssertionError)):
+            while part := waits.recv(2**20):
+                received += len(part)
+            assert received > len(body)
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["declared", "chunked"])

@@ -166,6 +166,20 @@ def test_a_second_interrupt_waits_for_nothing(start: Callable[..., ServerProcess
 
 
 @pytest.mark.slow
+def test_it_ends_in_time_whatever_a_thread_is_at(start: Callable[..., ServerProcess]) -> None:
+    """A model that is busy for 40 seconds with what nobody waits for any more."""
+    server = start("shutdown_seconds=1", seconds=40.0)
+    late = httpx.post(f"{server.url}/v1/rewards", json=BODY, headers={"x-deadline-seconds": "0.5"}, timeout=30)
+    assert late.status_code == 504
+    began = time.monotonic()
+    server.tell(signal.SIGTERM)
+    assert server.wait() == 0
+    assert time.monotonic() - began < 20
+    messages = [line["message"] for line in server.lines]
+    assert messages[-2] == "Shut down." and messages[-1].startswith("Left without waiting for treeward-")
+
+
+@pytest.mark.slow
 def test_it_listens_only_when_the_model_is_there(served_folder: Path) -> None:
     """Whoever waits for the port to answer finds a server that scores."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any, cast
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -64,7 +65,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope[CONNECTION] = Connection(self._writing.when_written)  # type: ignore[typeddict-unknown-key]
+        cast("dict[str, Any]", self.scope)[CONNECTION] = Connection(self._writing.when_written)
         self._in_headers, self._header_bytes = True, 0
         self._start_timer()
 
@@ -113,15 +114,17 @@ class _Protocol(HttpToolsProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Answer what has not become a request, and close the connection."""
         self._stop_timer()
-        self.service.metrics.refused.labels(refusal.code).inc()
         if self._is_answering:
             # A second answer would only confuse whoever reads the first, which is finished.
             self._is_ending = True
             self.cycle.keep_alive = False
             if self.cycle.more_body:  # it is the body of this request that is wrong: it waits for no more
-                self.cycle.scope[CONNECTION].broken = refusal  # type: ignore[typeddict-item]
+                cast("dict[str, Any]", self.cycle.scope)[CONNECTION].broken = refusal
                 self.cycle.message_event.set()
+            else:
+                self.service.metrics.refused.labels(refusal.code).inc()
             return
+        self.service.metrics.refused.labels(refusal.code).inc()
         request_id = secrets.token_hex(8)
         body = orjson.dumps(error_body(refusal, request_id))
         head = [

@@ -147,8 +147,9 @@ def _traceable(service: Service, name: str | None) -> ServedModel:
 
 def _check_length(service: Service, body: TraceBody) -> None:
     limit = service.config.max_conversation_characters
-    completion: list[Any] = [body.completion] if isinstance(body.completion, str) else list(body.completion)
-    if weight([*body.context, *completion], limit) > limit:
+    context: list[Any] = list(body.context)
+    completion: list[Any] = [{"content": body.completion}] if isinstance(body.completion, str) else [*body.completion]
+    if weight(context + completion, limit) > limit:
         raise Refusal(422, "cannot_be_scored", too_long(limit).error or "", param="completion")
 
 
