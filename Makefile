@@ -1,6 +1,7 @@
 # make quickstart   train a small reward model on the bundled data and score with it (a minute on two cores)
 # make test         the tests (five minutes on two cores); make test-slow: the slow ones; make check: style, types, layers
-# make benchmark    the side-by-side measurements; make docs: what is generated in docs/
+# make benchmark    the side-by-side measurements; make soak: the server under ten minutes of mixed traffic
+# make docs         what is generated in docs/
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of two test processes: tiny models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: env env-dev quickstart test test-slow check benchmark docs clean
+.PHONY: env env-dev quickstart test test-slow check benchmark soak docs clean
 
 env: $(VENV)/.ready
 env-dev: $(VENV)/.ready-dev
@@ -42,6 +43,10 @@ check: env-dev
 benchmark: env-dev
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/scoring.py
+	$(BIN)/python benchmarks/serving.py
+
+soak: env-dev
+	$(BIN)/python benchmarks/soak.py
 
 docs: env-dev
 	$(BIN)/python -m treeward.config.reference > docs/config.md

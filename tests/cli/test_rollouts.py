@@ -134,6 +134,37 @@ def test_a_rewards_server_gives_what_verify_would(model_folder: Path) -> None:
     asyncio.run(ask())
 
 
+def test_a_rewards_server_compares_with_the_references_of_a_row(model_folder: Path) -> None:
+    import asyncio
+
+    import httpx
+
+    from treeward.config.server import ServerConfig
+    from treeward.serving.app import create_app
+    from treeward.serving.rollouts.requests import Endpoint, RequestFailed
+    from treeward.serving.rollouts.rewards import LocalRewards, RemoteRewards
+    from treeward.serving.run import make_service
+
+    section = {"model": str(model_folder), "device": "cpu", "shaping": {"reference": "par", "reference_key": "gold"}}
+    service = make_service(ServerConfig.model_validate({"models": [section]}))
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            remote, local = RemoteRewards.at(Endpoint(client, "http://here/v1")), LocalRewards(service)
+            output = [{"type": "message", "role": "assistant", "content": "The Amazon."}]
+            params = {"input": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Why?"}]}
+            found = await remote.of(params, output, {"gold": "The Nile."})
+            assert found == await local.of(params, output, {"gold": "The Nile."})
+            assert 0 < found["reward"] < 1
+            for source in (remote, local):
+                with pytest.raises(RequestFailed, match="gold"):
+                    await source.of(params, output, {})
+            await local.close()
+
+    asyncio.run(ask())
+
+
 def test_one_model_is_the_same_here_and_on_a_server(model_folder: Path) -> None:
     """So that --resume may go on with the other; shaping and ensembles are told apart by more than the contract."""
     import asyncio
@@ -162,7 +193,8 @@ def test_one_model_is_the_same_here_and_on_a_server(model_folder: Path) -> None:
             for section in sections:
                 remote = RemoteRewards.at(Endpoint(client, "http://here/v1"), model=section["name"])
                 found.append(await remote.identity())
-        for section in (one, *sections[1:]):  # in this process it has the folder's name
+        other = sections[1] | {"shaping": {"length_penalty": {"coefficient": 0.2}}}
+        for section in (one, *sections[1:], other):  # in this process it has the folder's name
             local = LocalRewards(make_service(ServerConfig.model_validate({"models": [section]})))
             found.append(await local.identity())
             await local.close()
@@ -171,8 +203,9 @@ def test_one_model_is_the_same_here_and_on_a_server(model_folder: Path) -> None:
 
     found = asyncio.run(identities())
     assert found[0] == found[4] and found[0]["contract"]
-    assert [found[0] == other for other in found[1:]] == [False, False, False, True, False, False, False]
-    assert found[2] != found[3] and found[6] != found[7] and found[1] != found[5]
+    assert [found[0] == other for other in found[1:]] == [False, False, False, True, False, False, False, False]
+    assert found[2] != found[3] and found[6] != found[7] and found[1] == found[5]
+    assert len({identity["shaping"] for identity in (found[1], found[8])}) == 2  # another coefficient, the same name
 
 
 @pytest.mark.slow

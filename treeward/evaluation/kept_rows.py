@@ -13,7 +13,6 @@ could cut off what the other is writing.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treeward.errors import CheckpointError, DataError
+from treeward.locks import lock_folder
 
 __all__ = ["alone_in", "claim", "keeping", "read_kept"]
 
@@ -78,20 +78,14 @@ def alone_in(folder: Path) -> Iterator[None]:
     Raises `CheckpointError` where another process has locked it, and `OSError` where it cannot be made or locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
+    descriptor = lock_folder(folder)
+    if descriptor is None:
         raise CheckpointError(
             "another process is writing rows into this folder",
             where=str(folder),
             need="one process for each folder",
             fix="wait until it has ended: the same command then goes on with its rows; or choose another --output",
-        ) from error
-    except OSError:
-        os.close(descriptor)
-        raise
+        )
     try:
         yield
     finally:

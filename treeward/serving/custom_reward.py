@@ -73,6 +73,10 @@ class CustomModel(ServedModel):
     def max_length(self) -> int | None:
         return None
 
+    @property
+    def developer_role(self) -> str:
+        return "system"
+
     def prepare(self, asked: Sequence[Asked]) -> list[Item]:
         return [self._item(one) for one in asked]
 

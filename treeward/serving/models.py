@@ -9,6 +9,8 @@ The two steps run in threads of their own. `Item.num_tokens` is what a batch is 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -196,6 +198,31 @@ class ServedModel:
             return None
         calibration = self.contracts[0].calibration
         return None if calibration is None or calibration.temperature is None else calibration.temperature.value
+
+    @property
+    def reference_key(self) -> str | None:
+        """The key under which rows hold the reference answers that the shaping compares with; None for none."""
+        config = None if self.shaper is None else self.shaper.config
+        return None if config is None or config.reference is None else config.reference_key
+
+    @property
+    def shaping_sha256(self) -> str | None:
+        """What identifies the shaping, with its constants; None without one."""
+        if self.shaper is None:
+            return None
+        calibrations = [contract.calibration for contract in self.contracts]
+        parts = [
+            self.shaper.config.model_dump(mode="json"),
+            [None if one is None else one.model_dump(mode="json") for one in calibrations],
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def developer_role(self) -> str:
+        """The role that stands for the developer of a rollout: most templates know `system`, and some leave out
+        silently what they do not know.
+        """
+        return "developer" if "developer" in self.scorer.renderer.chat_template else "system"
 
     def prepare(self, asked: Sequence[Asked]) -> list[Item]:
         """Items in order; a conversation that cannot be scored has an error."""

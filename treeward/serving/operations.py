@@ -53,6 +53,9 @@ async def models(request: Request) -> Response:
             "heads": [head.name for head in model.contracts[0].heads] if len(model.contracts) == 1 else [],
             "temperature": model.temperature,
             "shaped": model.shaper is not None,
+            "shaping_sha256": model.shaping_sha256,
+            "reference_key": model.reference_key,
+            "developer_role": model.developer_role,
         }
         for model in service.engine.models.values()
     ]

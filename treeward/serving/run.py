@@ -148,7 +148,9 @@ async def _serve(service: Service, config: ServerConfig, listener: socket.socket
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.tls_certificate else "http"
     address = f"[{host}]" if ":" in host else host
-    logger.info("Serving %s at %s://%s:%d", ", ".join(service.engine.models), scheme, address, port)
+    names = ", ".join(service.engine.models)
+    # Whoever reads this may send a signal at once, so it is said when they are heeded.
+    server.on_started = lambda: logger.info("Serving %s at %s://%s:%d", names, scheme, address, port)
     await server.serve(sockets=[listener])
     return 0 if server.finished else 1
 
@@ -182,6 +184,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service = service
         self.finished = True
+        self.on_started: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -12,7 +12,6 @@ and so does one of another name than the store's: numbers of two metrics cannot 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from treeward.errors import CheckpointError
+from treeward.locks import lock_folder
 from treeward.model.contract import CONTRACT_FILE
 
 __all__ = ["Checkpoint", "CheckpointStore"]
@@ -189,16 +189,13 @@ class CheckpointStore:
 
 def _lock(folder: Path) -> int:
     """Lock a folder until the descriptor is closed, at the latest when the process ends, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
+    descriptor = lock_folder(folder)
+    if descriptor is None:
         raise CheckpointError(
             "another run is using this checkpoint folder",
             where=str(folder),
             fix="wait until it has ended, or set checkpointing.checkpoint_dir",
-        ) from error
+        )
     return descriptor
 
 

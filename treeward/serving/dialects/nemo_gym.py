@@ -41,13 +41,12 @@ from treeward.serving.bodies import (
     read_as,
     read_bytes,
 )
-from treeward.serving.custom_reward import CustomModel
 from treeward.serving.models import MESSAGE_CHARACTERS, ServedModel, too_long
 from treeward.serving.refusals import Refusal
 from treeward.serving.rollouts.profiles import aggregate_metrics
 from treeward.serving.service import Answer, Service
 
-__all__ = ["developer_role", "router", "spliced", "verdict"]
+__all__ = ["router", "spliced", "verdict"]
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +278,7 @@ def _rollout(content: bytes, model: ServedModel, limits: ServerConfig) -> _Rollo
     body = checked(given, VerifyBody, limits)
     try:
         conversation: Conversation | str = conversation_of(
-            given["responses_create_params"], given["response"]["output"], developer=developer_role(model)
+            given["responses_create_params"], given["response"]["output"], developer=model.developer_role
         )
     except DataError as error:
         conversation = " ".join(str(error).split())
@@ -342,17 +341,8 @@ async def _answer(service: Service, model: ServedModel, rollout: _Rollout, deadl
         return refusal.message
 
 
-def developer_role(model: ServedModel) -> str:
-    """The role that stands for the developer: most templates know `system`, and some leave out silently what they do
-    not know.
-    """
-    knows = not isinstance(model, CustomModel) and "developer" in model.scorer.renderer.chat_template
-    return "developer" if knows else "system"
-
-
 def _references(model: ServedModel, given: Mapping[str, Any]) -> list[Any] | None:
-    shaping = None if model.shaper is None else model.shaper.config
-    return None if shaping is None or shaping.reference is None else [given.get(shaping.reference_key)]
+    return None if model.reference_key is None else [given.get(model.reference_key)]
 
 
 def _check_rollout_id(request: Request) -> None:

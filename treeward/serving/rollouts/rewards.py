@@ -16,7 +16,7 @@ from treeward.data.preference import Message
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ModelError
 from treeward.scoring.score import Score
-from treeward.serving.dialects.nemo_gym import developer_role, verdict
+from treeward.serving.dialects.nemo_gym import verdict
 from treeward.serving.refusals import Refusal
 from treeward.serving.rollouts.requests import Endpoint, RequestFailed, get, post
 from treeward.serving.service import Answer, Service
@@ -51,17 +51,15 @@ class LocalRewards:
 
     async def identity(self) -> dict[str, Any]:
         model = self.service.engine.model(None)
-        shaping = None if model.shaper is None else model.shaper.config.model_dump(mode="json")
         is_one = len(model.contracts) == 1 and len(model.contracts[0].heads) == 1
-        return _identity(model.name, model.contract_sha256, shaping, is_one=is_one)
+        return _identity(model.name, model.contract_sha256, model.shaping_sha256, is_one=is_one)
 
     async def of(
         self, params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
     ) -> dict[str, Any]:
         model = self.service.engine.model(None)
-        messages = conversation_of(params, output, developer=developer_role(model))
-        config = None if model.shaper is None else model.shaper.config
-        references = None if config is None or config.reference is None else [row.get(config.reference_key)]
+        messages = conversation_of(params, output, developer=model.developer_role)
+        references = None if model.reference_key is None else [row.get(model.reference_key)]
         try:
             [answer] = await self.service.answer(
                 None, [messages], deadline=time.monotonic() + _SECONDS, reference_answers=references
@@ -79,6 +77,7 @@ class RemoteRewards:
 
     def __init__(self, rewards: Endpoint, models: Endpoint, *, model: str | None = None) -> None:
         self.rewards, self.models, self.model = rewards, models, model
+        self._served: Mapping[str, Any] | None = None
 
     @classmethod
     def at(cls, endpoint: Endpoint, *, model: str | None = None) -> RemoteRewards:
@@ -87,6 +86,14 @@ class RemoteRewards:
         return cls(rewards, models, model=model)
 
     async def identity(self) -> dict[str, Any]:
+        one = await self._model()
+        is_one = len(one.get("members", ())) == 1 and len(one.get("heads", ())) == 1
+        return _identity(one["id"], one.get("contract"), one.get("shaping_sha256"), is_one=is_one)
+
+    async def _model(self) -> Mapping[str, Any]:
+        """What the server says of the model, asked once."""
+        if self._served is not None:
+            return self._served
         try:
             listed = (await get(self.models))["data"]
             served = {one["id"]: one for one in listed}
@@ -105,16 +112,17 @@ class RemoteRewards:
                 got=self.model,
                 need=", ".join(served) or "a model",
             )
-        one = served[name]
-        shaping = "the server's" if one.get("shaped") else None
-        is_one = len(one.get("members", ())) == 1 and len(one.get("heads", ())) == 1
-        return _identity(name, one.get("contract"), shaping, is_one=is_one)
+        self._served = served[name]
+        return self._served
 
     async def of(
         self, params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
     ) -> dict[str, Any]:
-        messages: list[Message] = conversation_of(params, output)
-        body = {"conversations": [messages], "model": self.model, "on_error": "mask"}
+        served = await self._model()
+        messages: list[Message] = conversation_of(params, output, developer=served.get("developer_role", "system"))
+        body: dict[str, Any] = {"conversations": [messages], "model": self.model, "on_error": "mask"}
+        if (key := served.get("reference_key")) is not None:
+            body["reference_answers"] = [row.get(key)]
         answer = await post(self.rewards, body)
         try:
             [found] = answer["data"]
