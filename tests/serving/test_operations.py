@@ -563,6 +563,23 @@ def test_logs_as_text_are_one_line_each(client: Any, log_lines: Any) -> None:
     assert r"GET /a\nb\r\x1b[31mc 404" in second
 
 
+def test_what_libraries_attach_to_records_is_not_logged(client: Any, log_lines: Any) -> None:
+    make = logging.getLogRecordFactory()
+
+    def with_a_stamp(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make(*arguments, **options)
+        record._stamp_of_a_library = 1
+        return record
+
+    logging.setLogRecordFactory(with_a_stamp)
+    try:
+        for form in ("text", "json"):
+            (line,) = log_lines(form, lambda: client.post("/v1/rewards", content=BODY))
+            assert "request_id" in line and "_stamp" not in line
+    finally:
+        logging.setLogRecordFactory(make)
+
+
 def test_no_access_log(make_service: Callable[..., Service], asgi_client: Callable[..., Any], log_lines: Any) -> None:
     client = asgi_client(make_service(access_log=False))
     assert log_lines("json", lambda: client.post("/v1/rewards", content=BODY)) == []

@@ -32,7 +32,8 @@ def configure(form: Literal["text", "json"], *, debug: bool = False) -> None:
 
 
 def _extras(record: logging.LogRecord) -> dict[str, Any]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    # what begins with an underscore is other libraries' own, as Ray's time stamps
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
 
 
 class _TextFormatter(logging.Formatter):
