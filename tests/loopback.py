@@ -1,21 +1,26 @@
-"""A server on loopback that answers as a test says, and remembers what it was asked.
+"""Servers on loopback: one that answers as a test says, and remembers what it was asked; and our own.
 
 with Loopback(lambda request: (200, {"data": []})) as server:
     client = RewardClient(server.url)
 server.requests[0].json["model"]
+
+with serving_on_loopback(service) as url: ...
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["Asked", "Loopback"]
+__all__ = ["Asked", "Loopback", "serving_on_loopback"]
 
 
 @dataclass(frozen=True)
@@ -95,3 +100,21 @@ class Loopback:
     def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+@contextmanager
+def serving_on_loopback(service: Any, *, token: str | None = None) -> Iterator[str]:
+    """A service of ours at a real address, whose URL it gives; in a thread and event loop of its own."""
+    from treeward.serving.run import make_server
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    server = make_server(service, token=token)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        scheme = "https" if service.config.tls_certificate else "http"
+        yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server does not end"

@@ -7,14 +7,14 @@ makes such a client of another service: `make_service` builds one with other set
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import serving_on_loopback
+from signed import write_signed_model
 
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.serving.models import ServedModel
@@ -24,18 +24,7 @@ from treeward.serving.service import Service
 @pytest.fixture(scope="session")
 def served_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A signed decoder with random weights that reads 160 tokens."""
-    from treeward.data.rendering import Renderer
-    from treeward.model.export import export_model
-    from treeward.model.loading import build_reward_model
-    from treeward.scoring.golden import sign_folder
-
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    loaded = build_reward_model({"model_type": "llama", **fields}, tiny_tokenizer, seed=11)
-    folder = tmp_path_factory.mktemp("served") / "tiny"
-    renderer = Renderer(tiny_tokenizer, max_length=160)
-    export_model(loaded.model, tiny_tokenizer, folder, rendering=renderer.settings)
-    sign_folder(folder, model=loaded.model, renderer=renderer)
-    return folder
+    return write_signed_model(tmp_path_factory.mktemp("served") / "tiny", tiny_tokenizer, seed=11, max_length=160)
 
 
 @pytest.fixture(scope="session")
@@ -98,24 +87,8 @@ def client(service: Service, asgi_client: Callable[..., Any]) -> Any:
 @pytest.fixture
 def serve_on_loopback() -> Iterator[Callable[..., str]]:
     """A function that serves a service at a real address (`token` as `create_app` takes it), and gives its URL."""
-    from treeward.serving.run import make_server
-
-    servers: list[tuple[Any, threading.Thread]] = []
-
-    def serve(service: Service, *, token: str | None = None) -> str:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        server = make_server(service, token=token)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-        thread.start()
-        servers.append((server, thread))
-        scheme = "https" if service.config.tls_certificate else "http"
-        return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
-
-    yield serve
-    for server, thread in servers:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive(), "the server does not end"
+    with ExitStack() as running:
+        yield lambda service, token=None: running.enter_context(serving_on_loopback(service, token=token))
 
 
 @pytest.fixture(scope="session")

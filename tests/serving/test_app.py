@@ -9,13 +9,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
+from starlette.testclient import TestClient
 
+from treeward.config.server import ServerConfig
+from treeward.errors import DataError
 from treeward.scoring.score import Score
 from treeward.serving.app import create_app
 from treeward.serving.dialects.rewards import RewardsBody
 from treeward.serving.models import Item, ServedModel
+from treeward.serving.refusals import in_words
 from treeward.serving.service import Service
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -136,6 +141,92 @@ def test_routes_and_methods_that_are_not_there(client: Any, service: Service) ->
     assert routes == {'route="unknown",status="404"': 4.0, 'route="/v1/rewards",status="405"': 1.0}
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/ready", "/metrics", "/v1/models", "/openapi.json", "/reverify_mode"]
+)
+def test_head_is_get_without_a_body(client: Any, service: Service, path: str) -> None:
+    got, head = client.get(path), client.head(path)
+    assert head.status_code == 200 and head.content == b""
+    assert head.headers["content-type"] == got.headers["content-type"]
+    if path != "/metrics":  # which has counted more by then
+        assert head.headers["content-length"] == str(len(got.content)) != "0"
+    name = path if path != "/openapi.json" else "unknown"
+    assert counted(service, "requests_total")[f'route="{name}",status="200"'] == 2.0
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "FOO"):
+        refused = client.request(method, path)
+        assert refusal(refused) == (405, "method_not_allowed") and refused.headers["allow"] == "GET, HEAD"
+
+
+def test_head_of_what_is_not_there(client: Any) -> None:
+    posted, missing = client.head("/v1/rewards"), client.head("/nothing")
+    assert (posted.status_code, posted.headers["allow"], posted.content) == (405, "POST", b"")
+    assert (missing.status_code, missing.content) == (404, b"")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_refused"),
+    [
+        *(
+            (name, False)
+            for name in ("localhost", "LocalHost:1", "localhost.", "127.0.0.1:8000", "127.8.9.1", "[::1]:5")
+        ),
+        *((name, False) for name in ("rm.lan", "RM.lan:8000", "")),
+        *((name, True) for name in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "10.0.0.7")),
+        *((name, True) for name in ("rm.lan.evil.example", "a:b:c", "[", "localhost:x", ":80", "\u00e9".encode())),
+    ],
+)
+def test_names_that_a_server_may_be_called_by(service: Service, host: str | bytes, is_refused: bool) -> None:
+    client = TestClient(create_app(service, token="s3cret", allowed_hosts=["rm.lan"]))
+    for path in ("/health", "/", "/v1/models"):
+        response = client.get(path, headers={"host": host, "authorization": "Bearer s3cret"})
+        if is_refused:
+            assert refusal(response) == (421, "wrong_host") and "allowed_hosts" in response.text
+        else:
+            assert response.status_code == 200
+
+
+def test_a_server_on_loopback_is_called_by_loopbacks_names(
+    make_service: Callable[..., Service], serve_on_loopback: Callable[..., str]
+) -> None:
+    """A page cannot reach it by a name of its own that means 127.0.0.1."""
+    told: dict[Any, list[int]] = {}
+    for allowed in (None, ["rm.lan"], ["*"]):
+        url = serve_on_loopback(make_service(allowed_hosts=allowed))
+        hosts = ({}, {"host": "localhost"}, {"host": "rm.lan"}, {"host": "evil.example"})
+        told[str(allowed)] = [httpx.get(f"{url}/v1/models", headers=host).status_code for host in hosts]
+    assert told == {"None": [200, 200, 421, 421], "['rm.lan']": [200, 200, 200, 421], "['*']": [200, 200, 200, 200]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ()),
+        ({"host": "localhost"}, ()),
+        ({"host": "::1"}, ()),
+        ({"host": "0.0.0.0"}, None),
+        ({"host": "rm.lan"}, None),
+        ({"host": "0.0.0.0", "allowed_hosts": "rm.lan"}, ("rm.lan",)),
+        ({"allowed_hosts": ["*", "rm.lan"]}, None),
+    ],
+)
+def test_the_names_of_a_configuration(settings: Any, names: tuple[str, ...] | None) -> None:
+    config = ServerConfig.model_validate({"models": [{"model": "rm"}], **settings})
+    assert config.hosts_that_may_be_named == names
+
+
+@pytest.mark.parametrize("name", ["https://rm.lan", "rm.lan:8000", "RM.lan", "", "rm.lan,other"])
+def test_what_is_no_name_of_a_server(name: str) -> None:
+    with pytest.raises(ValidationError, match="no name of a server"):
+        ServerConfig.model_validate({"models": [{"model": "rm"}], "allowed_hosts": [name]})
+
+
+def test_an_error_in_one_line_shows_what_is_empty() -> None:
+    error = DataError("a message has no role", where="output[0]", field="role", got="", need="a name", fix="give one")
+    assert in_words(error) == "output[0]: role: a message has no role; got ''; need a name; give one"
+    assert in_words(DataError("too long")) == "too long"
+    assert len(in_words(DataError("odd", got="x" * 10_000))) < 300
+
+
 def test_an_error_in_a_route_has_the_same_form(
     client: Any, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,9 +268,12 @@ def test_request_ids(client: Any) -> None:
 
 @pytest.mark.parametrize(
     ("header", "status"),
-    [("0", 504), ("0.000001", 504), ("60", 200), ("1e9", 200), ("inf", 200), ("-1", 400), ("nan", 400), ("soon", 400)],
+    [
+        *(("0", 504), ("0.000001", 504), (".000001", 504), ("60", 200), ("60.", 200), ("1e9", 200), ("1e999", 200)),
+        *((wrong, 400) for wrong in ("-1", "+1", "nan", "inf", "soon", "", "1_0", "1e", ".", "0x1", "\u0661".encode())),
+    ],
 )
-def test_the_deadline_of_a_request(client: Any, service: Service, header: str, status: int) -> None:
+def test_the_deadline_of_a_request(client: Any, service: Service, header: str | bytes, status: int) -> None:
     response = client.post("/v1/rewards", json={"conversations": [CHAT]}, headers={"X-Deadline-Seconds": header})
     assert response.status_code == status
     if status == 504:
@@ -215,6 +309,9 @@ def test_a_body_that_is_too_large(make_service: Callable[..., Service], asgi_cli
 def test_compressed_bodies_are_refused(client: Any) -> None:
     response = client.post("/v1/rewards", content=b"abc", headers={"content-encoding": "gzip"})
     assert refusal(response) == (415, "unsupported_encoding")
+    for none in ("identity", "Identity", "", " IDENTITY "):
+        assert client.get("/v1/models", headers={"content-encoding": none}).status_code == 200
+    assert client.get("/v1/models", headers={"content-encoding": "identity, gzip"}).status_code == 415
 
 
 def test_the_token(service: Service, asgi_client: Callable[..., Any]) -> None:
@@ -227,6 +324,9 @@ def test_the_token(service: Service, asgi_client: Callable[..., Any]) -> None:
             response = client.get(path, headers=headers)
             assert refusal(response) == (401, "unauthorized")
             assert response.headers["www-authenticate"] == "Bearer"
+            is_wrong = given in ("Bearer s3cre", "Bearer s3cret s3cret", b"Bearer \xff\xff")
+            told = "is not this server's" if is_wrong else "asks for a token"
+            assert told in response.json()["error"]["message"] and "s3cre" not in response.text
     right = {"authorization": "bearer  s3cret "}
     assert client.get("/metrics", headers=right).status_code == 200
     assert client.post("/v1/rewards", json={"conversations": [CHAT]}, headers=right).status_code == 200

@@ -174,6 +174,7 @@ def test_the_description_is_whole(app: Any) -> None:
             "408",
             "413",
             "415",
+            "421",
             "422",
             "429",
             "500",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -13,8 +14,13 @@ import httpx
 import orjson
 import pytest
 
+from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.scoring.rewarding import Rewarder
+from treeward.scoring.shaping import Shaper
 from treeward.serving import bodies
-from treeward.serving.dialects import nemo_gym
+from treeward.serving.dialects import nemo_gym, openrlhf
+from treeward.serving.dialects.openrlhf import RewardBody
+from treeward.serving.dialects.texts import Ending
 from treeward.serving.models import Item, RenderedText, ServedModel, weight
 from treeward.serving.service import Service
 
@@ -91,7 +97,7 @@ def test_a_large_body_is_read_in_a_thread(client: Any, monkeypatch: pytest.Monke
         threads.append(threading.current_thread().name)
         return parse(content)
 
-    for module in (bodies, nemo_gym):
+    for module in (bodies, nemo_gym, openrlhf):
         monkeypatch.setattr(module, "parse", parse_and_note)
     padding = " " * 2**18
     for content in (json.dumps({"query": "a"}), json.dumps({"query": "a"}) + padding):
@@ -101,6 +107,64 @@ def test_a_large_body_is_read_in_a_thread(client: Any, monkeypatch: pytest.Monke
     assert [name.startswith("treeward-bodies") for name in threads] == [False, True, False, True]
     refused = client.post("/get_reward", content=padding)
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_json"
+
+
+def test_nobody_looks_for_garbage_while_a_body_is_read(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    collecting: list[bool] = []
+    check = RewardBody.model_validate
+
+    def note(value: Any) -> Any:
+        collecting.append(gc.isenabled())
+        return check(value)
+
+    monkeypatch.setattr(RewardBody, "model_validate", note)
+    assert client.post("/get_reward", content=json.dumps({"query": "a"}) + " " * 2**18).status_code == 200
+    assert client.post("/get_reward", content=json.dumps({"query": 5}) + " " * 2**18).status_code == 422
+    assert collecting == [False, False] and gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/get_reward", {"query": ["a"], "labels": " " * 2**18}),
+        ("/slime", {"prompt": "a", "response": "b", "label": " " * 2**18}),
+    ],
+)
+def test_long_texts_are_completed_in_a_thread(
+    client: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    threads: set[str] = set()
+    complete = Ending.completed
+
+    def completed(ending: Ending, text: str) -> str:
+        threads.add(threading.current_thread().name)
+        return complete(ending, text)
+
+    monkeypatch.setattr(Ending, "completed", completed)
+    assert client.post(path, json=body).status_code == 200
+    assert len(threads) == 1 and threads.pop().startswith("treeward-bodies")
+
+
+def test_conversations_are_copied_for_their_references_in_a_thread(
+    make_service: Callable[..., Service], asgi_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    plan = Rewarder.plan
+
+    def noted(rewarder: Rewarder, *given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return plan(rewarder, *given)
+
+    monkeypatch.setattr(Rewarder, "plan", noted)
+    monkeypatch.setattr(Rewarder, "reference_key", "references")
+    service = make_service()
+    served = service.engine.model(None)
+    shaper = Shaper(RewardShapingConfig(normalize_rewards=True, reward_mean=0.0, reward_std=1.0))
+    monkeypatch.setattr(served, "shaper", shaper)
+    client = asgi_client(service)
+    for references in (["five"], None):
+        client.post("/v1/rewards", json={"conversations": [CHAT], "reference_answers": references, "on_error": "mask"})
+    assert [name.startswith("treeward-shaping") for name in threads] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def connect(url: str) -> socket.socket:
 
 
 def head(length: int | None, *more: str) -> bytes:
-    lines = ["POST /v1/rewards HTTP/1.1", "host: here", *more]
+    lines = ["POST /v1/rewards HTTP/1.1", "host: localhost", *more]
     lines += [] if length is None else [f"content-length: {length}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -103,6 +103,17 @@ def until(condition: Callable[[], bool]) -> None:
 def samples(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_an_answer_to_head_ends_with_its_headers(service: Service, serve_on_loopback: Any) -> None:
+    connection = connect(serve_on_loopback(service))
+    for path in ("/", "/nothing", "/health"):
+        connection.sendall(f"HEAD {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    received = b"".join(iter(lambda: connection.recv(2**16), b""))
+    *heads, body = received.split(b"\r\n\r\n")
+    assert [one.split()[:2] for one in heads] == [[b"HTTP/1.1", status] for status in (b"200", b"404", b"200", b"200")]
+    assert json.loads(body) == {"status": "ok"} and b"content-length: 0" not in received
 
 
 def test_health_and_readiness(service: Service, serve_on_loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +206,7 @@ def test_who_goes_on_sending_after_a_timeout_is_cut_off(
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"P", b"POST /v1/rewards HTTP/1.1\r\nhost: here\r\nx-a: "], ids=["none", "P", "some"]
+    "sent", [b"", b"P", b"POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\nx-a: "], ids=["none", "P", "some"]
 )
 def test_slow_headers(make_service: Callable[..., Service], serve_on_loopback: Any, sent: bytes) -> None:
     service = make_service(body_seconds=0.3)
@@ -277,18 +288,19 @@ def test_a_body_that_is_no_http(service: Service, serve_on_loopback: Any, sent: 
 
 def test_a_body_is_held_until_its_answer_is_sent(make_service: Callable[..., Service], serve_on_loopback: Any) -> None:
     """Who does not read is cut off; who does gets all of it."""
-    service = make_service(body_seconds=1.0)
+    service = make_service(body_seconds=3.0)
     url = serve_on_loopback(service)
     said = {"output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]}
     body = json.dumps(
         {"responses_create_params": {"input": "2 + 2?"}, "response": said, "echoed": "x" * (24 * 2**20)}
     ).encode()
     sent = head(len(body)).replace(b"/v1/rewards", b"/verify") + body
-    with connect(url) as reads, connect(url) as waits:
+    with connect(url) as reads:
         reads.sendall(sent)
         status, _, verified = answer(reads)
         assert status == 200 and "reward" in json.loads(verified) and len(verified) > len(body)
-        until(lambda: service.held_bytes == 0)
+    until(lambda: service.held_bytes == 0)
+    with connect(url) as waits:  # not before: who sends nothing is cut off as well
         waits.sendall(sent)
         until(lambda: service.num_requests == 0 and service.held_bytes == len(body))
         until(lambda: service.held_bytes == 0)
@@ -394,7 +406,7 @@ def test_draining(service: Service, make_service: Any, held_model: threading.Eve
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     accepted, idle, sending, slow_headers = (connect(url) for _ in range(4))
-    idle.sendall(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+    idle.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert answer(idle)[0] == 200
     accepted.sendall(head(len(BODY)) + BODY)
     sending.sendall(head(len(BODY)) + BODY[:5])

@@ -2,66 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import os
-import re
-import shutil
-import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
+from chromium import chromium
+from playground import ANSWERS, QUESTION, Visits, answered, expect, score, serving, settled, visiting, write
 
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import CalibratedTemperature, RewardCalibration
-from treeward.config.server import ServerConfig
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.serving.models import ServedModel
-from treeward.serving.run import make_server, make_service
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
-expect = sync_api.expect
-CHROMIUM = os.environ.get("CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
-)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH (CHROMIUM names one)")
-
-FLAGS = [
-    "--no-sandbox",  # the only page is our own, and a container's root has no sandbox
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 TOKEN = "open-sesame"
-QUESTION = "How do I boil an egg so that the yolk stays soft?"
-ANSWERS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f642 that.", "Yes!"]
 HOSTILE = "<img src=x onerror='window.injected=1'><script>window.injected=1</script>\u202e & \"quotes\""
 Visit = Callable[..., Any]
-
-
-@contextmanager
-def serving(models: list[ServedModel], *, token: str | None = None) -> Iterator[str]:
-    """In a thread of its own, for playwright's event loop runs in that of the tests."""
-    sections = [{"model": "x", "name": model.name} for model in models]
-    service = make_service(ServerConfig.model_validate({"models": sections}), models=models)
-    server = make_server(service, token=token)
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive(), "the server does not end"
 
 
 @pytest.fixture(scope="module")
@@ -85,60 +43,14 @@ def guarded_url(loaded_model: ServedModel) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-class Visits:
-    """Pages of one test. `said`: what the console had, `asked`: the addresses of all requests."""
-
-    def __init__(self, browser: Any, url: str) -> None:
-        self.browser, self.url = browser, url
-        self.contexts: list[Any] = []
-        self.said: list[str] = []
-        self.asked: list[str] = []
-
-    def __call__(self, address: str | None = None, *, width: int = 1280, height: int = 900, **options: Any) -> Any:
-        context = self.browser.new_context(viewport={"width": width, "height": height}, **options)
-        self.contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
-        page.on("request", lambda request: self.asked.append(request.url))
-        page.goto(address or self.url)
-        expect(page.locator("html[data-ready]")).to_have_count(1)
-        return page
+    with chromium() as running:
+        yield running
 
 
 @pytest.fixture
 def visit(browser: Any, url: str) -> Iterator[Visits]:
-    """Opens the page; at the end of the test the browser must have had nothing to say, nor asked anyone else."""
-    visits = Visits(browser, url)
-    yield visits
-    for context in visits.contexts:
-        context.close()
-    assert visits.said == []
-    assert all(address.startswith((url, "blob:", "data:,")) for address in visits.asked), visits.asked
-
-
-def write(page: Any, answers: list[str] = ANSWERS, question: str = QUESTION) -> None:
-    page.get_by_label("Text of turn 1").fill(question)
-    while page.locator("#answers textarea").count() < len(answers):
-        page.get_by_role("button", name="Add an answer").click()
-    for i, answer in enumerate(answers, start=1):
-        page.get_by_label(f"Text of answer {i}").fill(answer)
-
-
-def score(page: Any) -> None:
-    page.get_by_role("button", name="Score").click()
-    settled(page)
-
-
-def settled(page: Any) -> None:
-    expect(page.locator("#score:not([aria-busy])")).to_have_count(1)
-    expect(page.locator("#results")).to_be_visible()
+    with visiting(browser, url) as visits:
+        yield visits
 
 
 def number(text: str) -> float:
@@ -201,42 +113,73 @@ def test_the_model_is_chosen_and_its_temperature_is_used(visit: Visits, url: str
     assert [number(text.partition(": ")[2]) for text in members] == pytest.approx([first, first], abs=6e-4)
 
 
-def test_heads_shaping_and_truncation_are_told(visit: Visits, url: str) -> None:
+def test_heads_and_truncation_are_told(visit: Visits) -> None:
     page = visit()
-    model = httpx.get(f"{url}v1/models").json()["data"][0]
-    models = {"data": [model | {"heads": ["helpful", "brief"], "shaped": True}]}
-    rows = [
-        {
-            "index": 0,
-            "score": 1.25,
-            "reward": 0.5,
-            "num_tokens": 9,
-            "truncated": True,
-            "error": None,
-            "heads": [2.0, -1.5],
-        },
-        {"index": 1, "score": 0.25, "reward": None, "num_tokens": 7, "truncated": False, "error": "no reference"},
-    ]
-    page.route("**/v1/models", lambda route: route.fulfill(json=models))
-    page.route("**/v1/rewards", lambda route: route.fulfill(json={"model": "tiny", "contract": None, "data": rows}))
-    page.reload()
-    page.get_by_role("checkbox", name="over the tokens too").uncheck()
+    row = {"score": 1.25, "reward": 1.25, "truncated": True, "heads": [2.0, -1.5]}
+    answered(page, [row, {"score": None, "reward": None, "error": "not finite"}], heads=["helpful", "brief"])
     write(page, ANSWERS[:2])
     score(page)
     first, second = page.locator(".card").all_inner_texts()
-    for words in (
-        "helpful: 2.000",
-        "brief: \u22121.500",
-        "reward, shaped",
-        "0.500",
-        "9 of 160",
-        "cut at its beginning",
-    ):
+    for words in ("helpful: 2.000", "brief: \u22121.500", "9 of 160", "cut at its beginning"):
         assert words in first
-    assert "preferred by score" in first
-    expect(page.locator("#verdict")).to_contain_text("Answer 1 is preferred by score; over")
-    assert "No reward: no reference" in second and "0.250" in second
+    assert "No score: not finite" in second
+    expect(page.locator("#verdict")).to_contain_text("One score alone says little")
+    expect(page.get_by_role("status").first).to_contain_text(
+        "1 score, 1 failed: answer 1 1.250, answer 2 has no score."
+    )
+
+
+def test_the_reward_decides_and_the_score_is_named_beside_it(visit: Visits) -> None:
+    page = visit()
+    rows = [
+        {"score": 1.2, "reward": -1.0},
+        {"score": 0.4, "reward": 0.3},
+        {"score": 2.0, "reward": None, "error": "no reference"},
+    ]
+    answered(page, rows, shaped=True)
+    write(page, ANSWERS)
+    score(page)
+    assert shown(page) == [-1.0, 0.3]
+    expect(page.locator(".what")).to_have_text(["reward, shaped"] * 2)
+    assert [text.split()[1] for text in page.locator(".card dl").all_inner_texts()] == ["1.200", "0.400", "2.000"]
+    expect(page.locator(".card.best h3")).to_have_text("Answer 2preferred")
+    best = 1 / (1 + math.exp(0.4 - 2.0))
+    expect(page.locator("#verdict")).to_have_text(
+        "Answer 2 is preferred, as its reward is the highest; by score answer 3 would be preferred over it, with a "
+        f"probability of {100 * best:.1f}%."
+    )
+    expect(page.locator(".card").nth(2)).to_contain_text("No reward: no reference")
+    whole = sum(math.exp(row["score"]) for row in rows)
+    portions = page.locator(".portion > span:last-child").all_inner_texts()
+    assert portions == [f"{100 * math.exp(r['score']) / whole:.1f}% to be the best of 3, by score" for r in rows]
     expect(page.locator("#pairs-note")).to_contain_text("rewards are shaped, these are of scores")
+    expect(page.get_by_role("status").first).to_contain_text(
+        "2 rewards, 1 failed: answer 1 \u22121.000, answer 2 0.300"
+    )
+
+
+def test_where_reward_and_score_agree_the_verdict_is_one(visit: Visits) -> None:
+    page = visit()
+    answered(page, [{"score": 1.2, "reward": 0.9}, {"score": 0.4, "reward": 0.3}], shaped=True)
+    write(page, ANSWERS[:2])
+    score(page)
+    chance = 100 / (1 + math.exp(0.4 - 1.2))
+    expect(page.locator("#verdict")).to_have_text(
+        "Answer 1 is preferred, as its reward is the highest; by score it is preferred over answer 2 with a "
+        f"probability of {chance:.1f}%."
+    )
+
+
+def test_equal_rewards_of_other_scores_are_a_tie(visit: Visits) -> None:
+    page = visit()
+    rows = [{"score": value, "reward": reward} for value, reward in ((3.0, 1.0), (2.0, 1.0), (5.0, 0.5))]
+    answered(page, rows, shaped=True)
+    write(page)
+    score(page)
+    expect(page.locator("#verdict")).to_have_text(
+        "Answers 1 and 2 have the same reward, the highest: none is preferred."
+    )
+    expect(page.locator(".badge")).to_have_count(0)
 
 
 def test_the_chart_and_its_table_are_the_trace(visit: Visits, url: str) -> None:
@@ -264,61 +207,6 @@ def test_the_chart_and_its_table_are_the_trace(visit: Visits, url: str) -> None:
     page.get_by_role("checkbox", name="over the tokens too").uncheck()
     score(page)
     expect(page.locator("#trace")).to_be_hidden()
-
-
-def test_everything_is_reached_and_done_by_the_keyboard(visit: Visits) -> None:
-    page = visit()
-    reached: list[str] = []
-    for _ in range(40):
-        page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label')"))
-        if reached[-1] == "download":
-            break
-        # what has the focus shows it
-        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", reached[-1]
-    assert [name for name in reached if name] == [
-        "model", "theme", "paste", "clear", "Role of turn 1", "Remove turn 1", "Text of turn 1", "add-turn",
-        "Remove answer 1", "Text of answer 1", "Remove answer 2", "Text of answer 2", "add-answer", "score",
-        "with-trace", "copy-link", "copy-json", "download",
-    ]  # fmt: skip
-    write(page, ANSWERS[:2])
-    page.get_by_label("Text of answer 2").focus()
-    page.keyboard.press("Control+Enter")
-    settled(page)
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Text of answer 2"
-    page.locator(".plot").focus()
-    page.keyboard.press("Home")
-    said = page.locator(".plot").get_attribute("aria-valuetext")
-    assert said.startswith("token 1: Answer 1 ") and "Answer 2" in said
-    page.keyboard.press("ArrowRight")
-    assert page.locator(".plot").get_attribute("aria-valuenow") == "2"
-    page.keyboard.press("End")
-    assert page.locator(".plot").get_attribute("aria-valuenow") == page.locator(".plot").get_attribute("aria-valuemax")
-    page.get_by_role("button", name="Remove answer 1").focus()
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Text of answer 1"
-    expect(page.get_by_label("Text of answer 1")).to_have_value(ANSWERS[1])
-    page.get_by_role("button", name="Add a turn").focus()
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Text of turn 2"
-    expect(page.get_by_label("Role of turn 2")).to_have_value("assistant")
-
-
-def test_every_control_has_a_name_and_ids_are_unique(visit: Visits) -> None:
-    page = visit()
-    write(page)
-    score(page)
-    nameless = page.evaluate(
-        """() => [...document.querySelectorAll("button, input, select, textarea, [role=slider], [role=region]")]
-            .filter((one) => !(one.getAttribute("aria-label") || one.labels?.length || one.textContent.trim()))
-            .map((one) => one.outerHTML)"""
-    )
-    assert nameless == []
-    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
-    assert len(ids) == len(set(ids))
-    assert page.evaluate("document.documentElement.lang") == "en"
-    live = page.evaluate("[...document.querySelectorAll('[role=status], [role=alert]')].map((one) => one.id)")
-    assert live == ["trouble", "status", "trace-status", "paste-trouble"]
 
 
 def test_a_link_restores_the_text_and_tells_the_server_nothing(visit: Visits, url: str) -> None:
@@ -480,7 +368,7 @@ def test_a_server_that_is_away_or_refuses_is_told_in_words(visit: Visits) -> Non
     expect(alert).to_contain_text("cannot be reached")
     page.unroute("**/v1/rewards")
     score(page)
-    expect(alert).to_be_hidden()
+    expect(alert).to_have_text("")
     assert len(visit.said) == 3 and all("Failed to load resource" in line for line in visit.said), visit.said
     visit.said.clear()
 
@@ -534,60 +422,6 @@ def test_a_browser_that_keeps_nothing_is_no_trouble(visit: Visits) -> None:
     assert len(shown(page)) == 3
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark_are_legible(visit: Visits, scheme: str) -> None:
-    page = visit(color_scheme=scheme)
-    write(page)
-    score(page)
-    faint = page.evaluate(CONTRAST)
-    assert faint == []
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.get_by_role("button", name="Theme").click()
-    page.get_by_role("button", name="Theme").click()
-    assert page.get_by_role("button", name="Theme").inner_text() == "Theme: dark"
-    changed = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (changed == light) == (scheme == "dark")
-
-
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const over = (colours) => {
-    canvas.clearRect(0, 0, 1, 1);
-    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
-    const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((part) => part / 255);
-    return parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-  };
-  const light = (rgb) => 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2];
-  const faint = [];
-  for (const one of document.querySelectorAll("body *")) {
-    const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    if (!own || !one.checkVisibility() || one.closest("svg")) continue;
-    const layers = [];
-    for (let at = one; at; at = at.parentElement) layers.unshift(getComputedStyle(at).backgroundColor);
-    const [back, text] = [light(over(layers)), light(over([...layers, getComputedStyle(one).color]))];
-    const ratio = (Math.max(back, text) + 0.05) / (Math.min(back, text) + 0.05);
-    if (ratio < 4.5) faint.push([one.className || one.tagName, one.textContent.slice(0, 30), ratio.toFixed(2)]);
-  }
-  return faint;
-}"""
-
-
-@pytest.mark.parametrize("width", [400, 320])
-def test_a_phone_shows_all_of_it(visit: Visits, width: int) -> None:
-    page = visit(width=width, height=800, has_touch=True)
-    write(page, [ANSWERS[0], "a" * 120, ANSWERS[2]])
-    score(page)
-    expect(page.locator("#chart path.line")).to_have_count(3)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    small = page.evaluate(
-        """() => [...document.querySelectorAll("button, select")].map((one) => [one.id, one.getBoundingClientRect()])
-            .filter(([, box]) => box.width && (box.width < 32 || box.height < 32)).map(([id]) => id)"""
-    )
-    assert small == []
-    page.set_viewport_size({"width": 900, "height": 800})
-    expect(page.locator(".plot svg")).to_have_attribute("width", re.compile("[78]\\d\\d"))
-
-
 def test_empty_answers_are_told_and_never_preferred(visit: Visits, url: str) -> None:
     page = visit()
     page.get_by_role("button", name="Score").click()
@@ -600,7 +434,7 @@ def test_empty_answers_are_told_and_never_preferred(visit: Visits, url: str) -> 
     ]
     page.route("**/v1/rewards", lambda route: route.fulfill(json={"model": "tiny", "contract": None, "data": rows}))
     score(page)
-    expect(page.locator("#trouble")).to_be_hidden()
+    expect(page.locator("#trouble")).to_have_text("")
     expect(page.locator("#verdict")).to_contain_text("Answer 1 is preferred, though it is empty; over answer 2")
     expect(page.locator(".card").first).to_contain_text("the answer is empty")
     expect(page.locator(".badge")).to_have_count(0)
@@ -612,5 +446,5 @@ def test_nothing_is_preferred_in_a_tie(visit: Visits, url: str) -> None:
     page = visit()
     write(page, [ANSWERS[0], ANSWERS[0]])
     score(page)
-    expect(page.locator("#verdict")).to_have_text("Answer 1 and answer 2 have the same score.")
+    expect(page.locator("#verdict")).to_have_text("Answers 1 and 2 have the same score: none is preferred.")
     expect(page.locator(".badge")).to_have_count(0)

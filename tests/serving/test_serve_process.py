@@ -100,7 +100,7 @@ def start(served_folder: Path) -> Iterator[Callable[..., ServerProcess]]:
 )
 def test_a_signal_under_load(start: Callable[..., ServerProcess], number: int) -> None:
     """200 requests wait when it comes; others keep coming, on connections of their own and on those that are open."""
-    server = start(seconds=0.02)
+    server = start(seconds=0.25)  # no request is answered before all have come, on a busy machine too
 
     async def story() -> tuple[Counter[str], Counter[str]]:
         accepted: Counter[str] = Counter()
@@ -118,10 +118,11 @@ def test_a_signal_under_load(start: Callable[..., ServerProcess], number: int) -
                     counter[type(error).__name__] += 1
 
             tasks = [asyncio.create_task(ask(accepted, 40)) for _ in range(200)]
-            while await asyncio.to_thread(lambda: server.num_queued) < 6000:
-                await asyncio.sleep(0.01)
-            while (await client.get("/metrics")).text.find("treeward_requests_in_flight 201.0") < 0:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while await asyncio.to_thread(lambda: server.num_queued) < 6000:
+                    await asyncio.sleep(0.01)
+                while (await client.get("/metrics")).text.find("treeward_requests_in_flight 201.0") < 0:
+                    await asyncio.sleep(0.01)
             server.tell(number)
             await asyncio.sleep(0.3)
             while not later["refused"]:
@@ -134,7 +135,7 @@ def test_a_signal_under_load(start: Callable[..., ServerProcess], number: int) -
 
     accepted, later = asyncio.run(story())
     assert accepted == {"200": 200}
-    assert later["503"] >= 1 and set(later) <= {"503", "refused"}
+    assert later["503"] >= 1 and set(later) <= {"503", "refused"}, later
     assert server.wait() == 0
     assert server.lines[-1]["message"] == "Shut down."
 

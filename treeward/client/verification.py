@@ -24,7 +24,7 @@ from treeward.data.preference import last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CONTRACT_FILE, GoldenExample, ScoringContract, read_contract
-from treeward.model.loading import load_tokenizer, quiet_transformers
+from treeward.model.pretrained import load_tokenizer, quiet_transformers
 from treeward.scoring.diagnosis import PARTS, Check, Part, close, diagnose
 from treeward.scoring.golden import combined_heads
 

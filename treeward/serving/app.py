@@ -7,6 +7,8 @@ What is refused has one form: a route that is not there, a method that it does n
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,8 +28,10 @@ __all__ = ["RequestInfo", "create_app"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def create_app(service: Service, *, token: str | None = None) -> FastAPI:
-    """The application. `token`: what `Authorization: Bearer` must carry; None asks for none."""
+def create_app(service: Service, *, token: str | None = None, allowed_hosts: Collection[str] | None = None) -> FastAPI:
+    """The application. `token`: what `Authorization: Bearer` must carry; None asks for none. `allowed_hosts`: the names
+    besides loopback's that a request may call the server by; None allows any.
+    """
     app = FastAPI(
         title="treeward",
         version=VERSION,
@@ -47,7 +51,7 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
     if service.config.playground:
         app.include_router(playground.router())
     describe_app(app)
-    app.add_middleware(Gate, service=service, token=token)
+    app.add_middleware(Gate, service=service, token=token, allowed_hosts=allowed_hosts)
     if service.config.cors_origins:
         # Around the gate: what is refused there can be read too, and a browser asks first without a token.
         app.add_middleware(
@@ -76,4 +80,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     refusal = Refusal(error.status_code, _CODES.get(error.status_code, "http_error"), message)
     response = await _refused(request, refusal)
     response.headers.update(error.headers or {})
+    allowed = {name.strip() for name in response.headers.get("allow", "").split(",")}
+    if "GET" in allowed:  # of HEAD the gate makes a GET
+        response.headers["allow"] = ", ".join(sorted(allowed | {"HEAD"}))
     return response

@@ -10,13 +10,14 @@ nothing is documented that is not read.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NotRequired, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 import orjson
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -97,7 +98,12 @@ class MessageBody(TypedDict):
     content: NotRequired[str | list[ContentPart] | None]
 
 
-Chat = list[MessageBody]
+def _let_others_run(chat: list[Any]) -> list[Any]:
+    """Nothing: but as it is Python, other threads get their turn here, which pydantic alone gives them at the end."""
+    return chat
+
+
+Chat = Annotated[list[MessageBody], AfterValidator(_let_others_run)]
 
 
 class RefusedError(TypedDict):
@@ -155,7 +161,8 @@ async def apart(request: Request, num_bytes: int, work: Callable[[], _Made]) -> 
 def _made_or_refused(work: Callable[[], _Made]) -> tuple[tuple[_Made] | None, Refusal | None]:
     """A refusal without its frames, which hold a large body: it is let go of here, not in the event loop."""
     try:
-        return (work(),), None
+        with _uncollected():  # until what is not kept of a body is gone
+            return (work(),), None
     except Refusal as error:
         refusal = error
     refusal.__cause__ = refusal.__context__ = None
@@ -170,13 +177,22 @@ def limits_of(request: Request) -> ServerConfig:
 
 def parse(content: bytes) -> Any:
     """JSON, strictly: no NaN, no lone surrogates. Raises `Refusal` 400."""
-    collects = gc.isenabled()
-    # Of millions of new lists none is garbage: to look for it takes seven times as long as to read them, and all wait.
-    gc.disable()
     try:
-        return orjson.loads(content)
+        with _uncollected():
+            return orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from error
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looking for garbage: of millions of new lists none is, and to look takes seven times as long as to read
+    them, while all others wait.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()
@@ -259,6 +275,7 @@ _REFUSALS = {
     408: "The body did not arrive in time.",
     413: "The body is too large, or holds too many conversations.",
     415: "The body is compressed.",
+    421: "The header Host has a name that is not this server's.",
     422: "The body is not as described, or a conversation cannot be scored.",
     429: "Too much is waiting already; come back after `Retry-After`.",
     500: "The server failed to score a conversation.",

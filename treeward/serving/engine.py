@@ -25,7 +25,7 @@ from treeward.errors import TreewardError
 from treeward.scoring.score import Score
 from treeward.serving.models import Asked, Item, ServedModel, too_long, weight
 from treeward.serving.queueing import TURN, Line, Outcome, Work, prompts_together
-from treeward.serving.refusals import Refusal
+from treeward.serving.refusals import Refusal, in_words
 
 __all__ = ["Engine", "Observer", "Outcome"]
 
@@ -410,7 +410,7 @@ def _attempt(
             return results
         return _Failure(f"the server failed: {len(results)} results for {len(values)} conversations")
     except TreewardError as error:
-        return _Failure(" ".join(str(error).split()))
+        return _Failure(in_words(error))
     except BaseException as error:  # a panic in a library's native code is no Exception
         if len(values) == 1:
             logger.exception("A conversation could not be scored.")

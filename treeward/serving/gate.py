@@ -17,7 +17,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from treeward.config.server import is_loopback
 from treeward.serving.bodies import json_response
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.playground import routes as playground
@@ -40,6 +41,9 @@ OPEN_PATHS = {"/health", "/ready"} | playground.OPEN_PATHS
 """Paths that need no token, and are answered to the end."""
 
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SECONDS = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+")
+"""Of X-Deadline-Seconds: `float` would take 1_0, inf and nan as well."""
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
 _LINGER_SECONDS = 2.0
 """For so long is read, and thrown away, what a client still sends after it was refused: a connection that is closed
 before would be reset, and the refusal lost.
@@ -95,11 +99,20 @@ def refusal_response(refusal: Refusal, info: RequestInfo, metrics: ServerMetrics
 
 
 class Gate:
-    """ASGI middleware. `token`: what `Authorization: Bearer` must carry; None asks for none."""
+    """ASGI middleware. `token`: what `Authorization: Bearer` must carry; None asks for none. `allowed_hosts`: the names
+    besides loopback's that the header Host may have, in lower case and without a port; None allows any.
+    """
 
-    def __init__(self, app: ASGIApp, service: Service, token: str | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        token: str | None = None,
+        allowed_hosts: Collection[str] | None = None,
+    ) -> None:
         self.app, self.service = app, service
         self._token = None if token is None else token.encode()
+        self._hosts = None if allowed_hosts is None else frozenset(allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -115,46 +128,64 @@ class Gate:
         )
         scope["treeward"] = info
         exchange = _Exchange(self.service, info, headers, receive, send, scope.get(CONNECTION))
+        # Of an answer to HEAD the connection leaves out the body.
+        asked_of = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
         is_open = scope["path"] in OPEN_PATHS
         try:
             with contextlib.nullcontext() if is_open else self.service.request():
-                refusal = None if is_open else self._refusal(headers, info)
-                await exchange.run(self.app, scope, refusal)
+                refusal = self._wrong_host(headers)
+                if refusal is None and not is_open:
+                    refusal = self._refusal(headers, info)
+                await exchange.run(self.app, asked_of, refusal)
         finally:
+            info.route = getattr(asked_of.get("route"), "path", "unknown")
             self._account(scope, info)
+
+    def _wrong_host(self, headers: Headers) -> Refusal | None:
+        """A page of another site reaches this server if its name is made to mean this machine (DNS rebinding); but then
+        its browser sends that name.
+        """
+        host = headers.get("host", "")
+        if self._hosts is None or not host:  # every browser sends one
+            return None
+        match = _HOST.fullmatch(host)
+        name = "" if match is None else match[1].lower().removesuffix(".")
+        if is_loopback(name) or name in self._hosts:
+            return None
+        message = f"Host: got {host[:100]!r}, no name of this server; its key allowed_hosts may name others"
+        return Refusal(421, "wrong_host", message, param="Host")
 
     def _refusal(self, headers: Headers, info: RequestInfo) -> Refusal | None:
         """What is wrong with a request by its headers."""
         config = self.service.config
-        if not self._is_allowed(headers):
-            return Refusal(401, "unauthorized", "this server asks for a bearer token")
+        if (wrong := self._wrong_token(headers)) is not None:
+            return wrong
         if self.service.is_draining:
             return Refusal(503, "shutting_down", "the server is shutting down", retry_after=5)
         if (asked := headers.get("x-deadline-seconds")) is not None:
-            try:
-                seconds = float(asked)
-            except ValueError:
-                seconds = -1.0
-            if not seconds >= 0:
-                message = f"X-Deadline-Seconds: got {asked[:40]!r}, need a number of seconds"
+            if not _SECONDS.fullmatch(asked):
+                message = f"X-Deadline-Seconds: got {asked[:40]!r}, need a number of seconds, as 2.5"
                 return Refusal(400, "invalid_header", message, param="X-Deadline-Seconds")
-            info.deadline = info.started + min(seconds, config.deadline_seconds)
+            info.deadline = info.started + min(float(asked), config.deadline_seconds)
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > config.max_body_bytes:
             return _too_large(config.max_body_bytes)
-        if headers.get("content-encoding", "identity") != "identity":
+        if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
             return Refusal(415, "unsupported_encoding", "bodies are read as they are: send no Content-Encoding")
         return None
 
-    def _is_allowed(self, headers: Headers) -> bool:
+    def _wrong_token(self, headers: Headers) -> Refusal | None:
         if self._token is None:
-            return True
+            return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given.strip():
+            return Refusal(401, "unauthorized", "this server asks for a token: send Authorization: Bearer TOKEN")
         # in constant time: how long a wrong token takes says nothing of the right one
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._token)
+        if hmac.compare_digest(given.strip().encode("latin-1"), self._token):
+            return None
+        return Refusal(401, "unauthorized", "the bearer token that was sent is not this server's")
 
     def _account(self, scope: Scope, info: RequestInfo) -> None:
-        info.route = getattr(scope.get("route"), "path", "unknown")
         seconds = time.monotonic() - info.started
         self.service.metrics.request(info.route, info.status or 500, seconds, info.num_bytes)
         if self.service.config.access_log:

@@ -22,8 +22,8 @@ import torch
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.data.preference import Message
 from treeward.model.contract import ScoringContract, read_contract
-from treeward.model.loading import DTYPES
 from treeward.model.prefix_cache import MIN_PREFIX_TOKENS
+from treeward.model.pretrained import DTYPES
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import load_shaper
 from treeward.scoring.score import Conversation, Score

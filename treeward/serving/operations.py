@@ -15,7 +15,6 @@ __all__ = ["router"]
 router = APIRouter(tags=["operations"])
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Whether the process answers and its scoring threads run")
 async def health(request: Request) -> Response:
     service = _service(request)
@@ -24,7 +23,6 @@ async def health(request: Request) -> Response:
     )
 
 
-@router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="Whether requests are accepted: the models are loaded, and keep their contracts")
 async def ready(request: Request) -> Response:
     service = _service(request)

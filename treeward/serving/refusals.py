@@ -7,9 +7,9 @@ Each dialect writes it in the form that its clients read; `code` is the same in 
 
 from __future__ import annotations
 
-from treeward.errors import TreewardError
+from treeward.errors import TreewardError, shown
 
-__all__ = ["Refusal"]
+__all__ = ["Refusal", "in_words"]
 
 
 class Refusal(Exception):
@@ -28,4 +28,14 @@ class Refusal(Exception):
     @classmethod
     def of(cls, error: TreewardError) -> Refusal:
         """A mistake in what the request holds, in the words of the error."""
-        return cls(422, "invalid_request", " ".join(str(error).split()), param=error.field)
+        return cls(422, "invalid_request", in_words(error), param=error.field)
+
+
+def in_words(error: TreewardError) -> str:
+    """The error in one line: its lines are those of a terminal, and what they have to show may be empty."""
+    where = [error.where] if error.where else []
+    if error.field and error.field != error.where:
+        where.append(error.field)
+    details = [f"{word} {shown(part)}" for word, part in (("got", error.got), ("need", error.need)) if part is not None]
+    fix = [str(error.fix)] if error.fix else []
+    return " ".join("; ".join([": ".join([*where, error.summary]), *details, *fix]).split())

@@ -160,7 +160,7 @@ def make_server(service: Service, *, token: str | None = None) -> Server:
     config = service.config
     return Server(
         uvicorn.Config(
-            create_app(service, token=token),
+            create_app(service, token=token, allowed_hosts=config.hosts_that_may_be_named),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from treeward.config.server import ServerConfig
@@ -67,14 +68,15 @@ class Service:
         self._reading: set[asyncio.Timeout] = set()
         self._pools: list[ThreadPoolExecutor] = []
         self._shaping = self.pool("shaping")
-        self.bodies = self.pool("bodies", 2)
-        """Threads for bodies that are too large to be read in the event loop."""
+        self.bodies = self.pool("bodies")
+        """For bodies that are too large to be read in the event loop. One thread: others wait while a body is parsed,
+        and two would take turns in making them wait."""
         metrics.watch("requests_in_flight", "Requests that are not answered yet.", lambda: self.num_requests)
         metrics.watch("held_bytes", "Bytes of request bodies that are held.", lambda: self.held_bytes)
 
-    def pool(self, name: str, num_threads: int = 1) -> ThreadPoolExecutor:
-        """Threads of their own for work that is too long for the event loop; they end with the service."""
-        self._pools.append(ThreadPoolExecutor(num_threads, thread_name_prefix=f"{THREADS}{name}"))
+    def pool(self, name: str) -> ThreadPoolExecutor:
+        """A thread of its own for work that is too long for the event loop; it ends with the service."""
+        self._pools.append(ThreadPoolExecutor(1, thread_name_prefix=f"{THREADS}{name}"))
         return self._pools[-1]
 
     def close_pools(self) -> None:
@@ -192,7 +194,14 @@ class Service:
         rewarder = Rewarder(None, served.shaper)
         conversations = [_messages(one) for one in asked]
         self._check_references(conversations, reference_answers or ())
-        plan = rewarder.plan([chat or [] for chat in conversations], reference_answers)
+        chats = [chat or [] for chat in conversations]
+        # It makes tokens of replies, and may keep statistics: in a thread, and always the same. So does what copies
+        # each conversation for each of its references.
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._shaping)
+        if rewarder.reference_key is None or reference_answers is None:
+            plan = rewarder.plan(chats)
+        else:
+            plan = await in_thread(rewarder.plan, chats, reference_answers)
         references = plan.to_score[len(asked) :]
         self._check_number(len(plan.to_score))
         outcomes = await self.engine.score(served, [*asked, *references], deadline=deadline)
@@ -201,9 +210,7 @@ class Service:
             if chat is None and served.shaper.reads_replies and scores[i].score is not None:
                 why = "this model's rewards depend on the reply: send messages, or the prompt beside the text"
                 scores[i] = replace(scores[i], score=None, error=why)
-        # It makes tokens of replies, and may keep statistics: in a thread, and always the same.
-        loop = asyncio.get_running_loop()
-        rewarded = await loop.run_in_executor(self._shaping, rewarder.finish, plan, scores)
+        rewarded = await in_thread(rewarder.finish, plan, scores)
         # A failed reference, and a shaping without its constants, are no fault of the model's threads.
         return [
             Answer(one.value, one.score, one.error, one.error is not None and (o.by_request or o.score.error is None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import json
 import math
 from typing import Any
 
@@ -217,7 +218,10 @@ def test_models_are_called_by_name_or_folder(serve: Any) -> None:
         assert read(served.client.post(route, json=body).json()) == pytest.approx(own, abs=1e-5)
         called = served.client.post(f"{route}?model=other0", json=body).json()
         assert not math.isclose(read(called), own, abs_tol=1e-3)
-        assert served.client.post(f"{route}?model=unknown", json=body).status_code == 404
+        path = served.client.post(f"{route}?model=models/other0", json=body).json()
+        assert read(path) == read(called)
+        for sent in (json.dumps(body), "no JSON"):  # the body is not read for it
+            assert served.client.post(f"{route}?model=unknown", content=sent).status_code == 404
 
 
 def test_sglangs_clients_may_call_the_only_model_anything(shared: Any) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import re
 import time
@@ -42,7 +41,7 @@ from treeward.serving.bodies import (
     read_bytes,
 )
 from treeward.serving.models import MESSAGE_CHARACTERS, ServedModel, too_long
-from treeward.serving.refusals import Refusal
+from treeward.serving.refusals import Refusal, in_words
 from treeward.serving.rollouts.profiles import aggregate_metrics
 from treeward.serving.service import Answer, Service
 
@@ -281,7 +280,7 @@ def _rollout(content: bytes, model: ServedModel, limits: ServerConfig) -> _Rollo
             given["responses_create_params"], given["response"]["output"], developer=model.developer_role
         )
     except DataError as error:
-        conversation = " ".join(str(error).split())
+        conversation = in_words(error)
     return _Rollout(given, conversation, body.reward_threshold)
 
 
@@ -335,7 +334,7 @@ async def _answer(service: Service, model: ServedModel, rollout: _Rollout, deadl
         answers = await service.answer(None, [rollout.conversation], deadline=deadline, reference_answers=references)
         return answers[0]
     except DataError as error:
-        return " ".join(str(error).split())
+        return in_words(error)
     except Refusal as refusal:
         service.metrics.refused.labels(refusal.code).inc()
         return refusal.message
@@ -361,27 +360,47 @@ def _parsed(content: bytes) -> Any:
 def _without(content: bytes, keys: Iterable[str]) -> bytes:
     """The JSON object without the members of these names, each as often as it is there."""
     cut = frozenset(keys)
-    text = content.decode()
-    decoder = json.JSONDecoder()
     kept = []
-    at = _after_space(text, text.index("{") + 1)
-    while text[at] != "}":
-        start = at
-        key, at = decoder.raw_decode(text, at)
-        at = _after_space(text, _after_space(text, at) + 1)
-        try:
-            _, end = decoder.raw_decode(text, at)
-        except RecursionError as error:
-            raise Refusal(422, "invalid_request", f"{key}: nested too deeply", param=key) from error
+    at = _after_space(content, content.index(b"{") + 1)
+    while content[at] != ord("}"):
+        start, end = at, _value_end(content, at)
+        key = orjson.loads(content[start:end])
+        end = _value_end(content, _after_space(content, _after_space(content, end) + 1))
         if key not in cut:
-            kept.append(text[start:end])
-        at = _after_space(text, end)
-        if text[at] == ",":
-            at = _after_space(text, at + 1)
-    return ("{" + ",".join(kept) + "}").encode()
+            kept.append(content[start:end])
+        at = _after_space(content, end)
+        if content[at] == ord(","):
+            at = _after_space(content, at + 1)
+    return b"{" + b",".join(kept) + b"}"
 
 
-def _after_space(text: str, at: int) -> int:
-    while text[at] in " \t\r\n":
-        at += 1
+_SPACE = re.compile(rb"[ \t\r\n]*")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_WORD = re.compile(rb"[^ \t\r\n,\]}]*")
+_TO_BRACKET = re.compile(
+    rb'[^"\[\]{}]*+(?:(?:' + _STRING.pattern + rb'|\[[^"\[\]{}]*+\]|\{[^"\[\]{}]*+\})[^"\[\]{}]*+){0,1000}+([\[\]{}])?',
+    re.DOTALL,
+)
+"""Over what opens nothing: strings, and lists without any. Not without end, for others have their turn between two."""
+
+
+def _value_end(content: bytes, at: int) -> int:
+    """Where the value of valid JSON that begins at `at` ends. Nothing is made of it: it may be the whole body."""
+    if content[at] not in b"[{":
+        match = (_STRING if content[at] == ord('"') else _WORD).match(content, at)
+        assert match is not None
+        return match.end()
+    depth, at = 1, at + 1
+    while depth:
+        match = _TO_BRACKET.match(content, at)
+        assert match is not None and match.end() > at, "the JSON was valid"
+        at = match.end()
+        if match[1] is not None:
+            depth += 1 if match[1] in b"[{" else -1
     return at
+
+
+def _after_space(content: bytes, at: int) -> int:
+    match = _SPACE.match(content, at)
+    assert match is not None
+    return match.end()

@@ -18,8 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.serving.bodies import Body, describe, json_response, read
+from treeward.config.server import ServerConfig
+from treeward.serving.bodies import Body, checked, describe, json_response, parse, read_as
 from treeward.serving.dialects.texts import MODEL_PARAMETER, WARNING_DOCS, Ending, Strings, answer_texts, model_of_url
+from treeward.serving.models import ServedModel
 from treeward.serving.refusals import Refusal
 from treeward.serving.service import Service
 
@@ -56,16 +58,13 @@ def router(service: Service) -> APIRouter:
         openapi_extra=describe(RewardBody, answer=RewardAnswer, responses=ok, parameters=[MODEL_PARAMETER]),
     )
     async def get_reward(request: Request) -> Response:
-        body = await read(request, RewardBody)
-        model = model_of_url(request)
-        served = service.engine.model(model)
-        ending = Ending.of(served)
-        queries = [ending.completed(text) for text in _as_list(body.query)]
-        replies = _replies(ending, queries, body.prompts)
-        answers, headers = await answer_texts(service, request, model, queries, replies=replies, reply_field="prompts")
+        model = model_of_url(service, request)
+        queries, replies = await read_as(request, lambda content: _asked(content, model, service.config))
+        name = model.name
+        answers, headers = await answer_texts(service, request, name, queries, replies=replies, reply_field="prompts")
         rewards = [answer.value for answer in answers]
         result: dict[str, Any] = {"rewards": rewards, "scores": rewards}
-        if served.shaper is not None:
+        if model.shaper is not None:
             result["extra_logs"] = {"raw_score": [answer.score.score for answer in answers]}
         return json_response(result, headers=headers)
 
@@ -74,6 +73,14 @@ def router(service: Service) -> APIRouter:
 
 def _as_list(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
+
+
+def _asked(content: bytes, model: ServedModel, limits: ServerConfig) -> tuple[list[str], list[str | None]]:
+    """The queries with their whole endings, and their replies where these are known."""
+    body = checked(parse(content), RewardBody, limits)
+    ending = Ending.of(model)
+    queries = [ending.completed(text) for text in _as_list(body.query)]
+    return queries, _replies(ending, queries, body.prompts)
 
 
 def _replies(ending: Ending, queries: list[str], prompts: str | list[str] | None) -> list[str | None]:

@@ -16,8 +16,10 @@ from pydantic import Discriminator, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from treeward.serving.bodies import Body, Chat, describe, json_response, read
+from treeward.config.server import ServerConfig
+from treeward.serving.bodies import Body, Chat, checked, describe, json_response, parse, read_as
 from treeward.serving.dialects.texts import MODEL_PARAMETER, WARNING_DOCS, Ending, answer_texts, ask, model_of_url
+from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
 __all__ = ["router"]
@@ -51,17 +53,23 @@ def router(service: Service) -> APIRouter:
         openapi_extra=describe(SampleBody, answer=float, responses=ok, parameters=[MODEL_PARAMETER]),
     )
     async def slime(request: Request) -> Response:
-        body = await read(request, SampleBody)
-        model = model_of_url(request)
-        ending = Ending.of(service.engine.model(model))
-        reply = ending.without(ending.completed(body.response))
+        model = model_of_url(service, request)
+        asked, reply = await read_as(request, lambda content: _asked(content, model, service.config))
         headers: dict[str, str] = {}
-        if isinstance(body.prompt, str):
-            text = ending.completed(body.prompt + body.response)
-            answers, headers = await answer_texts(service, request, model, [text], replies=[reply])
+        if isinstance(asked, str):
+            answers, headers = await answer_texts(service, request, model.name, [asked], replies=[reply])
         else:
-            conversation: list[Any] = [*body.prompt, {"role": "assistant", "content": reply}]
-            answers = await ask(service, request, model, [conversation])
+            answers = await ask(service, request, model.name, [asked])
         return json_response(answers[0].value, headers=headers)
 
     return routes
+
+
+def _asked(content: bytes, model: ServedModel, limits: ServerConfig) -> tuple[str | list[Any], str]:
+    """The sample as a whole text, or as a conversation; and the reply."""
+    body = checked(parse(content), SampleBody, limits)
+    ending = Ending.of(model)
+    reply = ending.without(ending.completed(body.response))
+    if isinstance(body.prompt, str):
+        return ending.completed(body.prompt + body.response), reply
+    return [*body.prompt, {"role": "assistant", "content": reply}], reply

@@ -106,12 +106,13 @@ def router(service: Service) -> APIRouter:
 
 
 async def _predict(service: Service, request: Request) -> Response:
+    model = model_of_url(service, request)
     body = await read(request, PredictBody)
     inputs = body.inputs
     is_batch = isinstance(inputs, list) and isinstance(inputs[0], list)
     groups = inputs if is_batch else [[inputs] if isinstance(inputs, str) else inputs]
     texts = [group[0] for group in groups]
-    answers, headers = await answer_texts(service, request, model_of_url(request), texts)
+    answers, headers = await answer_texts(service, request, model.name, texts)
     values = [answer.value for answer in answers if answer.value is not None]
     if body.raw_scores is False:
         values = [sigmoid(value) for value in values]

@@ -158,9 +158,12 @@ def renderer_of(model: ServedModel) -> Renderer | None:
     return model.scorers[0].renderer if model.scorers else None
 
 
-def model_of_url(request: Request) -> str | None:
-    """The model that the URL asks for, as /get_reward?model=careful, where the dialect's bodies name none."""
-    return request.query_params.get("model")
+def model_of_url(service: Service, request: Request) -> ServedModel:
+    """The model that the URL asks for, as /get_reward?model=careful, where the dialect's bodies name none.
+
+    Raises `Refusal` 404 for one that is not served: before the body, so that nothing is read in vain.
+    """
+    return service.engine.model(model_or_path(service, request.query_params.get("model")))
 
 
 async def ask(service: Service, request: Request, model: str | None, asked: Sequence[Asked]) -> list[Answer]:

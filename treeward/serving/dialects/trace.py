@@ -31,7 +31,7 @@ from treeward.scoring.scorer import as_conversations
 from treeward.serving.bodies import Chat, describe, json_response
 from treeward.serving.dialects.known_keys import OwnBody, read_known
 from treeward.serving.models import RenderedText, ServedModel, Stem, too_long, weight
-from treeward.serving.refusals import Refusal
+from treeward.serving.refusals import Refusal, in_words
 from treeward.serving.service import Service
 
 __all__ = ["router"]
@@ -159,13 +159,7 @@ def _prefixes(model: ServedModel, body: TraceBody) -> AnswerPrefixes:
     try:
         return answer_prefixes(model.scorer.renderer, as_conversations(context, [completion])[0])
     except TreewardError as error:
-        raise Refusal(422, "cannot_be_scored", _in_words(error), param="completion") from error
-
-
-def _in_words(error: TreewardError) -> str:
-    """The error as a sentence: the lines of a terminal, put one after another, are none."""
-    details = [str(part) for part in (error.got, error.need and f"need {error.need}") if part]
-    return "; ".join([error.summary, *details])
+        raise Refusal(422, "cannot_be_scored", in_words(error), param="completion") from error
 
 
 def _evenly(num_pieces: int, most: int) -> list[int]:

@@ -2,8 +2,8 @@
 const SVG = "http://www.w3.org/2000/svg";
 const MINUS = "\u2212";
 export const ABSENT = "\u2013";
-export const SERIES_COLOURS = 6;
-export const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2", "1 4"];
+const SERIES_COLOURS = 6;
+const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2", "1 4"];
 
 // h("a", {href: "#x", class: "y", onclick: f}, "text", node)
 export function h(tag, properties, ...children) {
@@ -53,7 +53,10 @@ export const byId = (id) => document.getElementById(id);
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 export const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 export const nameOf = (index) => `Answer ${index + 1}`;
+export const namesOf = (places) => (places.length === 1 ? nameOf(places[0]) : `Answers ${places.slice(0, -1).map((index) => index + 1).join(", ")} and ${places.at(-1) + 1}`);
 export const colourOf = (index) => `s${index % SERIES_COLOURS}`;
+// Those of one colour have other dashes.
+export const dashOf = (index) => DASHES[(index + Math.floor(index / SERIES_COLOURS)) % DASHES.length];
 
 // Three decimals, or as many digits as tell a small or a large number.
 export function formatNumber(value, { sign = false, digits = 3 } = {}) {
@@ -74,7 +77,7 @@ export const plural = (count, word) => `${count.toLocaleString("en-US")} ${word}
 
 export function swatch(index) {
   return s("svg", { class: `swatch ${colourOf(index)}`, width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true" },
-    s("line", { class: "line", x1: 0, x2: 22, y1: 6, y2: 6, "stroke-dasharray": DASHES[index % DASHES.length] }));
+    s("line", { class: "line", x1: 0, x2: 22, y1: 6, y2: 6, "stroke-dasharray": dashOf(index) }));
 }
 
 // White space that would not be seen by itself.

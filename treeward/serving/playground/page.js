@@ -1,7 +1,7 @@
 // The page: what is written is scored, shared and kept.
 import { Unreadable, asBody, empty, fromFragment, fromText, isEmpty, toFragment } from "./conversation.js";
 import { Editor } from "./editor.js";
-import { byId, formatNumber, h, isNumber, kept, nameOf, plural } from "./elements.js";
+import { byId, formatNumber, h, isNumber, kept, namesOf, plural } from "./elements.js";
 import { showScores } from "./results.js";
 import { ServerError, models, rewards, token, trace } from "./server.js";
 import { showTraces } from "./trace.js";
@@ -41,11 +41,10 @@ function complain(error) {
     if (!token.get()) return;
   }
   byId("trouble").textContent = known ? error.message : `Something went wrong in this page: ${error.message}`;
-  byId("trouble").hidden = false;
+  byId("trouble").scrollIntoView({ block: "nearest" });
 }
 
 const settle = () => {
-  byId("trouble").hidden = true;
   byId("trouble").textContent = "";
 };
 
@@ -99,6 +98,7 @@ async function score() {
     byId("results").hidden = false;
     byId("stale").hidden = true;
     byId("trace").hidden = true;
+    byId("before-shaping").hidden = !model?.shaped;
     showTraces([]);
     say(showScores(answer.data, model, blank));
     if (byId("with-trace").checked) await traceAll(body, turn);
@@ -117,7 +117,7 @@ async function traceAll(body, turn) {
   const { rows, blank } = scored;
   byId("trace").hidden = false;
   byId("trace-status").textContent = "Scoring the beginnings of the answers.";
-  const problems = [];
+  const problems = new Map(); // what went wrong, and with which answers
   const asked = body.completions.map(async (completion, index) => {
     if (!isNumber(rows[index].score) || blank[index]) return null; // without text there are no tokens to go over
     try {
@@ -125,15 +125,15 @@ async function traceAll(body, turn) {
     } catch (error) {
       if (error.name === "AbortError" || error.status === 401) throw error;
       if (!(error instanceof ServerError)) throw error;
-      problems.push(`${nameOf(index)}: ${error.message}`);
+      problems.set(error.message, [...(problems.get(error.message) ?? []), index].sort((a, b) => a - b));
       return null;
     }
   });
   const traces = (await Promise.all(asked)).filter(Boolean);
   if (turn !== running) return;
   scored.traces = traces.map(({ index, points, tokens, text, end }) => ({ index, text, end, tokens, points }));
-  byId("trace-status").textContent = problems.join(" ");
-  if (!traces.length && !problems.length) byId("trace").hidden = true;
+  byId("trace-status").textContent = [...problems].map(([message, places]) => `${namesOf(places)}: ${message}`).join(" ");
+  if (!traces.length && !problems.size) byId("trace").hidden = true;
   byId("numbers").hidden = !traces.length;
   showTraces(traces);
 }
@@ -160,6 +160,7 @@ async function copyLink() {
   say("The link is in the address bar, and in the field here.");
   byId("link-field").hidden = false;
   byId("link").value = link;
+  byId("link").focus();
   byId("link").select();
 }
 

@@ -1,5 +1,5 @@
 // Scores, and what they say about preferences.
-import { byId, clamp, colourOf, formatNumber, formatShare, h, isNumber, nameOf, plural } from "./elements.js";
+import { byId, clamp, colourOf, formatNumber, formatShare, h, isNumber, nameOf, namesOf, plural } from "./elements.js";
 
 const sigmoid = (x) => (x >= 0 ? 1 / (1 + Math.exp(-x)) : Math.exp(x) / (1 + Math.exp(x)));
 
@@ -15,35 +15,42 @@ export function shares(scores, temperature = 1) {
 }
 
 // `rows`: of /v1/rewards. `model`: of /v1/models. `blank`: whether each answer is empty.
+//
+// What the server returns as the reward decides which answer is preferred. Probabilities are of scores, which alone are
+// log-odds; where the model is served with shaping the two may differ, and both are shown by their names.
 export function showScores(rows, model, blank) {
+  const about = { rows, model, blank, temperature: model?.temperature ?? 1, isShaped: Boolean(model?.shaped) };
   const scores = rows.map((row) => row.score);
-  const temperature = model?.temperature ?? 1;
-  const portions = shares(scores, temperature);
-  const order = scores.map((score, index) => index).filter((index) => isNumber(scores[index])).sort((a, b) => scores[b] - scores[a]);
-  byId("cards").replaceChildren(...rows.map((row, index) => card(row, index, portions[index], { order, scores, model, isBlank: blank[index] })));
-  byId("verdict").textContent = verdict(scores, order, temperature, { model, blank });
-  byId("pairs").replaceChildren(...(order.length > 1 ? [pairs(scores, temperature, model)] : []));
-  return spoken(rows, scores, order, temperature, { model, blank });
+  about.byScore = ranked(scores);
+  about.order = about.isShaped ? ranked(rows.map((row) => row.reward)) : about.byScore;
+  const portions = shares(scores, about.temperature);
+  byId("cards").replaceChildren(...rows.map((row, index) => card(row, index, portions[index], about)));
+  byId("verdict").textContent = verdict(about);
+  byId("pairs").replaceChildren(...(about.byScore.length > 1 ? pairs(scores, about) : []));
+  return spoken(about);
 }
 
-function card(row, index, share, { order, scores, model, isBlank }) {
-  const place = order.indexOf(index);
-  const best = place === 0 && order.length > 1 && !isBlank && scores[order[1]] !== row.score; // nothing is preferred in a tie
+// The places of the numbers, the highest first.
+const ranked = (values) => values.map((_, index) => index).filter((index) => isNumber(values[index])).sort((a, b) => values[b] - values[a]);
+const valueOf = ({ rows, isShaped }, index) => (isShaped ? rows[index].reward : rows[index].score);
+const tied = (about) => about.order.filter((index) => valueOf(about, index) === valueOf(about, about.order[0]));
+
+function card(row, index, share, about) {
+  const { order, byScore, model, blank, isShaped } = about;
+  const best = order[0] === index && order.length > 1 && !blank[index] && tied(about).length === 1; // nothing is preferred in a tie
   const bar = h("span", { class: "fill" });
   bar.style.setProperty("--part", `${100 * clamp(share ?? 0, 0, 1)}%`);
-  const number = (value) => formatNumber(value);
-  const values = (name, list, names) => list?.length > 0 && fact(name, h("ul", { class: "values" }, list.map((value, i) => h("li", {}, `${names?.[i] ?? i + 1}: `, h("b", {}, number(value))))));
+  const values = (name, list, names) => list?.length > 0 && fact(name, h("ul", { class: "values" }, list.map((value, i) => h("li", {}, `${names?.[i] ?? i + 1}: `, h("b", {}, formatNumber(value))))));
   return h("li", { class: `card ${colourOf(index)}${best ? " best" : ""}` },
-    h("h3", {}, nameOf(index), best && h("span", { class: "badge" }, model?.shaped ? "preferred by score" : "preferred")),
+    h("h3", {}, nameOf(index), best && h("span", { class: "badge" }, "preferred")),
     row.error !== null && row.error !== undefined && h("p", { class: "trouble" }, `${isNumber(row.score) ? "No reward" : "No score"}: ${row.error}`),
-    isNumber(row.score) && [
-      h("p", { class: "score" }, number(row.score)),
-      order.length > 1 && h("div", { class: "portion" }, h("span", { class: "track", "aria-hidden": "true" }, bar), h("span", {}, `${formatShare(share)} to be the best of ${order.length}`)),
-    ],
+    isNumber(valueOf(about, index)) && [h("p", { class: "what" }, isShaped ? "reward, shaped" : "score"), h("p", { class: "score" }, formatNumber(valueOf(about, index)))],
+    isNumber(share) && byScore.length > 1 && h("div", { class: "portion" },
+      h("span", { class: "track", "aria-hidden": "true" }, bar), h("span", {}, `${formatShare(share)} to be the best of ${byScore.length}${isShaped ? ", by score" : ""}`)),
     h("dl", {},
-      model?.shaped && isNumber(row.reward) && fact("reward, shaped", number(row.reward)),
+      isShaped && isNumber(row.score) && fact("score", formatNumber(row.score)),
       fact("tokens", `${row.num_tokens.toLocaleString("en-US")}${model?.max_model_len ? ` of ${model.max_model_len.toLocaleString("en-US")}` : ""}`),
-      isBlank && fact("text", "none, the answer is empty"),
+      blank[index] && fact("text", "none, the answer is empty"),
       row.truncated && fact("context", "cut at its beginning, as it is too long"),
       values("heads", row.heads, model?.heads),
       values("members", row.members, model?.members?.map(shortName))));
@@ -54,17 +61,24 @@ const shortName = (path) => path.replace(/(\/(final|model))+\/?$/, "").split("/"
 
 const fact = (name, value) => [h("dt", {}, name), h("dd", {}, value)];
 
-function verdict(scores, order, temperature, { model, blank }) {
-  if (order.length < 2) return order.length ? "One score alone says little: scores of answers to one conversation are to be compared." : "";
+function verdict(about) {
+  const { rows, order, byScore, temperature, blank, isShaped } = about;
+  const value = isShaped ? "reward" : "score";
+  if (order.length < 2) return order.length ? `One ${value} alone says little: ${value}s of answers to one conversation are to be compared.` : "";
+  const best = tied(about);
+  if (best.length > 1) return `${namesOf(best)} have the same ${value}${order.length > best.length ? ", the highest" : ""}: none is preferred.`;
   const [first, second] = order;
-  if (scores[first] === scores[second]) return `${nameOf(first)} and ${nameOf(second).toLowerCase()} have the same score.`;
-  const chance = formatShare(preference(scores[first], scores[second], temperature));
-  const how = `${model?.shaped ? " by score" : ""}${blank[first] ? ", though it is empty" : ""}`;
-  return `${nameOf(first)} is preferred${how}; over ${nameOf(second).toLowerCase()} with a probability of ${chance}.`;
+  const chance = (a, b) => formatShare(preference(rows[a].score, rows[b].score, temperature));
+  const opening = `${nameOf(first)} is preferred${isShaped ? ", as its reward is the highest" : ""}${blank[first] ? ", though it is empty" : ""}`;
+  if (!isShaped) return `${opening}; over ${lower(second)} with a probability of ${chance(first, second)}.`;
+  if (rows[byScore[0]].score === rows[first].score) return `${opening}; by score it is preferred over ${lower(second)} with a probability of ${chance(first, second)}.`;
+  return `${opening}; by score ${lower(byScore[0])} would be preferred over it, with a probability of ${chance(byScore[0], first)}.`;
 }
 
-function pairs(scores, temperature, model) {
-  const known = scores.map((_, index) => index).filter((index) => isNumber(scores[index]));
+const lower = (index) => nameOf(index).toLowerCase();
+
+function pairs(scores, { byScore, temperature, isShaped }) {
+  const known = [...byScore].sort((a, b) => a - b);
   const cell = (a, b) => {
     if (a === b) return h("td", { class: "cell none" }, h("span", { class: "visually-hidden" }, "the same"));
     const chance = preference(scores[a], scores[b], temperature);
@@ -73,16 +87,20 @@ function pairs(scores, temperature, model) {
     return td;
   };
   const how = temperature === 1 ? "sigmoid of the difference of their scores" : `sigmoid of the difference of their scores, divided by the model's fitted temperature of ${formatNumber(temperature)}`;
-  return h("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": "Probabilities of preference" },
-    h("p", { class: "note", id: "pairs-note" }, `Probability that the answer of the row is preferred over that of the column: ${how}${model?.shaped ? "; rewards are shaped, these are of scores" : ""}.`),
-    h("table", { class: "matrix", "aria-describedby": "pairs-note" },
-      h("caption", { class: "visually-hidden" }, "Probabilities of preference"),
-      h("thead", {}, h("tr", {}, h("td"), known.map((b) => h("th", { scope: "col" }, nameOf(b))))),
-      h("tbody", {}, known.map((a) => h("tr", {}, h("th", { scope: "row" }, nameOf(a)), known.map((b) => cell(a, b)))))));
+  return [
+    h("p", { class: "note", id: "pairs-note" }, `Probability that the answer of the row is preferred over that of the column: ${how}${isShaped ? "; rewards are shaped, these are of scores" : ""}.`),
+    h("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": "Probabilities of preference" },
+      h("table", { class: "matrix", "aria-describedby": "pairs-note" },
+        h("caption", { class: "visually-hidden" }, "Probabilities of preference"),
+        h("thead", {}, h("tr", {}, h("td"), known.map((b) => h("th", { scope: "col" }, nameOf(b))))),
+        h("tbody", {}, known.map((a) => h("tr", {}, h("th", { scope: "row" }, nameOf(a)), known.map((b) => cell(a, b))))))),
+  ];
 }
 
-function spoken(rows, scores, order, temperature, about) {
+function spoken(about) {
+  const { rows, order, isShaped } = about;
+  const value = isShaped ? "reward" : "score";
   const failed = rows.length - order.length;
-  const listed = scores.map((score, index) => (isNumber(score) ? `${nameOf(index).toLowerCase()} ${formatNumber(score)}` : `${nameOf(index).toLowerCase()} has no score`));
-  return `${plural(order.length, "score")}${failed ? `, ${failed} failed` : ""}: ${listed.join(", ")}. ${order.length > 1 ? verdict(scores, order, temperature, about) : ""}`;
+  const all = rows.map((_, index) => `${lower(index)} ${isNumber(valueOf(about, index)) ? formatNumber(valueOf(about, index)) : `has no ${value}`}`);
+  return `${plural(order.length, value)}${failed ? `, ${failed} failed` : ""}: ${all.join(", ")}. ${order.length > 1 ? verdict(about) : ""}`;
 }

@@ -1,8 +1,9 @@
 // The score over the tokens: a chart that pointer and keyboard read, the texts shaded, and the same as tables.
-import { DASHES, byId, clamp, colourOf, formatNumber, h, nameOf, s, swatch, visible } from "./elements.js";
+import { byId, clamp, colourOf, dashOf, formatNumber, h, nameOf, s, swatch, visible } from "./elements.js";
 
 const HEIGHT = 300;
 const MANY_ROWS = 600;
+const MANY_CHARACTERS = 400; // where a text may be higher than its box on a narrow page, and is scrolled
 
 // `traces`: {index, points: [{tokens, score}], tokens: [{text}]} of the answers that have one.
 export function showTraces(traces) {
@@ -30,7 +31,7 @@ class Chart {
       class: "plot", tabindex: "0", role: "slider", "aria-label": "The score over the tokens of each answer; arrow keys go from token to token",
       "aria-valuemin": 1, "aria-valuemax": this.last, "aria-orientation": "horizontal", onkeydown: (event) => this.press(event),
       onpointermove: (event) => this.point(event), onpointerdown: (event) => this.point(event), onpointerleave: () => this.leave(),
-      onfocus: () => this.choose(this.token, true), onblur: () => this.leave(),
+      onfocus: () => this.choose(this.token), onblur: () => this.leave(),
     });
     this.legend = h("ul", { class: "legend", "aria-hidden": "true" }, traces.map((trace) => h("li", {}, swatch(trace.index), " ", nameOf(trace.index))));
     byId("chart").replaceChildren(this.legend, this.holder);
@@ -77,7 +78,7 @@ class Chart {
       this.cross,
       this.traces.map((trace) => this.line(trace)),
       this.dots));
-    if (!byId("tip").hidden) this.choose(this.token);
+    if (!byId("tip").hidden) this.choose(this.token, this.span);
   }
 
   line(trace) {
@@ -85,7 +86,7 @@ class Chart {
     const end = trace.points.at(-1);
     const colour = colourOf(trace.index);
     return [
-      s("path", { class: `line ${colour}`, d: path, "stroke-dasharray": DASHES[trace.index % DASHES.length] }),
+      s("path", { class: `line ${colour}`, d: path, "stroke-dasharray": dashOf(trace.index) }),
       s("circle", { class: `mark ${colour}`, cx: this.x(end.tokens), cy: this.y(end.score), r: 4 }),
     ];
   }
@@ -96,7 +97,7 @@ class Chart {
     if (event.key === "Escape") return this.leave();
     if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return undefined;
     event.preventDefault();
-    return this.choose(this.stops[clamp(at + steps[event.key], 0, this.stops.length - 1)], true);
+    return this.choose(this.stops[clamp(at + steps[event.key], 0, this.stops.length - 1)]);
   }
 
   point(event) {
@@ -106,8 +107,10 @@ class Chart {
     this.choose(nearest);
   }
 
-  choose(token) {
+  // `span`: of the text, if it is there that the pointer is.
+  choose(token, span = null) {
     this.token = token;
+    this.span = span;
     const x = this.x(token);
     this.cross.setAttribute("x1", x);
     this.cross.setAttribute("x2", x);
@@ -132,10 +135,18 @@ class Chart {
   placeTip() {
     const tip = byId("tip");
     if (tip.hidden) return;
-    const place = this.holder.getBoundingClientRect();
-    const left = place.left + (this.x(this.token) * place.width) / this.width;
-    tip.style.left = `${clamp(left + 14 + tip.offsetWidth > innerWidth ? left - 14 - tip.offsetWidth : left + 14, 8, Math.max(8, innerWidth - tip.offsetWidth - 8))}px`;
-    tip.style.top = `${clamp(place.top + 30, 8, Math.max(8, innerHeight - tip.offsetHeight - 8))}px`;
+    const [width, height] = [tip.offsetWidth, tip.offsetHeight];
+    const place = (this.span ?? this.holder).getBoundingClientRect();
+    let [left, top] = [place.left, place.bottom + 8];
+    if (this.span) {
+      if (top + height > innerHeight) top = place.top - height - 8;
+    } else {
+      left += (this.x(this.token) * place.width) / this.width + 14;
+      if (left + width > innerWidth) left -= 28 + width;
+      top = place.top + 30;
+    }
+    tip.style.left = `${clamp(left, 8, Math.max(8, innerWidth - width - 8))}px`;
+    tip.style.top = `${clamp(top, 8, Math.max(8, innerHeight - height - 8))}px`;
   }
 
   leave() {
@@ -149,6 +160,7 @@ class Chart {
     trace.marked?.classList.remove("current");
     trace.marked = trace.spans[at];
     trace.marked?.classList.add("current");
+    if (trace.marked && !this.span) showWithin(trace.marked, trace.words);
   }
 
   describe() {
@@ -165,15 +177,23 @@ class Chart {
       const change = changeOf(trace, at);
       const span = h("span", {
         class: change === null ? "shade" : change >= 0 ? "shade up" : "shade down",
-        onpointerenter: () => this.choose(point.tokens), onpointerleave: () => this.leave(),
+        onpointerenter: (event) => this.choose(point.tokens, event.currentTarget), onpointerleave: () => this.leave(),
       }, textOf(trace, at));
       // The square root lets small changes be seen beside a large one.
       span.style.setProperty("--share", `${change === null ? 0 : Math.round(60 * Math.sqrt(Math.abs(change) / this.largest))}%`);
       return span;
     });
-    return h("article", { class: `text ${colourOf(trace.index)}`, "aria-label": `${nameOf(trace.index)}, shaded` },
-      h("h3", {}, nameOf(trace.index)), h("p", { class: "words", dir: "auto" }, trace.spans));
+    const isLong = trace.text.length + 30 * (trace.text.split("\n").length - 1) > MANY_CHARACTERS;
+    trace.words = h("div", { class: "words", dir: "auto", ...(isLong && { tabindex: "0", role: "region", "aria-label": `Text of ${nameOf(trace.index).toLowerCase()}, shaded` }) }, trace.spans);
+    return h("article", { class: `text ${colourOf(trace.index)}`, "aria-label": `${nameOf(trace.index)}, shaded` }, h("h3", {}, nameOf(trace.index)), trace.words);
   }
+}
+
+// Scrolls the box alone: the page stays where the reader is.
+function showWithin(span, box) {
+  const [inner, outer] = [span.getBoundingClientRect(), box.getBoundingClientRect()];
+  if (inner.bottom > outer.bottom) box.scrollTop += inner.bottom - outer.bottom;
+  else if (inner.top < outer.top) box.scrollTop -= outer.top - inner.top;
 }
 
 function table(trace) {

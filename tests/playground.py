@@ -1,0 +1,96 @@
+"""The playground in a browser, as a test uses it.
+
+with chromium() as browser, serving([model]) as url, visiting(browser, url) as visit:
+    page = visit()
+    write(page, ["Four.", "Five."])
+    score(page)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from loopback import serving_on_loopback
+
+from treeward.config.server import ServerConfig
+from treeward.serving.models import ServedModel
+from treeward.serving.run import make_service
+
+__all__ = ["ANSWERS", "QUESTION", "Visits", "answered", "expect", "score", "serving", "settled", "visiting", "write"]
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)").expect
+QUESTION = "How do I boil an egg so that the yolk stays soft?"
+ANSWERS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f642 that.", "Yes!"]
+
+
+@contextmanager
+def serving(models: list[ServedModel], *, token: str | None = None) -> Iterator[str]:
+    sections = [{"model": "x", "name": model.name} for model in models]
+    service = make_service(ServerConfig.model_validate({"models": sections}), models=models)
+    with serving_on_loopback(service, token=token) as address:
+        yield f"{address}/"
+
+
+class Visits:
+    """Pages of one test. `said`: what the console had, `asked`: the addresses of all requests."""
+
+    def __init__(self, browser: Any, url: str) -> None:
+        self.browser, self.url = browser, url
+        self.contexts: list[Any] = []
+        self.said: list[str] = []
+        self.asked: list[str] = []
+
+    def __call__(self, address: str | None = None, *, width: int = 1280, height: int = 900, **options: Any) -> Any:
+        context = self.browser.new_context(viewport={"width": width, "height": height}, **options)
+        self.contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.goto(address or self.url)
+        expect(page.locator("html[data-ready]")).to_have_count(1)
+        return page
+
+
+@contextmanager
+def visiting(browser: Any, url: str) -> Iterator[Visits]:
+    """Opens the page; at the end the browser must have had nothing to say, nor asked anyone else."""
+    visits = Visits(browser, url)
+    yield visits
+    for context in visits.contexts:
+        context.close()
+    assert visits.said == []
+    assert all(address.startswith((url, "blob:", "data:,")) for address in visits.asked), visits.asked
+
+
+def write(page: Any, answers: list[str] = ANSWERS, question: str = QUESTION) -> None:
+    page.get_by_label("Text of turn 1").fill(question)
+    while page.locator("#answers textarea").count() < len(answers):
+        page.get_by_role("button", name="Add an answer").click()
+    for i, answer in enumerate(answers, start=1):
+        page.get_by_label(f"Text of answer {i}", exact=True).fill(answer)
+
+
+def score(page: Any) -> None:
+    page.get_by_role("button", name="Score").click()
+    settled(page)
+
+
+def settled(page: Any) -> None:
+    expect(page.locator("#score:not([aria-busy])")).to_have_count(1)
+    expect(page.locator("#results")).to_be_visible()
+
+
+def answered(page: Any, rows: list[dict[str, Any]], **facts: Any) -> None:
+    """The page asks a server whose model has these facts, and which gives these rows."""
+    model = page.evaluate("fetch('v1/models').then((got) => got.json())")["data"][0]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [model | facts]}))
+    filled = [{"num_tokens": 9, "truncated": False, "error": None} | row for row in rows]
+    body = {"model": "tiny", "contract": None, "data": [{"index": i} | row for i, row in enumerate(filled)]}
+    page.route("**/v1/rewards", lambda route: route.fulfill(json=body))
+    page.reload()
+    expect(page.locator("html[data-ready]")).to_have_count(1)
+    page.get_by_role("checkbox", name="over the tokens too").uncheck()
