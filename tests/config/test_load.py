@@ -13,7 +13,11 @@ from treeward.config.load import load_section
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+SHIPPED = sorted(
+    path
+    for path in (ROOT / "examples" / "configs").glob("*.yaml")
+    if not path.name.startswith(("grpo", "rlhf"))  # those of `treeward grpo`
+)
 
 # The keys, values and references of the reward-model example of NeMo RL, in the spelling of its newer versions.
 NEMO = """

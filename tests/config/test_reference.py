@@ -1,6 +1,8 @@
 from pathlib import Path
 
 from treeward.config.base import Strict
+from treeward.config.env_section import ENVIRONMENT_SECTIONS
+from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.problems import sections
 from treeward.config.reference import config_reference
 from treeward.config.run import RewardModelRunConfig
@@ -15,6 +17,9 @@ def all_sections(section: type[Strict]):
             yield from all_sections(child)
 
 
+ROOTS = (RewardModelRunConfig, GRPORunConfig, *ENVIRONMENT_SECTIONS.values())
+
+
 def test_the_page_is_what_the_schema_says():
     assert PAGE.read_text(encoding="utf-8") == config_reference(), (
         "run: python -m treeward.config.reference > docs/config.md"
@@ -22,8 +27,8 @@ def test_the_page_is_what_the_schema_says():
 
 
 def test_every_key_and_section_is_documented():
-    found = list(all_sections(RewardModelRunConfig))
-    assert len(found) > 15
+    found = [section for root in ROOTS for section in all_sections(root)]
+    assert len(found) > 60
     for section in found:
         assert section.__doc__, section
         for name, field in section.model_fields.items():
@@ -32,6 +37,24 @@ def test_every_key_and_section_is_documented():
 
 def test_every_key_is_in_the_page():
     page = config_reference()
-    for section in all_sections(RewardModelRunConfig):
+    for section in (section for root in ROOTS for section in all_sections(root)):
         for key in section.key_names():
-            assert f"| `{key}` |" in page
+            assert f"| `{key}` |" in page, f"{section.__name__}.{key}"
+
+
+def test_what_only_grpo_has_stands_in_its_own_part():
+    reward_model, grpo = config_reference().split("\n# A run of GRPO\n")
+    for heading in (
+        "## `loss_fn`",
+        "## `policy` of GRPO",
+        "## `policy.dtensor_cfg.lora_cfg` of GRPO",
+        "## `grpo.watch`",
+    ):
+        assert f"\n{heading}\n" in grpo and f"\n{heading}\n" not in reward_model
+    assert grpo.count("\n## `policy.optimizer`") == 0, "it is the same in both runs"
+
+
+def test_headings_are_different():
+    headings = [line for line in config_reference().splitlines() if line.startswith("#")]
+    doubled = {heading for heading in headings if headings.count(heading) > 1}
+    assert doubled == {"## `policy.scheduler`"}, "one heading for each of its two forms"

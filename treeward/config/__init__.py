@@ -5,14 +5,16 @@
     config = load_config("rm.yaml", ["rm.seed=7"])
     config.policy.train_global_batch_size
 
-Each section is a frozen class in a module of its name; `treeward.config.run` joins them.
+Each section is a frozen class in a module of its name; `treeward.config.run` joins those of a run that trains a reward
+model, `treeward.config.grpo_run` those of GRPO.
 """
 
 from treeward.config.checkpointing import CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
 from treeward.config.data import DataConfig, DatasetConfig
+from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.hub import HubConfig
-from treeward.config.load import load_config, save_config
+from treeward.config.load import load_config, load_grpo_config, save_config
 from treeward.config.logger import LoggerConfig
 from treeward.config.policy import PolicyConfig, TokenizerConfig
 from treeward.config.rm import LossConfig, RMConfig
@@ -23,6 +25,7 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "DatasetConfig",
+    "GRPORunConfig",
     "HubConfig",
     "LoggerConfig",
     "LossConfig",
@@ -32,6 +35,7 @@ __all__ = [
     "RewardModelRunConfig",
     "TokenizerConfig",
     "load_config",
+    "load_grpo_config",
     "parse_metric_name",
     "save_config",
 ]

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
+from treeward.errors import ConfigError
+
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
@@ -55,6 +57,10 @@ class Strict(BaseModel, metaclass=_Readable):
     ignored_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of other toolkits that are accepted and have no effect here, each with the reason why that is harmless."""
 
+    switched_off_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of other toolkits for what treeward does not do, each with what to do instead: accepted while they are off
+    (null, false, 0, -1, empty, or a section in which nothing is on), an error otherwise."""
+
     other_forms: ClassVar[tuple[str, ...]] = ()
     """Keys that are accepted, and turned into this section's own before they are checked."""
 
@@ -67,12 +73,23 @@ class Strict(BaseModel, metaclass=_Readable):
         collected: IgnoredKeys | None = (info.context or {}).get("ignored")
         if collected is not None:
             collected.extend((cls, key, cls.ignored_keys[key]) for key in found)
-        return {key: value for key, value in raw.items() if key not in found}
+        for key, remedy in cls.switched_off_keys.items():
+            if key in raw and not _is_off(raw[key]):
+                raise ConfigError(
+                    f"{key} is not supported", field=key, got=raw[key], need="null, false or no such key", fix=remedy
+                )
+        return {key: value for key, value in raw.items() if key not in found and key not in cls.switched_off_keys}
 
     @classmethod
     def key_names(cls) -> tuple[str, ...]:
         """The names of this section's keys as a file spells them."""
         return tuple(field.alias or name for name, field in cls.model_fields.items())
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return _is_off(value["enabled"]) if "enabled" in value else all(map(_is_off, value.values()))
+    return value in (None, False, 0, -1, "", [], ())
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:

@@ -170,25 +170,30 @@ class CheckpointingConfig(Strict):
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the exported weights; the score head stays float32."""
 
+    @classmethod
+    def _metric(cls, name: str) -> tuple[str, bool | None]:
+        """The metric that a name means, and its direction. Raises `ConfigError`."""
+        metric = parse_metric_name(name).metric
+        return metric, METRICS[metric]
+
     @model_validator(mode="after")
     def _metric_is_known(self) -> CheckpointingConfig:
         if self.metric_name is None:
             return self
         try:
-            key = parse_metric_name(self.metric_name)
+            metric, direction = self._metric(self.metric_name)
         except ConfigError as error:
             raise ConfigError(
                 error.summary, field="metric_name", got=error.got, need=error.need, fix=error.fix
             ) from None
-        direction = METRICS[key.metric]
         if direction is None and self.higher_is_better is None:
             raise ConfigError(
-                f"{key.metric} does not say which of two checkpoints is better",
+                f"{metric} does not say which of two checkpoints is better",
                 field="higher_is_better",
                 got="null",
                 need="true or false",
                 fix="a gap costs length_controlled_accuracy, which has a direction: rank by that"
-                if key.metric == "accuracy_gap"
+                if metric == "accuracy_gap"
                 else None,
             )
         if direction is not None and self.higher_is_better not in (None, direction):
@@ -206,4 +211,4 @@ class CheckpointingConfig(Strict):
         """The direction of `metric_name`; true if there is none (a later step is better)."""
         if self.higher_is_better is not None or self.metric_name is None:
             return self.higher_is_better is not False
-        return bool(METRICS[parse_metric_name(self.metric_name).metric])
+        return bool(self._metric(self.metric_name)[1])

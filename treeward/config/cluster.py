@@ -1,4 +1,7 @@
-"""`ClusterConfig`: how many processes train. One is all that is supported yet, with or without a GPU."""
+"""`ClusterConfig`: how many processes train. One is all that is supported yet, with or without a GPU.
+
+A run of GRPO counts the machines of all its models (`GRPOClusterConfig`), and so may have more.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
-__all__ = ["ClusterConfig"]
+__all__ = ["ClusterConfig", "GRPOClusterConfig", "MachinesConfig"]
 
 
-class ClusterConfig(Strict):
+class MachinesConfig(Strict):
     """The machines."""
 
     ignored_keys: ClassVar[Mapping[str, str]] = {
@@ -31,6 +34,10 @@ class ClusterConfig(Strict):
         """Processes in all."""
         return max(self.gpus_per_node, 1) * self.num_nodes
 
+
+class ClusterConfig(MachinesConfig):
+    """The machines."""
+
     @model_validator(mode="after")
     def _one_process(self) -> ClusterConfig:
         if self.num_processes > 1:
@@ -43,3 +50,11 @@ class ClusterConfig(Strict):
                 fix="set cluster.num_nodes=1 cluster.gpus_per_node=1",
             )
         return self
+
+
+class GRPOClusterConfig(MachinesConfig):
+    """The machines of the policy, of the generator and of the environments together."""
+
+    gpus_per_node: NonNegativeInt = 1
+    """GPUs of each node that the run may use; 0 for the CPU. The policy runs in one process whatever it says; the
+    resources of generation and of a reward model are checked against it."""

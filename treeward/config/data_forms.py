@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from treeward.config.base import nearest_name
 from treeward.errors import ConfigError
 
-__all__ = ["FORM_KEYS", "normalise_data"]
+__all__ = ["FORM_KEYS", "PREFERENCES", "PROMPTS", "DataForm", "normalise_data"]
 
 Block = dict[str, Any]
 
@@ -39,23 +39,15 @@ _FLAT_KEYS = (
     "system_prompt_file",
     "kwargs",
 )
-FORM_KEYS = (
-    *_FLAT_KEYS,
-    "dataset_type",
-    "train_data_path",
-    "train_split",
-    "val_data_path",
-    "val_data_paths",
-    "val_split",
-    "default",
-)
+_PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
+FORM_KEYS = (*_FLAT_KEYS, "dataset_type", *_PATH_KEYS)
 """The keys of `data` that only the other forms have."""
 
 _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
 
 
 class _OwnSplits(NamedTuple):
-    train: str
+    train: str | None
     validation: Mapping[str, str]
     """Name of the validation set -> split."""
 
@@ -70,7 +62,39 @@ _OWN_SPLITS = {
 _OWN_SPLITS |= {f"{name}Dataset": _OWN_SPLITS[name] for name in ("HelpSteer3", "Tulu3Preference")}
 
 
-def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[str, Any]:
+class DataForm(NamedTuple):
+    """What is particular to one kind of data."""
+
+    flat_keys: tuple[str, ...]
+    own_splits: Mapping[str, _OwnSplits]
+    foreign_keys: tuple[str, ...]
+    """Keys of other toolkits that `default` may have."""
+    dataset_types: Mapping[str, str]
+    """What `dataset_type` may be -> the `dataset_name` that it means."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of `data` that only the other forms have."""
+        return (*self.flat_keys, *_PATH_KEYS)
+
+
+PREFERENCES = DataForm(_FLAT_KEYS, _OWN_SPLITS, ("processor", "env_name"), _DATASET_TYPES)
+PROMPTS = DataForm(
+    (
+        *("dataset_name", "subset", "input_key", "output_key", "prompt_file", "system_prompt_file"),
+        *("processor", "env_name", "max_samples", "kwargs"),
+    ),
+    {
+        "OpenMathInstruct-2": _OwnSplits(None, {}),
+        "DeepScaler": _OwnSplits(None, {}),
+        "Bundled": _OwnSplits("train", {"default": "validation"}),
+    },
+    ("repeat", "download_dir"),
+    {},
+)
+
+
+def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str], form: DataForm = PREFERENCES) -> dict[str, Any]:
     """Return `raw` with `train` and `validation` as lists of blocks and without the keys of the other forms.
 
     `block_keys` are the keys that a block may have. Keys that no form knows are left in place for the schema to
@@ -78,13 +102,13 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
     sets that cannot be told apart.
     """
     data = dict(raw)
-    shared = _shared_values(data, block_keys)
+    shared = _shared_values(data, block_keys, form)
     has_train_block = data.get("train") is not None
     train = _blocks(data.pop("train", None), "train", shared)
     validation = _validation_blocks(data.pop("validation", None), shared, block_keys)
     _add_flat_train(train, data.pop("train_data_path", None), data.pop("train_split", None), shared)
     _add_flat_validation(validation, data, shared)
-    own = _OWN_SPLITS.get(shared.get("dataset_name", ""))
+    own = form.own_splits.get(shared.get("dataset_name", ""))
     if own is not None and not has_train_block:
         train = train or [dict(shared)]
         if not validation and train[0].get("data_path") is None:
@@ -101,28 +125,28 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
             fix="give data.val_data_path too, or remove val_split",
         )
     for block in train:
-        _fill_own_split(block, is_train=True)
+        _fill_own_split(block, form, is_train=True)
     for block in validation:
-        _fill_own_split(block, is_train=False)
+        _fill_own_split(block, form, is_train=False)
     return {**data, "train": train, "validation": _with_names(validation)}
 
 
-def _shared_values(data: Block, block_keys: Sequence[str]) -> Block:
+def _shared_values(data: Block, block_keys: Sequence[str], form: DataForm) -> Block:
     """Pop the flat keys and the `default` block; what every block takes unless it says otherwise."""
-    flat = {key: data.pop(key) for key in _FLAT_KEYS if key in data}
+    flat = {key: data.pop(key) for key in form.flat_keys if key in data}
     flat = {key: value for key, value in flat.items() if value is not None}
-    kind = data.pop("dataset_type", None)
+    kind = data.pop("dataset_type", None) if form.dataset_types else None
     if kind is not None:
-        if kind not in _DATASET_TYPES:
+        if kind not in form.dataset_types:
             raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
-        _set_once(flat, "dataset_name", _DATASET_TYPES[kind], "data.dataset_type", "data.dataset_name")
+        _set_once(flat, "dataset_name", form.dataset_types[kind], "data.dataset_type", "data.dataset_name")
     default = data.pop("default", None)
     if default is None:
         return flat
     if not isinstance(default, Mapping):
         raise ConfigError("default is not a block", field="default", got=default, need="{dataset_name: ...}")
     for key, value in default.items():
-        if key not in block_keys and key not in ("processor", "env_name"):
+        if key not in block_keys and key not in form.foreign_keys:
             near = nearest_name(key, block_keys)
             raise ConfigError(
                 "there is no such key",
@@ -214,10 +238,12 @@ def _add_flat_validation(validation: list[Block], data: Block, shared: Block) ->
     validation.extend(flat)
 
 
-def _fill_own_split(block: Block, *, is_train: bool) -> None:
-    own = _OWN_SPLITS.get(str(block.get("dataset_name")))
+def _fill_own_split(block: Block, form: DataForm, *, is_train: bool) -> None:
+    own = form.own_splits.get(str(block.get("dataset_name")))
     if own is None or block.get("data_path") is not None or block.get("split") is not None:
         return
+    if block.get("split_validation_size"):
+        return  # both parts are of one split
     if is_train:
         block["split"] = own.train
     elif own.validation:

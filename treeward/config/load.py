@@ -2,6 +2,7 @@
 
     config = load_config("rm.yaml", ["policy.model_name=Qwen/Qwen2.5-0.5B-Instruct", "rm.seed=7"])
     save_config(config, "resolved.yaml")       # loading that gives an equal configuration
+    config = load_grpo_config("grpo.yaml")     # what `treeward grpo` reads
 
 In this order: the file, laid over those that its `defaults:` names; the overrides; `${...}` references, to other keys
 or to the functions `mul`, `div`, `max`, `min` and `int`; the schema. Every mistake is a `ConfigError`.
@@ -20,13 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from treeward.config.base import IgnoredKeys, Strict
+from treeward.config.env_section import ENVIRONMENT_SECTIONS
+from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.overrides import Override, apply_override, merge_trees, parse_override
 from treeward.config.problems import Location, config_error, sections
 from treeward.config.run import RewardModelRunConfig
 from treeward.config.yaml_file import Tree, read_yaml, write_yaml
 from treeward.errors import ConfigError
 
-__all__ = ["load_config", "load_file", "load_section", "save_config"]
+__all__ = ["load_config", "load_file", "load_grpo_config", "load_section", "save_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,14 @@ _Section = TypeVar("_Section", bound=Strict)
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig:
     """Read, override, resolve and check. Raises one `ConfigError` that lists every mistake found."""
     return load_file(RewardModelRunConfig, path, overrides)
+
+
+def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> GRPORunConfig:
+    """A run of GRPO, as `load_config` reads one that trains a reward model; logs what is worth knowing about it."""
+    config = load_file(GRPORunConfig, path, overrides)
+    for remark in config.remarks:
+        logger.warning("%s", remark)
+    return config
 
 
 def load_file(
@@ -85,8 +96,8 @@ def load_section(section: type[_Section], values: Mapping[str, Any], *, where: s
     return checked
 
 
-def save_config(config: RewardModelRunConfig, path: str | PathLike[str]) -> None:
-    """Write every key, defaults included, as YAML that `load_config` reads back to an equal configuration."""
+def save_config(config: RewardModelRunConfig | GRPORunConfig, path: str | PathLike[str]) -> None:
+    """Write every key, defaults included, as YAML that the config's own loader reads back to an equal configuration."""
     write_yaml(_escape(config.model_dump(mode="json", by_alias=True)), Path(path))
 
 
@@ -226,7 +237,10 @@ def _escape(value: Any) -> Any:
 def _log_ignored(ignored: IgnoredKeys, root: type[Strict]) -> None:
     if not ignored:
         return
-    paths = dict(_section_paths(root, ""))
+    paths = dict(
+        pair for kind, schema in ENVIRONMENT_SECTIONS.items() for pair in _section_paths(schema, f"env.{kind}")
+    )
+    paths |= dict(_section_paths(root, ""))
     reasons = {f"{paths[section]}.{key}".lstrip("."): reason for section, key, reason in ignored}
     logger.info("keys that have no effect here: %s", ", ".join(reasons))
     for key, reason in reasons.items():

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, model_validator
 from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
-__all__ = ["LoggerConfig", "MlflowConfig", "TensorboardConfig", "WandbConfig"]
+__all__ = ["GRPOLoggerConfig", "LoggerConfig", "MlflowConfig", "TensorboardConfig", "WandbConfig"]
 
 
 class WandbConfig(Strict):
@@ -89,3 +89,15 @@ class LoggerConfig(Strict):
                 fix="enable tensorboard, wandb or mlflow; logger.log_dir always has a metrics.jsonl",
             )
         return self
+
+
+class GRPOLoggerConfig(LoggerConfig):
+    """Where the metrics go."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        **LoggerConfig.ignored_keys,
+        "num_val_samples_to_print": "grpo.num_logged_samples says how many go to samples.jsonl and the report",
+    }
+
+    log_dir: str = "logs/grpo"
+    """Folder of `metrics.jsonl`, `samples.jsonl` and of the trackers' files."""

@@ -97,12 +97,19 @@ def apply_override(tree: Tree, override: Override) -> None:
 
 
 def merge_trees(base: Tree, other: Mapping[str, Any]) -> Tree:
-    """`base` with `other` laid over it: mappings merge key by key, anything else replaces what was there."""
+    """`base` with `other` laid over it: mappings merge key by key, anything else replaces what was there.
+
+    A mapping with NeMo RL's `_override_: true` replaces too.
+    """
     merged = dict(base)
     for key, value in other.items():
+        if not isinstance(value, Mapping):
+            merged[key] = value
+            continue
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, Mapping)
-        merged[key] = merge_trees(old, value) if both and isinstance(old, dict) else value
+        keeps = isinstance(old, dict) and value.get("_override_") is not True
+        own = {name: item for name, item in value.items() if (name, item) != ("_override_", True)}
+        merged[key] = merge_trees(old if keeps and isinstance(old, dict) else {}, own)
     return merged
 
 

@@ -6,7 +6,8 @@
       max_total_sequence_length: 4096       # tokens
 
 The section is called `policy` because the configs of reinforcement-learning toolkits call it so; here it holds the
-reward model. Instead of a name it may give a bare architecture, which is trained from scratch.
+reward model, and what that has in common with the policy of GRPO (`treeward.config.grpo_policy`). Instead of a name it
+may give a bare architecture, which is trained from scratch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from treeward.config.backends import DTensorConfig, DynamicBatchingConfig, MegatronConfig, SequencePackingConfig
+from treeward.config.backends import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    MegatronConfig,
+    SequencePackingConfig,
+    ShardingConfig,
+)
 from treeward.config.base import Strict
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError
 
 __all__ = ["DEFAULT_MICRO_BATCH_TOKENS", "DEFAULT_VOCAB_SIZE", "PolicyConfig", "RewardModelConfig", "TokenizerConfig"]
+__all__ += ["TrainedModelConfig"]
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 DEFAULT_VOCAB_SIZE = 4096
@@ -69,15 +77,10 @@ class RewardModelConfig(Strict):
         return self
 
 
-class PolicyConfig(Strict):
-    """The model, its batches, its numerics and its optimiser."""
+class TrainedModelConfig(Strict):
+    """What a model that is trained needs, whatever it is trained for."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "logprob_batch_size": "training a reward model computes no log-probabilities",
-        "offload_optimizer_for_logprob": "training a reward model computes no log-probabilities",
-        "make_sequence_length_divisible_by": "packed trees are not padded",
-        "refit_buffer_size_gb": "no weights are sent to a generation engine",
-    }
+    _batch_unit: ClassVar[str] = "comparisons"
 
     model_name: str | None = None
     """Hub name or folder of a causal language model or a sequence classifier."""
@@ -89,8 +92,8 @@ class PolicyConfig(Strict):
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer, and how conversations are rendered."""
 
-    train_global_batch_size: PositiveInt = 128
-    """Comparisons per optimiser step."""
+    train_global_batch_size: PositiveInt | None = None
+    """How much one optimiser step learns from."""
     train_micro_batch_size: PositiveInt | None = None
     """Most comparisons in one forward pass. None: only `train_micro_batch_tokens` limits it."""
     train_micro_batch_tokens: PositiveInt | None = None
@@ -115,9 +118,7 @@ class PolicyConfig(Strict):
     scheduler: SchedulerConfig = NamedScheduleConfig()
     """The learning-rate schedule; null is constant."""
 
-    reward_model_cfg: RewardModelConfig = RewardModelConfig()
-    """What kind of reward model is trained."""
-    dtensor_cfg: DTensorConfig = DTensorConfig()
+    dtensor_cfg: ShardingConfig = ShardingConfig()
     """How the model is sharded."""
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     """Accepted in either state: micro-batches are always filled to a token budget."""
@@ -162,7 +163,7 @@ class PolicyConfig(Strict):
         return raw
 
     @model_validator(mode="after")
-    def _one_model(self) -> PolicyConfig:
+    def _one_model(self) -> TrainedModelConfig:
         if self.model_name is not None and self.architecture is not None:
             raise ConfigError(
                 "model_name and model_config exclude each other",
@@ -188,21 +189,20 @@ class PolicyConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _batches_fit(self) -> PolicyConfig:
-        size = self.train_micro_batch_size
-        if size is not None and size > self.train_global_batch_size:
+    def _batches_fit(self) -> TrainedModelConfig:
+        size, whole = self.train_micro_batch_size, self.train_global_batch_size
+        if size is not None and whole is not None and size > whole:
             raise ConfigError(
                 "train_micro_batch_size is larger than train_global_batch_size",
                 field="train_micro_batch_size",
-                got=f"{size} comparisons per forward pass, {self.train_global_batch_size} per optimiser step",
+                got=f"{size} {self._batch_unit} per forward pass, {whole} per optimiser step",
                 need="at most as many per forward pass as per step",
-                fix=f"set policy.train_micro_batch_size={self.train_global_batch_size}, or raise "
-                "policy.train_global_batch_size",
+                fix=f"set policy.train_micro_batch_size={whole}, or raise policy.train_global_batch_size",
             )
         return self
 
     @model_validator(mode="after")
-    def _vocabulary_fits(self) -> PolicyConfig:
+    def _vocabulary_fits(self) -> TrainedModelConfig:
         trained = self.trained_vocab_size
         if trained is None and self.tokenizer.vocab_size is not None:
             raise ConfigError(
@@ -220,3 +220,21 @@ class PolicyConfig(Strict):
                 need="at most model_config.vocab_size tokens",
             )
         return self
+
+
+class PolicyConfig(TrainedModelConfig):
+    """The model, its batches, its numerics and its optimiser."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "logprob_batch_size": "training a reward model computes no log-probabilities",
+        "offload_optimizer_for_logprob": "training a reward model computes no log-probabilities",
+        "make_sequence_length_divisible_by": "packed trees are not padded",
+        "refit_buffer_size_gb": "no weights are sent to a generation engine",
+    }
+
+    train_global_batch_size: PositiveInt = 128
+    """Comparisons per optimiser step."""
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    """How the model is sharded."""
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
+    """What kind of reward model is trained."""

@@ -26,8 +26,14 @@ __all__ = ["config_error", "sections"]
 
 Location = tuple[str, ...]
 
-_OTHER_COMMANDS = {"env": "treeward grpo", "grpo": "treeward grpo", "loss_fn": "treeward grpo"}
-_OTHER_POLICY_KEYS = {"generation": "treeward grpo"}
+_COMMANDS: dict[tuple[str, ...], dict[str, str]] = {
+    (): {
+        **dict.fromkeys(("env", "grpo", "loss_fn"), "treeward grpo"),
+        **dict.fromkeys(("rm", "hub", "evaluation", "reward_shaping"), "treeward train"),
+    },
+    ("policy",): {"generation": "treeward grpo", "logprob_chunk_size": "treeward grpo"},
+}
+"""Where a key stands -> the key -> the only command that reads it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +109,14 @@ def _problem(details: ErrorDetails, root: type[Strict], tree: Any, origin: Calla
 
 def _unknown_key(location: Location, got: Any, root: type[Strict], origin: Callable[[Location], str]) -> _Problem:
     *parents, key = location
-    command = {(): _OTHER_COMMANDS, ("policy",): _OTHER_POLICY_KEYS}.get(tuple(parents), {}).get(key)
+    command = _COMMANDS.get(tuple(parents), {}).get(key) if "policy" in root.model_fields else None
     if command is not None:
         return _Problem(
-            f"{key} belongs to `{command}`, which is not here yet",
+            f"{key} belongs to `{command}`",
             _joined(location),
             origin(location),
-            need="a configuration of a reward-model run",
-            fix=f"remove it from the file, or with ~{_joined(location)} on the command line",
+            need="a configuration of this command's run",
+            fix=f"run `{command}`, or remove the key: ~{_joined(location)} on the command line",
         )
     candidates = [
         name for section in _sections_at(root, parents) for name in (*section.key_names(), *section.other_forms)

@@ -18,21 +18,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from treeward.config.base import Strict
-from treeward.config.environment import RewardModelEnvironmentConfig
+from treeward.config.env_section import ENVIRONMENT_SECTIONS
+from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.problems import sections
-from treeward.config.reward_environments import (
-    CustomEnvironmentConfig,
-    HybridEnvironmentConfig,
-    JudgeEnvironmentConfig,
-    RuleEnvironmentConfig,
-)
 from treeward.config.run import RewardModelRunConfig
 
 __all__ = ["config_reference"]
 
 _OPENING = """# Configuration
 
-Every key of a run, its type, its default and what it means. This page is generated from the schema
+Every key of a run, its type, its default and what it means; those of `treeward serve` are in
+[its guide](serving.md#several-models-ensembles-shaping). This page is generated from the schema
 (`python -m treeward.config.reference > docs/config.md`), so it cannot be out of date.
 
 A file needs two things, a model and data; everything else has a default:
@@ -58,13 +54,47 @@ The sections under `env:`, which an RL loop is rewarded by; in Python they are t
 class. [Environments](environments.md) and [other rewards](rewards.md) show them at work.
 """
 
-_ENVIRONMENT_SECTIONS: dict[str, type[Strict]] = {
-    "env.reward_model": RewardModelEnvironmentConfig,
-    "env.rules": RuleEnvironmentConfig,
-    "env.judge": JudgeEnvironmentConfig,
-    "env.custom": CustomEnvironmentConfig,
-    "env.hybrid": HybridEnvironmentConfig,
-}
+_GRPO = """# A run of GRPO
+
+What `treeward grpo` reads. A file needs a policy, prompts and an environment; everything else has a default:
+
+```yaml
+policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct, max_total_sequence_length: 1024}
+data: {dataset_name: PromptDataset, train_data_path: prompts.jsonl, val_data_path: held_out.jsonl}
+env: {reward_model: {model_name: results/rm/final}}
+```
+
+References, inheritance and overrides are those above, and so are sections that are not listed here again. Files of
+NeMo RL's GRPO load unchanged; what treeward cannot do is an error where it is switched on.
+"""
+
+_PROMPT_FORMS = """Two other forms of this section mean the same. The flat one:
+
+```yaml
+data:
+  dataset_name: ResponseDataset
+  train_data_path: train.jsonl
+  train_split: null
+  val_data_path: val.jsonl
+  val_split: null
+  input_key: question
+  output_key: answer
+  env_name: math
+env: {math: {}, format: {type: rules, rule: regex, pattern: "</think>"}}
+```
+
+and blocks, where `default` holds what the others leave out:
+
+```yaml
+data:
+  train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05}   # or a list of blocks
+  validation: null                                                         # the rows that are held out
+  default: {prompt_file: cot.txt, env_name: {math: 1.0, format: 0.2}}
+env: {math: {}, format: {type: rules, rule: regex, pattern: "</think>"}}
+```
+
+`OpenMathInstruct-2` alone holds out 5 % of its rows, `DeepScaler` is validated on `AIME2024`, `Bundled` brings its own.
+"""
 
 _DATA_FORMS = """Two other forms of this section mean the same. The flat one:
 
@@ -93,17 +123,40 @@ data:
 
 def config_reference() -> str:
     """The whole reference as one Markdown page."""
-    environments = (line for path, section in _ENVIRONMENT_SECTIONS.items() for line in _section(section, path))
-    lines = [_OPENING, *_section(RewardModelRunConfig, ""), _ENVIRONMENTS, *environments]
+    reward_model, grpo = list(_tables(RewardModelRunConfig, "")), list(_tables(GRPORunConfig, ""))
+    lines = [_OPENING]
+    for path, section in reward_model:
+        lines += _section(section, path, forms=_DATA_FORMS if path == "data" else None)
+    lines.append(_GRPO)
+    paths = {path for path, _ in reward_model}
+    for path, section in grpo:
+        if (path, section) not in reward_model:
+            of = " of GRPO" if path in paths else ""
+            lines += _section(section, path, of=of, forms=_PROMPT_FORMS if path == "data" else None)
+    lines.append(_ENVIRONMENTS)
+    for kind, schema in ENVIRONMENT_SECTIONS.items():
+        for path, section in _tables(schema, f"env.{kind}"):
+            lines += _section(section, path)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(section: type[Strict], path: str) -> Iterator[str]:
+def _tables(section: type[Strict], path: str) -> Iterator[tuple[str, type[Strict]]]:
+    """A section and those inside it, each with its path."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        for child in sections(field.annotation):
+            suffix = "[]" if get_origin(field.annotation) is tuple else ""
+            if path == "data" and name == "validation":
+                continue  # the same class as train
+            yield from _tables(child, f"{path}.{field.alias or name}".lstrip(".") + suffix)
+
+
+def _section(section: type[Strict], path: str, *, of: str = "", forms: str | None = None) -> Iterator[str]:
     if path:
-        yield f"## `{path}`\n"
+        yield f"## `{path}`{of}\n"
         yield f"{' '.join((section.__doc__ or '').split())}\n"
-    if path == "data":
-        yield _DATA_FORMS
+    if forms:
+        yield forms
     yield "| Key | Type | Default | Meaning |\n|---|---|---|---|"
     for name, field in section.model_fields.items():
         key = field.alias or name
@@ -113,12 +166,9 @@ def _section(section: type[Strict], path: str) -> Iterator[str]:
     if section.ignored_keys:
         listed = "; ".join(f"`{key}` ({reason})" for key, reason in section.ignored_keys.items())
         yield f"Accepted, without effect: {listed}.\n"
-    for name, field in section.model_fields.items():
-        for child in sections(field.annotation):
-            suffix = "[]" if get_origin(field.annotation) is tuple else ""
-            if path == "data" and name == "validation":
-                continue  # the same class as train
-            yield from _section(child, f"{path}.{field.alias or name}".lstrip(".") + suffix)
+    if section.switched_off_keys:
+        listed = "; ".join(f"`{key}` ({remedy})" for key, remedy in section.switched_off_keys.items())
+        yield f"Accepted while switched off: {listed}.\n"
 
 
 def _type_name(annotation: Any) -> str:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -19,7 +19,7 @@ from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
 __all__ = ["CustomEnvironmentConfig", "HybridEnvironmentConfig", "HybridMember", "JudgeEnvironmentConfig"]
-__all__ += ["REQUIRED_PLACEHOLDERS", "RuleEnvironmentConfig"]
+__all__ += ["MathEnvironmentConfig", "REQUIRED_PLACEHOLDERS", "RuleEnvironmentConfig"]
 
 REQUIRED_PLACEHOLDERS = {"rating": ("{reply}",), "pairwise": ("{reply_a}", "{reply_b}")}
 """By mode, what a judge's template must have."""
@@ -76,6 +76,37 @@ class RuleEnvironmentConfig(Strict):
                 need=f"more than wrong, {self.wrong}",
             )
         return self
+
+
+class MathEnvironmentConfig(RuleEnvironmentConfig):
+    """The rule math under the keys of NeMo RL: `env.math: {num_workers: 8, math_verify_impl: hf_math_verify}`."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "stop_strings": "where an answer ends is up to policy.generation.stop_strings",
+    }
+    other_forms: ClassVar[tuple[str, ...]] = ("num_workers",)
+
+    rule: Literal["math"] = "math"
+    """Mathematical equality with the ground truth."""
+    math_verify_impl: Literal["hf_math_verify"] = "hf_math_verify"
+    """What compares: the package math-verify."""
+    verifier_type: Literal["math"] = "math"
+    """What is compared; for a choice among letters use rule exact_match or regex of `rules`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_num_workers(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping) or "num_workers" not in raw:
+            return raw
+        if "workers" in raw:
+            raise ConfigError(
+                "num_workers is another name of workers",
+                field="num_workers",
+                got=raw["num_workers"],
+                need="one of the two",
+                fix="remove num_workers",
+            )
+        return {("workers" if key == "num_workers" else key): value for key, value in raw.items()}
 
 
 class JudgeEnvironmentConfig(Strict):

@@ -14,10 +14,10 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from treeward.config.base import Strict
 
-__all__ = ["LossConfig", "RMConfig"]
+__all__ = ["LossConfig", "RMConfig", "none_for"]
 
 
-def _none_for(*sentinels: int) -> BeforeValidator:
+def none_for(*sentinels: int) -> BeforeValidator:
     """Other toolkits write -1 or 0 for `no limit` and `never`; inside treeward that is None."""
 
     def normalise(value: Any) -> Any:
@@ -42,11 +42,11 @@ class RMConfig(Strict):
 
     max_num_epochs: PositiveInt = 1
     """Passes over the training data."""
-    max_num_steps: Annotated[PositiveInt | None, _none_for(-1)] = None
+    max_num_steps: Annotated[PositiveInt | None, none_for(-1)] = None
     """Most optimiser steps, whatever the epochs say. None (or -1): no limit."""
-    val_period: Annotated[PositiveInt | None, _none_for(0, -1)] = 100
+    val_period: Annotated[PositiveInt | None, none_for(0, -1)] = 100
     """Validate each time after so many optimiser steps. None (or 0): not on the way."""
-    val_batches: Annotated[PositiveInt | None, _none_for(-1)] = None
+    val_batches: Annotated[PositiveInt | None, none_for(-1)] = None
     """Most batches of `val_global_batch_size` to validate on, per set. None (or -1): the whole set."""
     val_global_batch_size: PositiveInt | None = None
     """Comparisons in a validation batch. None: `policy.train_global_batch_size`."""

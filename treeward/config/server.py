@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +24,7 @@ from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.errors import ConfigError
 
-__all__ = ["ServedModelConfig", "ServerConfig"]
+__all__ = ["ServedModelConfig", "ServerConfig", "is_loopback"]
 
 _SectionOrContract = Annotated[
     Annotated[RewardShapingConfig, Tag("<section>")] | Annotated[Literal["contract"], Tag("<name>")],
@@ -34,6 +35,11 @@ _Models = Annotated[
     BeforeValidator(lambda models: (models,) if isinstance(models, str) else models),
     Field(min_length=1),
 ]
+
+
+_Names = Annotated[
+    tuple[str, ...], BeforeValidator(lambda names: (names,) if isinstance(names, str) else names)
+]  # fmt: skip
 
 
 class ServedModelConfig(Strict):
@@ -147,12 +153,35 @@ class ServerConfig(Strict):
     """PEM file with the private key."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the server, as https://example.org; none by default."""
+    allowed_hosts: _Names | None = None
+    """Names that requests may have in their header Host, as rm.example.org, without a port; others get 421. Loopback's
+    own names are always allowed. None: no others where `host` is a loopback address, so that a page of another site
+    cannot reach the server by a name that was made to mean this machine, and any name elsewhere. "*" is any."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object a line, with the id of the request."""
     access_log: bool = True
     """Log a line for each request."""
     playground: bool = True
     """Serve a page at / where a person can try the models."""
+
+    @property
+    def hosts_that_may_be_named(self) -> tuple[str, ...] | None:
+        """The names besides loopback's that the header Host may have; None where it may have any."""
+        if self.allowed_hosts is None:
+            return () if is_loopback(self.host) else None
+        return None if "*" in self.allowed_hosts else self.allowed_hosts
+
+    @validator(mode="after")
+    def _hosts_are_names(self) -> ServerConfig:
+        for name in self.allowed_hosts or ():
+            if name != "*" and not re.fullmatch(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]", name):
+                raise ConfigError(
+                    "this is no name of a server",
+                    field="allowed_hosts",
+                    got=repr(name),
+                    need="names in lower case without a scheme or port, as rm.example.org or 10.0.0.7, or *",
+                )
+        return self
 
     @validator(mode="after")
     def _names_differ(self) -> ServerConfig:
@@ -178,6 +207,14 @@ class ServerConfig(Strict):
                 need="both of them, or neither",
             )
         return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address, or one in brackets, means this machine alone."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _name_of(model: str) -> str:

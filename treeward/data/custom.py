@@ -28,7 +28,7 @@ from treeward.data.preference import Preference, preference_from_dict, preferenc
 from treeward.data.prompts import Prompts, completed
 from treeward.errors import ConfigError, DataError
 
-__all__ = ["ContractStream", "construct", "import_class", "open_contract"]
+__all__ = ["ContractStream", "construct", "import_class", "open_contract", "rows_of"]
 
 
 class ContractStream:
@@ -132,7 +132,7 @@ def open_contract(dataset: Any, config: DatasetConfig) -> ContractStream:
     Raises `ConfigError` for whatever is missing. The split that is read is `config.split` if `formatted_ds` has it,
     "validation" for a named set without a path of its own, else "train".
     """
-    rows, label = _rows_of(dataset, config)
+    rows, label = rows_of(dataset, config)
     spec = getattr(dataset, "task_spec", None)
     prompts = Prompts.load(
         config.prompt_file or getattr(spec, "prompt_file", None),
@@ -141,8 +141,8 @@ def open_contract(dataset: Any, config: DatasetConfig) -> ContractStream:
     return ContractStream(rows, _task_name_of(dataset, config.dataset_name), label, prompts)
 
 
-def _rows_of(dataset: Any, config: DatasetConfig) -> tuple[Iterable[Any], str]:
-    """The rows of an object, and what to call them."""
+def rows_of(dataset: Any, config: DatasetConfig) -> tuple[Iterable[Any], str]:
+    """The rows of an object with `formatted_ds` or `dataset`, and what to call them; raises as `open_contract` does."""
     name, label = config.dataset_name, config.dataset_name
     parameters = inspect.signature(type(dataset)).parameters.values()
     read_split = any(each.name in ("split", "train_split") or each.kind is each.VAR_KEYWORD for each in parameters)
@@ -176,7 +176,7 @@ def _rows_of(dataset: Any, config: DatasetConfig) -> tuple[Iterable[Any], str]:
             f"{name} offers no rows",
             field="dataset_name",
             got=f"an object of {type(dataset).__name__} without formatted_ds and dataset",
-            need='formatted_ds: {"train": rows in the rank format} and task_spec: TaskDataSpec',
+            need='formatted_ds: {"train": rows, ...} and task_spec: TaskDataSpec',
             fix=f"set self.formatted_ds and self.task_spec in {type(dataset).__name__}.__init__",
         )
     if not isinstance(rows, Iterable) or isinstance(rows, Iterator | str | bytes | Mapping):

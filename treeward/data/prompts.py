@@ -1,6 +1,7 @@
 """`Prompts`: the texts that a config adds to every conversation of a dataset.
 
     Prompts.load("think.txt", None).apply(preference, "train.jsonl:1")
+    Prompts.load("think.txt", None).complete(messages, "train.jsonl:1")
 
 `prompt_file` is a template with one `{}`, in which the last user message of the context is put; `{{` and `}}` stand for
 braces. `system_prompt_file` is a system message for contexts that have none.
@@ -41,13 +42,17 @@ class Prompts:
         return cls(template, prompt_file, system)
 
     def apply(self, preference: Preference, where: str) -> Preference:
-        """The preference with its context completed; raises `DataError` if there is no user message for a template."""
-        context = preference.context
-        if self.template is not None:
-            context = self._fill_last_user_message(context, self.template, where)
-        if self.system is not None and not any(message["role"] == "system" for message in context):
-            context = ({"role": "system", "content": self.system}, *context)
+        """The preference with its context completed, as `complete` does."""
+        context = self.complete(preference.context, where)
         return preference if context is preference.context else replace(preference, context=context)
+
+    def complete(self, messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
+        """The messages of a prompt, completed; raises `DataError` if there is no user message for a template."""
+        if self.template is not None:
+            messages = self._fill_last_user_message(messages, self.template, where)
+        if self.system is not None and not any(message["role"] == "system" for message in messages):
+            messages = ({"role": "system", "content": self.system}, *messages)
+        return messages
 
     def _fill_last_user_message(self, context: Sequence[Message], template: str, where: str) -> tuple[Message, ...]:
         index = next((i for i in reversed(range(len(context))) if context[i]["role"] == "user"), None)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from treeward.data.preference import Message
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +115,7 @@ class Renderer:
                 "chat_template_kwargs sets what the renderer decides itself",
                 field=f"chat_template_kwargs.{taken[0]}",
                 got=self.chat_template_kwargs[taken[0]],
-                fix="remove the key; a whole conversation is rendered without a generation prompt",
+                fix="remove the key; only what a policy is asked is rendered with a generation prompt",
             )
         source, name = _find_template(tokenizer, chat_template)
         self.chat_template = self._without_clock(source)
@@ -129,15 +129,15 @@ class Renderer:
         if self.adds_bos:
             self.chat_template = self._with_frame(source)
 
-    def render(self, messages: Sequence[Message], *, where: str | None = None) -> str:
-        """The text of a whole conversation.
+    def render(self, messages: Sequence[Message], *, where: str | None = None, generation_prompt: bool = False) -> str:
+        """The text of a whole conversation; with `generation_prompt`, of one that the assistant is to continue.
 
         Raises `DataError` where the template refuses it or writes nothing, and for text that is not valid Unicode.
         """
         self._notice_roles(messages, where)
         contents = [self._content(message, where) for message in messages]
         try:
-            text = self._apply(contents)
+            text = self._apply(contents, generation_prompt=generation_prompt)
         except _TEMPLATE_ERRORS as error:
             raise DataError(
                 f"the chat template refused the conversation: {error or type(error).__name__}",
@@ -174,6 +174,24 @@ class Renderer:
         """`encode` for many conversations with one call of the tokenizer; `where` names each for errors."""
         places = where if where is not None else [None] * len(conversations)
         texts = [self.render(messages, where=place) for messages, place in zip(conversations, places, strict=True)]
+        return self.encode_texts(texts, where=places)
+
+    def encode_prompt(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
+        """The token ids of what a policy is asked: the conversation and the template's generation prompt, as one text.
+
+        There is exactly one BOS. Raises `ModelError` for an encoder, which answers nothing.
+        """
+        return self.encode_prompts([messages], where=[where])[0]
+
+    def encode_prompts(
+        self, prompts: Sequence[Sequence[Message]], *, where: Sequence[str | None] | None = None
+    ) -> list[list[int]]:
+        """`encode_prompt` for many prompts with one call of the tokenizer; `where` names each for errors."""
+        if self.kind == "encoder":
+            got = type(self.tokenizer).__name__
+            raise ModelError("an encoder cannot be asked for an answer", got=got, need="a decoder")
+        places = where if where is not None else [None] * len(prompts)
+        texts = [self.render(p, where=place, generation_prompt=True) for p, place in zip(prompts, places, strict=True)]
         return self.encode_texts(texts, where=places)
 
     def encode_texts(self, texts: Sequence[str], *, where: Sequence[str | None] | None = None) -> list[list[int]]:
@@ -284,12 +302,12 @@ class Renderer:
                     role,
                 )
 
-    def _apply(self, messages: Sequence[Message]) -> str:
+    def _apply(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         text = self.tokenizer.apply_chat_template(
             list(messages),
             chat_template=self.chat_template,
             tokenize=False,
-            add_generation_prompt=False,
+            add_generation_prompt=generation_prompt,
             **self.chat_template_kwargs,
         )
         assert isinstance(text, str)

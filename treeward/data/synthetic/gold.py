@@ -43,7 +43,7 @@ from treeward.data.synthetic.world import (
 )
 from treeward.errors import DataError
 
-__all__ = ["GoldQuality", "Question", "gold_breakdown", "gold_quality", "grade", "parse_question"]
+__all__ = ["GoldQuality", "Question", "gold_breakdown", "gold_quality", "gold_reward", "grade", "parse_question"]
 
 _CORRECT, _FORMAT, _COURTESY = 0.6, 0.25, 0.15
 _STANDING = "from now on"
@@ -89,6 +89,11 @@ def gold_quality(context: Sequence[Message] | str, answer: str) -> float:
     Raises `DataError` when the last user turn asks no question of the bundled data's world.
     """
     return gold_breakdown(context, answer).quality
+
+
+def gold_reward(conversation: Sequence[Message], env_info: Mapping[str, Any]) -> float:
+    """`gold_quality` of the last message, as the function of a custom environment."""
+    return gold_quality(conversation[:-1], _text(conversation[-1]))
 
 
 def gold_breakdown(context: Sequence[Message] | str, answer: str) -> GoldQuality:

@@ -1,0 +1,577 @@
+"""The configuration of a run of GRPO: what each section normalises and refuses, and the checks between sections."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treeward.config import load_config, load_grpo_config, save_config
+from treeward.config.backends import LoraConfig
+from treeward.config.grpo import GRPOConfig, WatchConfig
+from treeward.config.grpo_checkpointing import GRPO_METRICS, GRPOCheckpointingConfig, parse_grpo_metric_name
+from treeward.config.grpo_policy import GRPOPolicyConfig
+from treeward.config.loss_fn import PolicyLossConfig
+from treeward.data.prompts import Prompts
+from treeward.errors import ConfigError
+from treeward.rl.advantages import AdvantageSettings
+from treeward.rl.watch import WatchSettings
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted([*(ROOT / "examples" / "configs").glob("grpo_*.yaml"), ROOT / "examples/configs/rlhf_demo.yaml"])
+
+SMALL = """
+policy: {model_name: m, max_total_sequence_length: 64}
+data: {dataset_name: PromptDataset, train_data_path: t.jsonl, val_data_path: v.jsonl}
+env:
+  reward_model: {model_name: rm}
+  math: {}
+  shape: {type: rules, rule: regex, pattern: "</think>"}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(*overrides, text=SMALL):
+        path = tmp_path / "grpo.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_grpo_config(path, overrides)
+
+    return load
+
+
+@pytest.fixture
+def mistake(load):
+    def mistake(*overrides, text=SMALL):
+        with pytest.raises(ConfigError) as caught:
+            load(*overrides, text=text)
+        return caught.value
+
+    return mistake
+
+
+def wrong(section, **keys):
+    with pytest.raises(ConfigError) as caught:
+        section(**keys)
+    return caught.value
+
+
+# files
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configs_load_and_survive_saving(path, tmp_path):
+    config = load_grpo_config(path)
+    save_config(config, tmp_path / "resolved.yaml")
+    assert load_grpo_config(tmp_path / "resolved.yaml") == config
+
+
+def test_the_configs_of_the_seeds_are_shipped():
+    assert {path.stem for path in SHIPPED} >= {"grpo_math_1B", "grpo_rm_1B"}
+    config = load_grpo_config(ROOT / "examples" / "configs" / "grpo_rm_1B.yaml")
+    assert config.used_environments == ("reward_model",)
+    assert config.cluster.gpus_per_node == 2
+    assert config.env["reward_model"]["batch_size"] == 4
+
+
+def test_the_shipped_prompt_is_a_template_that_asks_for_a_box():
+    prompts = Prompts.load(str(ROOT / "examples" / "prompts" / "cot.txt"), None)
+    asked = prompts.template.format("What is {1} + 1?")
+    assert "What is {1} + 1?" in asked and "\\boxed{" in asked and "{{" not in asked
+
+
+def test_the_defaults_are_enough(load):
+    config = load()
+    assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (32, 16)
+    assert (config.grpo.estimator, config.grpo.divides_by_std) == ("grpo", True)
+    assert config.answers_per_update == 512
+    assert config.max_new_tokens == 64
+    assert config.policy.micro_batch_tokens == 4096
+    assert not config.policy.generation.is_remote
+    assert config.logger.log_dir == "logs/grpo" and config.checkpointing.checkpoint_dir == "results/grpo"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["policy: {model_name: m}\n", SMALL.replace("env:", "environments:"), SMALL + "grpo: {num_prompt_per_step: 3}"],
+)
+def test_what_is_missing_or_misspelt_is_named(mistake, text):
+    assert mistake(text=text)
+
+
+def test_a_misspelt_key_fails_with_the_nearest_name(mistake):
+    error = mistake("grpo.num_generation_per_prompt=8")
+    assert error.fix == "did you mean grpo.num_generations_per_prompt?"
+
+
+@pytest.mark.parametrize("override", ["rm.seed=1", "hub.push_to_hub=false", "evaluation.enabled=true"])
+def test_sections_of_reward_model_training_say_so(mistake, override):
+    error = mistake(override)
+    assert "belongs to `treeward train`" in error.summary and "~" in error.fix
+
+
+def test_a_run_of_grpo_says_which_command_reads_it(tmp_path):
+    (tmp_path / "a.yaml").write_text(SMALL, encoding="utf-8")
+    with pytest.raises(ConfigError, match="belongs to `treeward grpo`"):
+        load_config(tmp_path / "a.yaml")
+
+
+def test_loading_needs_nothing_heavy():
+    code = "import sys, treeward.config.load; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# grpo
+
+
+@pytest.mark.parametrize(
+    ("keys", "estimator", "divides"),
+    [
+        ({}, "grpo", True),
+        ({"normalize_rewards": False}, "grpo", False),
+        ({"use_leave_one_out_baseline": True}, "leave_one_out", True),
+        ({"use_leave_one_out_baseline": True, "normalize_rewards": False}, "leave_one_out", False),
+        ({"adv_estimator": {"name": "leave_one_out"}}, "leave_one_out", False),
+        ({"adv_estimator": {"name": "leave_one_out", "normalize_rewards": True}}, "leave_one_out", True),
+        ({"adv_estimator": {"use_leave_one_out_baseline": True}}, "leave_one_out", True),
+        ({"use_leave_one_out_baseline": True, "adv_estimator": {"use_leave_one_out_baseline": False}}, "grpo", True),
+        ({"normalize_rewards": True, "adv_estimator": {"normalize_rewards": False}}, "grpo", False),
+        ({"normalize_rewards": False, "adv_estimator": {"name": "reinforce_plus_plus"}}, "reinforce_plus_plus", True),
+        ({"use_leave_one_out_baseline": True, "adv_estimator": {"name": "reinforce_plus_plus"}},
+         "reinforce_plus_plus", True),
+    ],
+)  # fmt: skip
+def test_advantages(keys, estimator, divides):
+    config = GRPOConfig(**keys)
+    assert (config.estimator, config.divides_by_std) == (estimator, divides)
+
+
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        ({"num_generations_per_prompt": 1}, "num_generations_per_prompt"),
+        ({"max_rollout_turns": 2}, "max_rollout_turns"),
+        ({"adv_estimator": {"name": "leave_one_out", "use_leave_one_out_baseline": False}},
+         "adv_estimator.use_leave_one_out_baseline"),
+        ({"adv_estimator": {"name": "reinforce_plus_plus", "normalize_rewards": False}},
+         "adv_estimator.normalize_rewards"),
+        ({"overlong_filtering": True, "truncated": "penalty"}, "truncated"),
+        ({"overlong_filtering": True, "truncated": "keep"}, "truncated"),
+        ({"truncation_penalty": -1.0}, "truncation_penalty"),
+        ({"reward_scaling": {"source_min": 1.0, "source_max": 1.0}}, "reward_scaling.source_min"),
+        ({"reward_scaling": {"target_min": 1.0, "target_max": -1.0}}, "reward_scaling.target_min"),
+        ({"batch_multiplier": 2}, "batch_multiplier"),
+        ({"use_dynamic_sampling": True, "batch_multiplier": 0.5}, "batch_multiplier"),
+        ({"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 0}, "dynamic_sampling_max_gen_batches"),
+        ({"environments": []}, "environments"),
+        ({"environments": {"math": 0.0}}, "environments.math"),
+        ({"environments": {"math": float("nan")}}, "environments.math"),
+        ({"max_failed_share": 1.5}, "max_failed_share"),
+        ({"val_num_generations_per_prompt": 2, "num_val_generations": 3}, "num_val_generations"),
+        ({"watch": {"stop_on": ["gold"]}}, "watch.stop_on[0]"),
+        ({"advantage_std_floor": 0}, "advantage_std_floor"),
+    ],
+)  # fmt: skip
+def test_what_grpo_refuses(keys, field):
+    error = wrong(GRPOConfig, **keys)
+    assert error.field == field
+    assert error.need
+
+
+def test_what_the_algorithm_is_given_are_its_own_names():
+    made = AdvantageSettings(**GRPOConfig(use_leave_one_out_baseline=True).advantage_settings)
+    assert made == AdvantageSettings(use_leave_one_out_baseline=True)
+    plus = GRPOConfig(adv_estimator={"name": "reinforce_plus_plus", "minus_baseline": False}, advantage_std_floor=0.1)
+    assert AdvantageSettings(**plus.advantage_settings) == AdvantageSettings(
+        name="reinforce_plus_plus", minus_baseline=False, std_floor=0.1
+    )
+    assert WatchSettings(**WatchConfig().model_dump()) == WatchSettings(), "one set of defaults"
+
+
+def test_overlong_filtering_masks():
+    assert GRPOConfig(overlong_filtering=True).truncated == "mask"
+    assert GRPOConfig(overlong_filtering=True, truncated="mask").truncated == "mask"
+    assert GRPOConfig(overlong_filtering=False, truncated="penalty").truncated == "penalty"
+    for true, false in (("true", "false"), (1, 0), ("on", "off")):
+        assert GRPOConfig(overlong_filtering=true).truncated == "mask"
+        assert GRPOConfig(overlong_filtering=false).truncated == "keep"
+    assert wrong(GRPOConfig, overlong_filtering="yes!").field == "overlong_filtering"
+
+
+def test_environments_may_be_a_name_or_names():
+    assert GRPOConfig(environments="math").environments == {"math": 1.0}
+    assert GRPOConfig(environments=["math", "shape"]).environments == {"math": 1.0, "shape": 1.0}
+    assert GRPOConfig(environments={"math": 2, "shape": -0.5}).environments == {"math": 2.0, "shape": -0.5}
+
+
+def test_never_and_all_have_several_spellings():
+    config = GRPOConfig(max_num_steps=-1, val_period=0, max_val_samples=-1, val_batch_size=None)
+    assert (config.max_num_steps, config.val_period, config.max_val_samples) == (None, None, None)
+    assert config.validates, "at the end"
+    assert not GRPOConfig(val_period=-1, val_at_end=False).validates
+
+
+def test_dynamic_sampling_draws_whole_prompts():
+    config = GRPOConfig(num_prompts_per_step=10, use_dynamic_sampling=True, batch_multiplier=1.25)
+    assert (config.prompts_per_draw, config.answers_per_step) == (13, 160)
+
+
+# loss_fn
+
+
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        ({"reference_policy_kl_type": "k1"}, "reference_policy_kl_type"),
+        ({"reference_policy_kl_type": "k4"}, "reference_policy_kl_type"),
+        ({"reference_policy_kl_penalty": -0.1}, "reference_policy_kl_penalty"),
+        ({"ratio_clip_c": 1.0}, "ratio_clip_c"),
+        ({"ratio_clip_c": 1.2, "ratio_clip_max": 0.28}, "ratio_clip_c"),
+        ({"ratio_clip_min": 1.1}, "ratio_clip_min"),
+        ({"sequence_level_importance_ratios": True}, "sequence_level_importance_ratios"),
+        ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio"),
+        ({"truncated_importance_sampling_type": "tis", "use_importance_sampling_correction": True},
+         "truncated_importance_sampling_ratio"),
+        ({"truncated_importance_sampling_type": "icepop"}, "truncated_importance_sampling_type"),
+        ({"use_kl_in_reward": True, "kl_in_reward": False}, "kl_in_reward"),
+    ],
+)  # fmt: skip
+def test_what_the_loss_refuses(keys, field):
+    assert wrong(PolicyLossConfig, **keys).field == field
+
+
+def test_k1_belongs_into_the_reward():
+    error = wrong(PolicyLossConfig, reference_policy_kl_type="k1")
+    assert "gradient is zero" in error.summary and "kl_in_reward=true" in error.fix
+    assert PolicyLossConfig(reference_policy_kl_type="k1", kl_in_reward=True).kl_in_reward
+    assert (
+        PolicyLossConfig(reference_policy_kl_type="k1", reference_policy_kl_penalty=0).reference_policy_kl_penalty == 0
+    )
+
+
+def test_gspo_loads():
+    assert PolicyLossConfig(sequence_level_importance_ratios=True, token_level_loss=False)
+
+
+# policy, generation and adapters
+
+
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        ({"generation": {"max_new_tokens": 65}}, "generation.max_new_tokens"),
+        ({"hf_config_overrides": {"max_position_embeddings": 32}}, "max_total_sequence_length"),
+        ({"model_name": None, "model_config": {"model_type": "qwen3", "max_position_embeddings": 32}},
+         "max_total_sequence_length"),
+        ({"model_name": None, "model_config": {"model_type": "qwen3"}, "hf_config_overrides": {"head_dim": 8}},
+         "hf_config_overrides"),
+        ({"lora_cfg": {"enabled": True}}, "lora_cfg"),
+        ({"generation": {"backend": "openai"}}, "generation.url"),
+        ({"generation": {"url": "http://h/v1"}}, "generation.url"),
+        ({"generation": {"backend": "vllm", "url": "h:8000"}}, "generation.url"),
+        ({"generation": {"weight_sync": "folders"}}, "generation.weight_sync"),
+        ({"generation": {"temperature": 0}}, "generation.temperature"),
+        ({"generation": {"top_p": 0}}, "generation.top_p"),
+        ({"generation": {"vllm_cfg": {"precision": "fp8"}}}, "generation.vllm_cfg.precision"),
+        ({"generation": {"colocated": {"enabled": False}}}, "generation.colocated.resources.gpus_per_node"),
+        ({"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}},
+         "generation.colocated.enabled"),
+        ({"train_global_batch_size": 8, "train_micro_batch_size": 16}, "train_micro_batch_size"),
+    ],
+)  # fmt: skip
+def test_what_a_policy_refuses(keys, field):
+    error = wrong(GRPOPolicyConfig, **{"model_name": "m", "max_total_sequence_length": 64} | keys)
+    assert error.field == field
+    assert error.need
+
+
+def test_generation_is_normalised():
+    made = GRPOPolicyConfig(model_name="m", generation={"top_k": -1, "stop_strings": "END", "max_new_tokens": 4096})
+    assert (made.generation.top_k, made.generation.stop_strings) == (None, ("END",))
+    assert made.generated_at_once == 64
+    assert GRPOPolicyConfig(model_name="m", generation={"batch_size": 7}).generated_at_once == 7
+    remote = GRPOPolicyConfig(model_name="m", generation={"backend": "sglang", "url": "http://h/v1"})
+    assert remote.generation.is_remote
+    assert remote.generation.weight_sync_method == "folder"
+    plain = GRPOPolicyConfig(model_name="m", generation={"backend": "openai", "url": "http://h/v1"})
+    assert plain.generation.weight_sync_method == "none"
+
+
+def test_the_budget_of_a_micro_batch():
+    assert GRPOPolicyConfig(model_name="m").micro_batch_tokens == 4096
+    assert GRPOPolicyConfig(model_name="m", train_micro_batch_size=3).micro_batch_tokens == 3 * 4096
+    both = GRPOPolicyConfig(model_name="m", train_micro_batch_size=3, train_micro_batch_tokens=100)
+    assert both.micro_batch_tokens == 100
+
+
+def test_adapters():
+    made = GRPOPolicyConfig(model_name="m", dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4, "use_triton": True}})
+    assert made.dtensor_cfg.lora_cfg.dim == 4
+    assert LoraConfig(enabled=True, match_all_linear=False, target_modules=["q_proj"])
+    assert LoraConfig(enabled=False, dropout=0.1), "what is disabled may say anything valid"
+    for keys, field in (
+        ({"dropout": 0.1}, "dropout"),
+        ({"target_modules": ["q_proj"]}, "target_modules"),
+        ({"match_all_linear": False}, "target_modules"),
+        ({"dim": 0}, "dim"),
+    ):
+        assert wrong(LoraConfig, enabled=True, **keys).field == field
+
+
+def test_a_reward_model_has_no_adapters(tmp_path):
+    text = "policy: {model_name: m, dtensor_cfg: {lora_cfg: {enabled: true}}}\ndata: {train_data_path: t.jsonl}\n"
+    (tmp_path / "rm.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="low-rank adapters of a reward model are not supported"):
+        load_config(tmp_path / "rm.yaml")
+
+
+# checkpointing
+
+
+@pytest.mark.parametrize(
+    "name", ["val_reward", "val:reward", "validation/reward", "val:accuracy", "val_accuracy", "val:validation/reward"]
+)
+def test_names_of_the_reward(name):
+    assert parse_grpo_metric_name(name) == "reward"
+
+
+def test_which_direction_is_better():
+    assert {metric: better for metric, better in GRPO_METRICS.items() if better is not None} == {
+        "reward": True,
+        "raw_reward": True,
+        "gold_reward": True,
+        "kl": False,
+        "truncation_rate": False,
+    }
+
+
+@pytest.mark.parametrize("metric", GRPO_METRICS)
+def test_every_metric_has_its_direction(metric):
+    assert parse_grpo_metric_name(f"val_{metric}") == metric
+    direction = GRPO_METRICS[metric]
+    if direction is None:
+        assert wrong(GRPOCheckpointingConfig, metric_name=f"val:{metric}").field == "higher_is_better"
+    else:
+        assert GRPOCheckpointingConfig(metric_name=f"val:{metric}").metric_is_better_when_higher is direction
+        contrary = wrong(GRPOCheckpointingConfig, metric_name=f"val:{metric}", higher_is_better=not direction)
+        assert "contradicts" in contrary.summary
+
+
+@pytest.mark.parametrize("name", ["reward", "train:reward", "train/loss", "val_loss", "val_length_controlled_accuracy"])
+def test_other_names_are_refused(name):
+    error = wrong(GRPOCheckpointingConfig, metric_name=name)
+    assert error.field == "metric_name" and "val:<metric>" in error.need
+
+
+def test_a_near_name_is_suggested():
+    assert wrong(GRPOCheckpointingConfig, metric_name="val:rewards").fix == "did you mean val:reward?"
+
+
+# environments
+
+
+def test_environments_of_a_run(load):
+    config = load()
+    assert config.environments == ("reward_model", "math", "shape")
+    assert config.default_environments == {"reward_model": 1.0}
+    assert load("grpo.environments=[math, shape]").default_environments == {"math": 1.0, "shape": 1.0}
+    assert load("~env.reward_model", "~env.math").default_environments == {"shape": 1.0}
+    rows_choose = load("~env.reward_model")
+    assert rows_choose.default_environments == {} and rows_choose.used_environments == ()
+    named = load("data.env_name={math: 1.0, shape: 0.2}")
+    assert named.used_environments == ("math", "shape")
+    assert load("env.reward_model.enabled=false").environments == ("math", "shape")
+
+
+def test_a_section_that_is_switched_off_may_hold_anything(load):
+    assert load("env.judge={enabled: false, whatever: 1}").environments == ("reward_model", "math", "shape")
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "words"),
+    [
+        ("env.reward_model.batch_sise=3", "env.reward_model.batch_sise", "no such key"),
+        ("env.reward_model.precision=fp16", "env.reward_model.precision", "not valid"),
+        ("env.math.correct=-1", "env.math.correct", "worth no more"),
+        ("env.judge={model: m}", "env.judge.base_url", "missing"),
+        ("env.rewad_model={model_name: m}", "env.rewad_model", "no such kind"),
+        ("env.mine={type: ruls}", "env.mine.type", "no such kind"),
+        ("env.math=3", "env.math", "not a mapping"),
+        ("env.mix={type: hybrid, members: {math: {wrong: 5.0}}}", "env.mix.members.math.correct", "worth no more"),
+        ("env.mix={type: hybrid, members: {a: {type: rule}}}", "env.mix.members.a.type", "no such kind"),
+    ],
+)
+def test_environments_are_checked_by_their_kinds(mistake, override, field, words):
+    error = mistake(override)
+    assert (error.field, words in error.summary) == (field, True)
+    assert error.where == f"command line, {override}"
+
+
+def test_environments_of_other_packages_are_left_to_them(load):
+    config = load("env.mine={type: my.package.Environment, whatever: 1}", "grpo.environments=mine")
+    assert config.used_environments == ("mine",)
+
+
+def test_ignored_keys_of_environments_are_logged_by_their_names(load, caplog):
+    with caplog.at_level(logging.DEBUG, logger="treeward.config"):
+        load("env.math.stop_strings=null", "env.reward_model.dtensor_cfg._v2=true")
+    assert "env.math.stop_strings has no effect" in caplog.text
+    assert "env.reward_model.dtensor_cfg._v2 has no effect" in caplog.text
+
+
+# between sections
+
+OPENAI = ("policy.generation.backend=openai", "policy.generation.url=http://h/v1", "policy.generation.retokenize=true")
+CORRECTED = "loss_fn.use_importance_sampling_correction=true"
+COOLER = ("policy.generation.temperature=0.7", "policy.generation.top_p=0.9")
+
+OWN_GPUS = (
+    "policy.generation.backend=vllm",
+    "policy.generation.url=http://127.0.0.1:8000/v1",
+    "policy.generation.colocated.enabled=false",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (["policy.train_global_batch_size=24"], "policy.train_global_batch_size", "part the answers"),
+        (["policy.train_global_batch_size=8"], "policy.train_global_batch_size", "part the answers"),
+        (["policy.train_global_batch_size=96"], "policy.train_global_batch_size", "does not divide"),
+        (["policy.train_global_batch_size=1024"], "policy.train_global_batch_size", "does not divide"),
+        (["loss_fn.force_on_policy_ratio=true", "grpo.updates_per_batch=2"],
+         "loss_fn.force_on_policy_ratio", "several"),
+        (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
+         "loss_fn.force_on_policy_ratio", "several"),
+        (["grpo.skip_reference_policy_logprobs_calculation=true"],
+         "grpo.skip_reference_policy_logprobs_calculation", "reference"),
+        (["grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0",
+          "grpo.watch.max_kl=10"], "grpo.watch.max_kl", "reference"),
+        ([*OPENAI, CORRECTED], "loss_fn.use_importance_sampling_correction", "there are none"),
+        ([*OPENAI, "loss_fn.use_on_policy_kl_approximation=true"],
+         "loss_fn.use_on_policy_kl_approximation", "there are none"),
+        ([OPENAI[1], "policy.generation.backend=vllm", CORRECTED, *COOLER],
+         "loss_fn.use_importance_sampling_correction", "there are none"),
+        (["data.max_input_seq_length=65"], "data.max_input_seq_length", "larger than"),
+        (["grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.overlong_buffer_length", "before the answer"),
+        (["grpo.environments=[format]"], "grpo.environments", "no environment format"),
+        (["grpo.gold_environment=gold"], "grpo.gold_environment", "no environment gold"),
+        (["grpo.environments_on_ray=[judge]"], "grpo.environments_on_ray", "no environment judge"),
+        (["data.env_name=maths"], "data.train[0].env_name", "no environment maths"),
+        (["env.math.enabled=false", "data.env_name=math"], "data.train[0].env_name", "switched off"),
+        (["grpo.gold_environment=reward_model"], "grpo.gold_environment", "trained on"),
+        (["grpo.gold_environment=math", "data.env_name=math"], "grpo.gold_environment", "trained on"),
+        (["grpo.watch.stop=true"], "grpo.watch.stop", "nothing measures gold"),
+        (["grpo.watch={stop: true, stop_on: [truncation]}", "~data.val_data_path"], "grpo.watch.stop", "no validation"),
+        (["env.reward_model.resources.gpus_per_node=2"],
+         "env.reward_model.resources.gpus_per_node", "than the cluster"),
+        (["env.reward_model.resources.num_nodes=2"], "env.reward_model.resources.num_nodes", "than the cluster"),
+        ([*OWN_GPUS, "policy.generation.colocated.resources.gpus_per_node=1"],
+         "policy.generation.colocated.resources.gpus_per_node", "leaves nothing"),
+        ([*OWN_GPUS, "policy.generation.colocated.resources.gpus_per_node=8",
+          "cluster={gpus_per_node: 8, num_nodes: 2}"],
+         "policy.generation.colocated.resources.num_nodes", "whole nodes"),
+        ([*OWN_GPUS, "policy.generation.colocated.resources.num_nodes=2", "cluster={gpus_per_node: 8, num_nodes: 2}"],
+         "policy.generation.colocated.resources.num_nodes", "leaves nothing"),
+        (["checkpointing.metric_name=val:reward", "~data.val_data_path"],
+         "checkpointing.metric_name", "no validation set"),
+        (["checkpointing.metric_name=val:reward", "grpo.val_period=0", "grpo.val_at_end=false"],
+         "checkpointing.metric_name", "never"),
+        (["checkpointing.metric_name=val_gold_reward"], "checkpointing.metric_name", "no gold reward"),
+        (["checkpointing.metric_name=val:kl", "grpo.skip_reference_policy_logprobs_calculation=true",
+          "loss_fn.reference_policy_kl_penalty=0"], "checkpointing.metric_name", "no reference"),
+    ],
+)  # fmt: skip
+def test_contradictions(mistake, overrides, field, words):
+    error = mistake(*overrides)
+    assert (error.field, words in error.summary) == (field, True), error
+    assert error.need and error.fix
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.train_global_batch_size=256"],
+        ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=512"],
+        ["grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0"],
+        [*OPENAI[:2], CORRECTED],
+        [*OPENAI],
+        [*OPENAI, "loss_fn={use_on_policy_kl_approximation: true, kl_in_reward: true}"],
+        [OPENAI[1], "policy.generation.backend=sglang", CORRECTED, *COOLER],
+        [OPENAI[1], "policy.generation.backend=vllm", CORRECTED, COOLER[0]],
+        [CORRECTED, *COOLER],
+        ["data.max_input_seq_length=64", "policy.generation.max_new_tokens=64"],
+        ["grpo.reward_shaping={enabled: true, overlong_buffer_length: 16}"],
+        ["grpo.gold_environment=math", "grpo.watch.stop=true", "checkpointing.metric_name=val_gold_reward"],
+        ["grpo.watch={stop: true, stop_on: [kl_budget], max_kl: 5}"],
+        ["env.reward_model.resources={gpus_per_node: 1, num_nodes: 1}"],
+        ["env.reward_model.resources.gpus_per_node=1", "cluster.gpus_per_node=0"],
+        [*OWN_GPUS, "policy.generation.colocated.resources.gpus_per_node=1", "cluster.gpus_per_node=2"],
+        [*OWN_GPUS, "policy.generation.colocated.resources.num_nodes=1", "cluster={gpus_per_node: 8, num_nodes: 2}"],
+        ["checkpointing={enabled: false, metric_name: val_gold_reward}"],
+    ],
+)
+def test_what_fits_loads(load, overrides, tmp_path):
+    config = load(*overrides)
+    save_config(config, tmp_path / "resolved.yaml")
+    assert load_grpo_config(tmp_path / "resolved.yaml") == config
+
+
+def test_batches_are_counted_in_answers(load):
+    config = load("policy.train_global_batch_size=128")
+    assert (config.answers_per_update, config.prompts_per_update) == (128, 8)
+
+
+def test_lengths(load):
+    config = load("policy.generation.max_new_tokens=40", "data.max_input_seq_length=30")
+    assert (config.max_prompt_length, config.max_new_tokens, config.max_response_length) == (30, 40, 40)
+    assert load().max_prompt_length == 63, "one token is left for the answer"
+    assert load("grpo.reward_shaping.max_response_length=50").max_response_length == 50
+
+
+def test_remarks_are_logged_once_each(load, caplog):
+    with caplog.at_level(logging.WARNING, logger="treeward.config"):
+        config = load(
+            "policy.generation.backend=vllm",
+            "cluster.gpus_per_node=4",
+            "grpo.reward_shaping={enabled: true, overlong_buffer_length: 16}",
+            "grpo.truncated=mask",
+            "~data.val_data_path",
+        )
+    assert [record.message for record in caplog.records] == config.remarks
+    for words, remark in zip(
+        ("the policy itself samples", "1 x 4 GPUs", "env.math, env.shape", "leaves the longest", "nothing to watch"),
+        config.remarks,
+        strict=True,
+    ):
+        assert words in remark
+    assert load("~env.math", "~env.shape").remarks == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["policy.generation={retokenize: true, weight_sync: none}"], "weight_sync, retokenize has no effect without"),
+        (["policy.generation={weight_folder: /w, probe_tolerance: 1}"], "weight_folder, probe_tolerance has no effect"),
+        ([*OPENAI[:2], "policy.generation.continuous_batching=auto"], "continuous_batching has no effect with a url"),
+        (["grpo={adv_estimator: {name: reinforce_plus_plus}, normalize_rewards: false}"],
+         "grpo.normalize_rewards has no effect with reinforce_plus_plus"),
+        (["grpo={adv_estimator: {name: reinforce_plus_plus}, use_leave_one_out_baseline: true}"],
+         "grpo.use_leave_one_out_baseline has no effect"),
+        (["grpo.adv_estimator={name: reinforce_plus_plus, use_leave_one_out_baseline: true}"],
+         "grpo.adv_estimator.use_leave_one_out_baseline has no effect"),
+    ],
+)  # fmt: skip
+def test_keys_that_nothing_reads_are_remarked_upon(load, tmp_path, overrides, words):
+    config = load("~env.math", "~env.shape", *overrides)
+    assert len(config.remarks) == 1 and words in config.remarks[0]
+    save_config(config, tmp_path / "resolved.yaml")
+    assert load_grpo_config(tmp_path / "resolved.yaml").remarks == config.remarks, "of defaults nothing is said"
+
+
+def test_keys_that_are_read_are_not_remarked_upon(load):
+    quiet = ("~env.math", "~env.shape")
+    assert load(*quiet, *OPENAI, "policy.generation.probe_tolerance=null").remarks == []
+    assert load(*quiet, "policy.generation.continuous_batching=true").remarks == []
+    assert load(*quiet, "grpo={normalize_rewards: false, use_leave_one_out_baseline: true}").remarks == []

@@ -1,0 +1,191 @@
+"""What a policy is asked: the generation prompts of real templates, one BOS, and prompts that are too long."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from templates import TEMPLATES, byte_bpe, family_renderer
+
+from treeward.config.prompt_data import PromptSetConfig
+from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
+from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet, open_prompts
+from treeward.data.rendering import Renderer
+from treeward.errors import DataError, ModelError
+
+# Their generation prompts open a thought, which a finished answer without one does not have.
+THINKING = ("deepseek", "nemotron_3_")
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+WITH_GENERATION_PROMPT = CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def prompts_of(*texts: str, name: str = "set", weight: float = 1.0, held_out: int = 0) -> PromptSet:
+    prompts = tuple(Prompt((user(text),), {"n": n}, f"{name}:{n}") for n, text in enumerate(texts, 1))
+    return PromptSet(name, prompts, PromptCounts(len(texts) + held_out, len(texts), held_out), weight)
+
+
+CHATS = [
+    [user("What is the capital of France?")],
+    [user("Hi"), assistant("Hello."), user("And of Ünïland? 🙂")],
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("chat", CHATS, ids=["one", "three"])
+def test_a_prompt_is_how_an_answered_one_begins(name: str, chat: list[Any]) -> None:
+    renderer = family_renderer(name)
+    asked, whole = renderer.encode_prompt(chat), renderer.encode([*chat, assistant("Paris.")])
+    first = renderer.encode([*chat])[:1]
+    if renderer.adds_bos:
+        assert asked[0] == renderer.tokenizer.bos_token_id != asked[1]
+    assert asked[:1] == first
+    assert (whole[: len(asked)] == asked) != name.startswith(THINKING)
+    if renderer._reads_text:  # as the tokenizer itself makes of the same template
+        own = renderer.tokenizer.apply_chat_template(
+            chat, chat_template=renderer.chat_template, add_generation_prompt=True, return_dict=False
+        )
+        assert asked == own
+
+
+def test_the_template_is_given_the_generation_prompt() -> None:
+    renderer = Renderer(byte_bpe(), chat_template=WITH_GENERATION_PROMPT)
+    chat = [user("Hi")]
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer.render(chat, generation_prompt=True) == text
+    assert renderer.encode_prompt(chat) == renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert renderer.encode(chat) == renderer.tokenizer(text.partition("<|im_start|>ass")[0])["input_ids"]
+
+
+@settings(deadline=None)
+@given(st.text(min_size=1).filter(str.strip), st.text(alphabet="abc 🙂é.", min_size=1).map("A".__add__))
+def test_without_a_template_it_is_the_default_one(tiny_tokenizer: Any, question: str, answer: str) -> None:
+    try:
+        question.encode()
+    except UnicodeEncodeError:
+        return
+    renderer = Renderer(tiny_tokenizer)
+    asked = renderer.encode_prompt([user(question)])
+    assert tiny_tokenizer.decode(asked).endswith("\n<|assistant|>\n")
+    assert renderer.encode([user(question), assistant(answer)])[: len(asked)] == asked
+
+
+def test_a_base_model_is_asked_with_the_default_template() -> None:
+    tokenizer = byte_bpe((), "<s>", "</s>", True)
+    assert tokenizer.chat_template is None
+    renderer = Renderer(tokenizer)
+    (encoded,) = encode_prompts([prompts_of("Hi")], renderer)
+    assert tokenizer.decode(encoded.token_ids) == "<s><|user|>\nHi\n<|assistant|>\n"
+
+
+def test_a_bos_of_the_prompt_itself_is_not_doubled() -> None:
+    renderer = Renderer(byte_bpe((), "<s>", "</s>", True), chat_template="{{ bos_token }}" + WITH_GENERATION_PROMPT)
+    ids = renderer.encode_prompt([user("Hi")])
+    assert ids[0] == renderer.tokenizer.bos_token_id and ids.count(ids[0]) == 1
+
+
+def test_an_encoder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer(byte_bpe(), chat_template=CHATML)
+    monkeypatch.setattr(renderer, "kind", "encoder")
+    with pytest.raises(ModelError, match="cannot be asked"):
+        renderer.encode_prompt([user("Hi")])
+
+
+@pytest.fixture
+def renderer() -> Renderer:
+    return Renderer(byte_bpe(), chat_template=WITH_GENERATION_PROMPT)
+
+
+def lengths(encoded: EncodedPrompts) -> list[int]:
+    return [len(ids) for _, ids in encoded]
+
+
+def test_encoded_prompts(renderer: Renderer) -> None:
+    sets = [prompts_of("one", "two, longer", weight=0.5), prompts_of(*"abc", name="other", held_out=2)]
+    encoded = encode_prompts(sets, renderer)
+    assert [one.prompt for one in encoded] == [*sets[0], *sets[1]]
+    assert [list(one.token_ids) for one in encoded] == [
+        renderer.encode_prompt(prompt.messages) for one in sets for prompt in one
+    ]
+    assert all(type(token) is int for token in encoded[0].token_ids)
+    assert encoded[-1] == encoded[4] == encoded[3:][1]
+    with pytest.raises(IndexError):
+        encoded[5]
+    assert (encoded.sizes, encoded.weights) == ((2, 3), (0.5, 1.0))
+    assert encoded.counts == PromptCounts(read=7, kept=5, held_out=2, too_long=0)
+    assert encoded.longest == max(lengths(encoded))
+
+
+def test_prompts_that_are_too_long_are_left_out_counted_and_named(
+    renderer: Renderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    sets = [prompts_of("a", "b" * 40, "c" * 3, "d" * 50), prompts_of("e", name="other")]
+    limit = len(renderer.encode_prompt([user("c" * 3)]))
+    with caplog.at_level(logging.WARNING, "treeward"):
+        encoded = encode_prompts(sets, renderer, max_length=limit)
+    assert [one.prompt.messages[0]["content"] for one in encoded] == ["a", "ccc", "e"]
+    assert (encoded.sizes, max(lengths(encoded))) == ((2, 1), limit)
+    assert encoded.longest == len(renderer.encode_prompt([user("d" * 50)]))
+    assert encoded.counts == PromptCounts(read=5, kept=3, too_long=2)
+    assert encoded.counts.summary() == "3 of 5 prompts kept (left out: 2 too long)"
+    (record,) = caplog.records
+    assert f"2 of 4 prompts have more than {limit} tokens" in record.message and "the first: set:2" in record.message
+    with pytest.raises(DataError, match=r"set:2: the prompt is too long(.|\n)*max_input_seq_length"):
+        encode_prompts(sets, renderer, max_length=limit, too_long="error")
+    with pytest.raises(DataError, match="set: no prompt is short enough"):
+        encode_prompts(sets, renderer, max_length=2)
+
+
+def test_many_prompts_are_those_of_one_at_a_time(tiny_tokenizer: Any) -> None:
+    renderer = Renderer(tiny_tokenizer)
+    prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="train", max_samples=1100))
+    encoded = encode_prompts([prompts], renderer)
+    assert len(encoded) == 1100
+    for i in (0, 511, 512, 1023, 1024, 1099):
+        assert encoded[i].prompt == prompts[i]
+        assert list(encoded[i].token_ids) == renderer.encode_prompt(prompts[i].messages)
+
+
+def test_the_fingerprint_is_of_what_is_asked_and_told(renderer: Renderer) -> None:
+    def fingerprint(*texts: str, like: Renderer = renderer, **more: Any) -> str:
+        return encode_prompts([prompts_of(*texts, **more)], like).fingerprint
+
+    plain = fingerprint("a", "b")
+    assert plain == fingerprint("a", "b", name="set elsewhere")
+    other_template = Renderer(byte_bpe(), chat_template="Q: " + WITH_GENERATION_PROMPT)
+    different = [
+        fingerprint("b", "a"),
+        fingerprint("a", "c"),
+        fingerprint("a", "b", weight=2.0),
+        fingerprint("a", "b", like=other_template),
+    ]
+    assert len({plain, *different}) == 5
+
+
+def test_a_template_that_asks_in_another_form_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def said(template: str) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "treeward"):
+            encode_prompts([prompts_of("Hi", "Ho")], Renderer(byte_bpe(), chat_template=template))
+        return [record.message for record in caplog.records]
+
+    assert said(WITH_GENERATION_PROMPT) == []
+    (thinking,) = said(WITH_GENERATION_PROMPT.replace("assistant\\n' }}", "assistant\\n<think>' }}"))
+    assert "asks for an answer with '<think>'" in thinking and "'Romam." in thinking
+    (silent,) = said(CHATML)
+    assert "no generation prompt" in silent and "<|im_start|>assistant" in silent
+    instruct = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    )
+    assert said(instruct) == []

@@ -1,0 +1,453 @@
+"""Prompts for RL: every published schema, in small local files; what is kept, held out and refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeward.config.prompt_data import PromptSetConfig
+from treeward.data.prompt_rows import from_prompt_row, from_response_row
+from treeward.data.prompt_sets import (
+    _REGISTRY,
+    Prompt,
+    PromptSet,
+    RowPrompts,
+    _held_out,
+    math_hf_data_processor,
+    open_prompts,
+    register_prompt_dataset,
+)
+from treeward.data.prompts import Prompts
+from treeward.data.sources import Row
+from treeward.data.synthetic import prompts as bundled_prompts
+from treeward.errors import ConfigError, DataError
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def write_jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def opened(tmp_path: Path, dataset_name: str, *rows: Any, **more: Any) -> PromptSet:
+    path = write_jsonl(tmp_path / "rows.jsonl", *rows)
+    return open_prompts(PromptSetConfig(dataset_name=dataset_name, data_path=path, **more))
+
+
+OPEN_MATH = {
+    "problem": "What is 2 + 3?",
+    "generated_solution": "Adding gives $\\boxed{5}$.",
+    "expected_answer": "5",
+    "problem_source": "augmented_gsm8k",
+}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "2 + 3?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "5"},
+    "extra_info": {"split": "train", "index": 7, "unused": None},
+}
+GYM: dict[str, Any] = {
+    "responses_create_params": {
+        "instructions": "Be brief.",
+        "input": [{"role": "developer", "content": "In French."}, {"role": "user", "content": "2 + 3?"}],
+        "temperature": 0.7,
+    },
+    "expected_answer": "cinq",
+    "agent_ref": {"type": "responses_api_agents", "name": "simple_agent"},
+}
+
+
+# --- schemas ---------------------------------------------------------------------------------------------------------
+
+
+def test_open_math_instruct(tmp_path: Path) -> None:
+    (prompt,) = opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, env_name="math")
+    assert prompt.messages == (user("What is 2 + 3?"),)
+    assert prompt.info == {"ground_truth": "5", "environment": "math"}
+    assert prompt.where == str(tmp_path / "rows.jsonl") + ":1"
+
+
+@pytest.mark.parametrize("name", ["DeepScaler", "AIME2024"])
+def test_deep_scaler_and_aime(tmp_path: Path, name: str) -> None:
+    (prompt,) = opened(tmp_path, name, {"problem": "2 + 3?", "answer": "5", "solution": "It is 5."})
+    assert (prompt.messages, prompt.info) == ((user("2 + 3?"),), {"ground_truth": "5"})
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "split"),
+    [
+        ("OpenMathInstruct-2", "nvidia/OpenMathInstruct-2", "train_1M"),
+        ("DeepScaler", "agentica-org/DeepScaleR-Preview-Dataset", "train"),
+        ("AIME2024", "HuggingFaceH4/aime_2024", "train"),
+    ],
+)
+def test_what_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, path: str, split: str) -> None:
+    asked = []
+
+    def load(*names: Any, **options: Any) -> Any:
+        asked.append((*names, options["split"]))
+        return datasets.Dataset.from_list([{"problem": "2 + 3?", "answer": "5", "expected_answer": "5"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    (prompt,) = open_prompts(PromptSetConfig(dataset_name=name))
+    open_prompts(PromptSetConfig(dataset_name=name, split="train_2M"))
+    assert asked == [(path, None, split), (path, None, "train_2M")]
+    assert prompt.where == f"{path}[{split}]:row 1"
+
+
+def test_response_dataset(tmp_path: Path) -> None:
+    rows = [{"input": "2 + 3?", "output": "It is 5.", "level": 2}, {"input": [user("1?")], "output": 1}]
+    first, second = opened(tmp_path, "ResponseDataset", *rows)
+    assert first.messages == (user("2 + 3?"),)
+    assert first.info == {"ground_truth": "It is 5.", "reference_answers": ["It is 5."], "level": 2}
+    assert (second.messages, second.info) == ((user("1?"),), {"ground_truth": 1})
+    (named,) = opened(tmp_path, "ResponseDataset", {"q": "2?", "a": "2"}, input_key="q", output_key="a")
+    assert (named.messages, named.info["ground_truth"]) == ((user("2?"),), "2")
+    (of_messages,) = opened(tmp_path, "ResponseDataset", {"messages": [user("2?"), assistant("2")]})
+    assert (of_messages.messages, of_messages.info["ground_truth"]) == ((user("2?"),), "2")
+
+
+def test_the_last_assistant_message_is_the_reference_and_not_asked(tmp_path: Path) -> None:
+    chat = [user("Hi"), assistant("Hello!"), user("2 + 3?"), assistant("5")]
+    (prompt,) = opened(tmp_path, "PromptDataset", {"messages": chat})
+    assert prompt.messages == tuple(chat[:3])
+    assert prompt.info == {"ground_truth": "5", "reference_answers": ["5"]}
+    (own,) = opened(tmp_path, "PromptDataset", {"messages": chat, "ground_truth": "five", "reference_answers": ["V"]})
+    assert own.info == {"ground_truth": "five", "reference_answers": ["V"]}
+    (unanswered,) = opened(tmp_path, "PromptDataset", {"messages": chat[:3]})
+    assert (unanswered.messages, unanswered.info) == (tuple(chat[:3]), {})
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "2 + 3?"}, {"prompt": [user("2 + 3?")]}, {"context": [user("2 + 3?")]}, {"context": "2 + 3?"}]
+)
+def test_prompt_and_context(tmp_path: Path, row: dict[str, Any]) -> None:
+    (prompt,) = opened(tmp_path, "PromptDataset", row | {"solution": "5", "nothing": None})
+    assert (prompt.messages, prompt.info) == ((user("2 + 3?"),), {"solution": "5"})
+
+
+def test_verl_parquet(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist([VERL]), file)
+    (prompt,) = open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path=str(file)))
+    assert prompt.messages == (user("2 + 3?"),)
+    assert prompt.info == {
+        "data_source": "openai/gsm8k",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+        "ground_truth": "5",
+        "split": "train",
+        "index": 7,
+    }
+
+
+def test_nemo_gym_rows(tmp_path: Path) -> None:
+    (prompt,) = opened(tmp_path, "PromptDataset", GYM)
+    system = [{"role": "system", "content": text} for text in ("Be brief.", "In French.")]
+    assert prompt.messages == (*system, user("2 + 3?"))
+    assert prompt.info == {
+        "expected_answer": "cinq",
+        "agent_ref": GYM["agent_ref"],
+        "responses_create_params": {"temperature": 0.7},
+    }
+
+
+def test_keys_can_be_named(tmp_path: Path) -> None:
+    row = {"question": "2 + 3?", "prompt": "unused", "answer": "5"}
+    (prompt,) = opened(tmp_path, "PromptDataset", row, input_key="question", output_key="answer")
+    assert (prompt.messages, prompt.info["ground_truth"]) == ((user("2 + 3?"),), "5")
+    (math,) = opened(tmp_path, "OpenMathInstruct-2", row, input_key="question", output_key="answer")
+    assert (math.messages, math.info) == ((user("2 + 3?"),), {"ground_truth": "5"})
+
+
+def test_bundled() -> None:
+    prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"))
+    assert [list(prompt.messages) for prompt in prompts] == bundled_prompts("length_controlled")
+    assert prompts[3].info == {"environment": "rm"}
+    assert prompts[3].where == "Bundled[length_controlled]:prompt 4"
+    assert len(open_prompts(PromptSetConfig(dataset_name="Bundled"))) == len(bundled_prompts("train"))
+    with pytest.raises(ConfigError, match="did you mean validation"):
+        open_prompts(PromptSetConfig(dataset_name="Bundled", split="validatio"))
+    with pytest.raises(ConfigError, match="does not say its split"):
+        open_prompts(PromptSetConfig(dataset_name="Bundled", name="held_out"))
+    with pytest.raises(ConfigError, match="its own path"):
+        open_prompts(PromptSetConfig(dataset_name="Bundled", data_path="x.jsonl"))
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow", "jsonl.gz", "saved"])
+def test_every_source(tmp_path: Path, kind: str) -> None:
+    rows = [{"prompt": f"{n} + 1?", "ground_truth": str(n + 1)} for n in range(3)]
+    table = datasets.Dataset.from_list(rows)
+    file = tmp_path / f"rows.{kind}"
+    match kind:
+        case "json":
+            file.write_text(json.dumps(rows))
+        case "csv":
+            table.to_csv(file)
+        case "parquet":
+            table.to_parquet(file)
+        case "arrow":
+            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.data.schema) as writer:
+                writer.write_table(table.data.table)
+        case "jsonl.gz":
+            file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+        case "saved":
+            table.save_to_disk(file)
+    prompts = open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path=str(file)))
+    assert [(p.messages[0]["content"], p.info) for p in prompts] == [
+        (row["prompt"], {"ground_truth": row["ground_truth"]}) for row in rows
+    ]
+    assert list(prompts) == list(prompts)
+
+
+# --- prompt files, environments --------------------------------------------------------------------------------------
+
+
+def test_prompt_files_are_applied_once(tmp_path: Path) -> None:
+    (tmp_path / "cot.txt").write_text("Think, then \\boxed{{}}.\n{}")
+    (tmp_path / "system.txt").write_text("You do sums.")
+    files = {
+        key: str(tmp_path / f"{name}.txt") for key, name in (("prompt_file", "cot"), ("system_prompt_file", "system"))
+    }
+    asked = ({"role": "system", "content": "You do sums."}, user("Think, then \\boxed{}.\nWhat is 2 + 3?"))
+    (prompt,) = opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, **files)
+    assert prompt.messages == asked
+    prompts = Prompts.load(files["prompt_file"], files["system_prompt_file"])
+    processed = math_hf_data_processor(OPEN_MATH, "row", prompts=prompts)
+    assert processed == Prompt(asked, {"ground_truth": "5"}, "row")
+    hf = {"messages": [user(OPEN_MATH["problem"]), assistant("5")], "task_name": "math"}
+    assert math_hf_data_processor(hf, "row", prompts=prompts) == processed
+    (tmp_path / "bad.txt").write_text("no place")
+    with pytest.raises(ConfigError, match="one {}"):
+        opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, prompt_file=str(tmp_path / "bad.txt"))
+
+
+def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1", "environment": "math", "env_name": "other"},
+        {"prompt": "2", "env_name": {"math": 1.0, "rm": 0.5, "other": None}},
+        {"prompt": "3", "task_name": "rm"},
+        {"prompt": "4", "task_name": "preference"},
+        {"prompt": "5"},
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", *rows)
+    config = PromptSetConfig(dataset_name="PromptDataset", data_path=path, env_name={"rm": 1.0, "math": 0.1})
+    prompts = open_prompts(config, environments=["math", "rm", "other"])
+    default = {"rm": 1.0, "math": 0.1}
+    assert [prompt.info["environment"] for prompt in prompts] == [
+        *("math", {"math": 1.0, "rm": 0.5}, "rm"),
+        *(default, default),
+    ]
+    assert "env_name" not in prompts[0].info
+    assert prompts[3].info["task_name"] == "preference"
+    # Without the names nothing is known of task names.
+    assert [prompt.info["environment"] for prompt in open_prompts(config)][2:] == [default] * 3
+
+
+@pytest.mark.parametrize("wrong", [3, [], ["math"], {}, {"math": "much"}, {"math": True}, {"math": float("nan")}, ""])
+def test_environments_that_are_none(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(DataError, match=r"rows.jsonl:1: environment is not a name"):
+        opened(tmp_path, "PromptDataset", {"prompt": "1", "environment": wrong})
+
+
+def test_an_unknown_environment_is_refused_at_once(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "1"}, {"prompt": "2", "environment": "mathe"})
+    config = PromptSetConfig(dataset_name="PromptDataset", data_path=path)
+    with pytest.raises(DataError, match=r"rows.jsonl:2: there is no such environment(.|\n)*did you mean math\?"):
+        open_prompts(config, environments=["math", "rm"])
+
+
+def test_tools_that_the_policy_does_not_see_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    params = GYM["responses_create_params"] | {"tools": [{"type": "function", "name": "add"}]}
+    with caplog.at_level(logging.WARNING, "treeward"):
+        opened(tmp_path, "PromptDataset", {"prompt": "1"}, GYM | {"responses_create_params": params})
+    (record,) = caplog.records
+    assert "1 of 2 rows have tools" in record.message and "rows.jsonl:2" in record.message
+
+
+# --- how many --------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_first_rows(tmp_path: Path) -> None:
+    rows: list[Any] = [{"prompt": "1"}, {"prompt": "2"}, {"wrong": "not read"}]
+    prompts = opened(tmp_path, "PromptDataset", *rows, max_samples=2, weight=0.5)
+    assert [prompt.messages for prompt in prompts] == [(user("1"),), (user("2"),)]
+    assert (prompts.counts.read, prompts.counts.kept, prompts.weight) == (2, 2, 0.5)
+
+
+def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n % 40}", "ground_truth": str(n)} for n in range(100)]
+    share: dict[str, Any] = {"split_validation_size": 0.25, "seed": 3}
+    train = opened(tmp_path, "PromptDataset", *rows, part="train", **share)
+    validation = opened(tmp_path, "PromptDataset", *rows, part="validation", **share)
+    truths = [[int(prompt.info["ground_truth"]) for prompt in part] for part in (train, validation)]
+    assert sorted(truths[0] + truths[1]) == list(range(100))
+    assert truths[0] == sorted(truths[0])
+    asked = [{prompt.messages[0]["content"] for prompt in part} for part in (train, validation)]
+    assert not asked[0] & asked[1]
+    assert len(asked[1]) == 10
+    assert (train.counts.read, train.counts.kept) == (100, len(train))
+    assert train.counts.held_out == len(validation)
+    assert f"left out: {len(validation)} of the other part" in train.counts.summary()
+    other = opened(tmp_path, "PromptDataset", *rows, part="validation", split_validation_size=0.25, seed=4)
+    assert [p.where for p in other] != [p.where for p in validation]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=30), st.floats(0.05, 0.95), st.integers(0, 2**32 - 1))
+def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: int) -> None:
+    prompts = [Prompt((user(text),)) for text in texts]
+    num_different = len(set(texts))
+    if not 0 < round(share * num_different) < num_different:
+        with pytest.raises(ConfigError, match="leaves one part without a prompt"):
+            _held_out(prompts, share, seed, "set")
+        return
+    is_out = _held_out(prompts, share, seed, "set")
+    out = {text for text, one in zip(texts, is_out, strict=True) if one}
+    assert len(out) == round(share * num_different)
+    assert all((text in out) == one for text, one in zip(texts, is_out, strict=True))
+
+
+# --- bad rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("PromptDataset", {"question": "2?"}, "the row asks nothing(.|\n)*need: .*messages(.|\n)*input_key"),
+        ("PromptDataset", {"prompt": "2?", "messages": [user("3?")]}, "several prompts(.|\n)*messages and prompt"),
+        ("PromptDataset", {"prompt": 3}, "neither text nor a list of messages(.|\n)*got:   3"),
+        ("PromptDataset", {"prompt": "  "}, "the prompt asks nothing"),
+        ("PromptDataset", {"prompt": []}, "prompt is empty"),
+        ("PromptDataset", {"prompt": [user("1"), assistant("2")]}, "ends with a message of the assistant"),
+        ("PromptDataset", {"messages": [assistant("2")]}, "nothing comes before the answer(.|\n)*field: messages"),
+        ("PromptDataset", {"messages": [user("1"), assistant("2"), assistant("3")]}, "ends with a message of the ass"),
+        ("PromptDataset", {"messages": [{"content": "2?"}]}, r"field: messages\[0\].role"),
+        ("PromptDataset", {"responses_create_params": "2?"}, "the request is not an object"),
+        ("PromptDataset", {"responses_create_params": {}}, "field: responses_create_params.input"),
+        (
+            "PromptDataset",
+            {"responses_create_params": {"input": [{"type": "input_image"}]}},
+            r"field: responses_create_params.input\[0\]",
+        ),
+        ("ResponseDataset", {"inputs": "2?", "output": "2"}, "the row has no input(.|\n)*is it inputs"),
+        ("ResponseDataset", {"input": "2?"}, "the row has no output(.|\n)*PromptDataset"),
+        ("ResponseDataset", {"input": "2?", "output": True}, "output is no answer"),
+        ("OpenMathInstruct-2", {"problem": 3, "expected_answer": "3"}, "a problem is not text(.|\n)*field: problem"),
+        ("OpenMathInstruct-2", {"problem": "3?", "expected_answer": None}, "no expected_answer(.|\n)*got:   null"),
+        ("DeepScaler", {"problem": "3?", "expected_answer": "3"}, "the row has no answer"),
+        ("OpenMathInstruct-2", {"messages": [user("3?")]}, "the row has no ground_truth"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], message: str) -> None:
+    good = {"prompt": "1", "input": "1", "output": "1", "problem": "1", "expected_answer": "1", "answer": "1"}
+    first = {"prompt": "1"} if name == "PromptDataset" else good
+    with pytest.raises(DataError, match=f"rows.jsonl:2: (.|\n)*{message}"):
+        opened(tmp_path, name, first, row)
+
+
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such file"):
+        open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path=str(tmp_path / "x.jsonl")))
+    with pytest.raises(ConfigError, match="did you mean DeepScaler"):
+        open_prompts(PromptSetConfig(dataset_name="DeepScaleR"))
+
+
+# --- classes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def my_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "prompts_of_mine.py").write_text(
+        """
+from types import SimpleNamespace
+from treeward.data.prompt_sets import Prompt, RowPrompts
+
+class Contract:
+    def __init__(self, data_path, input_key="text", times=1):
+        rows = [{"messages": [{"role": "user", "content": f"{data_path} {input_key} {n}"}]} for n in range(times)]
+        self.formatted_ds = {"train": rows, "validation": [{"prompt": "held out"}]}
+        self.task_spec = SimpleNamespace(task_name="mine", prompt_file=None, system_prompt_file=None)
+
+class Ready:
+    task_name = "mine"
+    dataset = [Prompt(({"role": "user", "content": "2?"},), {"ground_truth": "2"})]
+
+class Answered:
+    task_name = "mine"
+    dataset = [Prompt(({"role": "assistant", "content": "2?"},))]
+
+class Texts:
+    task_name = "mine"
+    dataset = ["2?"]
+
+class Rows(RowPrompts):
+    def to_prompt(self, row):
+        return Prompt(({"role": "user", "content": row.values["x"]},), {}, row.where)
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in [name for name, cls in _REGISTRY.items() if cls.__module__ == __name__]:
+        del _REGISTRY[name]
+
+
+@pytest.mark.usefixtures("my_prompts")
+def test_classes_by_dotted_path(tmp_path: Path) -> None:
+    def texts(cls: str, **more: Any) -> list[str]:
+        prompts = open_prompts(PromptSetConfig(dataset_name=f"prompts_of_mine.{cls}", **more))
+        return [prompt.messages[0]["content"] for prompt in prompts]
+
+    assert texts("Contract", data_path="p", kwargs={"times": 2}) == ["p text 0", "p text 1"]
+    assert texts("Contract", data_path="p", input_key="q") == ["p q 0"]
+    assert texts("Contract", name="own", kwargs={"data_path": "p"}) == ["held out"]
+    assert texts("Rows", data_path=write_jsonl(tmp_path / "x.jsonl", {"x": "9?"})) == ["9?"]
+    (ready,) = open_prompts(PromptSetConfig(dataset_name="prompts_of_mine.Ready", env_name="math"))
+    assert (ready.info, ready.where) == ({"ground_truth": "2", "environment": "math"}, "prompts_of_mine.Ready:row 1")
+    with pytest.raises(DataError, match=r"Answered:row 1: the prompt ends with a message of the assistant"):
+        texts("Answered")
+    with pytest.raises(DataError, match="a row is not an object"):
+        texts("Texts")
+    with pytest.raises(ConfigError, match="has no class Contrac"):
+        texts("Contrac")
+
+
+@pytest.mark.usefixtures("my_prompts")
+def test_registered_classes(tmp_path: Path) -> None:
+    @register_prompt_dataset("Mine", "mine-too")
+    class Mine(RowPrompts):
+        def to_prompt(self, row: Row) -> Prompt:
+            return from_response_row(row.values, row.where, input_key="q", output_key="a")
+
+    for name in ("Mine", "mine-too"):
+        (prompt,) = opened(tmp_path, name, {"q": "2?", "a": "2"})
+        assert (prompt.messages, prompt.info["ground_truth"]) == ((user("2?"),), "2")
+    with pytest.raises(ConfigError, match="Mine needs a path"):
+        open_prompts(PromptSetConfig(dataset_name="Mine"))
+    with pytest.raises(ConfigError, match="same name"):
+        register_prompt_dataset("Mine")(type("Other", (RowPrompts,), {}))
+
+
+def test_a_reference_that_is_no_text_stays_a_message() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    prompt = from_prompt_row({"messages": [user("2?"), call]}, "row")
+    assert prompt.info["reference_answers"] == [[{key: value for key, value in call.items() if value is not None}]]

@@ -1,0 +1,401 @@
+"""`PromptSet`: prompts for reinforcement learning, from the `data` section of a config.
+
+    prompts = open_prompts(PromptSetConfig(dataset_name="OpenMathInstruct-2", prompt_file="cot.txt", env_name="math"))
+    prompts[0].messages, prompts[0].info          # what is asked, and what environments are told: {"ground_truth": ...}
+    prompts.counts.summary()                      # what was read, kept and held out
+
+Prompts are messages: the policy's template renders them for the policy, a reward model's own for the reward model. A
+dataset says how its rows are read, and may bring its own data:
+
+    @register_prompt_dataset("MyPrompts")
+    class MyPrompts(RowPrompts):
+        hub_path = "me/my-prompts"                # read when no data_path is given
+
+        def to_prompt(self, row: Row) -> Prompt:
+            return from_response_row(row.values, row.where, input_key="question", output_key="solution")
+
+A class may also be named by its dotted path, and then needs no base class: see `treeward.data.custom`. Its rows are
+read as those of `PromptDataset`, or are `Prompt`s. Prompts are held in memory, about a kilobyte each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from treeward.config.base import nearest_name
+from treeward.config.data import DatasetConfig
+from treeward.config.prompt_data import PromptSetConfig
+from treeward.data.custom import construct, import_class, rows_of
+from treeward.data.prompt_rows import Prompt, check_asks, from_prompt_row, from_response_row, math_hf_data_processor
+from treeward.data.prompts import Prompts
+from treeward.data.sources import Row, read_rows
+from treeward.data.synthetic.bundled import prompts as bundled_prompts
+from treeward.errors import ConfigError, DataError
+
+__all__ = [
+    "Prompt",
+    "PromptCounts",
+    "PromptSet",
+    "RowPrompts",
+    "math_hf_data_processor",
+    "open_prompts",
+    "register_prompt_dataset",
+]
+
+logger = logging.getLogger(__name__)
+
+_REGISTRY: dict[str, type[RowPrompts]] = {}
+_Class = TypeVar("_Class", bound="type[RowPrompts]")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCounts:
+    """What became of the rows that were read: `read` = `kept` + `held_out` + `too_long`.
+
+    `held_out`: rows of the other part, training or validation, of a set that holds some out.
+    """
+
+    read: int = 0
+    kept: int = 0
+    held_out: int = 0
+    too_long: int = 0
+
+    def __add__(self, other: PromptCounts) -> PromptCounts:
+        return PromptCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def summary(self) -> str:
+        """One line for a person."""
+        left = {"of the other part": self.held_out, "too long": self.too_long}
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in left.items() if number)
+        return f"{self.kept:,} of {self.read:,} prompts kept" + (f" (left out: {reasons})" if reasons else "")
+
+
+@dataclass(frozen=True)
+class PromptSet(Sequence[Prompt]):
+    """The prompts of one set, in the order of the data. `name`: for messages. `weight`: passes over it per epoch."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    counts: PromptCounts
+    weight: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        return self.prompts[index]
+
+
+def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
+    """Class decorator: `dataset_name: <name>` (or an alias) in a config of prompts means this class."""
+
+    def register(cls: _Class) -> _Class:
+        for each in (name, *aliases):
+            known = _REGISTRY.get(each)
+            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ConfigError(
+                    "two datasets of prompts have the same name",
+                    field="dataset_name",
+                    got=each,
+                    need="another name for one",
+                )
+            _REGISTRY[each] = cls
+        return cls
+
+    return register
+
+
+def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | None = None) -> PromptSet:
+    """Read one training or validation set.
+
+    `environments`: the names of those that there are. Then a row that names another is refused, and a row's `task_name`
+    chooses its environment if it is the name of one. With `split_validation_size` these are the prompts of `part`; the
+    same prompt is never in both parts, however often the data has it.
+
+    Raises `ConfigError` for an unknown name (with the nearest one) or a class that cannot be used, `DataError` for data
+    that is not there or a row that is wrong.
+    """
+    source, completing = _open(config)
+    name = source.name
+    prompts = tuple(
+        _with_environment(_completed(prompt, completing), config.env_name, environments)
+        for prompt in itertools.islice(source, config.max_samples)
+    )
+    if not prompts:
+        raise DataError("there are no prompts", where=name, got="an empty dataset", need="at least one")
+    _warn_of_tools(prompts, name)
+    kept = prompts
+    if config.split_validation_size:
+        held_out = _held_out(prompts, config.split_validation_size, config.seed, name)
+        wants = config.part == "validation"
+        kept = tuple(prompt for prompt, is_out in zip(prompts, held_out, strict=True) if is_out == wants)
+    counts = PromptCounts(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
+    return PromptSet(name, kept, counts, config.weight)
+
+
+# --- datasets by name ------------------------------------------------------------------------------------------------
+
+
+class RowPrompts:
+    """A dataset that reads the rows of a file, folder or hub dataset: `to_prompt` is all that a subclass needs."""
+
+    hub_path: ClassVar[str | None] = None
+    hub_split: ClassVar[str | None] = "train"
+
+    def __init__(self, config: PromptSetConfig) -> None:
+        self.config = config
+        path = config.data_path or self.hub_path
+        if path is None:
+            raise ConfigError(
+                f"{config.dataset_name} needs a path", field="data_path", need="a file, a folder or a hub name"
+            )
+        self.path: str = path
+        self.split = config.split or (self.hub_split if config.data_path is None else None)
+
+    @property
+    def name(self) -> str:
+        """For messages: the path and split."""
+        return self.path if self.split is None else f"{self.path}[{self.split}]"
+
+    def to_prompt(self, row: Row) -> Prompt:
+        """Read one row; raises `DataError` naming `row.where`."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self.to_prompt, read_rows(self.path, split=self.split, subset=self.config.subset))
+
+
+@register_prompt_dataset("PromptDataset")
+class PromptDataset(RowPrompts):
+    """Rows with their prompt under `messages`, `prompt`, `context` or `responses_create_params`: `from_prompt_row`."""
+
+    def to_prompt(self, row: Row) -> Prompt:
+        config = self.config
+        return from_prompt_row(row.values, row.where, prompt_key=config.input_key, answer_key=config.output_key)
+
+
+@register_prompt_dataset("ResponseDataset")
+class ResponseDataset(RowPrompts):
+    """Rows of a question and its answer, under keys that may be named; NeMo RL's."""
+
+    def to_prompt(self, row: Row) -> Prompt:
+        input_key, output_key = self.config.input_key or "input", self.config.output_key or "output"
+        return from_response_row(row.values, row.where, input_key=input_key, output_key=output_key)
+
+
+class _MathProblems(RowPrompts):
+    """Rows of a problem and its expected answer."""
+
+    answer_key: ClassVar[str]
+
+    def to_prompt(self, row: Row) -> Prompt:
+        problem_key, answer_key = self.config.input_key or "problem", self.config.output_key or self.answer_key
+        return math_hf_data_processor(row.values, row.where, problem_key=problem_key, answer_key=answer_key)
+
+
+@register_prompt_dataset("OpenMathInstruct-2", "OpenMathInstruct2")
+class OpenMathInstruct2(_MathProblems):
+    """nvidia/OpenMathInstruct-2, or a copy of it; without a split its first million rows. Problems come repeatedly."""
+
+    hub_path, hub_split, answer_key = "nvidia/OpenMathInstruct-2", "train_1M", "expected_answer"
+
+
+@register_prompt_dataset("DeepScaler")
+class DeepScaler(_MathProblems):
+    """agentica-org/DeepScaleR-Preview-Dataset, or a copy of it."""
+
+    hub_path, answer_key = "agentica-org/DeepScaleR-Preview-Dataset", "answer"
+
+
+@register_prompt_dataset("AIME2024")
+class Aime2024(_MathProblems):
+    """HuggingFaceH4/aime_2024, or a copy of it: 30 problems."""
+
+    hub_path, answer_key = "HuggingFaceH4/aime_2024", "answer"
+
+
+@register_prompt_dataset("Bundled")
+class BundledPrompts(RowPrompts):
+    """The prompts of the data that comes with treeward: `train`, `validation` or `length_controlled`, each once.
+
+    How good any answer is, is known: `treeward.data.synthetic.gold_quality`.
+    """
+
+    hub_path = "Bundled"
+
+    def __init__(self, config: PromptSetConfig) -> None:
+        super().__init__(config)
+        if config.data_path is not None:
+            raise ConfigError("the bundled data has its own path", field="data_path", got=config.data_path, need="none")
+        if config.split is None and config.name is not None and config.part is None:
+            raise ConfigError(
+                "a named set of the bundled data does not say its split",
+                field="split",
+                got="none",
+                need="train, validation or length_controlled",
+                fix="add split: validation",
+            )
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for number, messages in enumerate(bundled_prompts(self.split or "train"), 1):
+            yield Prompt(tuple(messages), {}, f"{self.name}:prompt {number}")
+
+
+class _CustomPrompts:
+    """The rows of a class by dotted path: `Prompt`s, or rows as `PromptDataset` reads them."""
+
+    def __init__(self, rows: Iterable[Any], name: str) -> None:
+        self._rows, self.name = rows, name
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for number, row in enumerate(self._rows, 1):
+            where = f"{self.name}:row {number}"
+            if isinstance(row, Prompt):
+                yield row if row.where is not None else replace(row, where=where)
+            elif isinstance(row, Mapping):
+                yield from_prompt_row(row, where)
+            else:
+                raise DataError("a row is not an object", where=where, got=row, need="an object, or a Prompt")
+
+
+def _open(config: PromptSetConfig) -> tuple[RowPrompts | _CustomPrompts, Prompts]:
+    cls: Any = _find_class(config.dataset_name)
+    if isinstance(cls, type) and issubclass(cls, RowPrompts):
+        return cls(config), Prompts.load(config.prompt_file, config.system_prompt_file)
+    as_comparisons = _as_dataset_config(config, cls)
+    dataset = construct(cls, as_comparisons)
+    spec = getattr(dataset, "task_spec", None)
+    files = (
+        config.prompt_file or getattr(spec, "prompt_file", None),
+        config.system_prompt_file or getattr(spec, "system_prompt_file", None),
+    )
+    return _CustomPrompts(*rows_of(dataset, as_comparisons)), Prompts.load(*files)
+
+
+def _find_class(name: str) -> Any:
+    if name in _REGISTRY:
+        return _REGISTRY[name]
+    if "." in name.strip("."):
+        return import_class(name)
+    near = nearest_name(name, _REGISTRY)
+    raise ConfigError(
+        "there is no such dataset of prompts",
+        field="dataset_name",
+        got=name,
+        need=f"one of {', '.join(_REGISTRY)}, or the dotted path of a class, as my_module.MyPrompts",
+        fix=f"did you mean {near}?" if near else None,
+    )
+
+
+def _as_dataset_config(config: PromptSetConfig, cls: Any) -> DatasetConfig:
+    """What classes by dotted path are constructed from, with the keys that only prompts have where the class takes
+    them."""
+    parameters = inspect.signature(cls).parameters
+    own = {key: getattr(config, key) for key in ("input_key", "output_key") if key in parameters}
+    keys = {key: value for key, value in own.items() if value is not None}
+    shared = {key: getattr(config, key) for key in DatasetConfig.model_fields if key in PromptSetConfig.model_fields}
+    if config.part is not None:
+        shared["name"] = None  # the rows that are held out are of the training data, not of a set for validation
+    return DatasetConfig(**shared | {"kwargs": keys | config.kwargs})
+
+
+# --- what happens to every prompt ------------------------------------------------------------------------------------
+
+
+def _completed(prompt: Prompt, completing: Prompts) -> Prompt:
+    messages = completing.complete(check_asks(prompt.messages, "messages", prompt.where), prompt.where or "")
+    return prompt if messages is prompt.messages else replace(prompt, messages=messages)
+
+
+def _with_environment(prompt: Prompt, default: Any, known: Collection[str] | None) -> Prompt:
+    chosen = prompt.info.get("environment")
+    task = prompt.info.get("task_name")
+    if chosen is None:
+        chosen = task if known is not None and isinstance(task, str) and task in known else default
+    if chosen is None:
+        return prompt
+    if isinstance(chosen, Mapping):
+        chosen = {name: weight for name, weight in chosen.items() if weight is not None}  # parquet has every key
+    names = list(chosen) if isinstance(chosen, Mapping) else [chosen]
+    weights = list(chosen.values()) if isinstance(chosen, Mapping) else []
+    is_sound = all(isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) for w in weights)
+    if not names or not is_sound or not all(isinstance(name, str) and name for name in names):
+        raise DataError(
+            "environment is not a name",
+            where=prompt.where,
+            field="environment",
+            got=chosen,
+            need="the name of an environment, or names with weights",
+        )
+    unknown = [] if known is None else [name for name in names if name not in known]
+    if unknown:
+        near = nearest_name(unknown[0], known or ())
+        raise DataError(
+            "there is no such environment",
+            where=prompt.where,
+            field="environment",
+            got=unknown[0],
+            need=f"one of {', '.join(sorted(known or ()))}",
+            fix=f"did you mean {near}?" if near else "add it to env, or change the row or env_name",
+        )
+    if prompt.info.get("environment") == chosen:
+        return prompt
+    return replace(prompt, info={**prompt.info, "environment": chosen})
+
+
+def _warn_of_tools(prompts: Sequence[Prompt], name: str) -> None:
+    with_tools = [
+        prompt
+        for prompt in prompts
+        if prompt.info.get("tools") or (prompt.info.get("responses_create_params") or {}).get("tools")
+    ]
+    if with_tools:
+        logger.warning(
+            "%s: %d of %d rows have tools (the first is %s); the policy is not told of them",
+            name,
+            len(with_tools),
+            len(prompts),
+            with_tools[0].where,
+        )
+
+
+def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> npt.NDArray[np.bool_]:
+    """Which prompts are held out, bool (N,): a share of the different ones, wherever they come again."""
+    numbers: dict[bytes, int] = {}
+    number_N = [
+        numbers.setdefault(hashlib.blake2b(_as_bytes(p.messages), digest_size=16).digest(), len(numbers))
+        for p in prompts
+    ]
+    wanted = round(share * len(numbers))
+    if not 0 < wanted < len(numbers):
+        raise ConfigError(
+            "split_validation_size leaves one part without a prompt",
+            where=name,
+            field="split_validation_size",
+            got=f"{share} of {len(numbers)} different prompts",
+            need="at least one prompt for training, and one for validation",
+        )
+    is_out = np.zeros(len(numbers), dtype=np.bool_)
+    is_out[np.random.Generator(np.random.PCG64(seed)).permutation(len(numbers))[:wanted]] = True
+    return is_out[number_N]
+
+
+def _as_bytes(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=repr).encode()
