@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError", "shown"]
 
 _UNSET: Any = object()
 _LONGEST_VALUE = 200
@@ -40,7 +40,7 @@ class TreewardError(ValueError):
         if field is not None:
             lines.append(f"  field: {field}")
         if got is not _UNSET:
-            lines.append(f"  got:   {_shorten(got)}")
+            lines.append(f"  got:   {shown(got)}")
         if need is not None:
             lines.append(f"  need:  {need}")
         if fix is not None:
@@ -69,8 +69,9 @@ class CheckpointError(TreewardError):
     """A checkpoint is incomplete, or belongs to another run."""
 
 
-def _shorten(value: Any) -> str:
-    text = value if isinstance(value, str) and "\n" not in value else repr(value)
+def shown(value: Any) -> str:
+    """A value in one line of at most about 200 characters; in quotes where nobody would see that it is there."""
+    text = value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
 
 

@@ -238,12 +238,12 @@ def test_a_worker_that_hangs_is_killed(
 def test_the_environment_itself_is_killed(folder: str, scores: list[float], ray: Any) -> None:
     config = {"model_name": folder, "precision": "float32", "batch_size": 1}
     environment = RewardModelEnvironment.remote(config)
+    owner = psutil.Process(ray.get(environment.__ray_call__.remote(lambda _: os.getpid())))
     before = ray.get(environment.process_ids.remote())
     accident = Accident(before)
     pending = environment.step.remote(LOGS, INFOS)
     accident.join()  # of the worker; its owner is next
-    owner = next(p for p in psutil.Process(before[0]).parent().children() if "RewardModelEnv" in " ".join(p.cmdline()))
-    assert not ray.wait([pending], timeout=0)[0]
+    assert owner.pid not in before and not ray.wait([pending], timeout=0)[0]
     owner.kill()
     assert ray.get(pending).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     ray.get(environment.shutdown.remote())

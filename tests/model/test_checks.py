@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
+from families import VOCABULARY, config_of, randomise, tiny_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from treeward.errors import ConfigError, ModelError
-from treeward.model.checks import check_before_training, check_tokenizer_survives
+from treeward.model.checks import check_before_training, check_policy, check_tokenizer_survives
+from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel
 
 SEQUENCES = [[5, 6, 7, 0], [5, 6, 8, 9, 0]]  # 0 is the end of text, 1 the padding token
@@ -96,3 +98,50 @@ def test_a_tokenizer_that_survives_beside_the_model(family: str, tiny_tokenizer:
 def test_a_tokenizer_that_transformers_would_load_as_another(tiny_tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"cannot be kept(?s:.*)model_type qwen2(?s:.*)Qwen2Tokenizer"):
         check_tokenizer_survives(tiny_model("qwen2"), tiny_tokenizer)
+
+
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5], [13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]]
+
+
+def causal(dtype: torch.dtype = torch.float32) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config_of("qwen3"), attn_implementation="eager", dtype=torch.float32)
+    return randomise(model.eval()).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["tree", "rows"])
+def test_a_sound_policy_passes(dtype: torch.dtype, layout: Any) -> None:
+    policy = PolicyModel(causal(dtype), layout=layout, compute_dtype=torch.bfloat16, chunk_tokens=7)
+    check_policy(policy, PROMPTS)
+    assert policy.compute_dtype == torch.bfloat16
+
+
+def test_a_policy_whose_logits_are_not_those_of_transformers() -> None:
+    """Its own forward scales them by what `PolicyModel` knows nothing of."""
+
+    def scaled(output: Any, scale: float) -> Any:
+        output.logits = output.logits * scale
+        return output
+
+    for scale in (1.01, float("nan")):
+        policy = PolicyModel(causal())
+        policy.hf.register_forward_hook(lambda _m, _a, output, s=scale: scaled(output, s))
+        with pytest.raises(ModelError, match="the log-probability that plain transformers gives") as raised:
+            check_policy(policy, PROMPTS)
+        assert "got:   -" in str(raised.value) and "tokens after a prompt of 1\n" in str(raised.value)
+
+
+def test_a_policy_whose_tree_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from treeward.model import policy_model
+
+    places = policy_model._tree_places
+    monkeypatch.setattr(policy_model, "_tree_places", lambda *args: [place[::-1].copy() for place in places(*args)])
+    with pytest.raises(ModelError, match="the log-probability that plain transformers gives"):
+        check_policy(PolicyModel(causal()), PROMPTS)
+
+
+def test_prompts_beyond_the_vocabulary_of_a_policy() -> None:
+    with pytest.raises(ModelError, match=rf"tokens that the model does not know(?s:.*)token {VOCABULARY}"):
+        check_policy(PolicyModel(causal()), [*PROMPTS, [VOCABULARY]])

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.export import export_model
-from treeward.model.loading import build_reward_model, load_reward_model, load_tokenizer
+from treeward.model.loading import build_reward_model, load_reward_model
+from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import head_name
 
 LLAMA = {

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import DECODERS, VOCABULARY, config_of, randomise
+from families import DECODERS, VOCABULARY, config_of, randomise, tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from treeward.errors import ModelError
+from treeward.model.checks import check_policy
 from treeward.model.policy_model import PolicyModel
 
 VALUES, GRADIENTS = 1e-5, 1e-5
-FAMILIES = [family for family in DECODERS if family not in ()]
+FAMILIES = list(DECODERS)
 
 
 def causal(family: str) -> PreTrainedModel:
@@ -99,3 +100,43 @@ def test_layouts_and_temperature(layout: str) -> None:
 def test_an_answer_without_a_prompt_is_refused() -> None:
     with pytest.raises(ModelError, match="prompt"):
         PolicyModel(causal("llama")).log_probs([[[1, 2, 3]]], [[0]])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_size_of_the_chunks_changes_nothing(grad: bool) -> None:
+    groups, starts = groups_of_answers(2)
+    ends = []
+    for chunk_tokens in (1, 4, 1024):
+        hf = causal("gemma2")  # tied, with a soft-cap behind the head
+        with torch.set_grad_enabled(grad):
+            got = PolicyModel(hf, chunk_tokens=chunk_tokens).log_probs(groups, starts, entropies=True)
+        assert got.entropies_SL is not None
+        ends.append([got.values_SL.detach(), got.entropies_SL])
+        if grad:
+            got.values_SL.square().sum().backward()
+            ends[-1].append(torch.cat([p.grad.flatten() / p.grad.abs().max() for p in hf.parameters()]))  # type: ignore[union-attr]
+    for end in ends[1:]:
+        for one, other in zip(end, ends[0], strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(("model_type", "option"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
+def test_logits_that_are_scaled(model_type: str, option: str) -> None:
+    hf = scaled_model(model_type, option)
+    check_policy(PolicyModel(hf), [[5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]])
+
+
+def scaled_model(model_type: str, option: str) -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, num_key_value_heads=2, **sizes, **{option: 3.0})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return randomise(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+
+
+def test_a_policy_needs_a_head_for_tokens() -> None:
+    t5 = AutoConfig.for_model("t5", vocab_size=60, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    for model in (tiny_model("llama"), AutoModelForSeq2SeqLM.from_config(t5)):
+        with pytest.raises(ModelError, match="a head that predicts the next token") as raised:
+            PolicyModel(model)
+        assert type(model).__name__ in str(raised.value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from typing import Any
 
 import pytest
-from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer
+from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer, in_python
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -159,3 +161,41 @@ def test_what_cannot_be_gone_through_says_why(messages: Any, why: str) -> None:
     renderer = Renderer(byte_bpe(), chat_template=CHATML, max_length=120)
     with pytest.raises(DataError, match=why):
         answer_prefixes(renderer, messages)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "Mix flour, water \u6570\u5b57 and \U0001f642 salt.\n\nThen rest it",
+        "\U0001f469\u200d\U0001f692 \u0645\u0631",
+        "\ufffd",
+        "a",
+    ],
+)
+def test_places_that_are_decoded_are_those_of_the_library(answer: str) -> None:
+    known = answer_prefixes(Renderer(byte_bpe(), chat_template=CHATML), chat(answer))
+    assert answer_prefixes(Renderer(in_python(byte_bpe()), chat_template=CHATML), chat(answer)) == known
+
+
+def test_a_decoder_may_change_spaces_case_and_accents() -> None:
+    def changed(text: str) -> str:
+        plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+        return re.sub("(<[^>]*>)", r" \1 ", re.sub(" +", " ", plain.lower())).lstrip()
+
+    answer = "Bread  \u00dcn\u00efcode \ufb01ne, AND then rest it"
+    known = answer_prefixes(Renderer(byte_bpe(), chat_template=CHATML), chat(answer))
+    got = answer_prefixes(Renderer(in_python(byte_bpe(), changed), chat_template=CHATML), chat(answer))
+    assert (got.text, got.answer_ids, got.end_ids) == (answer, known.answer_ids, known.end_ids)
+    assert "".join(piece.text for piece in got.pieces) == answer
+    ends = {piece.end: piece.num_tokens for piece in known.pieces}
+    words = [piece for piece in got.pieces if answer[piece.end : piece.end + 1] == " " and answer[piece.end - 1] != " "]
+    assert len(words) >= 4 and [ends[piece.end] for piece in words] == [piece.num_tokens for piece in words]
+
+
+def test_a_text_that_is_too_long_is_not_decoded() -> None:
+    def never(text: str) -> str:
+        raise AssertionError("a text that has no score")
+
+    renderer = Renderer(in_python(byte_bpe(), never), chat_template=CHATML, max_length=120)
+    with pytest.raises(DataError, match="too long to score"):
+        answer_prefixes(renderer, chat("flour " * 200))

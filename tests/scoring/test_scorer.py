@@ -260,6 +260,11 @@ def test_masked_failures_harm_no_other(family: str, make_scorer: Any) -> None:
         scorer.score(crowd)
 
 
+def test_an_error_shows_what_is_empty(make_scorer: Any) -> None:
+    (score,) = make_scorer().score([[{"role": "", "content": "Hi"}]], on_error="mask")
+    assert score.error and "got: '';" in score.error
+
+
 def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
     hf = tiny_model("llama", num_labels=3)
     model = RewardModel(hf)

@@ -50,8 +50,8 @@ def test_lines_without_a_terminal(clock, caplog):
     with TrainingProgress(100, line_seconds=10, stream=io.StringIO(), clock=clock) as progress:
         for step in range(1, 101):
             clock.now += 2.0
-            progress.update(step, 0.5, 0.75, 1.25, 4000)
-    assert caplog.messages[0] == "step 1/100  loss 0.5000  accuracy 0.750  margin 1.250  2.00k tokens/s  3:18 left"
+            progress.update(step, {"loss": 0.5, "accuracy": 0.75}, 4000)
+    assert caplog.messages[0] == "step 1/100  loss 0.5000  accuracy 0.7500  2.00k tokens/s  3:18 left"
     assert [int(re.match(r"step (\d+)/100", line)[1]) for line in caplog.messages] == [1, *range(6, 100, 5), 100]
     assert caplog.messages[-1].endswith("2.00k tokens/s  0:00 left")
 
@@ -61,7 +61,7 @@ def test_after_a_resume_the_rate_and_the_time_left_are_those_of_this_session(clo
     with TrainingProgress(1000, initial_step=900, stream=io.StringIO(), clock=clock) as progress:
         assert progress.tokens_per_second is None and progress.seconds_left is None
         clock.now += 10.0
-        progress.update(910, 0.5, 0.75, 1.25, 5000)
+        progress.update(910, {"loss": 0.5, "accuracy": 0.75}, 5000)
         assert progress.tokens_per_second == 500.0
         assert progress.seconds_left == 90.0
     assert caplog.messages[0].startswith("step 910/1000 ")
@@ -70,7 +70,7 @@ def test_after_a_resume_the_rate_and_the_time_left_are_those_of_this_session(clo
 def test_pauses_lower_the_time_left_but_not_the_rate(clock):
     with TrainingProgress(20, stream=io.StringIO(), clock=clock) as progress:
         clock.now += 10.0
-        progress.update(10, 0.5, 0.75, 1.25, 5000)
+        progress.update(10, {"loss": 0.5, "accuracy": 0.75}, 5000)
         with progress.paused():
             clock.now += 30.0
         assert progress.tokens_per_second == 500.0
@@ -88,7 +88,7 @@ def test_disabled_shows_nothing(caplog):
     caplog.set_level(logging.INFO)
     terminal = Terminal()
     with TrainingProgress(2, enabled=False, stream=terminal) as progress:
-        progress.update(1, 0.5, 0.5, 0.5, 10)
+        progress.update(1, {"loss": 0.5, "accuracy": 0.5}, 10)
         progress.message("text")
     assert terminal.getvalue() == "" and caplog.messages == []
 
@@ -100,12 +100,12 @@ def test_the_bar_on_a_terminal(clock, caplog, monkeypatch):
     with TrainingProgress(10, initial_step=4, stream=terminal, clock=clock) as progress:
         for step in range(5, 11):
             clock.now += 1.0
-            progress.update(step, 0.51, 0.752, 1.257, 12_300)
+            progress.update(step, {"loss": 0.51, "accuracy": 0.752}, 12_300)
         assert "10/10" in terminal.getvalue()  # although six steps came at once
         progress.message("validation-default: accuracy 0.9")
     shown = terminal.getvalue()
     assert " 40%|" in shown and "4/10" in shown  # the start is where the run was
-    assert shown.rstrip().endswith("10/10  loss 0.510 acc 0.752 margin 1.26  12.3k tok/s  0:00 left")
+    assert shown.rstrip().endswith("10/10  loss 0.510  accuracy 0.752  12.3k tok/s  0:00 left")
     assert "\rvalidation-default: accuracy 0.9\n" in shown
     assert caplog.messages == []
 
@@ -115,7 +115,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     terminal = Terminal()
     with TrainingProgress(1, stream=terminal) as progress:
-        progress.update(1, 0.5, 0.5, 0.5, 10)
+        progress.update(1, {"loss": 0.5, "accuracy": 0.5}, 10)
     assert terminal.getvalue() == "" and len(caplog.messages) == 1
 
 
@@ -206,7 +206,7 @@ def test_bar_and_log_share_a_real_terminal(size):
         with TrainingProgress(4, initial_step=1) as progress:
             for step in (2, 3, 4):
                 time.sleep(0.02)
-                progress.update(step, 0.5, 0.5, 0.5, 100)
+                progress.update(step, {"loss": 0.5, "accuracy": 0.5}, 100)
                 logging.getLogger("treeward").info("logged %d", step)
             progress.message("said")
     """)

@@ -131,7 +131,7 @@ def test_a_write_that_fails_halfway_leaves_whole_lines(tmp_path):
         try:
             group.log({{"a": 2.0}}, 2)
         except ConfigError as error:
-            assert "metrics cannot be written" in str(error)
+            assert "metrics.jsonl cannot be written" in str(error)
         else:
             raise AssertionError("a line was lost without a word")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

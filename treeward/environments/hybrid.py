@@ -17,7 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from treeward.config.base import Strict
 from treeward.config.reward_environments import HybridEnvironmentConfig, HybridMember
@@ -28,7 +28,7 @@ from treeward.environments.interface import Environment, Reward, undone_on_failu
 from treeward.environments.registry import actor_options, environment_class, make_environment
 from treeward.errors import CheckpointError
 
-__all__ = ["HybridEnvironment"]
+__all__ = ["HybridEnvironment", "weighted_sum"]
 
 _Ask = Callable[[Environment, Sequence[Sequence[Message]], Sequence[Mapping[str, Any]]], list[Reward]]
 
@@ -116,19 +116,11 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         with ThreadPoolExecutor(len(self.members)) as pool:
             asked = [pool.submit(ask, member, conversations, env_infos) for member in self.members.values()]
         by_member = [one.result() for one in asked]
-        return [self._sum(dict(zip(self.members, parts, strict=True))) for parts in zip(*by_member, strict=True)]
-
-    def _sum(self, parts: Mapping[str, Reward]) -> Reward:
-        components, error = _components(parts), _errors(parts)
-        values = {name: part.value for name, part in parts.items() if part.value is not None}
-        if not values or (error and self.config.missing == "mask"):
-            return Reward(None, components=components, error=error)
         weights = {name: _weight(member) for name, member in self.config.members.items()}
-        scale = sum(weights.values()) / sum(weights[name] for name in values) if error else 1.0
-        total = scale * sum(weights[name] * value for name, value in values.items())
-        if not math.isfinite(total):
-            return Reward(None, components=components, error="the weighted sum is not finite")
-        return Reward(total, raw=total, components=components)
+        return [
+            weighted_sum(dict(zip(self.members, parts, strict=True)), weights, missing=self.config.missing)
+            for parts in zip(*by_member, strict=True)
+        ]
 
     def _fallback(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]], ask: _Ask
@@ -148,6 +140,24 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         if reward.value is None:
             return "failed" in self.config.fallback_on
         return "wrong" in self.config.fallback_on and reward.components.get("correct") == 0.0
+
+
+def weighted_sum(
+    parts: Mapping[str, Reward], weights: Mapping[str, float], *, missing: Literal["mask", "renormalise"] = "mask"
+) -> Reward:
+    """One reward of several, by name: the sum of weight times reward. `missing`: of `HybridEnvironmentConfig`.
+
+    Components and reasons carry the name of the part that they come from.
+    """
+    components, error = _components(parts), _errors(parts)
+    values = {name: part.value for name, part in parts.items() if part.value is not None}
+    if not values or (error and missing == "mask"):
+        return Reward(None, components=components, error=error)
+    scale = sum(weights[name] for name in parts) / sum(weights[name] for name in values) if error else 1.0
+    total = scale * sum(weights[name] * value for name, value in values.items())
+    if not math.isfinite(total):
+        return Reward(None, components=components, error="the weighted sum is not finite")
+    return Reward(total, raw=total, components=components)
 
 
 def _last_word(parts: Mapping[str, Reward]) -> Reward:

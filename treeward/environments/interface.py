@@ -35,8 +35,8 @@ from treeward.errors import CheckpointError, DataError
 if TYPE_CHECKING:
     from treeward.environments.trl import TrlReward
 
-__all__ = ["DETAILS", "Environment", "EnvironmentReturn", "Reward", "conversation_of", "rewards_of", "step_of"]
-__all__ += ["undone_on_failure"]
+__all__ = ["DETAILS", "Environment", "EnvironmentReturn", "Reward", "conversation_of", "reward_metrics", "rewards_of"]
+__all__ += ["step_of", "undone_on_failure"]
 
 DETAILS = "reward_details"
 """The key of `EnvironmentReturn.metadata[i]` under which there is more about the reward of sample i."""
@@ -140,8 +140,7 @@ class Environment(abc.ABC):
         """Take samples without a reward out of the loss, and sum up the others.
 
         `batch`: a mapping with `rewards` or `total_reward` (B,) and, where the loop has one, `loss_multiplier` (B,);
-        returned with the multiplier 0 where there is no reward. Metrics: `<name>/num_samples`, `num_failed`, and of the
-        rewards that there are `mean_reward`, `std_reward` (of the population), `min_reward`, `max_reward`. Raises
+        returned with the multiplier 0 where there is no reward. The metrics are those of `reward_metrics`. Raises
         `DataError` for a batch without rewards.
         """
         rewards = torch.as_tensor(rewards_of(batch), dtype=torch.float32).flatten()
@@ -150,16 +149,7 @@ class Environment(abc.ABC):
             multiplier = torch.as_tensor(batch["loss_multiplier"]).clone()
             multiplier[failed.to(multiplier.device)] = 0
             batch["loss_multiplier"] = multiplier
-        metrics = {"num_samples": float(len(rewards)), "num_failed": float(failed.sum())}
-        valid = rewards[~failed]
-        if len(valid):
-            metrics |= {
-                "mean_reward": float(valid.mean()),
-                "std_reward": float(valid.std(unbiased=False)),
-                "min_reward": float(valid.min()),
-                "max_reward": float(valid.max()),
-            }
-        return batch, {f"{self.name}/{key}": value for key, value in metrics.items()}
+        return batch, reward_metrics(self.name, rewards)
 
     def as_trl(self, *, name: str | None = None, columns: Mapping[str, str] | None = None) -> TrlReward:
         """This environment as one of the `reward_funcs` of TRL's trainers; see `TrlReward`.
@@ -189,6 +179,22 @@ class Environment(abc.ABC):
     def shutdown(self) -> bool:
         """Free what the environment holds: models, workers, connections. It can be called twice."""
         return True
+
+
+def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
+    """Of rewards (B,), NaN where there is none: `<name>/num_samples`, `num_failed`, and of the others `mean_reward`,
+    `std_reward` (of the population), `min_reward`, `max_reward`.
+    """
+    valid = rewards[torch.isfinite(rewards)]
+    metrics = {"num_samples": float(len(rewards)), "num_failed": float(len(rewards) - len(valid))}
+    if len(valid):
+        metrics |= {
+            "mean_reward": float(valid.mean()),
+            "std_reward": float(valid.std(unbiased=False)),
+            "min_reward": float(valid.min()),
+            "max_reward": float(valid.max()),
+        }
+    return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
 def conversation_of(log: Any, where: str | None = None) -> list[Message]:

@@ -21,11 +21,13 @@ from treeward.environments.actors import NO_RESTARTS, RayActor
 from treeward.environments.interface import Environment
 from treeward.errors import ConfigError
 
-__all__ = ["actor_options", "environment_class", "make_environment", "make_environments", "register_environment"]
+__all__ = ["actor_options", "environment_class", "make_environment", "make_environments", "make_named"]
+__all__ += ["register_environment", "sections_of"]
 
 _CLASSES: dict[str, type[Environment] | str] = {
     "reward_model": "treeward.environments.reward_model.RewardModelEnvironment",
     "rules": "treeward.environments.rules.RuleEnvironment",
+    "math": "treeward.environments.rules.MathEnvironment",
     "judge": "treeward.environments.judge.JudgeEnvironment",
     "custom": "treeward.environments.custom.CustomEnvironment",
     "hybrid": "treeward.environments.hybrid.HybridEnvironment",
@@ -115,28 +117,60 @@ def _told(cls: type[Environment], where: str | None) -> dict[str, Any]:
     return {"where": where} if where is not None and "where" in inspect.signature(cls).parameters else {}
 
 
-def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
-    """The environments of an `env:` section, by name; sections with `enabled: false` are left out.
+def make_named(name: str, section: Mapping[str, Any], *, on_ray: bool = False) -> Environment | Any:
+    """The environment `env.<name>`, whose kind is its name unless the section says `type`.
 
-    The name is the kind unless the section says `type`; the metrics of such a one begin with `<name>_env/`. If one of
-    them cannot be made, those that were are shut down.
+    `on_ray`: the handle of a Ray actor that holds it. Where the name is no kind, its metrics begin with `<name>_env/`.
+    """
+    where = f"env.{name}"
+    if not on_ray:
+        environment = make_environment(name, section, where=where)
+        if name not in _CLASSES:
+            environment.name = f"{name}_env"
+        return environment
+    settings = dict(section)
+    cls = environment_class(str(settings.pop("type", None) or name), where=where)
+    if not issubclass(cls, RayActor):
+        raise ConfigError(
+            "this environment cannot be a Ray actor",
+            where=where,
+            field="type",
+            got=cls.__name__,
+            need="a class that is a RayActor too",
+            fix=f"class {cls.__name__}(RayActor, Environment), or leave it in this process",
+        )
+    return cls.remote(settings, **_told(cls, where))
+
+
+def sections_of(env_section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of an `env:` section by name, resolved; those with `enabled: false` are left out.
+
+    Raises `ConfigError` for one that is no mapping.
     """
     plain: Any = (
         OmegaConf.to_container(env_section, resolve=True) if isinstance(env_section, DictConfig) else env_section
     )
+    sections: dict[str, dict[str, Any]] = {}
+    for name, section in plain.items():
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                "the section of an environment is not a mapping", where=f"env.{name}", got=section, need="its keys"
+            )
+        settings = dict(section)
+        if settings.pop("enabled", True) is not False:
+            sections[name] = settings
+    return sections
+
+
+def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
+    """The environments of an `env:` section, in this process, by name, as `sections_of` and `make_named` have them.
+
+    If one of them cannot be made, those that were are shut down.
+    """
     environments: dict[str, Environment] = {}
     try:
-        for name, section in plain.items():
-            if not isinstance(section, Mapping):
-                raise ConfigError(
-                    "the section of an environment is not a mapping", where=f"env.{name}", got=section, need="its keys"
-                )
-            settings = dict(section)
-            if settings.pop("enabled", True) is False:
-                continue
-            environments[name] = make_environment(name, settings, where=f"env.{name}")
-            if name not in _CLASSES:
-                environments[name].name = f"{name}_env"
+        for name, section in sections_of(env_section).items():
+            environments[name] = make_named(name, section)
     except BaseException:
         for environment in environments.values():
             environment.shutdown()

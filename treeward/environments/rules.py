@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from treeward.config.reward_environments import RuleEnvironmentConfig
+from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.configured import ConfiguredEnvironment, log_failures
 from treeward.environments.interface import Reward
@@ -27,7 +27,7 @@ from treeward.environments.math_answers import MathChecker, marked, number_text
 from treeward.environments.replies import NO_REPLY, plain, reply_text
 from treeward.errors import ConfigError
 
-__all__ = ["RuleEnvironment"]
+__all__ = ["MathEnvironment", "RuleEnvironment"]
 
 _MOST_TIMEOUTS = 3
 """How often a pattern may run out of time in a step before it is not tried any more."""
@@ -115,6 +115,13 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
     def _normal(self, text: str) -> str:
         text = text.strip() if self.config.strip else text
         return text.casefold() if self.config.ignore_case else text
+
+
+class MathEnvironment(RuleEnvironment):
+    """The rule math, by the keys of NeMo RL's environment of that name; `MathEnvironmentConfig` has them."""
+
+    name = "math_env"
+    _section = MathEnvironmentConfig
 
 
 class _Patterns:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from treeward.config.environment import RewardModelEnvironmentConfig
-from treeward.model.loading import DTYPES
+from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.score import Conversation, Score

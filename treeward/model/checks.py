@@ -1,6 +1,8 @@
 """What is checked before the first step: mistakes that would otherwise train a model that cannot score.
 
     check_before_training(model, comparisons, tokenizer)
+    check_policy(policy, prompts_as_token_ids)
+    check_positions(model, 4096)
 
 Each of these has happened in some toolkit with every test passing: a head with two labels, a head that was never saved,
 a score that was read at padding.
@@ -14,15 +16,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ConfigError, ModelError
-from treeward.model.loading import load_tokenizer
+from treeward.model.policy_model import PolicyModel
+from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.wrapped import WrappedModel
 from treeward.tree.token_tree import TokenIds
 
-__all__ = ["check_before_training", "check_tokenizer_survives"]
+__all__ = ["check_before_training", "check_policy", "check_positions", "check_tokenizer_survives"]
 
 _PROBE_TEXTS = (
     "Don't they're  12,345.67 words?\n\n\tdef f(x): return x  ",
@@ -46,10 +50,63 @@ def check_before_training(
     scores of the two shortest are those that plain transformers gives for each of them alone.
     """
     _check_head(model)
-    _check_tokens(model, sequences, highest_token)
+    _check_tokens(model.num_embeddings, sequences, highest_token)
     _check_read_position(model, sequences, tokenizer)
     if model.layout != "encoder" and not getattr(model.hf, "made_by_treeward", False):
         _check_scores(model, sorted(sequences, key=len)[:2])
+
+
+@torch.no_grad()
+def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
+    """Raise `ModelError` where a policy would be trained with other log-probabilities than plain transformers gives.
+
+    `prompts`: real ones, as tokens; the two shortest are checked, each with answers made of its own tokens that share a
+    beginning. Their log-probabilities, all of a prompt in one go as in training, must be those of the model's own
+    logits for each row alone: on average over the tokens within 1e-3 in float32, 0.05 in shorter dtypes. Nor may a
+    token be beyond the vocabulary.
+    """
+    _check_tokens(policy.num_embeddings, prompts)
+    compute_dtype, policy.compute_dtype = policy.compute_dtype, None
+    tolerance = 1e-3 if policy.hf.dtype == torch.float32 else 0.05
+    try:
+        for prompt in sorted(prompts, key=len)[:2]:
+            start = [int(token) for token in prompt]
+            tail = start[-8:]
+            sequences = [[*start, *answer] for answer in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]
+            ours = policy.log_probs([sequences], [[len(start)] * len(sequences)])
+            for sequence, found_L in zip(sequences, ours.values_SL, strict=True):
+                own, theirs = found_L[: len(sequence) - len(start)], _row_log_probs(policy, sequence, len(start))
+                if not float((own - theirs).abs().mean()) <= tolerance:
+                    raise ModelError(
+                        "an answer does not get the log-probability that plain transformers gives it",
+                        where=type(policy.hf).__name__,
+                        got=f"{float(own.sum()):.6f} for {len(own)} tokens after a prompt of {len(start)}",
+                        need=f"{float(theirs.sum()):.6f}",
+                        fix="policy.attention=rows if that helps, and please report the model",
+                    )
+    finally:
+        policy.compute_dtype = compute_dtype
+
+
+def _row_log_probs(policy: PolicyModel, sequence: Sequence[int], start: int) -> Tensor:
+    ids = torch.tensor([list(sequence)], device=policy.device)
+    with policy.plain_attention():
+        logits_TV = policy.hf(input_ids=ids, use_cache=False).logits[0].float()
+    values: Tensor = logits_TV[start - 1 : -1].log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
+    return values
+
+
+def check_positions(model: WrappedModel, length: int) -> None:
+    """Raise `ConfigError` where conversations of `length` tokens are longer than the model's positions."""
+    limit = model.max_positions
+    if limit is not None and length > limit:
+        raise ConfigError(
+            "conversations may be longer than the model's positions",
+            where="policy.max_total_sequence_length",
+            got=length,
+            need=f"at most {limit}",
+            fix=f"policy.max_total_sequence_length={limit}",
+        )
 
 
 def check_tokenizer_survives(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -88,8 +145,7 @@ def _check_head(model: RewardModel) -> None:
             raise ModelError("the score head cannot be trained", where=name, got=problem)
 
 
-def _check_tokens(model: RewardModel, sequences: Sequence[TokenIds], highest_token: int | None) -> None:
-    rows = model.num_embeddings
+def _check_tokens(rows: int, sequences: Sequence[TokenIds], highest_token: int | None = None) -> None:
     highest = max(highest_token or 0, *(int(max(sequence)) for sequence in sequences))
     if highest >= rows:
         raise ModelError(

@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 from treeward.config.base import Strict
 from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
 from treeward.errors import ModelError
-from treeward.model.loading import check_local
+from treeward.model.pretrained import check_local
 
 __all__ = [
     "CONTRACT_FILE",

@@ -12,7 +12,6 @@ remote code runs only where `trust_remote_code` asks for it.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,46 +19,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.utils import logging as transformers_logging
 
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
+from treeward.model.pretrained import (
+    bare_config,
+    check_weights,
+    load_tokenizer,
+    loading_error,
+    no_model_of_fields,
+    read_config,
+)
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.support import choose_layout
 
-__all__ = [
-    "DTYPES",
-    "LoadedModel",
-    "build_reward_model",
-    "check_local",
-    "initialise_head",
-    "load_reward_model",
-    "load_tokenizer",
-    "quiet_transformers",
-]
+__all__ = ["LoadedModel", "build_reward_model", "initialise_head", "load_reward_model"]
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The number formats that a configuration can name."""
-
-# Of httpx and requests, which huggingface_hub has used by turns; by name, for either may be absent.
-_NETWORK_ERRORS = frozenset(
-    {"ConnectError", "ConnectTimeout", "ReadTimeout", "ReadError", "ProxyError", "SSLError", "NewConnectionError"}
-)
 
 PAD_TOKEN = "<|treeward_pad|>"
 
@@ -95,7 +81,7 @@ def load_reward_model(
     determines the new one; None demands a trained head. `several_heads`: a classifier may have any number of labels
     instead of one. Raises `ModelError` for a missing or unusable checkpoint.
     """
-    config = _config_of(str(name), trust_remote_code)
+    config = read_config(str(name), trust_remote_code)
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
     if not (several_heads and is_classifier):
         config.num_labels = 1  # a causal LM says nothing of labels, and would be given two
@@ -115,7 +101,7 @@ def load_reward_model(
                 trust_remote_code=trust_remote_code,
             )
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            raise _loading_error(str(name), error) from error
+            raise loading_error(str(name), error) from error
     hf: PreTrainedModel
     info: dict[str, Any]
     hf, info = loaded
@@ -126,7 +112,7 @@ def load_reward_model(
     new_head = any(key.split(".")[0] == head for key in info["missing_keys"])
     if missing := sorted(key for key in info["missing_keys"] if not (new_head and _is_above_backbone(hf, key))):
         raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
-    _check_weights(hf, str(name))
+    check_weights(hf, str(name))
     if new_head and head_seed is None:
         raise ModelError(
             "this checkpoint has no reward head: its scores would be random",
@@ -158,88 +144,18 @@ def build_reward_model(
 
     The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
     """
-    ours = {
-        "vocab_size": len(tokenizer),
-        "num_labels": 1,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    _check_fields(model_config, ours)
+    config = bare_config(model_config, tokenizer, num_labels=1)
     try:
-        config = AutoConfig.for_model(**{**model_config, **ours})
         # The weights are drawn here and nowhere else, so that the seed alone determines them.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             hf = _classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(
-            "no model can be built from this configuration",
-            where="policy.model_config",
-            got=str(error.__cause__ or error),
-            need="model_type (llama, qwen3, ...) and that type's own fields",
-        ) from error
+        raise no_model_of_fields(error) from error
     initialise_head(hf, seed=seed, std=head_std)
     ensure_pad_token(hf, tokenizer)
     hf.to(device)
     return LoadedModel(RewardModel(hf, layout=choose_layout(hf, attention)), tokenizer, True)
-
-
-def _check_fields(model_config: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """transformers keeps fields that it does not know without a word: a misspelt size would be the default one."""
-    where = "policy.model_config"
-    model_type = model_config.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=1)
-        raise ConfigError(
-            "there is no such model type" if model_type else "the model type is missing",
-            where=where,
-            field="model_type",
-            got=model_type,
-            need="a model type of transformers (llama, qwen3, ...)",
-            fix=f"did you mean {near[0]}?" if near else None,
-        )
-    known = AutoConfig.for_model(str(model_type))
-    for name in model_config.keys() - {"model_type"}:
-        if name in ours:
-            raise ConfigError("this field follows from the tokenizer", where=where, field=name, fix="remove it")
-        if not hasattr(known, name):
-            near = difflib.get_close_matches(name, list(known.to_dict()), n=1)
-            raise ConfigError(
-                f"{model_type} has no such field",
-                where=where,
-                field=name,
-                got=model_config[name],
-                fix=f"did you mean {near[0]}?" if near else "remove it",
-            )
-
-
-def quiet_transformers() -> None:
-    """No advice and no progress bars from transformers: they are about calls that treeward makes, not its user."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what came of them is reported
-
-
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` where there is none."""
-    check_local(name)
-    _tell_of_hub(name, "tokenizer")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, padding_side="right"
-        )
-    except (OSError, ValueError) as error:
-        if (reason := _why_no_hub(name, error)) is not None:
-            raise _no_hub(name, "tokenizer", reason) from error
-        raise ModelError(
-            "no tokenizer can be loaded",
-            where=name,
-            got=_first_line(error),
-            need="a folder or hub name with tokenizer files",
-            fix="name one: policy.tokenizer.name=...",
-        ) from error
-    return tokenizer
 
 
 def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None) -> None:
@@ -276,51 +192,9 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         config.pad_token_id = tokenizer.pad_token_id
 
 
-@torch.no_grad()
-def _check_weights(hf: PreTrainedModel, name: str) -> None:
-    """Some attention kernels swallow NaN: the model would give finite scores, and wrong ones."""
-    broken = [key for key, weight in hf.named_parameters() if not bool(weight.isfinite().all())]
-    if broken:
-        raise ModelError(
-            "the weights hold NaN or infinity",
-            where=name,
-            got=f"{len(broken)} tensors, the first of them {broken[0]}",
-            need="finite numbers",
-            fix="restore the weights; of a run that has diverged, take an earlier checkpoint",
-        )
-
-
 def _is_above_backbone(hf: PreTrainedModel, key: str) -> bool:
     """Whether a weight belongs to the head or to the pooling before it, which a pretrained encoder may lack."""
     return not key.startswith(f"{hf.base_model_prefix}.") or ".pooler." in key
-
-
-def check_local(name: str) -> None:
-    """Raise `ModelError` for a folder that is not there; looked for on the hub, the error would be of the network."""
-    path = Path(name).expanduser()
-    is_local = (
-        name.startswith(("/", ".", "~")) or name.count("/") > 1 or (path.parent != Path() and path.parent.is_dir())
-    )
-    if path.exists() or not is_local:
-        return
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    raise ModelError(
-        "there is no such folder",
-        where=name,
-        need="a folder that holds a model, or a hub name",
-        fix=f"did you mean {path.parent / near[0]}?" if near else None,
-    )
-
-
-def _config_of(name: str, trust_remote_code: bool) -> PreTrainedConfig:
-    check_local(name)
-    _tell_of_hub(name, "model")
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise _loading_error(name, error) from error
-    return config
 
 
 def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
@@ -359,62 +233,3 @@ def _head_kept_in_float32(model_class: type[PreTrainedModel]) -> Iterator[None]:
         yield
     finally:
         model_class._keep_in_fp32_modules_strict = before
-
-
-def _tell_of_hub(name: str, what: str) -> None:
-    if not Path(name).expanduser().exists():
-        logger.info("Looking for the %s %s on the hub, or among what was downloaded before.", what, name)
-
-
-def _why_no_hub(name: str, error: BaseException) -> str | None:
-    """Why the hub does not answer, if that is what an error comes from."""
-    if Path(name).expanduser().exists():
-        return None
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    expected = (OfflineModeIsEnabled, ConnectionError, TimeoutError)
-    offline = [one for one in chain if isinstance(one, expected) or type(one).__name__ in _NETWORK_ERRORS]
-    if offline:
-        return f"{type(offline[-1]).__name__}: {_first_line(offline[-1])}"
-    absent = [one for one in chain if isinstance(one, LocalEntryNotFoundError)]
-    return _first_line(absent[-1]) if absent else None
-
-
-def _no_hub(name: str, what: str, reason: str) -> ModelError:
-    return ModelError(
-        f"the hub does not answer, and the {what} was not downloaded before",
-        where=name,
-        got=reason,
-        need="a folder of this machine, or a hub name and a network",
-        fix="check the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder of a copy",
-    )
-
-
-def _loading_error(name: str, error: Exception) -> ModelError:
-    text = str(error)
-    if (reason := _why_no_hub(name, error)) is not None:
-        return _no_hub(name, "model", reason)
-    if "size mismatch" in text or "ignore_mismatched_sizes" in text:
-        return ModelError(
-            "the weights do not have the shapes that config.json asks for",
-            where=name,
-            got=text.strip(),
-            need="the config.json that was saved with the weights; in training, a causal LM or a model with one label",
-        )
-    for inside, what in (("model", "a checkpoint"), ("final", "a run's")):
-        if (Path(name) / inside / "config.json").is_file():
-            return ModelError(f"this folder is {what}; the model is inside it", where=name, fix=f"use {name}/{inside}")
-    return ModelError(
-        "the model cannot be loaded",
-        where=name,
-        got=_first_line(error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error),
-        need="a folder or hub name with config.json and safetensors weights",
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -25,7 +25,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from treeward.errors import ModelError
 from treeward.model.contract import read_contract
-from treeward.model.loading import load_tokenizer
+from treeward.model.pretrained import load_tokenizer
 
 __all__ = [
     "INDEX_FILE",

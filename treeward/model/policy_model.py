@@ -50,7 +50,11 @@ class AnswerLogProbs:
 
 
 class PolicyModel(WrappedModel):
-    """A causal language model that is trained or compared with. `layout`: "tree" or, for models that cannot, "rows"."""
+    """A causal language model that is trained or compared with. `layout`: "tree" or, for models that cannot, "rows".
+
+    `chunk_tokens`: predicted tokens whose logits are in memory at a time. Raises `ModelError` for a model that has no
+    head to predict tokens; `model.checks.check_policy` compares the rest with plain transformers.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,21 @@ class PolicyModel(WrappedModel):
     ) -> None:
         super().__init__(hf, layout=layout, compute_dtype=compute_dtype)
         self.chunk_tokens = chunk_tokens
+        _ = self.head  # refused now rather than in the first step
+
+    @property
+    def head(self) -> nn.Module:
+        """What makes logits of hidden states, its weights tied to the embedding or not. Raises `ModelError`."""
+        head = None if self.hf.config.is_encoder_decoder else self.hf.get_output_embeddings()
+        if not isinstance(head, nn.Module):
+            raise ModelError(
+                "a policy needs a head that predicts the next token",
+                where="policy.model_name",
+                got=f"{type(self.hf).__name__}, which has none or is no decoder",
+                need="a causal language model: one that transformers loads as ...ForCausalLM",
+                fix="give the model that answers, not a reward model or an encoder",
+            )
+        return head
 
     def log_probs(
         self,
@@ -81,18 +100,14 @@ class PolicyModel(WrappedModel):
         starts = [length for group in prompt_lengths for length in group]
         if any(not 0 < start <= len(sequence) for sequence, start in zip(sequences, starts, strict=True)):
             raise ModelError("an answer needs a prompt of at least one token", need="1 <= prompt length <= length")
-        batch: TreeBatch | RowBatch
-        if self.layout == "tree":
-            batch = TreeBatch.from_groups(groups).to(self.device)
-            places = _tree_places(batch.layout, batch.reads_S.tolist())
-        else:
-            batch = RowBatch.from_groups(groups, pad_token_id=0).to(self.device)
-            width = batch.tokens_SL.shape[1]
-            places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
+        batch = self._packed(groups)
         with self._autocast():
             if isinstance(batch, TreeBatch):
+                places = _tree_places(batch.layout, batch.reads_S.tolist())
                 hidden_TD, tokens_T = self._tree_hidden(batch), batch.tokens_T
             else:
+                width = batch.tokens_SL.shape[1]
+                places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
                 hidden_TD, tokens_T = self._row_hidden(batch).flatten(0, 1), batch.tokens_SL.flatten()
         predicted, index_SL, mask_SL = _answers(places, starts, self.device)
         values_N, entropies_N = self._values(hidden_TD, tokens_T, predicted, temperature, entropies)
@@ -109,47 +124,51 @@ class PolicyModel(WrappedModel):
             batch.num_computed_tokens,
         )
 
+    def _packed(self, groups: Sequence[Sequence[TokenIds]]) -> TreeBatch | RowBatch:
+        if self.layout == "tree":
+            return TreeBatch.from_groups(groups).to(self.device)
+        return RowBatch.from_groups(groups, pad_token_id=0).to(self.device)
+
     def _values(
         self, hidden_TD: Tensor, tokens_T: Tensor, predicted: tuple[Tensor, Tensor], temperature: float, entropies: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The log-probability of each predicted token, float32 (N,), and the entropies."""
         before_N, at_N = predicted
+        # gathered once: each gather's backward pass fills a whole row of hidden states
+        hidden_ND, targets_N = hidden_TD.index_select(0, before_N), tokens_T[at_N]
         values: list[Tensor] = [hidden_TD.new_zeros(0, dtype=torch.float32)]
-        all_entropies: list[Tensor] = [hidden_TD.new_zeros(0, dtype=torch.float32)]
-        for chunk in torch.arange(len(before_N), device=hidden_TD.device).split(self.chunk_tokens):
-            hidden, targets = hidden_TD[before_N[chunk]], tokens_T[at_N[chunk]]
+        found: list[Tensor] = [hidden_TD.new_zeros(0, dtype=torch.float32)]
+        for hidden, targets in zip(hidden_ND.split(self.chunk_tokens), targets_N.split(self.chunk_tokens), strict=True):
+            entropy: list[Tensor] | None = [] if entropies else None
             if torch.is_grad_enabled():
                 # computed again in the backward pass: the logits of a chunk are the largest tensor there is
-                value, entropy = checkpoint(
-                    self._chunk, hidden, targets, temperature, entropies, use_reentrant=False, preserve_rng_state=False
+                value = checkpoint(
+                    self._chunk, hidden, targets, temperature, entropy, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                value, entropy = self._chunk(hidden, targets, temperature, entropies)
+                value = self._chunk(hidden, targets, temperature, entropy)
             values.append(value)
-            all_entropies.append(entropy)
-        return torch.cat(values), torch.cat(all_entropies) if entropies else None
+            found += entropy or []
+        return torch.cat(values), torch.cat(found) if entropies else None
 
-    def _chunk(
-        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float, entropies: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _chunk(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float, entropy: list[Tensor] | None) -> Tensor:
+        """The values; the entropies are put into `entropy` where it is an empty list: not again when recomputed."""
         with self._autocast():
-            logits_CV = self._logits(hidden_CD)
-        logits_CV = logits_CV.float() / temperature
-        total_C = torch.logsumexp(logits_CV, dim=-1)
-        values_C = logits_CV.gather(-1, targets_C[:, None])[:, 0] - total_C
-        entropies_C = values_C.new_zeros(0)
-        if entropies:
+            logits_CV = self._logits(hidden_CD).float()
+        if temperature != 1.0:
+            logits_CV = logits_CV / temperature
+        log_probs_CV = logits_CV.log_softmax(dim=-1)
+        if entropy is not None and not entropy:
             with torch.no_grad():
-                log_probs_CV = logits_CV - total_C[:, None]
-                entropies_C = -(log_probs_CV.exp() * log_probs_CV).sum(dim=-1)
-        return values_C, entropies_C
+                entropy.append(-torch.linalg.vecdot(log_probs_CV.exp(), log_probs_CV))
+        return log_probs_CV.gather(-1, targets_C[:, None])[:, 0]
 
     def _logits(self, hidden_CD: Tensor) -> Tensor:
         """As the model's own forward makes them of its last hidden states."""
-        head = self.hf.get_output_embeddings()
-        assert isinstance(head, nn.Module)
         config = self.hf.config.get_text_config()
-        logits: Tensor = head(hidden_CD / (getattr(config, "logits_scaling", None) or 1.0))
+        # Granite divides, Cohere multiplies; `check_policy` finds a model that does something else.
+        scale = getattr(self.hf, "logit_scale", 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        logits: Tensor = self.head(hidden_CD) * scale
         softcap = getattr(config, "final_logit_softcapping", None)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 

@@ -65,34 +65,6 @@ class RewardModel(WrappedModel):
         assert num_labels is not None
         return num_labels
 
-    @property
-    def num_embeddings(self) -> int:
-        """How many token ids the model knows."""
-        embeddings = self.hf.get_input_embeddings()
-        assert isinstance(embeddings.weight, Tensor)
-        return embeddings.weight.shape[0]
-
-    @property
-    def max_positions(self) -> int | None:
-        """How many tokens a conversation may have; None where the model sets no limit.
-
-        Rotary encodings that change with the longest conversation of a batch (`dynamic`, `longrope`) are used up to
-        the length where they begin to: beyond it a score would depend on what else is in the batch.
-        """
-        config = self.hf.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-        limits = [limit] if limit else []
-        rope = getattr(config, "rope_parameters", None) or {}
-        # the parameters themselves, or those of each layer type
-        for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-            if parameters.get("rope_type") in ("dynamic", "longrope"):
-                limits.append(parameters.get("original_max_position_embeddings") or limit)
-        for module in self.backbone.modules():
-            table = getattr(module, "position_embeddings", None)
-            if isinstance(table, nn.Embedding) and table.padding_idx is not None:  # RoBERTa counts on from padding
-                limits.append(table.num_embeddings - table.padding_idx - 1)
-        return min((int(limit) for limit in limits if limit), default=None)
-
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
         """Pack groups of token sequences (each a whole conversation) the way this model runs them."""
         if self.layout == "tree":

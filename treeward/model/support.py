@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treeward.errors import ConfigError, ModelError
-from treeward.model.reward_model import Layout, RewardModel, head_name
+from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import TreeBatch
 
-__all__ = ["choose_layout", "why_not_tree"]
+__all__ = ["choose_layout", "choose_policy_layout", "why_not_tree"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +35,30 @@ def choose_layout(hf: PreTrainedModel, requested: str) -> Layout:
 
     Raises `ModelError` where not even plain rows give Hugging Face's own scores.
     """
-    if requested not in ("tree", "rows"):
-        raise ConfigError("unknown attention", where="policy.attention", got=requested, need="tree or rows")
+    _check_requested(requested)
     if _is_encoder(hf):
         return "encoder"
     if not getattr(hf, "made_by_treeward", False):
         _check_against_transformers(hf)
-    if requested == "rows":
-        return "rows"
-    reason = why_not_tree(hf)
+    return _tree_or_rows(hf, requested)
+
+
+def choose_policy_layout(hf: PreTrainedModel, requested: str) -> Layout:
+    """`choose_layout` for a causal language model."""
+    _check_requested(requested)
+    return _tree_or_rows(hf, requested)
+
+
+def _check_requested(requested: str) -> None:
+    if requested not in ("tree", "rows"):
+        raise ConfigError("unknown attention", where="policy.attention", got=requested, need="tree or rows")
+
+
+def _tree_or_rows(hf: PreTrainedModel, requested: str) -> Layout:
+    reason = why_not_tree(hf) if requested == "tree" else None
     if reason is not None:
         logger.warning("%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason)
-        return "rows"
-    return "tree"
+    return "rows" if requested == "rows" or reason is not None else "tree"
 
 
 @torch.no_grad()
@@ -58,10 +70,11 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
         return f"it has layers of type {', '.join(sorted(other))}"
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4, from 8192 tokens on: a probe would not show it
         return "its attention temperature depends on the place in the row"
-    model = RewardModel(hf)
+    model = WrappedModel(hf, layout="tree", compute_dtype=None)
     sequences = _probe_sequences(hf)
     try:
-        tree = model._read_trees(TreeBatch.from_groups([sequences]).to(model.device))
+        batch = TreeBatch.from_groups([sequences]).to(model.device)
+        tree = model._tree_hidden(batch)[batch.reads_S]
     except (ModelError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         return str(error).splitlines()[0]
     rows = torch.cat([_plain_hidden(model, sequence) for sequence in sequences])
@@ -105,7 +118,7 @@ def _is_encoder(hf: PreTrainedModel) -> bool:
 
 def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
     """Two conversations of 12 and 10 tokens that share 6; the padding token is not in them."""
-    vocabulary = RewardModel(hf).num_embeddings
+    vocabulary = WrappedModel(hf, layout="rows", compute_dtype=None).num_embeddings
     generator = torch.Generator().manual_seed(0)
     pad = getattr(hf.config.get_text_config(), "pad_token_id", None)
     drawn = torch.randint(0, vocabulary, (64,), generator=generator).tolist()
@@ -115,7 +128,7 @@ def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
     return [tokens[:12], tokens[:6] + tokens[12:16]]
 
 
-def _plain_hidden(model: RewardModel, sequence: list[int]) -> Tensor:
+def _plain_hidden(model: WrappedModel, sequence: list[int]) -> Tensor:
     with model.attention(model._row_attention):
         out = model.backbone(input_ids=torch.tensor([sequence], device=model.device), use_cache=False)
     hidden: Tensor = out.last_hidden_state

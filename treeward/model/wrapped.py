@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.tree import attention
 from treeward.tree.batch import RowBatch, TreeBatch
 
@@ -51,6 +51,34 @@ class WrappedModel(nn.Module):
     def device(self) -> torch.device:
         return next(self.hf.parameters()).device
 
+    @property
+    def num_embeddings(self) -> int:
+        """How many token ids the model knows."""
+        embeddings = self.hf.get_input_embeddings()
+        assert isinstance(embeddings.weight, Tensor)
+        return embeddings.weight.shape[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many tokens a sequence may have; None where the model sets no limit.
+
+        Rotary encodings that change with the longest conversation of a batch (`dynamic`, `longrope`) are used up to
+        the length where they begin to: beyond it a score would depend on what else is in the batch.
+        """
+        config = self.hf.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        limits = [limit] if limit else []
+        rope = getattr(config, "rope_parameters", None) or {}
+        # the parameters themselves, or those of each layer type
+        for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+            if parameters.get("rope_type") in ("dynamic", "longrope"):
+                limits.append(parameters.get("original_max_position_embeddings") or limit)
+        for module in self.backbone.modules():
+            table = getattr(module, "position_embeddings", None)
+            if isinstance(table, nn.Embedding) and table.padding_idx is not None:  # RoBERTa counts on from padding
+                limits.append(table.num_embeddings - table.padding_idx - 1)
+        return min((int(limit) for limit in limits if limit), default=None)
+
     @contextlib.contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
         """Run with one of transformers' attention implementations; the setting is sticky, so it is made every time."""
@@ -77,6 +105,20 @@ class WrappedModel(nn.Module):
             yield
         finally:
             self._attention = None
+
+    def recompute_activations(self) -> None:
+        """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`."""
+        # transformers has renamed it on the way; older versions of those that we allow have the old name alone.
+        enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise ConfigError(
+                "this model cannot compute its activations again",
+                where="policy.activation_checkpointing_enabled",
+                got=str(error),
+                fix="set policy.activation_checkpointing_enabled=false, and lower policy.train_micro_batch_tokens",
+            ) from error
 
     def _tree_hidden(self, batch: TreeBatch) -> Tensor:
         """The last hidden state of every token of the trees, (T, D)."""

@@ -40,7 +40,8 @@ from treeward.model.contract import (
     text_sha256,
     write_contract,
 )
-from treeward.model.loading import PAD_TOKEN, load_reward_model, load_tokenizer
+from treeward.model.loading import PAD_TOKEN, load_reward_model
+from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel, check_finite, head_name
 from treeward.model.stored import (
     StoredWeights,

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from treeward.model.contract import read_contract
-from treeward.model.loading import quiet_transformers
 from treeward.model.merge import Merge, merge_models
+from treeward.model.pretrained import quiet_transformers
 from treeward.scoring.golden import sign_folder
 
 __all__ = ["merge_and_sign"]

@@ -11,9 +11,11 @@ The last is the whole conversation. They are branches of one tree: scored togeth
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
@@ -21,10 +23,16 @@ from treeward.errors import DataError
 from treeward.scoring.score import Conversation
 from treeward.scoring.scorer import check_conversation
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["AnswerPrefixes", "Piece", "answer_prefixes"]
 
 _PROBES = range(0xE000, 0xF900)
 """Private characters, which no template writes: one that a conversation does not have shows where its answer goes."""
+_MOST_TOKENS_OF_A_CHARACTER = 32
+"""More tokens than any tokenizer makes of what is one character to it; what takes more has gone astray."""
+_MARK = "\ufffd"  # what stands for bytes that are no character
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +85,20 @@ def answer_prefixes(renderer: Renderer, conversation: Conversation) -> AnswerPre
     """The prefixes of the last message of a conversation, which is an assistant's.
 
     Raises `DataError` for a conversation that cannot be scored, for an answer without a text, and for a tokenizer that
-    does not say where its tokens lie.
+    neither says where its tokens lie nor decodes them to the text that they were made of.
     """
     *context, last = check_conversation(conversation, "the conversation")
     text = renderer.render(conversation)
     start, end = _place_of_answer(renderer, context, last, text)
+    whole = renderer.encode_texts([text])[0]
+    fitted = renderer.fit(conversation, encoded=whole)
+    if fitted is None:
+        raise DataError(f"too long to score: {len(whole)} tokens, at most {renderer.max_length}")
     raw, spans = _tokens(renderer, text)
     first = next((i for i, (_, stop) in enumerate(spans) if stop > start), len(spans))
     after = next((i for i in range(first, len(spans)) if spans[i][0] >= end), len(spans))
     if start >= end or first >= after:
         raise DataError("there is no text in the answer to go through", got=last.get("content"))
-    whole = renderer.encode_texts([text])[0]
-    fitted = renderer.fit(conversation, encoded=whole)
-    if fitted is None:
-        raise DataError(f"too long to score: {len(whole)} tokens, at most {renderer.max_length}")
     begin = first + _added_in_front(renderer, raw, whole)
     rest = whole[begin:]
     assert rest[: after - first] == raw[first:after], "the tokens with their places are those that are scored"
@@ -124,16 +132,66 @@ def _place_of_answer(renderer: Renderer, context: Sequence[Message], last: Messa
 
 def _tokens(renderer: Renderer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """The tokens of a text before the renderer frames them, and the characters that each stands for."""
-    if not renderer.tokenizer.is_fast:
-        raise DataError(
-            "the model's tokenizer does not say where its tokens lie in a text",
-            got=type(renderer.tokenizer).__name__,
-            need="a fast tokenizer (tokenizer.json)",
-        )
-    encoded = renderer.tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, padding=False, truncation=False, verbose=False
-    )
+    tokenizer = renderer.tokenizer
+    options = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
+    if not tokenizer.is_fast:
+        ids = list(tokenizer(text, **options)["input_ids"])
+        return ids, _places(tokenizer, text, ids)
+    encoded = tokenizer(text, return_offsets_mapping=True, **options)
     return list(encoded["input_ids"]), [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
+
+
+def _places(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Of each token the characters that it stands for: what it adds to the tokens before it when they are decoded.
+
+    Tokens that are characters only together have the same place. Raises `DataError` where the tokens do not lead back
+    to the text, as with a token for all that is unknown.
+    """
+    places: list[tuple[int, int]] = []
+    # A decoder may treat the first token in a way of its own, so the last one that was read goes before the new ones.
+    before, at = 0, 0
+    for n in range(1, len(ids) + 1):
+        read = len(places)
+        known = _decode(tokenizer, ids[before:read])
+        added = _decode(tokenizer, ids[before:n]).removeprefix(known)
+        # A part of a character is decoded to nothing, or to a mark in whose place the next token puts the character.
+        end = _end_of(text, at, added) if added else None
+        if end is not None:
+            places.extend([(at, end)] * (n - read))
+            before, at = read, end
+        elif not added and text[:at].endswith(_MARK) and _decode(tokenizer, ids[read:n]):
+            places.extend([places[-1]] * (n - read))  # the text has the mark itself, which its first byte was taken for
+        elif n - read >= _MOST_TOKENS_OF_A_CHARACTER:
+            break
+    if len(places) < len(ids):
+        raise DataError(
+            "the tokens of the model's tokenizer do not lead back to the text",
+            got=f"{_decode(tokenizer, ids[len(places) : len(places) + 4])!r} where the text is {text[at : at + 20]!r}",
+            need="a tokenizer that says where its tokens lie (tokenizer.json), or that decodes what it has encoded",
+        )
+    return places
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _end_of(text: str, at: int, added: str) -> int | None:
+    """Where `added` ends in the text, if it is what is there; spaces, case and accents may be the decoder's own."""
+    if text.startswith(added, at):
+        return at + len(added)
+    wanted = _folded(added)
+    while wanted and at < len(text):
+        own = _folded(text[at])
+        if not wanted.startswith(own):
+            return None
+        wanted, at = wanted[len(own) :], at + 1
+    return None if wanted else at
+
+
+def _folded(text: str) -> str:
+    parts = unicodedata.normalize("NFKD", text).casefold()
+    return "".join(part for part in parts if not part.isspace() and not unicodedata.combining(part))
 
 
 def _added_in_front(renderer: Renderer, raw: Sequence[int], framed: Sequence[int]) -> int:

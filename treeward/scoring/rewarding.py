@@ -21,7 +21,7 @@ from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract
-from treeward.model.loading import load_tokenizer
+from treeward.model.pretrained import load_tokenizer
 from treeward.scoring.score import Conversation, ConversationScorer, OnError, Score
 from treeward.scoring.shaping import Reference, Shaped, Shaper, reference_conversations
 

@@ -28,10 +28,11 @@ from torch import Tensor
 
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Renderer, Truncation
-from treeward.errors import ConfigError, DataError, ModelError
+from treeward.errors import ConfigError, DataError, ModelError, shown
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
-from treeward.model.loading import load_reward_model, load_tokenizer, quiet_transformers
+from treeward.model.loading import load_reward_model
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
+from treeward.model.pretrained import load_tokenizer, quiet_transformers
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import diagnose
 from treeward.scoring.score import Conversation, OnError, Score
@@ -344,7 +345,8 @@ class Prepared:
 
 
 def _one_line(error: DataError | ModelError) -> str:
-    details = [f"{name}: {value}" for name, value in (("got", error.got), ("need", error.need)) if value is not None]
+    parts = (("got", error.got), ("need", error.need))
+    details = [f"{name}: {shown(value)}" for name, value in parts if value is not None]
     return f"{error.summary} ({'; '.join(details)})" if details else error.summary
 
 

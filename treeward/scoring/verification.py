@@ -27,7 +27,8 @@ from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError, TreewardError
 from treeward.model.contract import CONTRACT_FILE, GoldenExample, ScoringContract, read_contract, text_sha256
 from treeward.model.export import HTTP_ERROR
-from treeward.model.loading import load_reward_model, load_tokenizer, quiet_transformers
+from treeward.model.loading import load_reward_model
+from treeward.model.pretrained import load_tokenizer, quiet_transformers
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.stored import (
     StoredWeights,

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treeward.errors import CheckpointError
+from treeward.config.checkpointing import CheckpointingConfig
+from treeward.errors import CheckpointError, ConfigError
 from treeward.locks import lock_folder
 from treeward.model.contract import CONTRACT_FILE
 
-__all__ = ["Checkpoint", "CheckpointStore"]
+__all__ = ["Checkpoint", "CheckpointStore", "checkpoint_to_resume", "open_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,32 @@ class CheckpointStore:
             doomed = self.folder / f"{_REMOVING}{checkpoint.path.name}"
             os.rename(checkpoint.path, doomed)
             shutil.rmtree(doomed)
+
+
+def open_store(config: CheckpointingConfig, *, metric_name: str | None) -> CheckpointStore | None:
+    """The store of a run, locked; None where checkpointing is off, with a warning. `metric_name`: what ranks them."""
+    if not config.enabled:
+        logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
+        return None
+    return CheckpointStore(
+        Path(config.checkpoint_dir),
+        keep_top_k=config.keep_top_k,
+        higher_is_better=config.metric_is_better_when_higher,
+        metric_name=metric_name,
+    )
+
+
+def checkpoint_to_resume(store: CheckpointStore, config: CheckpointingConfig) -> Checkpoint | None:
+    """The latest one, None in a new run. Raises `ConfigError` where there is one and `resume` is false."""
+    latest = store.latest()
+    if latest is not None and not config.resume:
+        raise ConfigError(
+            "there are checkpoints of an earlier run, and checkpointing.resume is false",
+            where=str(store.folder),
+            got=latest.path.name,
+            fix="set another checkpointing.checkpoint_dir, or move the folder away",
+        )
+    return latest
 
 
 def _lock(folder: Path) -> int:

@@ -17,7 +17,7 @@ from treeward.config.reward_shaping import RewardCalibration
 from treeward.data.datasets import open_dataset
 from treeward.model.contract import write_contract
 from treeward.model.export import export_model
-from treeward.model.loading import DTYPES
+from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.calibration import calibrate
 from treeward.scoring.golden import exact_scoring, sign_folder

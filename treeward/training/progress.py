@@ -3,7 +3,7 @@
     with TrainingProgress(total_steps, initial_step=resumed_at, enabled=rank == 0) as progress:
         for step in range(resumed_at + 1, total_steps + 1):
             ...
-            progress.update(step, loss=0.41, accuracy=0.83, margin=1.2, tokens=16_384)
+            progress.update(step, {"loss": 0.41, "accuracy": 0.83}, tokens=16_384)
             with progress.paused():                     # validation and checkpoints do not lower tokens per second
                 progress.message(validate())
 
@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import NoReturn, Self, TextIO
 
@@ -87,7 +87,7 @@ class TrainingProgress:
             self._bar.close()
             self._bar = None
 
-    def update(self, step: int, loss: float, accuracy: float, margin: float, tokens: int) -> None:
+    def update(self, step: int, numbers: Mapping[str, float], tokens: int) -> None:
         """Report that `step` steps are done; `tokens` are those that this step has trained on, as plain rows."""
         now = self._clock()
         advance, self._step = step - self._step, step
@@ -97,15 +97,15 @@ class TrainingProgress:
         rate, left = self._tokens_per_second(now), self._seconds_left(now)
         speed, remaining = "?" if rate is None else _short_count(rate), "?" if left is None else _duration(left)
         if self._bar is not None:
-            text = f"loss {loss:.3f} acc {accuracy:.3f} margin {margin:.2f}  {speed} tok/s  {remaining} left"
+            text = f"{_shown(numbers, 3)}  {speed} tok/s  {remaining} left"
             self._bar.set_description_str(text, refresh=False)
             self._bar.update(advance)
             if step >= self.total_steps:
                 self._bar.refresh()  # tqdm draws at most ten times a second; the last step must not be left out
         elif self._last_line is None or now - self._last_line >= self._line_seconds or step >= self.total_steps:
             self._last_line = now
-            numbers = f"loss {loss:.4f}  accuracy {accuracy:.3f}  margin {margin:.3f}"
-            _logger.info("step %d/%d  %s  %s tokens/s  %s left", step, self.total_steps, numbers, speed, remaining)
+            text = _shown(numbers, 4)
+            _logger.info("step %d/%d  %s  %s tokens/s  %s left", step, self.total_steps, text, speed, remaining)
 
     def message(self, text: str) -> None:
         """Print `text` above the bar, or log it line by line where there is no terminal."""
@@ -155,6 +155,10 @@ def _columns(stream: TextIO) -> int:
         return os.get_terminal_size(stream.fileno()).columns
     except OSError:
         return 0
+
+
+def _shown(numbers: Mapping[str, float], digits: int) -> str:
+    return "  ".join(f"{name} {value:.{digits}f}" for name, value in numbers.items())
 
 
 def _short_count(value: float) -> str:

@@ -27,20 +27,13 @@ from treeward.data.files import KINDS, file_suffix
 from treeward.data.rendering import Renderer
 from treeward.data.sources import read_rows
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.errors import ConfigError
 from treeward.evaluation.examples import EvalExample
 from treeward.losses import Pairs, bradley_terry, ranked_pairs
-from treeward.model.checks import check_before_training, check_tokenizer_survives
-from treeward.model.loading import (
-    DTYPES,
-    LoadedModel,
-    build_reward_model,
-    load_reward_model,
-    load_tokenizer,
-    quiet_transformers,
-)
+from treeward.model.checks import check_before_training, check_positions, check_tokenizer_survives
+from treeward.model.loading import LoadedModel, build_reward_model, load_reward_model
+from treeward.model.pretrained import DTYPES, load_tokenizer, quiet_transformers
 from treeward.model.reward_model import RewardModel
-from treeward.training.checkpoints import Checkpoint, CheckpointStore
+from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, open_store
 from treeward.training.choice import Choice, choice_of
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import TrainingOrder
@@ -136,7 +129,7 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
 
     Raises a `TreewardError` for anything that the user can mend.
     """
-    store = _open_store(config)
+    store = open_store(config.checkpointing, metric_name=config.checkpointing.metric_name)
     try:
         return _assemble(config, store, show_progress)
     except BaseException:
@@ -146,7 +139,7 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
 
 
 def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_progress: bool) -> Run:
-    checkpoint = None if store is None else _latest_checkpoint(config, store)
+    checkpoint = None if store is None else checkpoint_to_resume(store, config.checkpointing)
     quiet_transformers()
     torch.set_float32_matmul_precision(config.policy.matmul_precision)
     torch.manual_seed(config.rm.seed)
@@ -191,7 +184,7 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
     sample = [
         ids for dataset in every_set for comparison in dataset[:_CHECKED_COMPARISONS] for ids in comparison.token_ids
     ]
-    _check_length(config, model)
+    check_positions(model, config.max_sequence_length)
     check_before_training(model, sample, tokenizer, highest_token=max(dataset.highest_token for dataset in every_set))
     total_steps = order.steps_per_epoch * config.rm.max_num_epochs
     if config.rm.max_num_steps is not None:
@@ -291,31 +284,6 @@ def _validation_limit(config: RewardModelRunConfig) -> int | None:
     return rm.val_batches * (rm.val_global_batch_size or config.policy.train_global_batch_size)
 
 
-def _open_store(config: RewardModelRunConfig) -> CheckpointStore | None:
-    checkpointing = config.checkpointing
-    if not checkpointing.enabled:
-        logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
-        return None
-    return CheckpointStore(
-        Path(checkpointing.checkpoint_dir),
-        keep_top_k=checkpointing.keep_top_k,
-        higher_is_better=checkpointing.metric_is_better_when_higher,
-        metric_name=checkpointing.metric_name,
-    )
-
-
-def _latest_checkpoint(config: RewardModelRunConfig, store: CheckpointStore) -> Checkpoint | None:
-    latest = store.latest()
-    if latest is not None and not config.checkpointing.resume:
-        raise ConfigError(
-            "there are checkpoints of an earlier run, and checkpointing.resume is false",
-            where=str(store.folder),
-            got=latest.path.name,
-            fix="set another checkpointing.checkpoint_dir, or move the folder away",
-        )
-    return latest
-
-
 def _find_tokenizer(
     config: RewardModelRunConfig, streams: Sequence[PreferenceStream], checkpoint: Checkpoint | None
 ) -> PreTrainedTokenizerBase:
@@ -374,24 +342,10 @@ def _load_model(
     # Weights are float32 whatever the precision: bfloat16 cannot hold the small steps of a low learning rate.
     model.compute_dtype = DTYPES[policy.precision]
     if policy.activation_checkpointing:
-        _enable_activation_checkpointing(model)
+        model.recompute_activations()
     count = sum(parameter.numel() for parameter in model.parameters())
     logger.info("%s, %s parameters, as %s, on %s.", type(model.hf).__name__, f"{count:,}", model.layout, device)
     return loaded
-
-
-def _enable_activation_checkpointing(model: RewardModel) -> None:
-    # transformers has renamed it on the way; older versions of those that we allow have the old name alone.
-    enable = getattr(model.hf, "activation_checkpointing_enable", None) or model.hf.gradient_checkpointing_enable
-    try:
-        enable({"use_reentrant": False})
-    except ValueError as error:
-        raise ConfigError(
-            "this model cannot compute its activations again",
-            where="policy.activation_checkpointing_enabled",
-            got=str(error),
-            fix="set policy.activation_checkpointing_enabled=false, and lower policy.train_micro_batch_tokens",
-        ) from error
 
 
 def _check_schedule(config: RewardModelRunConfig) -> None:
@@ -405,18 +359,6 @@ def _check_schedule(config: RewardModelRunConfig) -> None:
             saved,
             validated,
             checkpointing.metric_name,
-        )
-
-
-def _check_length(config: RewardModelRunConfig, model: RewardModel) -> None:
-    limit = model.max_positions
-    if limit is not None and config.max_sequence_length > limit:
-        raise ConfigError(
-            "conversations may be longer than the model's positions",
-            where="policy.max_total_sequence_length",
-            got=config.max_sequence_length,
-            need=f"at most {limit}",
-            fix=f"policy.max_total_sequence_length={limit}",
         )
 
 

@@ -103,7 +103,7 @@ def _tell_of_jump(before: float, now: float) -> None:
     if not math.isclose(before, now, rel_tol=1e-6, abs_tol=1e-15):
         logger.warning(
             "The learning rate goes on at %.3g, where it would have been %.3g: the schedule spans the whole run, whose "
-            "length is another than before (rm.max_num_epochs, rm.max_num_steps).", now, before,
+            "length is another than before (max_num_epochs, max_num_steps).", now, before,
         )  # fmt: skip
 
 

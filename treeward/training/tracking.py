@@ -19,7 +19,6 @@ first failure is logged with its error, and all of them are counted.
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import logging
 import math
@@ -32,7 +31,8 @@ from types import ModuleType, TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from treeward.config.logger import LoggerConfig, MlflowConfig, WandbConfig
-from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.errors import ConfigError, TreewardError
+from treeward.training.step_file import StepFile, read_steps
 
 __all__ = [
     "JsonlTracker",
@@ -42,6 +42,7 @@ __all__ = [
     "Tracker",
     "TrackerGroup",
     "WandbTracker",
+    "log_folder",
     "open_trackers",
     "read_metrics",
 ]
@@ -72,46 +73,24 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One JSON object a line, handed to the operating system before `log` returns.
+    """One JSON object a line, in a `StepFile`.
 
     Strict JSON: values that are not finite are the strings "NaN", "Infinity" and "-Infinity"; `read_metrics` turns them
-    back. Raises `DataError` if a line found on resume is not an object with a whole number `step`.
+    back.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is None:
-            _set_aside(path)
-        elif path.exists():
-            _cut_after(path, resume_step)
-        # Unbuffered: a buffer that a full disk refused once would be written in the middle of a later line.
-        self._file = path.open("ab", buffering=0)
+        self._file = StepFile(path, resume_step=resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         assert not {"step", "time"} & metrics.keys(), "these names are the line's own"
         values = {name: _to_json(float(value)) for name, value in metrics.items()}
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **values}, allow_nan=False).encode() + b"\n"
-        start = os.fstat(self._file.fileno()).st_size
-        try:
-            written = self._file.write(line)
-            if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes were written; the disk may be full")
-        except OSError as error:
-            self._file.truncate(start)
-            raise ConfigError(
-                "the metrics cannot be written",
-                where=str(self._path),
-                got=str(error),
-                need="space and permission to write",
-                fix="make room and start the same command again: it resumes from the last checkpoint",
-            ) from error
+        self._file.append({"step": step, "time": round(time.time(), 3), **values})
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Nothing: every line is metrics, and the resolved configuration is a file of its own."""
 
     def close(self, status: RunStatus) -> None:
-        os.fsync(self._file.fileno())
         self._file.close()
 
 
@@ -123,7 +102,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     return [
         {name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
-        for record, _ in _read_lines(path)
+        for record in read_steps(path)
     ]
 
 
@@ -306,6 +285,22 @@ class TrackerGroup:
             _logger.debug("%s failed", name, exc_info=True)
 
 
+def log_folder(config: LoggerConfig) -> Path:
+    """The folder of a run's logs, made if need be. Raises `ConfigError` where it cannot be written."""
+    folder = Path(config.log_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").open("ab").close()
+    except OSError as error:
+        raise ConfigError(
+            "the log folder cannot be used",
+            where="logger.log_dir",
+            got=str(error),
+            need="a folder that can be written",
+        ) from error
+    return folder
+
+
 def open_trackers(config: LoggerConfig, log_dir: Path, resume_step: int | None) -> TrackerGroup:
     """The trackers that `config` enables, all writing below `log_dir`; call it on one process only.
 
@@ -357,65 +352,6 @@ def _start(name: str, opener: Callable[[], Tracker]) -> Tracker:
             got=f"{type(error).__name__}: {error}",
             fix=f"{_START_FIXES[name]}, or set logger.{name}_enabled=false",
         ) from error
-
-
-def _read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The records of a metrics file, each with its line; a last line that a killed run has left half is passed over."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                if not line.endswith(b"\n"):
-                    return
-                record = None
-            step = record.get("step") if isinstance(record, dict) else None
-            if not isinstance(step, int):
-                raise DataError(
-                    "a line is not a record of metrics",
-                    where=f"{path}:{number}",
-                    got=line.decode(errors="replace").rstrip("\n"),
-                    need='{"step": 12, "time": ..., "train/rm/loss": ...}',
-                    fix="remove the line",
-                )
-            yield record, line
-
-
-def _cut_after(path: Path, step: int) -> None:
-    """Take out the lines of later steps, in one rename: a kill leaves the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    num_kept = num_cut = 0
-    with temporary.open("wb") as file:
-        for record, line in _read_lines(path):
-            if record["step"] <= step:
-                file.write(line.rstrip(b"\n") + b"\n")
-                num_kept += 1
-            else:
-                num_cut += 1
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
-    if num_cut:
-        _logger.info("%s: cut %d lines after step %d, kept %d", path.name, num_cut, step, num_kept)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _set_aside(path: Path) -> None:
-    """Rename the file of an earlier run to the first free of `metrics.1.jsonl`, `metrics.2.jsonl`, ..."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    kept = next(name for name in names if not name.exists())
-    path.rename(kept)
-    _logger.info("%s of an earlier run is kept as %s", path, kept.name)
 
 
 def _to_json(value: float) -> float | str:

@@ -24,7 +24,7 @@ import torch
 
 from treeward.config.load import save_config
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
@@ -37,7 +37,7 @@ from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import Run, set_up
 from treeward.training.state import TrainingState, read_state, save_state
 from treeward.training.stopping import REPORTING, StopRequest
-from treeward.training.tracking import TrackerGroup, open_trackers
+from treeward.training.tracking import TrackerGroup, log_folder, open_trackers
 from treeward.training.validation import SetValidation, pooled, robust_accuracy, validate, values_of
 
 __all__ = ["TrainingOutcome", "train"]
@@ -78,7 +78,7 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     Raises a `TreewardError` for what the user can mend; the last checkpoint stands.
     """
     stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
-    log_dir = _log_folder(config)
+    log_dir = log_folder(config.logger)
     check_report(config)
     run = set_up(config, show_progress=show_progress)
     resumed_at = run.state.step or None
@@ -114,21 +114,6 @@ def _with_report(outcome: TrainingOutcome, plan: ReportPlan, stop: StopRequest, 
         return replace(outcome, interrupted_by=report.stopped_by, exit_code=stop.exit_code)
     exit_code = outcome.exit_code if report.error is None else 1
     return replace(outcome, report=report.path, report_error=report.error, exit_code=exit_code)
-
-
-def _log_folder(config: RewardModelRunConfig) -> Path:
-    folder = Path(config.logger.log_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").open("ab").close()
-    except OSError as error:
-        raise ConfigError(
-            "the log folder cannot be used",
-            where="logger.log_dir",
-            got=str(error),
-            need="a folder that can be written",
-        ) from error
-    return folder
 
 
 class _Loop:
@@ -195,7 +180,8 @@ class _Loop:
         step = self.state.step + 1
         self.state = replace(self.state, step=step)
         means, seconds = total.means(), time.monotonic() - started
-        self.progress.update(step, means["loss"], means["accuracy"], means["reward_margin"], row_tokens)
+        shown = {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
+        self.progress.update(step, shown, row_tokens)
         if step % run.config.rm.log_period == 0 or step == run.total_steps:
             self.trackers.log(
                 {f"train/rm/{name}": value for name, value in means.items()}

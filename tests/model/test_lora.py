@@ -1,0 +1,467 @@
+"""Adapters compute on trees what peft computes on plain rows; the frozen model is the reference; nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from families import DECODERS, VOCABULARY, config_of, gradient_error, randomise
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from treeward.config.backends import LoraConfig
+from treeward.config.optimisation import OptimizerConfig
+from treeward.errors import CheckpointError, ConfigError, ModelError
+from treeward.model.checks import check_policy
+from treeward.model.lora import (
+    AdapterReference,
+    adapter_state,
+    add_adapters,
+    has_adapters,
+    load_adapters,
+    plain_state,
+    save_adapters,
+    without_adapters,
+)
+from treeward.model.policy_loading import export_policy
+from treeward.model.policy_model import PolicyModel
+from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.policy_loss import PolicyLossSettings
+from treeward.rl.sampling import Row, sample, uniforms
+from treeward.rl.update import PolicyUpdater
+from treeward.training.optimisation import build_optimizer
+from treeward.training.state import TrainingState, load_state, save_state
+
+CONFIG = LoraConfig(enabled=True, dim=4, alpha=12)
+TIED = {"qwen3": {"tie_word_embeddings": True}}
+GROUPS = [[[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [5, 6, 7, 12, 13, 14, 15]], [[20, 21, 22, 23], [20, 21, 24]]]
+STARTS = [[3, 3, 3], [2, 2]]
+
+
+def causal(family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf = AutoModelForCausalLM.from_config(
+            config_of(family, **changes), attn_implementation="eager", dtype=torch.float32
+        )
+    return randomise(hf.eval()).to(dtype)  # type: ignore[arg-type]
+
+
+def adapted(hf: PreTrainedModel, config: LoraConfig = CONFIG, *, fresh: bool = False, seed: int = 1) -> PolicyModel:
+    """With adapters that matter, as after some training, unless they are to be fresh."""
+    policy = PolicyModel(hf, chunk_tokens=4)
+    add_adapters(policy, config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in adapter_state(policy).items():
+            if "lora_B" in name and not fresh:
+                weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+    return policy
+
+
+def row_log_probs(model: Any, sequence: list[int], start: int) -> Tensor:
+    logits = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].float().log_softmax(-1)
+    return logits[:-1].gather(-1, torch.tensor(sequence)[1:, None])[start - 1 :, 0]
+
+
+def assert_as_rows(policy: PolicyModel, model: Any, tolerance: float = 1e-5) -> None:
+    with torch.no_grad():
+        got = policy.log_probs(GROUPS, STARTS)
+        rows = [row_log_probs(model, s, starts[0]) for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
+    for values, row in zip(got.values_SL, rows, strict=True):
+        assert float((values[: len(row)] - row).abs().max()) < tolerance
+
+
+def peft_model(folder: Path, hf: PreTrainedModel, *, trainable: bool = False) -> Any:
+    """Saved adapters, as anybody loads them."""
+    return peft.PeftModel.from_pretrained(hf, str(folder), is_trainable=trainable)
+
+
+@pytest.mark.parametrize("family", list(DECODERS))
+def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
+    changes = TIED.get(family, {})
+    policy = adapted(causal(family, **changes))
+    save_adapters(policy, tmp_path)
+    model = peft_model(tmp_path, causal(family, **changes), trainable=True)
+    got = policy.log_probs(GROUPS, STARTS)
+    assert_as_rows(policy, model)
+    with without_adapters(policy), torch.no_grad():
+        assert float((policy.log_probs(GROUPS, STARTS).values_SL - got.values_SL).abs().max()) > 0.01
+    weights = torch.linspace(-1, 1, got.values_SL.numel()).reshape(got.values_SL.shape)
+    (got.values_SL * weights).sum().backward()
+    rows = [row_log_probs(model, s, starts[0]) for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
+    torch.stack([(row * weights[i, : len(row)]).sum() for i, row in enumerate(rows)]).sum().backward()
+    trained = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    ours = {name: weight.grad for name, weight in adapter_state(policy).items()}
+    assert all(grad is not None and bool(grad.any()) for grad in ours.values())
+    assert gradient_error(ours, trained) < 1e-5  # type: ignore[arg-type]
+    assert {n for n, p in policy.hf.named_parameters() if p.grad is not None} == {
+        n for n, p in policy.hf.named_parameters() if p.requires_grad
+    }
+
+
+@pytest.mark.parametrize("target", ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"])
+def test_gradients_where_few_layers_are_adapted(target: str, tmp_path: Path) -> None:
+    """Attention is then differentiated by some of its inputs alone."""
+    config = LoraConfig(enabled=True, dim=2, match_all_linear=False, target_modules=(target,))
+    policy = adapted(causal("llama"), config)
+    save_adapters(policy, tmp_path)
+    model = peft_model(tmp_path, causal("llama"), trainable=True)
+    policy.log_probs(GROUPS, STARTS).values_SL.sum().backward()
+    rows = [row_log_probs(model, s, starts[0]) for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
+    torch.cat(rows).sum().backward()
+    trained = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    ours = {name: weight.grad for name, weight in adapter_state(policy).items()}
+    assert gradient_error(ours, trained) < 1e-5  # type: ignore[arg-type]
+    assert_as_rows(policy, model)
+
+
+def test_peft_reads_a_long_list_of_layers_as_we_mean_it(tmp_path: Path) -> None:
+    """From 20 names on it keeps the shortest endings that tell them from the others."""
+    hf = causal("llama", num_hidden_layers=4)
+    policy = adapted(hf, LoraConfig(enabled=True, exclude_modules=("2.mlp.up_proj", "3.self_attn.q_proj")))
+    assert len(adapter_state(policy)) == 2 * (4 * 7 - 2)
+    save_adapters(policy, tmp_path)
+    model = peft_model(tmp_path, causal("llama", num_hidden_layers=4))
+    assert_as_rows(policy, model)
+    saved = {name.replace(".default", "") for name, _ in model.named_parameters() if "lora_" in name}
+    assert saved == adapter_state(policy).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gpt_neox"])
+def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None:
+    hf = causal(family, dtype)
+    before = {name: weight.detach().clone() for name, weight in hf.named_parameters()}
+    with torch.no_grad():
+        want = PolicyModel(hf).log_probs(GROUPS, STARTS).values_SL
+        policy = adapted(hf, fresh=True)
+        assert torch.equal(policy.log_probs(GROUPS, STARTS).values_SL, want)
+    assert {weight.dtype for weight in adapter_state(policy).values()} == {torch.float32}
+    state = plain_state(policy)
+    for name, weight in before.items():
+        assert torch.equal(state[name], weight), name
+        assert state[name].dtype == dtype
+
+
+@pytest.mark.parametrize("init", ["xavier", "uniform"])
+def test_a_seed_determines_what_is_drawn(init: Any) -> None:
+    config = LoraConfig(enabled=True, dim=16, lora_A_init=init)
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    one = adapter_state(adapted(causal("llama"), config, fresh=True, seed=3))
+    assert torch.equal(state, torch.random.get_rng_state())  # and nobody else's draws are changed
+    torch.manual_seed(2)
+    other = adapter_state(adapted(causal("llama"), config, fresh=True, seed=3))
+    another = adapter_state(adapted(causal("llama"), config, fresh=True, seed=4))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    first = [name for name in one if "lora_A" in name]
+    assert not any(torch.equal(one[name], another[name]) for name in first)
+    assert not any(one[name].any() for name in one.keys() - set(first))
+    square = torch.cat([one[name].detach().flatten() for name in first if one[name].shape == (16, 32)])
+    # Xavier: 2 / (inputs + rank); Kaiming with a = sqrt 5: uniform within 1 / sqrt(inputs)
+    want = (2 / 48) ** 0.5 if init == "xavier" else (1 / 32 / 3) ** 0.5
+    assert float(square.std()) == pytest.approx(want, rel=0.05)
+    assert (float(square.abs().max()) <= 32**-0.5) == (init == "uniform")
+
+
+def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
+    def names(family: str = "llama", **fields: Any) -> set[str]:
+        policy = adapted(causal(family), LoraConfig(enabled=True, **fields))
+        found = {name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in adapter_state(policy)}
+        trained = {n for n, p in policy.hf.named_parameters() if p.requires_grad}
+        assert trained == {n for n, _ in policy.hf.named_parameters() if ".lora_" in n} and len(trained) == 2 * len(
+            found
+        )
+        return found
+
+    attention = {f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"}
+    dense = {f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")}
+    only = {"match_all_linear": False}
+    with caplog.at_level(logging.INFO, "treeward"):
+        assert names() == attention | dense
+        assert names("mixtral") == names("gpt_oss") == attention
+    assert "14 linear layers with 32% of the model's weights" in caplog.text
+    assert "Not adapted: model.embed_tokens.weight, lm_head.weight." in caplog.text
+    assert "model.layers.*.mlp.experts.gate_up_proj" in caplog.text
+    assert names(exclude_modules=("*.mlp.*",)) == attention
+    assert names(exclude_modules=("q_proj", "1.self_attn.k_proj", "*.mlp.*")) == {
+        name for name in attention if "q_proj" not in name and name != "model.layers.1.self_attn.k_proj"
+    }
+    assert names(**only, target_modules=("*.0.mlp.*", "v_proj")) == {
+        name for name in attention | dense if "0.mlp" in name or "v_proj" in name
+    }
+    assert names(**only, target_modules=("lm_head",)) == {"lm_head"}
+    deep = names("deepseek_v3")  # what has the names of experts is left out
+    assert deep and not any("mlp" in name for name in deep)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("llama", {"target_modules": ("query",)}, r"no linear layer has this name(?s:.*)target_modules(?s:.*)q_proj"),
+        ("llama", {"target_modules": ("embed_tokens",)}, "no linear layer has this name"),
+        ("llama", {"target_modules": ("proj",)}, "no linear layer has this name"),
+        (
+            "llama",
+            {"match_all_linear": True, "exclude_modules": ("lm_heads",)},
+            "no linear layer(?s:.*)exclude_modules",
+        ),
+        ("llama", {"match_all_linear": True, "exclude_modules": ("*",)}, "no layer is adapted"),
+        ("gemma2", {"target_modules": ("lm_head",)}, "the output layer is the embedding"),
+        ("deepseek_v3", {"target_modules": ("up_proj", "o_proj")}, "for the experts(?s:.*)up_proj(?s:.*)o_proj"),
+        ("mamba", {"match_all_linear": True}, "peft cannot adapt this model(?s:.*)out_proj(?s:.*)exclude_modules"),
+    ],
+)
+def test_what_cannot_be_adapted(family: str, fields: dict[str, Any], message: str) -> None:
+    hf = causal(family)
+    with pytest.raises((ConfigError, ModelError), match=message):
+        adapted(hf, LoraConfig(**{"enabled": True, "match_all_linear": False, **fields}))
+
+
+def test_peft_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("peft"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, *rest)
+
+    policy = PolicyModel(causal())
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(ModelError, match=r"peft is not installed(?s:.*)pip install treeward\[lora\]"):
+        add_adapters(policy, CONFIG, seed=0)
+    assert not has_adapters(policy) and plain_state(policy).keys() == policy.hf.state_dict().keys()
+
+
+def test_the_reference_is_the_frozen_model() -> None:
+    hf = causal()
+    plain = copy.deepcopy(hf)
+    policy = adapted(hf)
+    reference = AdapterReference(policy)
+    with torch.no_grad():
+        want = PolicyModel(plain).log_probs(GROUPS, STARTS, temperature=0.8, entropies=True)
+        on = policy.log_probs(GROUPS, STARTS)
+    got = reference.log_probs(GROUPS, STARTS, temperature=0.8, entropies=True)
+    assert not got.values_SL.requires_grad and torch.equal(got.values_SL, want.values_SL)
+    assert got.entropies_SL is not None and want.entropies_SL is not None
+    assert torch.equal(got.entropies_SL, want.entropies_SL)
+    with without_adapters(policy):
+        with without_adapters(policy):
+            pass
+        with torch.no_grad():  # the outer one still holds
+            again = policy.log_probs(GROUPS, STARTS, temperature=0.8)
+    assert torch.equal(again.values_SL, want.values_SL)
+    with pytest.raises(RuntimeError, match="stop"), without_adapters(policy):
+        raise RuntimeError("stop")
+    with torch.no_grad():
+        assert torch.equal(policy.log_probs(GROUPS, STARTS).values_SL, on.values_SL)
+    assert all(weight.requires_grad for weight in adapter_state(policy).values())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "phi3", "gpt_neox", "mixtral", "gemma2"])
+def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    changes = TIED.get(family, {})
+    policy = adapted(causal(family, **changes))
+    before = copy.deepcopy(policy.hf.state_dict())
+    export_policy(policy, tiny_tokenizer, tmp_path, chat_template="x")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert_as_rows(policy, plain)
+    assert not list(tmp_path.glob("adapter*"))
+    for name, weight in policy.hf.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    check_policy(policy, [[5, 6, 7, 8, 9], [3, 4, 5, 6]])
+
+
+def test_a_bfloat16_model_is_merged_in_float32() -> None:
+    policy = adapted(causal(dtype=torch.bfloat16))
+    name = "model.layers.0.mlp.up_proj"
+    layer: Any = policy.hf.get_submodule(name)
+    exact = layer.base_layer.weight.float() + 3.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
+    assert torch.allclose(plain_state(policy, torch.float32)[f"{name}.weight"], exact, atol=1e-6)
+    assert torch.equal(
+        plain_state(policy)[f"{name}.weight"], plain_state(policy, torch.float32)[f"{name}.weight"].bfloat16()
+    )
+    with torch.no_grad():
+        close = row_log_probs(policy.hf, GROUPS[0][0], 3) - policy.log_probs(GROUPS, STARTS).values_SL[0, :3]
+    assert float(close.abs().max()) < 0.2
+
+
+def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -> None:
+    policy = adapted(causal())
+    save_adapters(policy, tmp_path / "saved")
+    other = adapted(causal(), seed=9)
+    load_adapters(other, tmp_path / "saved")
+    for name, weight in adapter_state(policy).items():
+        assert torch.equal(weight, adapter_state(other)[name]) and adapter_state(other)[name].requires_grad
+    with torch.no_grad():
+        one, two = (p.log_probs(GROUPS, STARTS).values_SL for p in (policy, other))
+    assert torch.equal(one, two)
+    for fields, wrong in (
+        ({"dim": 8, "alpha": 12}, r"\(4, 64\)(?s:.*)\(8, 64\)"),
+        ({"dim": 4, "alpha": 16}, r"lora_alpha(?s:.*)12(?s:.*)16"),
+        ({"dim": 4, "alpha": 12, "exclude_modules": ("o_proj",)}, "o_proj"),
+    ):
+        with pytest.raises(CheckpointError, match=f"not those of this policy(?s:.*){wrong}"):
+            load_adapters(adapted(causal(), LoraConfig(enabled=True, **fields)), tmp_path / "saved")
+    with torch.no_grad():
+        next(iter(adapter_state(policy).values()))[0, 0] = float("nan")
+    save_adapters(policy, tmp_path / "broken")
+    with pytest.raises(CheckpointError, match="NaN or infinity(?s:.*)lora_A"):
+        load_adapters(other, tmp_path / "broken")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_adapters(other, tmp_path / "nothing")
+    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_adapters(other, tmp_path / "broken")
+
+
+def test_answers_are_sampled_with_the_adapters(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    hf = causal()
+    rows = [Row((5, 6, 7), 12, uniforms(0, 0, g, 12)) for g in range(3)] + [Row((9, 8), 12, uniforms(0, 1, 0, 12))]
+    drawn = lambda model: sample(model, rows, ended=lambda _: False)  # noqa: E731
+    of_base = [one.token_ids for one in drawn(PolicyModel(copy.deepcopy(hf)))]
+    policy = adapted(hf)
+    export_policy(policy, tiny_tokenizer, tmp_path, chat_template="x")
+    merged = PolicyModel(AutoModelForCausalLM.from_pretrained(tmp_path))
+    ours = drawn(policy)
+    assert [one.token_ids for one in ours] == [one.token_ids for one in drawn(merged)] != of_base
+    with torch.no_grad():
+        values = policy.log_probs([[[5, 6, 7, *one.token_ids] for one in ours[:3]]], [[3] * 3]).values_SL
+    assert torch.allclose(values, torch.tensor([one.log_probs for one in ours[:3]]), atol=1e-5)
+    with without_adapters(policy):
+        assert [one.token_ids for one in drawn(policy)] == of_base
+
+
+def experience(seed: int) -> tuple[list[AnswerGroup], Tensor, Tensor]:
+    generator = np.random.default_rng(seed)
+    draw = lambda n: tuple(int(i) for i in generator.integers(3, VOCABULARY, n))  # noqa: E731
+    groups = []
+    for _ in range(2):
+        prompt = draw(int(generator.integers(4, 12)))
+        groups.append(AnswerGroup(Prompt(()), prompt, tuple(Answer(draw(int(n)), "", False) for n in (3, 8, 5))))
+    return groups, torch.from_numpy(generator.normal(size=(2, 3))).float(), torch.ones(2, 3, dtype=torch.bool)
+
+
+SETTINGS = PolicyLossSettings(kl_coefficient=0.1)
+LR = 0.01
+ADAM = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 3e-3})
+
+
+def updater_of(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> PolicyUpdater:
+    return PolicyUpdater(
+        policy,
+        optimizer,
+        reference=AdapterReference(policy),
+        settings=SETTINGS,
+        micro_batch_tokens=30,
+        updates_per_batch=2,
+    )
+
+
+def plain_steps(model: Any, optimizer: torch.optim.Optimizer, data: tuple[list[AnswerGroup], Tensor, Tensor]) -> float:
+    """Two updates from one batch written out, a row at a time, with peft's own switch for the reference."""
+    groups, advantages, _ = data
+    rows = [
+        (p, g, [*group.prompt_ids, *a.token_ids]) for p, group in enumerate(groups) for g, a in enumerate(group.answers)
+    ]
+    starts = [len(group.prompt_ids) for group in groups]
+    with torch.no_grad():
+        old = [row_log_probs(model, ids, starts[p]) for p, _, ids in rows]
+        with model.disable_adapter():
+            reference = [row_log_probs(model, ids, starts[p]) for p, _, ids in rows]
+    total = 0.0
+    for _ in range(2):
+        terms = []
+        for i, (p, g, ids) in enumerate(rows):
+            new = row_log_probs(model, ids, starts[p])
+            ratio, a = (new - old[i]).exp(), advantages[p, g]
+            x = new - reference[i]
+            terms.append(-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) + 0.1 * ((-x).exp() - 1 + x))
+        loss = torch.cat(terms).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        total += float(loss.detach())
+    return total
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "mixtral"])
+def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
+    changes = TIED.get(family, {})
+    hf = causal(family, **changes)
+    base = copy.deepcopy(hf)
+    policy = adapted(hf, fresh=True)
+    save_adapters(policy, tmp_path)
+    model = peft_model(tmp_path, causal(family, **changes), trainable=True)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=LR)
+    plain_optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    updater = updater_of(policy, optimizer)
+    for step in range(3):
+        metrics = updater.learn(*experience(step))
+        assert metrics.loss_sum == pytest.approx(plain_steps(model, plain_optimizer, experience(step)), abs=2e-5)
+    assert 1e-3 < metrics.kl_sum < 10
+    trained = {n.replace(".default", ""): p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    for name, weight in adapter_state(policy).items():
+        assert float((weight.detach() - trained[name]).abs().max()) < 1e-5, name
+        assert bool(weight.any())
+    # The model under the adapters, and so the reference, is what it was.
+    got = AdapterReference(policy).log_probs(GROUPS, STARTS).values_SL
+    with torch.no_grad():
+        assert torch.equal(got, PolicyModel(base).log_probs(GROUPS, STARTS).values_SL)
+        assert float((policy.log_probs(GROUPS, STARTS).values_SL - got).abs().max()) > 0.01
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+    def begin(seed: int) -> tuple[PolicyModel, torch.optim.Optimizer, Any, dict[Tensor, str]]:
+        policy = adapted(causal(), seed=seed, fresh=True)
+        optimizer = build_optimizer(policy, ADAM)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return policy, optimizer, schedule, {weight: name for name, weight in policy.hf.named_parameters()}
+
+    policy, optimizer, schedule, names = begin(1)
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(adapter_state(policy))
+    updater_of(policy, optimizer).learn(*experience(0))
+    schedule.step()
+    save_adapters(policy, tmp_path / "adapter")
+    save_state(tmp_path, TrainingState(1, {}), optimizer, schedule, names)
+    updater_of(policy, optimizer).learn(*experience(1))
+
+    resumed, optimizer, schedule, names = begin(2)
+    load_adapters(resumed, tmp_path / "adapter")
+    assert load_state(tmp_path, optimizer, schedule, names).step == 1
+    updater_of(resumed, optimizer).learn(*experience(1))
+    for name, weight in adapter_state(policy).items():
+        assert torch.equal(weight, adapter_state(resumed)[name]), name
+
+
+def test_activations_that_are_computed_again_give_the_same_gradients() -> None:
+    found = []
+    for again in (False, True):
+        policy = adapted(causal())
+        if again:
+            policy.recompute_activations()
+            policy.train()
+        policy.log_probs(GROUPS, STARTS).values_SL.sum().backward()
+        found.append({name: weight.grad for name, weight in adapter_state(policy).items()})
+    assert gradient_error(found[1], found[0]) < 1e-6  # type: ignore[arg-type]
+
+
+def test_autocast_runs_the_adapters_too() -> None:
+    exact, policy = adapted(causal()), adapted(causal())
+    policy.compute_dtype = torch.bfloat16
+    got = policy.log_probs(GROUPS, STARTS).values_SL
+    with torch.no_grad():
+        assert float((got - exact.log_probs(GROUPS, STARTS).values_SL).abs().max()) < 0.3
+    got.sum().backward()
+    assert {weight.grad.dtype for weight in adapter_state(policy).values() if weight.grad is not None} == {
+        torch.float32
+    }

@@ -1,0 +1,316 @@
+"""Low-rank adapters of a policy (LoRA, Hu et al. 2021, arXiv 2106.09685): the model is frozen, small matrices train.
+
+    add_adapters(policy, config.policy.dtensor_cfg.lora_cfg, seed=42)
+    reference = AdapterReference(policy)        # the frozen model itself: no second copy of it
+    save_adapters(policy, folder)               # in peft's format: PeftModel.from_pretrained(base, folder)
+    load_adapters(policy, folder)               # the same bits, into a policy with the same adapters
+
+An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3. B begins at zero, so that a fresh adapter changes no bit
+of the model. A and B are float32, whatever W is. `policy_loading.export_policy` writes W + (alpha / dim) B A.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from treeward.config.backends import LoraConfig
+from treeward.errors import CheckpointError, ConfigError, ModelError
+from treeward.model.policy_model import AnswerLogProbs, PolicyModel
+from treeward.tree.token_tree import TokenIds
+
+__all__ = [
+    "AdapterReference",
+    "adapter_state",
+    "add_adapters",
+    "has_adapters",
+    "load_adapters",
+    "plain_state",
+    "save_adapters",
+    "without_adapters",
+]
+
+logger = logging.getLogger(__name__)
+
+_NAME = "default"  # peft's own name for the only adapter
+_WHERE = "policy.dtensor_cfg.lora_cfg"
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_adapters(policy: PolicyModel, config: LoraConfig, *, seed: int) -> None:
+    """Freeze the policy's model and put adapters beside its linear layers; the same `seed` draws the same ones.
+
+    What is no linear layer stays as it is, and the log names it: embeddings, and in mixtures the routers and experts,
+    whose weights lie in one tensor. So do layers of some mixtures that have the names of experts in older checkpoints
+    (`shared_experts.up_proj`): in a file of peft's they would stand for the experts. Raises `ConfigError` for names
+    that match nothing, a tied output layer, or such layers; `ModelError` where peft is missing or refuses the model.
+    """
+    assert not has_adapters(policy), "a policy has one adapter"
+    peft = _import_peft()
+    layers = _chosen_layers(policy, config)
+    settings = peft.LoraConfig(
+        r=config.dim,
+        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,
+        target_modules=list(layers),
+        lora_dropout=0.0,
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=policy.hf.name_or_path or None,
+    )
+    description = _described(policy, layers)
+    try:
+        with torch.random.fork_rng(devices=[]):  # peft draws too, before we do
+            peft.inject_adapter_in_model(settings, policy.hf, _NAME)
+    except ValueError as error:
+        raise ModelError(
+            "peft cannot adapt this model",
+            where=_WHERE,
+            got=str(error),
+            fix="leave such layers out by exclude_modules, or name others by target_modules",
+        ) from error
+    assert _adapted_layers(policy).keys() == layers.keys()
+    _draw(policy, config, seed)
+    count = sum(weight.numel() for weight in adapter_state(policy).values())
+    logger.info("Adapters of rank %d, %s parameters, beside %s", config.dim, f"{count:,}", description)
+
+
+def has_adapters(policy: PolicyModel) -> bool:
+    """Whether `add_adapters` was called."""
+    return _NAME in getattr(policy.hf, "peft_config", {})
+
+
+@contextlib.contextmanager
+def without_adapters(policy: PolicyModel) -> Iterator[None]:
+    """Within it the frozen model computes alone."""
+    switched = [layer for layer in _adapted_layers(policy).values() if not layer.disable_adapters]
+    for layer in switched:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in switched:
+            layer.enable_adapters(True)
+
+
+class AdapterReference:
+    """The policy with its adapters off, as a `treeward.rl.update.Reference`."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        assert has_adapters(policy), "without adapters this would be the policy itself"
+        self.policy = policy
+
+    @torch.no_grad()
+    def log_probs(
+        self,
+        groups: Sequence[Sequence[TokenIds]],
+        prompt_lengths: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        entropies: bool = False,
+    ) -> AnswerLogProbs:
+        """As `PolicyModel.log_probs`, of the frozen model and without gradients."""
+        with without_adapters(self.policy):
+            return self.policy.log_probs(groups, prompt_lengths, temperature=temperature, entropies=entropies)
+
+
+def adapter_state(policy: PolicyModel) -> dict[str, Tensor]:
+    """The adapters' own parameters, float32, by the names that peft saves them under: `....q_proj.lora_A.weight`."""
+    return {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight
+        for name, layer in _adapted_layers(policy).items()
+        for part in ("lora_A", "lora_B")
+    }
+
+
+def save_adapters(policy: PolicyModel, folder: Path) -> None:
+    """Write the adapters alone, as peft does; the caller makes it atomic."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: weight.detach().cpu().contiguous() for name, weight in adapter_state(policy).items()}
+    save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+    _settings(policy).save_pretrained(folder)
+
+
+@torch.no_grad()
+def load_adapters(policy: PolicyModel, folder: Path) -> None:
+    """Put saved adapters into a policy that has the same ones, whatever they hold.
+
+    Raises `CheckpointError` for files that cannot be read, or that are of other layers or another rank or alpha.
+    """
+    try:
+        settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        saved = load_file(folder / _WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError("the adapters cannot be read", where=str(folder), got=str(error)) from error
+    own = adapter_state(policy)
+    want: dict[str, object] = {name: tuple(weight.shape) for name, weight in own.items()}
+    got: dict[str, object] = {name: tuple(weight.shape) for name, weight in saved.items()}
+    want["lora_alpha"], got["lora_alpha"] = _settings(policy).lora_alpha, settings.get("lora_alpha")
+    different = sorted(name for name in want.keys() | got.keys() if want.get(name) != got.get(name))
+    if different:
+        raise CheckpointError(
+            "the saved adapters are not those of this policy",
+            where=str(folder),
+            field=different[0],
+            got=f"{got.get(different[0])}, and {len(different) - 1} more that differ",
+            need=str(want.get(different[0])),
+            fix=f"set {_WHERE} as it was when they were saved",
+        )
+    if broken := [name for name, weight in saved.items() if not bool(weight.isfinite().all())]:
+        raise CheckpointError("the adapters hold NaN or infinity", where=str(folder), got=broken[0])
+    for name, weight in own.items():
+        weight.copy_(saved[name])
+
+
+@torch.no_grad()
+def plain_state(policy: PolicyModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The state of the plain model that computes what the policy does, on the CPU; with or without adapters.
+
+    Adapted weights are merged in float32, and are new tensors; others may be the policy's own. What is tied is one
+    tensor. `dtype`: of floating-point weights; None for their own.
+    """
+    layers, adapters = _adapted_layers(policy), {id(weight) for weight in adapter_state(policy).values()}
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    for name, weight in policy.hf.state_dict(keep_vars=True).items():
+        if id(weight) in adapters:
+            continue
+        owner, _, part = name.rpartition(".base_layer.")
+        layer = layers.get(owner)
+        if id(weight) not in copies:
+            plain = weight.detach()
+            if layer is not None and part == "weight":
+                plain = plain + layer.get_delta_weight(_NAME)
+            copies[id(weight)] = plain.to("cpu", (dtype or weight.dtype) if weight.is_floating_point() else None)
+        state[name if layer is None else f"{owner}.{part}"] = copies[id(weight)]
+    return state
+
+
+def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Module]:
+    """The linear layers that are adapted, by name."""
+    linear = {name: module for name, module in policy.hf.named_modules() if _is_linear(module)}
+    for field in ("target_modules", "exclude_modules"):
+        for pattern in getattr(config, field):
+            if not any(_matches(name, pattern) for name in linear):
+                raise ConfigError(
+                    "no linear layer has this name",
+                    where=_WHERE,
+                    field=field,
+                    got=pattern,
+                    need="one of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear})),
+                )
+    head, unclear = policy.head, set(linear) - _kept_by_peft(policy, linear)
+    if not config.match_all_linear and (named := [n for n in unclear if _match_any(n, config.target_modules)]):
+        raise ConfigError(
+            "peft takes these layers for the experts, which had their names in older checkpoints",
+            where=_WHERE,
+            field="target_modules",
+            got=min(named),
+            need="other layers, as " + ", ".join(sorted({n.rpartition(".")[2] for n in linear if n not in unclear})),
+        )
+    chosen = {
+        name: layer
+        for name, layer in linear.items()
+        if (layer is not head if config.match_all_linear else _match_any(name, config.target_modules))
+        and not _match_any(name, config.exclude_modules)
+        and name not in unclear
+    }
+    if not chosen:
+        raise ConfigError(
+            "no layer is adapted", where=_WHERE, field="exclude_modules", got=list(config.exclude_modules)
+        )
+    embeddings = policy.hf.get_input_embeddings().weight
+    if tied := [name for name, layer in chosen.items() if layer.weight is embeddings]:
+        raise ConfigError(
+            "the output layer is the embedding, and an adapter beside it could not be merged",
+            where=_WHERE,
+            field="target_modules",
+            got=tied[0],
+            need="other layers",
+        )
+    return chosen
+
+
+def _described(policy: PolicyModel, layers: Mapping[str, nn.Module]) -> str:
+    """How much of the model is adapted, and by name which matrices are not."""
+    weights = dict(policy.hf.named_parameters())
+    share = sum(weights[f"{name}.weight"].numel() for name in layers) / sum(w.numel() for w in weights.values())
+    others = [name for name, w in weights.items() if w.dim() > 1 and name.removesuffix(".weight") not in layers]
+    names = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in others)
+    return f"{len(layers)} linear layers with {share:.0%} of the model's weights. Not adapted: {', '.join(names)}."
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Not every kind of one: some routers inherit from `nn.Linear` and compute something else."""
+    return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def _kept_by_peft(policy: PolicyModel, linear: Mapping[str, nn.Module]) -> set[str]:
+    """Those of the layers that peft adapts when a configuration names them."""
+    conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+    asked = _import_peft().LoraConfig(target_modules=list(linear))
+    conversion.convert_peft_config_for_transformers(asked, model=policy.hf, conversions=None)
+    return set(asked.target_modules)
+
+
+def _match_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(_matches(name, pattern) for pattern in patterns)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) if "*" in pattern else f".{name}".endswith(f".{pattern}")
+
+
+@torch.no_grad()
+def _draw(policy: PolicyModel, config: LoraConfig, seed: int) -> None:
+    """On the CPU and in the order of the layers, so that no device or version of peft changes what a seed draws."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in _adapted_layers(policy).values():
+        for part in (layer.lora_A, layer.lora_B):
+            part.to(torch.float32)  # peft gives them the dtype of the layer
+        first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        drawn = torch.empty(first.shape)
+        if config.lora_A_init == "xavier":
+            nn.init.xavier_normal_(drawn, generator=generator)
+        else:
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        first.copy_(drawn)
+        second.zero_()
+
+
+def _adapted_layers(policy: PolicyModel) -> dict[str, Any]:
+    """peft's layers by the names of those that they wrap."""
+    if not has_adapters(policy):
+        return {}
+    kind = importlib.import_module("peft.tuners.lora").LoraLayer
+    return {name: module for name, module in policy.hf.named_modules() if isinstance(module, kind)}
+
+
+def _settings(policy: PolicyModel) -> Any:
+    known: Any = policy.hf.peft_config
+    return known[_NAME]
+
+
+def _import_peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            "the package peft is not installed",
+            where=_WHERE,
+            got=str(error),
+            fix="pip install treeward[lora], or set policy.dtensor_cfg.lora_cfg.enabled=false",
+        ) from error
