@@ -1,9 +1,11 @@
-"""An update on trees is that of a plain loop over rows: the same weights after several steps."""
+"""An update on trees is that of a plain loop over rows: the same losses, gradients and weights after several steps."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,14 @@ from families import VOCABULARY, config_of, randomise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import Answer, AnswerGroup, Prompt
 from treeward.rl.policy_loss import PolicyLossSettings
 from treeward.rl.update import PolicyUpdater
 
 PROMPTS, ANSWERS = 3, 4
+LR = 0.05
 
 
 def causal(family: str = "qwen3") -> PreTrainedModel:
@@ -27,6 +30,15 @@ def causal(family: str = "qwen3") -> PreTrainedModel:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", dtype=torch.float32)
     return randomise(model.eval())
+
+
+def moved(hf: PreTrainedModel) -> PreTrainedModel:
+    """Another model, near this one."""
+    other = copy.deepcopy(hf)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.02)
+    return other
 
 
 def experience(seed: int = 0) -> tuple[list[AnswerGroup], Tensor, Tensor]:
@@ -42,125 +54,396 @@ def experience(seed: int = 0) -> tuple[list[AnswerGroup], Tensor, Tensor]:
     return groups, torch.from_numpy(generator.normal(size=(PROMPTS, ANSWERS))).float(), used
 
 
-def row_log_probs(model: PreTrainedModel, group: AnswerGroup, g: int) -> Tensor:
+def row_log_probs(model: PreTrainedModel, group: AnswerGroup, g: int, temperature: float = 1.0) -> Tensor:
     sequence = [*group.prompt_ids, *group.answers[g].token_ids]
-    logits = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].log_softmax(-1)
+    model.set_attn_implementation("eager")  # a `PolicyModel` of it leaves its own
+    logits = (model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0] / temperature).log_softmax(-1)
     picked = logits[:-1].gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
     return picked[len(group.prompt_ids) - 1 :]
 
 
+def said_by(hf: PreTrainedModel, groups: Sequence[AnswerGroup], offset: float, noise: float = 0.0) -> list[AnswerGroup]:
+    """The same groups, with log-probabilities of a generator that is off."""
+    torch.manual_seed(0)
+    said = []
+    with torch.no_grad():
+        for group in groups:
+            rows = [row_log_probs(hf, group, g) for g in range(len(group.answers))]
+            answers = [
+                replace(a, log_probs=tuple((row + offset + noise * torch.randn(len(row))).tolist()))
+                for a, row in zip(group.answers, rows, strict=True)
+            ]
+            said.append(replace(group, answers=tuple(answers)))
+    return said
+
+
+class Recorded(torch.optim.SGD):
+    """SGD that remembers the gradients of every step."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__(hf.parameters(), lr=LR)
+        self.gradients: list[Tensor] = []
+
+    def step(self, *args: Any) -> Any:
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]]))
+        return super().step(*args)
+
+
+def plain_row_loss(new: Tensor, old: Tensor, ref: Tensor, said: Tensor, a: Tensor, s: PolicyLossSettings) -> Tensor:
+    """The loss of each token of one answer, written out."""
+    by_answer = s.sequence_level_importance_ratios
+    ratio = (new - old).mean().exp() if by_answer else (new - old).exp()
+    if s.force_on_policy_ratio:
+        ratio = (new - new.detach()).exp()
+    bounded = ratio if s.force_on_policy_ratio else ratio.clamp(1 - s.ratio_clip_min, 1 + s.ratio_clip_max)
+    gain = torch.minimum(ratio * a, bounded * a)
+    if s.dual_clip is not None and a < 0:
+        gain = torch.maximum(gain, s.dual_clip * a)
+    if s.use_importance_sampling_correction:
+        weight = (old - said).sum().exp() if by_answer else (old - said).exp()
+        gain = gain * weight.clamp(max=s.truncated_importance_sampling_ratio or math.inf)
+    x = (new - ref).clamp(-(s.kl_input_clamp_value or math.inf), s.kl_input_clamp_value or math.inf)
+    kl = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[s.kl_estimator]
+    kl = kl.clamp(max=s.kl_output_clamp_value or math.inf)
+    if s.use_on_policy_kl_approximation:
+        kl = kl * (new - said).exp().detach()
+    return -gain + s.kl_coefficient * kl
+
+
 def plain_updates(
-    model: PreTrainedModel, reference: PreTrainedModel, optimizer: Any, data: Any, settings: PolicyLossSettings
-) -> None:
-    """Written out: two passes over the batch, in parts of two prompts, one row at a time."""
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    optimizer: Recorded,
+    data: Any,
+    settings: PolicyLossSettings,
+    *,
+    passes: int = 2,
+    parts: Sequence[Sequence[int]] = ((0, 1), (2,)),
+) -> list[float]:
+    """Written out: passes over the batch, in parts of some prompts, one row at a time. Returns the losses."""
     groups, advantages, used = data
     with torch.no_grad():
-        old = [[row_log_probs(model, group, g) for g in range(ANSWERS)] for group in groups]
-        ref = [[row_log_probs(reference, group, g) for g in range(ANSWERS)] for group in groups]
-    for _ in range(2):
-        for part in ([0, 1], [2]):
-            losses, tokens, answers = [], 0, 0
-            for p in part:
-                for g in range(ANSWERS):
-                    if not used[p, g]:
-                        continue
-                    new = row_log_probs(model, groups[p], g)
-                    ratio, a = (new - old[p][g]).exp(), advantages[p, g]
-                    low, high = 1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max
-                    gain = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
-                    x = new - ref[p][g]
-                    term = -gain + settings.kl_coefficient * ((-x).exp() - 1 + x)
-                    losses.append(term.sum() if settings.reduction == "token" else term.mean())
-                    tokens, answers = tokens + len(new), answers + 1
-            loss = torch.stack(losses).sum() / (tokens if settings.reduction == "token" else answers)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        old = [[row_log_probs(model, group, g) for g in range(len(group.answers))] for group in groups]
+        ref = [[row_log_probs(reference, group, g) for g in range(len(group.answers))] for group in groups]
+    found = []
+    for part in list(parts) * passes:
+        losses, tokens, answers = [], 0, 0
+        for p in part:
+            for g, answer in enumerate(groups[p].answers):
+                if not used[p, g] or not answer.token_ids:
+                    continue
+                new = row_log_probs(model, groups[p], g)
+                said = new.detach() if answer.log_probs is None else torch.tensor(answer.log_probs)
+                term = plain_row_loss(new, old[p][g], ref[p][g], said, advantages[p, g], settings)
+                losses.append(term.sum() if settings.reduction == "token" else term.mean())
+                tokens, answers = tokens + len(new), answers + 1
+        loss = torch.stack(losses).sum() / (tokens if settings.reduction == "token" else answers)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
 
 
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def weights(hf: PreTrainedModel) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in hf.parameters()])
+
+
+CORRECTED = {"use_importance_sampling_correction": True, "kl_coefficient": 0.1}
+SEVERAL = {
+    "token": PolicyLossSettings(kl_coefficient=0.1, ratio_clip_max=0.3),
+    "sequence": PolicyLossSettings(kl_coefficient=0.1, ratio_clip_max=0.3, reduction="sequence"),
+    "clamped": PolicyLossSettings(
+        kl_coefficient=0.5, kl_estimator="k2", kl_input_clamp_value=0.5, kl_output_clamp_value=0.1, dual_clip=1.05
+    ),
+    "corrected": PolicyLossSettings(**CORRECTED),  # type: ignore[arg-type]
+    "truncated": PolicyLossSettings(
+        **CORRECTED, truncated_importance_sampling_ratio=1.1, use_on_policy_kl_approximation=True, reduction="sequence"
+    ),  # type: ignore[arg-type]
+    "gspo": PolicyLossSettings(
+        sequence_level_importance_ratios=True, reduction="sequence", ratio_clip_min=0.01, ratio_clip_max=0.01
+    ),
+    "gspo_tokens": PolicyLossSettings(**CORRECTED, sequence_level_importance_ratios=True),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", list(SEVERAL))
 @pytest.mark.parametrize("micro_batch_tokens", [10, 4096])
-def test_weights_after_several_steps_are_those_of_plain_rows(reduction: Any, micro_batch_tokens: int) -> None:
-    settings = PolicyLossSettings(kl_coefficient=0.1, ratio_clip_max=0.3, reduction=reduction)
-    hf, reference = causal(), causal()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(1.02)
-    other = copy.deepcopy(hf)
+def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: int) -> None:
+    settings, hf = SEVERAL[name], causal()
+    reference, other = moved(hf), copy.deepcopy(hf)
+    optimizer, plain_optimizer = Recorded(hf), Recorded(other)
     updater = PolicyUpdater(
         PolicyModel(hf),
-        torch.optim.SGD(hf.parameters(), lr=0.05),
+        optimizer,
         reference=PolicyModel(copy.deepcopy(reference)),
         settings=settings,
         micro_batch_tokens=micro_batch_tokens,
         prompts_per_update=2,
         updates_per_batch=2,
     )
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
-    start = {name: p.detach().clone() for name, p in hf.named_parameters()}
+    start, clipped = weights(hf), 0.0
     for step in range(3):
-        data = experience(step)
-        metrics = updater.update(*data)
+        groups, advantages, used = experience(step)
+        data = said_by(other, groups, 0.05, noise=0.2), advantages, used
+        metrics = updater.learn(*data)
+        clipped += metrics.clipped
         assert metrics.updates == 4
-        plain_updates(other, reference, optimizer, data, settings)
-    moved = max(float((p - start[name]).abs().max()) for name, p in hf.named_parameters())
-    apart = max(float((p - q).abs().max()) for p, q in zip(hf.parameters(), other.parameters(), strict=True))
-    assert moved > 1e-2 and apart < 1e-5, (moved, apart)
+        losses = plain_updates(other, reference, plain_optimizer, data, settings)
+        assert metrics.loss_sum == pytest.approx(sum(losses), abs=4e-5)
+    for ours, theirs in zip(optimizer.gradients, plain_optimizer.gradients, strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-5
+    assert float((weights(hf) - start).abs().max()) > 5e-3 and clipped > 0
+    assert float((weights(hf) - weights(other)).abs().max()) < 1e-5
+
+
+def test_one_update_with_the_ratio_forced_and_a_temperature() -> None:
+    """The old policy is the policy itself, asked once, and the generator's temperature is in every log-probability."""
+    settings = PolicyLossSettings(**CORRECTED, force_on_policy_ratio=True)  # type: ignore[arg-type]
+    hf = causal()
+    optimizer = Recorded(hf)
+    groups, advantages, used = experience()
+    said = said_by(hf, groups, 0.1, noise=0.2)
+    PolicyUpdater(
+        PolicyModel(hf), optimizer, reference=PolicyModel(moved(causal())), settings=settings, temperature=0.7
+    ).learn(said, advantages, used)
+    other, terms = causal(), []
+    for p, group in enumerate(said):
+        for g, answer in enumerate(group.answers):
+            if used[p, g]:
+                new = row_log_probs(other, group, g, 0.7)
+                ref = row_log_probs(moved(other), group, g, 0.7).detach()
+                given = torch.tensor(answer.log_probs)
+                terms.append(plain_row_loss(new, new.detach(), ref, given, advantages[p, g], settings))
+    torch.cat(terms).mean().backward()
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    plain = torch.cat([p.grad.flatten() for p in other.parameters() if p.grad is not None])
+    assert float((optimizer.gradients[0] - plain).abs().max()) < 1e-5
+
+
+def test_groups_of_different_sizes_and_empty_answers() -> None:
+    groups, advantages, used = experience()
+    some, alone, none = groups
+    groups = [
+        replace(some, answers=(*some.answers[:2], Answer((), "", False))),
+        replace(alone, answers=alone.answers[:1]),
+        replace(none, answers=()),
+        *experience(1)[0][:2],
+    ]
+    used = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]])
+    advantages = torch.cat([advantages, experience(1)[1][:2]])
+    advantages[used == 0] = torch.nan
+    for settings in (SEVERAL["token"], SEVERAL["sequence"]):
+        hf = causal()
+        reference, other = moved(hf), copy.deepcopy(hf)
+        optimizer, plain_optimizer = Recorded(hf), Recorded(other)
+        updater = PolicyUpdater(
+            PolicyModel(hf), optimizer, reference=PolicyModel(reference), settings=settings, prompts_per_update=2
+        )
+        evaluated = updater.evaluate(groups, for_reward=True)
+        assert evaluated.kl_PG is not None and evaluated.kl_PG.isfinite().tolist() == [
+            [p < len(groups) and g < len(groups[p].answers) for g in range(4)] for p in range(5)
+        ]
+        metrics = updater.update(evaluated, advantages, used.bool())
+        # the last part has nothing that is used, and so no step
+        losses = plain_updates(
+            other, reference, plain_optimizer, (groups, advantages, used), settings, passes=1, parts=[(0, 1), (2, 3)]
+        )
+        assert metrics.updates == 2 and metrics.loss_sum == pytest.approx(sum(losses), abs=1e-5)
+        assert float((weights(hf) - weights(other)).abs().max()) < 1e-5
+    measured = updater.measure(groups)
+    assert measured.num_tokens_PG.tolist()[2] == [0, 0, 0, 0] and int(measured.num_tokens_PG[0, 2]) == 0
+    assert measured.kl_PG is not None and measured.kl_PG[0, 2] == 0 and measured.entropy_PG[0, 2].isnan()
+    assert math.isfinite(measured.mean_entropy) and math.isfinite(measured.mean_kl or math.nan)
+
+
+def test_nothing_to_learn_from() -> None:
+    groups, advantages, used = experience()
+    empty = [replace(group, answers=(Answer((), "", False),) * 2) for group in groups]
+    hf = causal()
+    start = weights(hf)
+    steps: list[int] = []
+    updater = PolicyUpdater(
+        PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal()), on_step=lambda: steps.append(1)
+    )
+    for batch, mask in ((groups, torch.zeros_like(used)), (empty, used[:, :2]), ([], used[:0])):
+        metrics = updater.learn(batch, advantages[: len(batch)], mask)
+        assert metrics.updates == 0 and metrics.means() == {}
+        evaluated = updater.evaluate(batch, for_reward=True)
+        assert evaluated.kl_PG is not None and len(evaluated.kl_PG) == len(batch)
+        assert len(updater.measure(batch).num_tokens_PG) == len(batch)
+    assert torch.equal(weights(hf), start)
+    assert len(steps) == 2 and updater.steps_begun == 0  # the schedule goes on with every batch that has groups
+
+
+@pytest.mark.parametrize(("num_groups", "unused"), [(3, ()), (3, (0, 1)), (1, ()), (0, ())])
+def test_a_schedule_goes_on_by_planned_updates(num_groups: int, unused: tuple[int, ...]) -> None:
+    """Whatever the groups of a batch are worth, and however few dynamic sampling has found."""
+    groups, advantages, used = experience()
+    used[list(unused)] = False
+    hf = causal()
+    steps: list[int] = []
+    updater = PolicyUpdater(
+        PolicyModel(hf),
+        Recorded(hf),
+        prompts_per_update=2,
+        updates_per_batch=3,
+        parts_per_batch=2,
+        on_step=lambda: steps.append(updater.steps_begun),
+    )
+    updater.learn(groups[:num_groups], advantages[:num_groups], used[:num_groups])
+    assert len(steps) == 6
+    assert steps[-1] == updater.steps_begun == 3 * (0 if not num_groups else 1 if unused or num_groups == 1 else 2)
+
+
+def test_activations_are_computed_again_whatever_mode_the_policy_was_left_in() -> None:
+    """And neither the old policy nor the reference nor a validation is affected by it."""
+    groups, advantages, used = experience()
+    found = []
+    for again in (False, True):
+        hf = causal()
+        policy = PolicyModel(hf)
+        if again:
+            policy.recompute_activations()
+        calls: list[bool] = []
+        watched: Any = hf.base_model.layers[0].mlp
+        watched.register_forward_pre_hook(lambda module, *_, calls=calls: calls.append(module.training))
+        optimizer = Recorded(hf)
+        updater = PolicyUpdater(policy, optimizer, updates_per_batch=2)
+        for mode in (False, True):
+            policy.train(mode)
+            updater.learn(groups, advantages, used)
+            updater.measure(groups)
+        assert calls == 2 * [False, *([True] * (4 if again else 2)), False]
+        found.append(torch.stack(optimizer.gradients))
+    assert float((found[0] - found[1]).abs().max()) < 1e-6 < float(found[0].abs().max())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_to_the_reference_and_entropy_of_each_answer(estimator: Any) -> None:
+    groups, advantages, used = experience()
+    hf = causal()
+    updater = PolicyUpdater(
+        PolicyModel(hf),
+        torch.optim.SGD(hf.parameters(), lr=0.0),
+        reference=PolicyModel(moved(hf)),
+        reward_kl_estimator=estimator,
+        temperature=0.8,
+        micro_batch_tokens=30,
+    )
+    evaluated = updater.evaluate(groups, for_reward=True)
+    measured = updater.measure(groups, estimator=estimator)
+    assert evaluated.kl_PG is not None and measured.kl_PG is not None
+    sums, tokens, entropy = [], 0, 0.0
+    with torch.no_grad():
+        for p, group in enumerate(groups):
+            for g, answer in enumerate(group.answers):
+                x = (row_log_probs(hf, group, g, 0.8) - row_log_probs(moved(hf), group, g, 0.8)).double()
+                sums.append(float({"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[estimator].sum()))
+                assert float(evaluated.kl_PG[p, g]) == pytest.approx(sums[-1], abs=1e-5)
+                assert float(measured.kl_PG[p, g]) == pytest.approx(sums[-1], abs=1e-5)
+                sequence = torch.tensor([[*group.prompt_ids, *answer.token_ids]])
+                logits = hf(input_ids=sequence, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1] / 0.8
+                own = torch.distributions.Categorical(logits=logits).entropy()
+                assert float(measured.entropy_PG[p, g]) == pytest.approx(float(own.mean()), abs=1e-5)
+                tokens, entropy = tokens + len(own), entropy + float(own.sum())
+    assert evaluated.mean_kl == pytest.approx(sum(sums) / len(sums), abs=1e-5)
+    assert measured.mean_kl_per_token == pytest.approx(sum(sums) / tokens, abs=1e-5)
+    assert measured.mean_entropy == pytest.approx(entropy / tokens, abs=1e-5)
+    # what was computed for the reward serves as the old policy, and is counted once
+    metrics = updater.update(evaluated, advantages, used)
+    assert metrics.old_kl_sum == pytest.approx(0.0, abs=1e-5)
+    assert updater.update(evaluated, advantages, used).computed_tokens == metrics.computed_tokens
+
+
+def test_a_policy_can_be_its_own_reference() -> None:
+    """Anything that gives log-probabilities serves: a LoRA policy with its adapters off."""
+    hf = causal()
+    policy, base = PolicyModel(hf), PolicyModel(moved(hf))
+    asked: list[bool] = []
+
+    class Unadapted:
+        def log_probs(self, *args: Any, **options: Any) -> Any:
+            asked.append(torch.is_grad_enabled())
+            return base.log_probs(*args, **options)
+
+    ends = []
+    for reference in (base, Unadapted()):
+        updater = PolicyUpdater(
+            policy, torch.optim.SGD(hf.parameters(), lr=0.0), reference=reference, settings=SEVERAL["token"]
+        )
+        ends.append(updater.learn(*experience()).means())
+    assert ends[0] == ends[1] and ends[0]["kl"] > 0 and asked == [False]
 
 
 def test_prompts_are_computed_once_and_not_more_often_than_needed() -> None:
     groups, advantages, used = experience()
-    tree = sum(group.num_tree_tokens for group in groups)
-    for updates, passes in ((1, 1), (2, 3)):  # from the second update on the old policy is another
+    kept = [replace(groups[0], answers=tuple(a for g, a in enumerate(groups[0].answers) if g != 1)), *groups[1:]]
+    tree, learnt = (sum(group.num_tree_tokens for group in some) for some in (groups, kept))
+    rows, learnt_rows = (sum(group.num_row_tokens for group in some) for some in (groups, kept))
+    for updates, asked in ((1, 0), (2, 1)):  # from the second update on the old policy is another
         hf = causal()
         updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), updates_per_batch=updates)
-        metrics = updater.update(groups, advantages, used)
-        assert metrics.computed_tokens == passes * tree
-        assert metrics.row_tokens == passes * sum(group.num_row_tokens for group in groups)
+        metrics = updater.learn(groups, advantages, used)
+        assert metrics.computed_tokens == asked * tree + updates * learnt
+        assert metrics.row_tokens == asked * rows + updates * learnt_rows
         assert metrics.old_kl_sum == pytest.approx(0.0, abs=1e-6) and metrics.clipped == 0
 
 
 def test_answers_that_are_not_used_change_nothing() -> None:
     groups, advantages, used = experience()
     ends = []
-    for value in (5.0, -7.0):
+    for value in (5.0, math.nan):
         hf = causal()
         changed = advantages.clone()
         changed[0, 1] = value
-        PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1)).update(groups, changed, used)
-        ends.append(torch.cat([p.detach().flatten() for p in hf.parameters()]))
+        PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1)).learn(groups, changed, used)
+        ends.append(weights(hf))
     assert torch.equal(*ends)
-    hf = causal()
-    nothing = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1)).update(
-        groups, advantages, torch.zeros_like(used)
-    )
-    assert nothing.updates == 0
 
 
 def test_the_mismatch_with_the_generator_is_measured() -> None:
     groups, advantages, used = experience()
     hf = causal()
-    said = []
-    with torch.no_grad():
-        for group in groups:
-            answers = [
-                Answer(a.token_ids, "", False, tuple((row_log_probs(hf, group, g) + 0.1).tolist()))
-                for g, a in enumerate(group.answers)
-            ]
-            said.append(AnswerGroup(group.prompt, group.prompt_ids, tuple(answers)))
-    for updates in (1, 2):
+    said = said_by(hf, groups, 0.1)
+    all_tokens = sum(len(a.token_ids) for group in groups for a in group.answers)
+    for updates, tokens in ((1, all_tokens - len(groups[0].answers[1].token_ids)), (2, all_tokens)):
         updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), updates_per_batch=updates)
-        metrics = updater.update(said, advantages, used)
+        metrics = updater.learn(said, advantages, used)
         assert metrics.means()["token_mult_prob_error"] == pytest.approx(math.exp(0.1), abs=1e-4)
-        assert metrics.mismatch_tokens == sum(len(a.token_ids) for group in groups for a in group.answers)
+        assert metrics.mismatch_tokens == tokens
+    assert "token_mult_prob_error" not in updater.learn(groups, advantages, used).means()
+
+
+def test_what_a_generator_must_say() -> None:
+    groups, advantages, used = experience()
+    hf = causal()
+    updater = PolicyUpdater(PolicyModel(hf), Recorded(hf), settings=SEVERAL["corrected"])
+    with pytest.raises(ModelError, match="no log-probabilities of its own"):
+        updater.evaluate(groups)
+    said = said_by(hf, groups, 0.0)
+    short = replace(said[1].answers[0], log_probs=(*(said[1].answers[0].log_probs or ()), -1.0))
+    said[1] = replace(said[1], answers=(short, *said[1].answers[1:]))
+    with pytest.raises(ModelError, match="not those of its tokens"):
+        updater.learn(said, advantages, used)
+
+
+def test_the_ratio_is_forced_for_one_update_only() -> None:
+    groups, advantages, used = experience()
+    hf = causal()
+    settings = PolicyLossSettings(force_on_policy_ratio=True)
+    for options in ({"updates_per_batch": 2}, {"prompts_per_update": 2}):
+        with pytest.raises(ConfigError, match="first update only"):
+            PolicyUpdater(PolicyModel(hf), Recorded(hf), settings=settings, **options).evaluate(groups)  # type: ignore[arg-type]
+    assert PolicyUpdater(PolicyModel(hf), Recorded(hf), settings=settings).learn(groups, advantages, used).updates == 1
 
 
 def test_a_loss_that_is_not_finite_leaves_the_weights() -> None:
     groups, advantages, used = experience()
     hf = causal()
-    before = [p.detach().clone() for p in hf.parameters()]
+    before = weights(hf)
     advantages[1, 1] = torch.inf
     with pytest.raises(ModelError, match="not finite"):
-        PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1)).update(groups, advantages, used)
-    assert all(torch.equal(p, q) for p, q in zip(before, hf.parameters(), strict=True))
+        PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1)).learn(groups, advantages, used)
+    assert torch.equal(weights(hf), before) and all(p.grad is None for p in hf.parameters())

@@ -1,9 +1,9 @@
 """Advantages: how much better an answer is than could be expected, from the rewards of the answers beside it.
 
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
-    group_relative(rewards_PG, known_PG)             # (P, G): (r - mean) / (std + floor), within each group
-    leave_one_out(rewards_PG, known_PG)              # r - mean of the others
-    reinforce_plus_plus(rewards_PG, known_PG)        # r - group's mean, divided by the std of the whole batch
+    advantages(rewards_PG, known_PG, AdvantageSettings())      # (P, G): (r - mean) / (std + floor), within each group
+    advantages(rewards_PG, known_PG, AdvantageSettings("leave_one_out"))           # r - mean of the others
+    advantages(rewards_PG, known_PG, AdvantageSettings("reinforce_plus_plus"))     # scaled by the whole batch
 
 An answer without a reward is in no mean and no std, and its advantage is 0: nothing is learnt from it.
 
@@ -12,64 +12,81 @@ Shapes: P prompts, G answers to each.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-__all__ = ["group_relative", "informative_groups", "leave_one_out", "reinforce_plus_plus"]
+__all__ = ["AdvantageSettings", "advantages", "informative_groups"]
 
 
-def group_relative(rewards_PG: Tensor, known_PG: Tensor, *, normalize: bool = True, floor: float = 1e-6) -> Tensor:
-    """A = (r - mean_G r) / (std_G r + floor), float32 (P, G); without `normalize` the difference alone.
-
-    std with G - 1 in the denominator; of a group whose rewards are equal every advantage is exactly 0, whatever the
-    floor. Shao et al. 2024 (arXiv 2402.03300); without the std, Liu et al. 2025 (arXiv 2503.20783).
+@dataclass(frozen=True, slots=True)
+class AdvantageSettings:
+    """`name`: the estimator; see `advantages`. `normalize_rewards`, `use_leave_one_out_baseline`: of "grpo".
+    `minus_baseline`: of "reinforce_plus_plus". `std_floor`: what is added to every std that is divided by.
     """
-    mean_P1, count_P1 = _mean(rewards_PG, known_PG)
-    centred = _centred(rewards_PG, known_PG, mean_P1)
-    if not normalize:
-        return centred
-    std_P1 = (centred.square().sum(dim=1, keepdim=True) / (count_P1 - 1).clamp_min(1)).sqrt()
-    return centred / (std_P1 + floor)
+
+    name: Literal["grpo", "leave_one_out", "reinforce_plus_plus"] = "grpo"
+    normalize_rewards: bool = True
+    use_leave_one_out_baseline: bool = False
+    minus_baseline: bool = True
+    std_floor: float = 1e-6
 
 
-def leave_one_out(rewards_PG: Tensor, known_PG: Tensor) -> Tensor:
-    """A_i = r_i - 1/(G-1) sum_{j != i} r_j = G/(G-1) (r_i - mean), float32 (P, G); 0 in a group of one.
+def advantages(rewards_PG: Tensor, known_PG: Tensor, settings: AdvantageSettings) -> Tensor:
+    """The advantage of each answer, float32 (P, G); 0 where `known_PG` (bool) is not, whatever the reward says there.
 
-    Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740).
+    With n known rewards r_i in a group, mean and std those of the group, std with n - 1 in its denominator:
+
+    - grpo: (r_i - mean) / (std + floor) (Shao et al. 2024, arXiv 2402.03300). Without `normalize_rewards` it is not
+      divided: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). With `use_leave_one_out_baseline` the mean is that of the
+      other n - 1 answers; the std is still that of all n. (NeMo RL takes the std of the others as well: it differs from
+      answer to answer, and is 0 for the only answer that is better than the rest.)
+    - leave_one_out: r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean) n / (n - 1): RLOO (Kool et al. 2019; Ahmadian et
+      al. 2024, arXiv 2402.14740).
+    - reinforce_plus_plus: d_i / (std_batch + floor), with d_i = r_i - mean and std_batch = sqrt(sum d^2 / (N - 1)) over
+      the N known answers of the batch, so that a group of nearly equal rewards is not blown up: REINFORCE++ with a
+      baseline (Hu et al. 2025, arXiv 2501.03262). Without `minus_baseline`, d_i = r_i - mean of the batch. Answers
+      count the same in it, however long.
+
+    Where the rewards that are compared (of the group; of the batch without `minus_baseline`) are all equal, every
+    advantage is exactly 0, whatever the floor.
     """
-    mean_P1, count_P1 = _mean(rewards_PG, known_PG)
-    return _centred(rewards_PG, known_PG, mean_P1) * count_P1 / (count_P1 - 1).clamp_min(1)
-
-
-def reinforce_plus_plus(rewards_PG: Tensor, known_PG: Tensor, *, floor: float = 1e-6) -> Tensor:
-    """A = (r - mean_G r) / (std over the batch of r - mean_G r), float32 (P, G).
-
-    The group gives the baseline and the whole batch the scale, so that a group of nearly equal rewards is not blown up:
-    REINFORCE++ with a baseline, Hu et al. 2025 (arXiv 2501.03262).
-    """
-    mean_P1, _ = _mean(rewards_PG, known_PG)
-    centred = _centred(rewards_PG, known_PG, mean_P1)
-    count = known_PG.sum()
-    std = (centred.square().sum() / (count - 1).clamp_min(1)).sqrt()
-    return centred / (std + floor)
+    known = known_PG.bool()
+    # Where it is not known a reward may be NaN, which times zero is NaN.
+    rewards = torch.where(known, rewards_PG.double(), 0.0)
+    if settings.name == "reinforce_plus_plus":
+        alike = (known, rewards) if settings.minus_baseline else (known.reshape(1, -1), rewards.reshape(1, -1))
+        centred = _centred(*alike).reshape(rewards.shape)
+        std = (centred.square().sum() / (known.sum() - 1).clamp_min(1)).sqrt()
+        return (centred / (std + settings.std_floor)).float()
+    centred = _centred(known, rewards)
+    count_P1 = known.sum(dim=1, keepdim=True)
+    others_P1 = (count_P1 - 1).clamp_min(1)
+    found = centred
+    if settings.name == "leave_one_out" or settings.use_leave_one_out_baseline:
+        found = centred * count_P1 / others_P1
+    if settings.name == "grpo" and settings.normalize_rewards:
+        std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
+        found = found / (std_P1 + settings.std_floor)
+    return found.float()
 
 
 def informative_groups(rewards_PG: Tensor, known_PG: Tensor) -> Tensor:
-    """Which groups have two rewards that differ, bool (P,): the others teach nothing."""
+    """Which groups have two known rewards that differ, bool (P,): the others teach nothing."""
     known = known_PG.bool()
-    high = rewards_PG.float().masked_fill(~known, -torch.inf).amax(dim=1)
-    low = rewards_PG.float().masked_fill(~known, torch.inf).amin(dim=1)
+    if not known.shape[1]:
+        return known.any(dim=1)
+    high = rewards_PG.masked_fill(~known, -torch.inf).amax(dim=1)
+    low = rewards_PG.masked_fill(~known, torch.inf).amin(dim=1)
     return (known.sum(dim=1) > 1) & (high > low)
 
 
-def _mean(rewards_PG: Tensor, known_PG: Tensor) -> tuple[Tensor, Tensor]:
-    count_P1 = known_PG.sum(dim=1, keepdim=True).float()
-    # Where it is not known a reward may be NaN, which times zero is NaN.
-    total_P1 = torch.where(known_PG.bool(), rewards_PG.float(), 0.0).sum(dim=1, keepdim=True)
-    return total_P1 / count_P1.clamp_min(1), count_P1
-
-
-def _centred(rewards_PG: Tensor, known_PG: Tensor, mean_P1: Tensor) -> Tensor:
-    # Equal rewards have a mean that is off by rounding, and a tiny std would make ones of it.
-    equal_P1 = ~informative_groups(rewards_PG, known_PG)[:, None]
-    return torch.where(known_PG.bool() & ~equal_P1, rewards_PG.float() - mean_P1, 0.0)
+def _centred(known_PG: Tensor, rewards_PG: Tensor) -> Tensor:
+    """Less the mean of the row; exactly 0 in rows of equal rewards, whose mean is off by rounding, for a tiny std would
+    make ones of that.
+    """
+    mean_P1 = rewards_PG.sum(dim=1, keepdim=True) / known_PG.sum(dim=1, keepdim=True).clamp_min(1)
+    differ_P1 = informative_groups(rewards_PG, known_PG)[:, None]
+    return torch.where(known_PG & differ_P1, rewards_PG - mean_P1, 0.0)

@@ -8,28 +8,16 @@ Tokens are those that were sampled: they are never decoded and tokenized again, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
+from treeward.data.prompt_sets import Prompt
 
 __all__ = ["Answer", "AnswerGroup", "Prompt"]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What is asked. `info`: what environments need to know (ground truth, reference answers, the environment's name).
-
-    `where`: file and line, for errors.
-    """
-
-    messages: tuple[Message, ...]
-    info: Mapping[str, Any] = field(default_factory=dict)
-    where: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

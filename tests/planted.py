@@ -1,0 +1,95 @@
+"""Rewards that a small policy can learn in seconds, and environments that fail as tests tell them to.
+
+`env: {planted: {type: custom, function: planted.vowels}}`: the folder of this file is on Python's path.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from treeward.data.preference import Message
+from treeward.environments.interface import Environment, Reward
+
+__all__ = ["Counting", "Troubled", "consonants", "fails", "length", "vowels"]
+
+Conversation = Sequence[Message]
+
+
+def vowels(prompt: str, response: str) -> float:
+    """The share of characters that are vowels."""
+    return sum(character in "aeiou" for character in response) / max(len(response), 1)
+
+
+def consonants(prompt: str, response: str) -> float:
+    """What `vowels` leave."""
+    return 1 - vowels(prompt, response)
+
+
+def fails(prompt: str, response: str) -> float:
+    """Never a reward."""
+    raise RuntimeError("told to fail")
+
+
+def length(prompt: str, response: str) -> float:
+    """A character counts a hundredth."""
+    return len(response) / 100
+
+
+class Counting(Environment):
+    """Rewards vowels, less the mean of all rewards before, which it remembers: rewards depend on those before."""
+
+    name = "counting_env"
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self.state: dict[str, Any] = {"count": 0, "total": 0.0}
+
+    def rewards(self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]) -> list[Reward]:
+        raw = [vowels("", str(conversation[-1]["content"])) for conversation in conversations]
+        self.state = {"count": self.state["count"] + len(raw), "total": self.state["total"] + sum(raw)}
+        return self._shaped(raw)
+
+    def evaluation_rewards(
+        self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]:
+        return self._shaped([vowels("", str(conversation[-1]["content"])) for conversation in conversations])
+
+    def _shaped(self, raw: list[float]) -> list[Reward]:
+        mean = self.state["total"] / max(self.state["count"], 1)
+        return [Reward(10 * (value - mean), raw=value) for value in raw]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.state = dict(state)
+
+
+class Troubled(Counting):
+    """`Counting` that does what the JSON file `orders` says, read at every step.
+
+    {"fail": share of the samples} raises for the whole step at 1, else gives no reward; {"nan": share}, {"hang":
+    seconds}; {"after": n} obeys only when n samples were rewarded.
+    """
+
+    name = "troubled_env"
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        super().__init__(section)
+        self.orders = Path(section["orders"])
+
+    def rewards(self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]) -> list[Reward]:
+        orders = json.loads(self.orders.read_text(encoding="utf-8"))
+        if self.state["count"] < orders.get("after", 0):
+            orders = {}
+        found = super().rewards(conversations, env_infos)
+        time.sleep(orders.get("hang", 0.0))
+        if orders.get("fail") == 1:
+            raise RuntimeError("told to fail")
+        for kind, reward in (("fail", Reward(None, error="told to fail")), ("nan", Reward(float("nan")))):
+            for i in range(round(orders.get(kind, 0.0) * len(found))):
+                found[i] = reward
+        return found

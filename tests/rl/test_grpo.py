@@ -1,0 +1,393 @@
+"""The loop learns, says what it does, watches, and stops as it is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.errors import CheckpointError, ConfigError
+from treeward.rl import grpo as grpo_module
+from treeward.rl.experience import AnswerGroup
+from treeward.rl.grpo import GRPOOutcome, grpo
+from treeward.rl.rollouts import Rollouts
+from treeward.rl.update import PolicyUpdater
+from treeward.training.stopping import StopRequest
+from treeward.training.tracking import read_metrics
+
+Make = Callable[..., Any]
+
+SHORT = ("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.metric_name=null")
+
+
+def run(config: Any) -> GRPOOutcome:
+    return grpo(config, show_progress=False)
+
+
+def logged(folder: Path, *names: str) -> list[dict[str, Any]]:
+    """The lines that have all of these metrics."""
+    return [line for line in read_metrics(folder / "logs" / "metrics.jsonl") if all(name in line for name in names)]
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[Rollouts]:
+    """The rollouts of each step, as they come."""
+    found: list[Rollouts] = []
+    collect = grpo_module.collect
+    monkeypatch.setattr(grpo_module, "collect", lambda *a, **k: found.append(collect(*a, **k)) or found[-1])
+    return found
+
+
+def test_a_planted_reward_is_learnt(tiny_grpo: Make, tmp_path: Path) -> None:
+    config = tiny_grpo(
+        "grpo.max_num_steps=20",
+        "grpo.num_generations_per_prompt=12",
+        "grpo.val_at_start=true",
+        "grpo.val_period=10",
+        "policy.optimizer.kwargs.lr=0.03",
+        "checkpointing.save_period=100",
+    )
+    outcome = run(config)
+    assert (outcome.step, outcome.total_steps, outcome.exit_code, outcome.interrupted_by) == (20, 20, 0, None)
+    before, *_, after = [line["validation/reward"] for line in logged(tmp_path, "validation/reward")]
+    assert before < 0.2 and after > 0.6
+    assert outcome.validation["validation/reward"] == after
+    trained = [line["train/reward"] for line in logged(tmp_path, "train/reward")]
+    assert len(trained) == 20 and sum(trained[-3:]) > 3 * sum(trained[:3])
+    # what it costs is seen too
+    kls = [line["train/kl"] for line in logged(tmp_path, "train/kl")]
+    assert kls[0] == 0.0 and kls[-1] > 1.0
+    assert outcome.report is not None and "vowels" in outcome.report.read_text(encoding="utf-8")
+
+
+def test_the_exported_policy_is_one_that_transformers_loads(tiny_grpo: Make) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    outcome = run(tiny_grpo(*SHORT))
+    assert outcome.policy_folder is not None and outcome.policy_step == 2
+    assert AutoModelForCausalLM.from_pretrained(outcome.policy_folder).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(outcome.policy_folder).chat_template
+
+
+def nodes(groups: list[AnswerGroup]) -> int:
+    """Tokens of the trees, counted by hand: different beginnings."""
+    return sum(len({tuple(s[: n + 1]) for s in group.sequences for n in range(len(s))}) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ([], 2),  # the reference, and the update, which is its own old policy
+        (["grpo.updates_per_batch=3"], 5),  # old, reference, three updates
+        (["policy.train_global_batch_size=8"], 3),
+        (["loss_fn.kl_in_reward=true", "loss_fn.reference_policy_kl_type=k1"], 3),
+        (["grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0"], 1),
+    ],
+)
+def test_prompts_are_computed_once_a_group(
+    tiny_grpo: Make, tmp_path: Path, sampled: list[Rollouts], options: list[str], passes: int
+) -> None:
+    run(tiny_grpo(*SHORT, *options))
+    for line, rollouts in zip(logged(tmp_path, "train/computed_tokens"), sampled, strict=True):
+        used = [g for g in rollouts.groups if all(answer.token_ids for answer in g.answers)]
+        assert len(used) == len(rollouts.groups) == 4
+        rows = sum(len(sequence) for group in used for sequence in group.sequences)
+        assert line["train/computed_tokens"] == passes * nodes(used) < passes * rows == line["train/row_tokens"]
+
+
+def test_the_metrics_of_a_step(tiny_grpo: Make, tmp_path: Path, sampled: list[Rollouts]) -> None:
+    run(tiny_grpo(*SHORT, "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold",
+                  "grpo.environments=[planted]", "grpo.updates_per_batch=2"))  # fmt: skip
+    lines = logged(tmp_path, "train/reward")
+    for line, rollouts in zip(lines, sampled, strict=True):
+        texts = [answer.text for group in rollouts.groups for answer in group.answers]
+        rewards = [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in texts]
+        assert line["train/reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
+        assert line["train/raw_reward"] == line["train/reward"]
+        assert line["train/gold_reward"] == pytest.approx(sum(map(len, texts)) / len(texts) / 100, abs=1e-6)
+        lengths = [len(answer.token_ids) for group in rollouts.groups for answer in group.answers]
+        assert line["train/mean_gen_tokens_per_sample"] == pytest.approx(sum(lengths) / len(lengths))
+        assert line["planted_env/num_samples"] == 16 and line["planted_env/num_failed"] == 0
+        # the policy that samples is the one that learns: the same log-probabilities
+        assert line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+        assert line["train/lr"] == 0.01 and line["train/num_failed"] == line["train/num_masked"] == 0
+    assert [line["train/prompts_drawn"] for line in lines] == [4, 8]
+    assert lines[1]["epoch"] == pytest.approx(8 / 42)
+    for line in lines:  # of an answer, as in validations
+        per_token, tokens = line["train/kl_per_token"], line["train/mean_gen_tokens_per_sample"]
+        assert line["train/kl"] == pytest.approx(per_token * tokens, rel=1e-5) and per_token > 0
+
+
+def test_without_a_reference_no_kl_is_made_up(tiny_grpo: Make, tmp_path: Path) -> None:
+    off = ("grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
+    run(tiny_grpo(*SHORT[:1], *off))
+    assert logged(tmp_path, "validation/reward") and not logged(tmp_path, "validation/kl")
+    assert logged(tmp_path, "train/reward") and not logged(tmp_path, "train/kl")
+
+
+def test_kl_in_the_reward_is_subtracted(tiny_grpo: Make, tmp_path: Path) -> None:
+    options = ["loss_fn.kl_in_reward=true", "loss_fn.reference_policy_kl_type=k1"]
+    run(tiny_grpo(*SHORT, *options, "grpo.max_num_steps=3", "loss_fn.reference_policy_kl_penalty=0.5"))
+    lines = logged(tmp_path, "train/kl_penalty")
+    assert len(lines) == 3 and lines[0]["train/kl_penalty"] == 0.0 != lines[2]["train/kl_penalty"]
+
+
+def test_answers_of_which_nothing_is_used(tiny_grpo: Make, tmp_path: Path) -> None:
+    """All are cut off, and so masked: there is nothing to learn from, and the run goes on."""
+    outcome = run(tiny_grpo(*SHORT, "policy.generation.max_new_tokens=1", "grpo.truncated=mask", "grpo.seed=3"))
+    assert outcome.step == 2
+    for line in logged(tmp_path, "train/reward"):
+        assert line["train/truncation_rate"] == 1 and line["train/num_masked"] == 16
+        assert line["train/advantages_std"] == 0 and "train/loss" not in line and "train/grad_norm" not in line
+
+
+def test_log_period_and_samples(tiny_grpo: Make, tmp_path: Path) -> None:
+    run(tiny_grpo("grpo.max_num_steps=5", "grpo.log_period=3", "grpo.num_val_generations=2"))
+    assert [line["step"] for line in logged(tmp_path, "train/reward")] == [3, 5]
+    samples = [json.loads(line) for line in (tmp_path / "logs" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [2, 2, 4, 4, 5, 5]
+    assert samples[0]["prompt"] == samples[2]["prompt"] == samples[4]["prompt"]
+    assert all(len(sample["answers"]) == 2 for sample in samples)
+    answer = samples[0]["answers"][0]
+    assert answer["reward"] == answer["raw_reward"] and answer["gold_reward"] is None and answer["kl"] > 0
+
+
+HACK = (
+    "env.gold={type: custom, function: planted.consonants}",
+    "grpo.gold_environment=gold",
+    "grpo.environments=[planted]",
+    "grpo.num_generations_per_prompt=12",
+    "grpo.max_num_steps=30",
+    "grpo.val_period=3",
+    "grpo.num_val_generations=8",
+    "grpo.max_val_samples=null",
+    "policy.optimizer.kwargs.lr=0.03",
+    "loss_fn.reference_policy_kl_penalty=0",
+    "grpo.watch.stop=true",
+)
+
+
+def test_a_planted_hack_raises_the_alarm_that_stops_the_run(
+    tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gold is what the reward is paid for not to be: it falls while the proxy rises."""
+    outcome = run(tiny_grpo(*HACK))
+    assert outcome.stopped_by == "gold_falls" and outcome.step < 30 and outcome.exit_code == 0
+    (alarm,) = [alarm for alarm in outcome.alarms if alarm.kind == "gold_falls"]
+    assert alarm.step == outcome.step and alarm.stops
+    kept = json.loads((tmp_path / "logs" / "alarms.json").read_text())
+    assert [one["kind"] for one in kept] == [one.kind for one in outcome.alarms]
+    assert [line["step"] for line in logged(tmp_path, "watch/alarm") if line["watch/alarm"]][-1] == outcome.step
+    assert outcome.policy_folder is not None and outcome.interrupted_by is None
+    # The same command does not go on; without `stop` it does.
+    with caplog.at_level(logging.INFO, "treeward.rl"):
+        again = run(tiny_grpo(*HACK))
+    assert (again.step, again.stopped_by) == (outcome.step, "gold_falls")
+    assert f"has ended this run after step {outcome.step}" in caplog.text
+    more = f"grpo.max_num_steps={outcome.step + 1}"
+    onwards = run(tiny_grpo(*HACK, "grpo.watch.stop=false", more))
+    assert (onwards.step, onwards.stopped_by) == (outcome.step + 1, None)
+    assert [one.kind for one in onwards.alarms][: len(kept)] == [one["kind"] for one in kept]
+
+
+def test_an_alarm_before_the_first_step_ends_the_run_with_nothing(tiny_grpo: Make) -> None:
+    outcome = run(
+        tiny_grpo(
+            "grpo.val_at_start=true",
+            "grpo.watch={stop: true, stop_on: [truncation], max_truncation_rate: 0.01}",
+        )
+    )
+    assert (outcome.step, outcome.stopped_by, outcome.policy_folder) == (0, "truncation", None)
+
+
+def test_alarms_of_an_earlier_run_are_not_this_ones(tiny_grpo: Make, tmp_path: Path) -> None:
+    alarm = {"kind": "kl_budget", "step": 3, "sentence": "Old.", "numbers": {}, "stops": False}
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "alarms.json").write_text(json.dumps([alarm]))
+    run(tiny_grpo(*SHORT))
+    assert json.loads((tmp_path / "logs" / "alarms.json").read_text()) == []
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """A signal comes while the step after `step` is taken."""
+    collect = grpo_module.collect
+
+    def replaced(one: Any, **where: Any) -> Rollouts:
+        if where["step"] == step:
+            signal.raise_signal(number)
+        return collect(one, **where)
+
+    monkeypatch.setattr(grpo_module, "collect", replaced)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_and_saves(
+    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    signalled(monkeypatch, 2, number)
+    outcome = run(tiny_grpo())
+    assert (outcome.step, outcome.exit_code, outcome.interrupted_by) == (3, code, number.name)
+    assert outcome.policy_folder is None and not (tmp_path / "checkpoints" / "final").exists()
+    assert (tmp_path / "checkpoints" / "step_3").is_dir() and outcome.report is not None
+    monkeypatch.undo()
+    assert run(tiny_grpo()).step == 6
+
+
+def test_the_deadline_saves_and_leaves(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Deadline(StopRequest):
+        def __init__(self, *, deadline_seconds: float | None) -> None:
+            assert deadline_seconds == 3600
+            super().__init__(deadline_seconds=deadline_seconds)
+            deadlines.append(self)
+
+    deadlines: list[Deadline] = []
+    monkeypatch.setattr(grpo_module, "StopRequest", Deadline)
+    collect = grpo_module.collect
+
+    def an_hour_later(one: Any, **where: Any) -> Rollouts:
+        if where["step"] == 2:
+            deadlines[0]._deadline = 0.0
+        return collect(one, **where)
+
+    monkeypatch.setattr(grpo_module, "collect", an_hour_later)
+    outcome = run(tiny_grpo("checkpointing.checkpoint_must_save_by='00:01:00:00'"))
+    assert (outcome.step, outcome.interrupted_by, outcome.exit_code) == (3, "checkpoint_must_save_by", 0)
+    assert (tmp_path / "checkpoints" / "step_3").is_dir() and deadlines[0].reserved_seconds > 0
+
+
+def test_whatever_stops_the_sampling_the_state_before_it_is_saved(
+    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory that does not suffice is no error of treeward's."""
+    with monkeypatch.context() as patch:
+        collect = grpo_module.collect
+
+        def too_large(one: Any, **where: Any) -> Rollouts:
+            if where["step"] == 3:
+                raise MemoryError("it does not fit")
+            return collect(one, **where)
+
+        patch.setattr(grpo_module, "collect", too_large)
+        with pytest.raises(MemoryError):
+            run(tiny_grpo())
+    assert "Step 4 cannot be taken: MemoryError: it does not fit" in caplog.text and "Step 3 is saved" in caplog.text
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()
+    assert run(tiny_grpo()).step == 6
+
+
+@pytest.mark.parametrize("what", ["evaluate", "_step"])
+def test_a_step_that_fails_before_the_weights_have_changed_is_saved(
+    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """The evaluation, and the first update. Of two updates the first stays, and the last checkpoint stands."""
+
+    def fails_in(call: int, **options: Any) -> None:
+        with monkeypatch.context() as patch:
+            calls: list[int] = []
+            function = getattr(PolicyUpdater, what)
+
+            def failing(*arguments: Any, **keywords: Any) -> Any:
+                calls.append(1)
+                if len(calls) == call:
+                    raise MemoryError("it does not fit")
+                return function(*arguments, **keywords)
+
+            patch.setattr(PolicyUpdater, what, failing)
+            with pytest.raises(MemoryError):
+                run(tiny_grpo("grpo.updates_per_batch=2"))
+
+    steps = 1 if what == "evaluate" else 2
+    fails_in(3 * steps + 1)
+    assert "Step 4 cannot be taken: MemoryError: it does not fit" in caplog.text and "Step 3 is saved" in caplog.text
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()
+    if what == "_step":
+        caplog.clear()
+        fails_in(2 * steps + 2)  # in step 6, after those from step 3 on
+        assert "the last checkpoint stands" in caplog.text and "is saved" not in caplog.text
+        assert not (tmp_path / "checkpoints" / "step_5").exists()
+    assert run(tiny_grpo("grpo.updates_per_batch=2")).step == 6
+
+
+def test_dynamic_sampling_ends_with_the_epochs(
+    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two batches of six for each step: 84 prompts of two epochs are drawn in seven steps, not in 21."""
+    import planted
+
+    monkeypatch.setattr(planted, "vowels", lambda prompt, response: len(response) if "and sun" in prompt else 0.5)
+    options = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.max_num_steps=null",
+               "grpo.dynamic_sampling_max_gen_batches=2", "grpo.max_num_epochs=2", "grpo.log_period=100",
+               "data.shuffle=false")  # fmt: skip
+    with caplog.at_level("INFO", "treeward.rl"):
+        outcome = run(tiny_grpo(*options))
+    assert (outcome.step, outcome.total_steps, outcome.interrupted_by) == (7, 7, None)
+    assert outcome.policy_folder is not None and outcome.validation and (tmp_path / "checkpoints" / "step_7").is_dir()
+    assert [line["train/prompts_drawn"] for line in logged(tmp_path, "train/reward")] == [84]
+    assert "drawn the prompts of all 2 epochs in 7 steps" in caplog.text
+    assert run(tiny_grpo(*options)).step == 7
+    assert run(tiny_grpo(*options, "grpo.max_num_epochs=3")).step == 11  # 132 of 126 prompts
+
+
+def test_stopped_before_anything_was_done(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin = grpo_module._Loop._begin
+    monkeypatch.setattr(grpo_module._Loop, "_begin", lambda self: (begin(self), signal.raise_signal(signal.SIGTERM)))
+    outcome = run(tiny_grpo())
+    assert (outcome.step, outcome.exit_code, outcome.interrupted_by) == (0, 143, "SIGTERM")
+    assert outcome.report is None and not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+def test_a_run_without_checkpoints(tiny_grpo: Make, tmp_path: Path) -> None:
+    outcome = run(tiny_grpo("checkpointing.enabled=false", "grpo.max_num_steps=2"))
+    assert outcome.step == 2 and outcome.policy_folder is None
+    assert not (tmp_path / "checkpoints").exists() and outcome.report == tmp_path / "logs" / "report.html"
+
+
+def test_the_best_policy_is_exported(tiny_grpo: Make, tmp_path: Path) -> None:
+    """By the metric, of the checkpoints that were validated."""
+    outcome = run(tiny_grpo("checkpointing.metric_name=val:kl", "checkpointing.keep_top_k=1"))
+    kls = {line["step"]: line["validation/kl"] for line in logged(tmp_path, "validation/kl")}
+    assert list(kls) == [2, 4, 6] and outcome.policy_step == min(kls, key=kls.__getitem__)
+    best, final = (tmp_path / "checkpoints" / name for name in (f"step_{outcome.policy_step}/model", "final"))
+    assert (best / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
+
+
+def test_files_that_cannot_be_written(tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "checkpoints" / "report.html").mkdir(parents=True)
+    outcome = run(tiny_grpo(*SHORT))
+    assert outcome.report is None and outcome.exit_code == 1 and outcome.policy_folder is not None
+    assert "its report cannot be written" in caplog.text and "report.html" in caplog.text
+    (tmp_path / "logs" / "alarms.json").unlink()
+    (tmp_path / "logs" / "alarms.json").mkdir()
+    with pytest.raises(ConfigError, match="alarms cannot be written"):
+        run(tiny_grpo(*SHORT))
+
+
+def test_two_runs_in_one_folder(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    second: list[BaseException] = []
+    collect = grpo_module.collect
+
+    def meanwhile(one: Any, **where: Any) -> Rollouts:
+        if where["step"] == 1:
+            with pytest.raises(CheckpointError, match="another run is using") as caught:
+                run(tiny_grpo(*SHORT))
+            second.append(caught.value)
+        return collect(one, **where)
+
+    monkeypatch.setattr(grpo_module, "collect", meanwhile)
+    assert run(tiny_grpo(*SHORT)).step == 2 and len(second) == 1
+
+
+def test_groups_of_one_are_refused(tiny_grpo: Make) -> None:
+    with pytest.raises(ConfigError, match="nothing to be compared with"):
+        tiny_grpo("grpo.num_generations_per_prompt=1")
+
+
+def test_without_validation_prompts_nothing_is_validated(tiny_grpo: Make, tmp_path: Path) -> None:
+    outcome = run(tiny_grpo(*SHORT, "grpo.val_at_start=true", "~data.validation"))
+    assert outcome.step == 2 and not outcome.validation
+    assert not logged(tmp_path, "validation/reward")

@@ -1,0 +1,159 @@
+"""The loop with a server that samples: it is given the weights, and the run survives its death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopback import Asked, Loopback
+from transformers import AutoModelForCausalLM
+
+from treeward.model.policy_model import PolicyModel
+from treeward.rl.generation import GenerationError
+from treeward.rl.grpo import GRPOOutcome, grpo
+from treeward.rl.sampling import Row, sample, uniforms
+from treeward.training.tracking import read_metrics
+
+Make = Callable[..., Any]
+
+
+class VllmServer:
+    """What vLLM answers, as far as the loop asks. It is dead from its `dies_at`-th request of the path `dies_in` on."""
+
+    def __init__(self) -> None:
+        self.policy: PolicyModel | None = None
+        self.dies_at: int | None = None
+        self.dies_in = "/v1/completions"
+        self.asked = 0
+
+    def __call__(self, asked: Asked) -> Any:
+        self.asked += asked.path == self.dies_in
+        if self.dies_at is not None and self.asked >= self.dies_at:
+            return None
+        if asked.path == "/collective_rpc":
+            folder = asked.json["kwargs"]["weights_path"]
+            self.policy = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+            return 200, {"results": [None]}
+        if asked.path == "/reset_prefix_cache":
+            return 200, b""
+        return 200, {"choices": [self._choice(asked.json, g) for g in range(asked.json["n"])]}
+
+    def _choice(self, body: dict[str, Any], g: int) -> dict[str, Any]:
+        assert self.policy is not None, "asked before it had weights"
+        most, ends = body["max_tokens"], set(body["stop_token_ids"])
+        row = Row(tuple(body["prompt"]), most, uniforms(body["seed"], 0, g, most))
+        with torch.no_grad():
+            (found,) = sample(
+                self.policy, [row], ended=lambda tokens: tokens[-1] in ends, temperature=body["temperature"]
+            )
+        said = {"token_logprobs": found.log_probs, "tokens": [f"token_id:{i}" for i in found.token_ids]}
+        return {
+            "index": g,
+            "text": "",
+            "finish_reason": "stop" if found.token_ids[-1] in ends else "length",
+            "logprobs": said | {"top_logprobs": [], "text_offset": []},
+            "token_ids": found.token_ids,
+            "prompt_token_ids": body["prompt"],
+        }
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[VllmServer, str]]:
+    vllm = VllmServer()
+    with Loopback(vllm) as loopback:
+        yield vllm, loopback.url
+
+
+@pytest.fixture
+def start(tiny_grpo: Make, server: tuple[VllmServer, str]) -> Callable[..., GRPOOutcome]:
+    def run(*more: str) -> GRPOOutcome:
+        generation = f"{{backend: vllm, url: {server[1]}, model: m, max_new_tokens: 8, max_retries: 1}}"
+        options = ("grpo.max_num_steps=4", "checkpointing.save_period=4", f"policy.generation={generation}")
+        return grpo(tiny_grpo(*options, *more), show_progress=False)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def computed() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(
+    computed: dict[str, Any],
+    start: Callable[..., GRPOOutcome],
+    tmp_path_factory: pytest.TempPathFactory,
+    result_of: Callable[[Path], dict[str, Any]],
+) -> dict[str, Any]:
+    """What the run comes to when its server lives; run once."""
+    if not computed:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        start(f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+        computed |= result_of(folder)
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("path", "count", "saved"),
+    [
+        ("/v1/completions", 3, 0),
+        ("/v1/completions", 9, 1),
+        ("/collective_rpc", 1, 0),  # the first weights
+        ("/collective_rpc", 4, 3),  # after the update of step 3
+        ("/v1/completions", 13, 2),  # in the validation after step 2
+    ],
+)
+def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
+    server: tuple[VllmServer, str],
+    start: Callable[..., GRPOOutcome],
+    tmp_path: Path,
+    uninterrupted: dict[str, Any],
+    result_of: Callable[[Path], dict[str, Any]],
+    path: str,
+    count: int,
+    saved: int,
+) -> None:
+    vllm, _ = server
+    vllm.asked, vllm.policy = 0, None
+    vllm.dies_in, vllm.dies_at = path, count
+    with pytest.raises(GenerationError, match="generator has failed|does not load the weights"):
+        start()
+    there = [folder.name for folder in (tmp_path / "checkpoints").glob("step_*")]
+    assert there == ([f"step_{saved}"] if saved else [])
+    vllm.dies_at, vllm.policy = None, None  # a new server, without the weights
+    assert start().step == 4
+    assert result_of(tmp_path) == uninterrupted
+
+
+def test_answers_that_came_as_text_are_counted_for_each_step(
+    start: Callable[..., GRPOOutcome], tmp_path: Path, result_of: Callable[[Path], dict[str, Any]]
+) -> None:
+    """Those of validations, which lie between the steps, are not among them."""
+
+    def answer(asked: Asked) -> Any:
+        choices = [
+            {"index": g, "text": word, "finish_reason": "length", "logprobs": {"tokens": [word] * 50} if g else None}
+            for g, word in enumerate(("sun", "moon", "rain", "a leaf")[: asked.json["n"]])
+        ]
+        return 200, {"choices": choices}
+
+    with Loopback(answer) as text_server:
+        options = f"backend: openai, url: {text_server.url}, model: m, max_new_tokens: 8, retokenize: true"
+        assert start(f"policy.generation={{{options}}}").step == 4
+    lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
+    counts = [(line["train/num_retokenized"], line["train/num_retokenized_apart"]) for line in lines]
+    assert counts == [(16, 12)] * 4
+
+
+def test_the_server_samples_from_the_weights_of_each_step(
+    start: Callable[..., GRPOOutcome], server: tuple[VllmServer, str], tmp_path: Path
+) -> None:
+    assert start().step == 4
+    lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
+    # The trainer finds the same log-probabilities: the weights are those of the step, and not of one before.
+    assert all(line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for line in lines)
+    assert len(lines) == 4 and all(line["timing/train/weight_sync"] >= 0 for line in lines)

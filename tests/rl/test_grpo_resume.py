@@ -1,0 +1,451 @@
+"""A run that was stopped goes on as if it had not been: at any moment, by a crash, a failure or a signal.
+
+Every case has what a resumed run could forget: rewards that depend on those before, groups that dynamic sampling left
+out, several updates of a batch, a KL in the reward, a schedule, a watch that remembers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.errors import CheckpointError, DataError, ModelError
+from treeward.rl import grpo as grpo_module
+from treeward.rl import state as state_module
+from treeward.rl.grpo import GRPOOutcome, grpo
+from treeward.rl.update import PolicyUpdater
+from treeward.rl.watch import OverOptimisationWatch
+
+Make = Callable[..., Any]
+Result = dict[str, Any]
+
+FORGETFUL = (
+    "env={planted: {type: planted.Troubled, orders: ORDERS}, gold: {type: custom, function: planted.length}}",
+    "grpo.environments=[planted]",
+    "grpo.gold_environment=gold",
+    "grpo.updates_per_batch=2",
+    "policy.train_global_batch_size=8",
+    "grpo.use_dynamic_sampling=true",
+    "grpo.batch_multiplier=1.5",
+    "loss_fn.kl_in_reward=true",
+    "loss_fn.reference_policy_kl_type=k1",
+    "policy.scheduler={name: linear, warmup_steps: 2}",
+    "checkpointing.metric_name=val:raw_reward",
+    "grpo.environment_timeout_seconds=5",
+)
+
+
+class Killed(BaseException):
+    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
+
+
+def die(*arguments: Any, **options: Any) -> Any:
+    raise Killed
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> Callable[..., None]:
+    """Tell the environment what to do."""
+
+    def give(**told: float) -> None:
+        (tmp_path / "orders.json").write_text(json.dumps(told), encoding="utf-8")
+
+    give()
+    return give
+
+
+@pytest.fixture
+def start(tiny_grpo: Make, tmp_path: Path, orders: Callable[..., None]) -> Callable[..., GRPOOutcome]:
+    """Start the run, or start it again."""
+
+    def run(*more: str) -> GRPOOutcome:
+        options = [option.replace("ORDERS", str(tmp_path / "orders.json")) for option in FORGETFUL]
+        return grpo(tiny_grpo(*options, *more), show_progress=False)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def computed() -> dict[str, Result]:
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(
+    computed: dict[str, Result],
+    start: Callable[..., GRPOOutcome],
+    tmp_path_factory: pytest.TempPathFactory,
+    result_of: Callable[[Path], Result],
+) -> Result:
+    """What the run comes to when nothing stops it; run once."""
+    if not computed:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        start(f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+        computed["tiny"] = result_of(folder)
+        lines = [line for line in computed["tiny"]["metrics"] if "train/reward" in line]
+        assert len(lines) == 6 and "'train/prompts_drawn': 36" in lines[-1]  # it has left groups out
+    return computed["tiny"]
+
+
+def assert_same(got: Result, want: Result) -> None:
+    assert got["metrics"] == want["metrics"]
+    assert got["samples"] == want["samples"]
+    assert got["alarms"] == want["alarms"]
+    assert got["weights"].keys() == want["weights"].keys()
+    assert [name for name, weight in want["weights"].items() if got["weights"][name] != weight] == []
+
+
+def _before_step(step: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def arm(monkeypatch: pytest.MonkeyPatch) -> None:
+        collect = grpo_module.collect
+        monkeypatch.setattr(
+            grpo_module, "collect", lambda run, **at: die() if at["step"] == step else collect(run, **at)
+        )
+
+    return arm
+
+
+def _at(owner: Any, name: str, when: Callable[..., bool]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Die as soon as this is called, and `when` says so."""
+
+    def arm(monkeypatch: pytest.MonkeyPatch) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: die() if when(*a) else function(*a, **k))
+
+    return arm
+
+
+LOOP: Any = grpo_module._Loop
+MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "before the first step": _before_step(0),
+    "before the first checkpoint": _before_step(1),
+    "in step 4": _before_step(3),
+    "in step 5": _before_step(4),
+    "between the updates of a batch": _at(
+        PolicyUpdater, "_step", lambda updater, known: updater.optimizer.param_groups[0]["lr"] > 0 and _third(updater)
+    ),
+    "before the log of a step": _at(LOOP, "_log_step", lambda loop, *_: loop.state.step == 4),
+    "before a validation": _at(LOOP, "validate", lambda loop: loop.state.step == 4),
+    "between a validation and the save": _at(LOOP, "save", lambda loop: loop.state.step == 4),
+    "between the policy and the optimiser of a save": _at(
+        state_module, "save_state", lambda folder, state, *_: state.step == 4
+    ),
+    "before the rename of a save": _at(os, "rename", lambda source, target: Path(target).name == "step_4"),
+    "in the export": _at(grpo_module.shutil, "copytree", lambda *_: True),
+    "before the report": _at(grpo_module, "write_rl_report", lambda *_, **__: True),
+}
+
+
+def _third(updater: PolicyUpdater) -> bool:
+    """The optimiser has been in the second half of step 3 before."""
+    count = updater.__dict__["asked"] = updater.__dict__.get("asked", 0) + 1
+    return count == 11
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_a_run_that_dies_goes_on_exactly(
+    start: Callable[..., GRPOOutcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+    moment: str,
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        MOMENTS[moment](patch)
+        start()
+    assert start().step == 6
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+def test_a_run_that_ends_with_its_prompts_goes_on_exactly(
+    start: Callable[..., GRPOOutcome],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    result_of: Callable[[Path], Result],
+) -> None:
+    """Six of the 42 prompts are drawn in each step, four of which it needs: seven steps of the eleven of an epoch."""
+    epoch = ("grpo.max_num_steps=null", "grpo.max_num_epochs=1")
+    whole = tmp_path_factory.mktemp("uninterrupted")
+    start(*epoch, f"checkpointing.checkpoint_dir={whole}/checkpoints", f"logger.log_dir={whole}/logs")
+    for moment in ("in step 5", "in the export"):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            MOMENTS[moment](patch)
+            start(*epoch)
+    outcome = start(*epoch)
+    assert (outcome.step, outcome.total_steps) == (7, 7) and "validation/reward" in outcome.validation
+    assert_same(result_of(tmp_path), result_of(whole))
+
+
+def test_a_signal_in_a_validation_is_made_up_for_and_killed_there_again(
+    start: Callable[..., GRPOOutcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+) -> None:
+    """The made-up validation writes its lines; killed before it is saved, it writes none of them twice."""
+    with monkeypatch.context() as patch:
+        collect = grpo_module.collect
+
+        def signalled(run: Any, **at: int) -> Any:
+            if at["step"] == 3:
+                signal.raise_signal(signal.SIGTERM)
+            return collect(run, **at)
+
+        patch.setattr(grpo_module, "collect", signalled)
+        outcome = start()
+    assert (outcome.step, outcome.exit_code) == (4, 143)  # it was to be validated
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            _at(LOOP, "save", lambda loop: loop.state.validation_step == 4)(patch)
+            start()
+    assert start().step == 6
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+def test_the_watch_is_told_of_all_steps_since_the_last_validation(
+    start: Callable[..., GRPOOutcome], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    observe = OverOptimisationWatch.observe
+
+    def noting(self: Any, step: int, **values: Any) -> Any:
+        told.append((step, values["groups_without_signal"], values["length_correlation"]))
+        return observe(self, step, **values)
+
+    monkeypatch.setattr(OverOptimisationWatch, "observe", noting)
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    rare = ("grpo.max_num_steps=4", "grpo.val_period=4")
+    start(*rare, f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+    (whole,) = told
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        MOMENTS["in step 4"](patch)
+        start(*rare)
+    start(*rare)
+    assert told == [whole, whole] and whole[0] == 4 and whole[2] is not None
+
+
+@pytest.mark.parametrize("trouble", [{"fail": 1}, {"fail": 0.8}, {"nan": 1}])
+def test_an_environment_that_fails_stops_at_a_saved_state_and_is_mended(
+    start: Callable[..., GRPOOutcome],
+    orders: Callable[..., None],
+    tmp_path: Path,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+    caplog: pytest.LogCaptureFixture,
+    trouble: dict[str, float],
+) -> None:
+    orders(after=60, **trouble)  # in the middle of a step's draws
+    with pytest.raises(ModelError, match="too many answers have no reward") as caught:
+        start()
+    assert "max_failed_share" in str(caught.value) and "told to fail" in str(caught.value) or "nan" in trouble
+    (said,) = [r.getMessage() for r in caplog.records if "is saved: the same command" in r.getMessage()]
+    step = int(said.split()[1])
+    assert 0 < step < 6 and (tmp_path / "checkpoints" / f"step_{step}").is_dir()
+    with pytest.raises(ModelError, match="too many answers"):
+        start()  # it was not mended
+    orders()
+    assert start().step == 6
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+def test_a_failure_before_anything_was_learnt_does_not_claim_a_checkpoint(
+    start: Callable[..., GRPOOutcome], orders: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    orders(fail=1)
+    with pytest.raises(ModelError, match="too many answers"):
+        start()
+    assert "Step 1 cannot be taken: too many answers have no reward" in caplog.text
+    assert "saved" not in caplog.text and not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+def test_rewards_that_fail_for_some_are_masked_and_counted(
+    start: Callable[..., GRPOOutcome], orders: Callable[..., None], tmp_path: Path
+) -> None:
+    for kind in ("fail", "nan"):
+        orders(**{kind: 0.25})
+        start(
+            "grpo.max_num_steps=1",
+            f"logger.log_dir={tmp_path}/{kind}",
+            f"checkpointing.checkpoint_dir={tmp_path}/c_{kind}",
+        )
+        first = json.loads((tmp_path / kind / "metrics.jsonl").read_text().splitlines()[0])
+        asked = first["planted_env/num_samples"]
+        assert asked == 4 * first["train/num_groups_sampled"] == 24
+        assert first["train/num_failed"] == first["planted_env/num_failed"] == asked / 4
+
+
+def test_an_environment_that_hangs_is_masked_and_then_stops_the_run(
+    start: Callable[..., GRPOOutcome], orders: Callable[..., None], tmp_path: Path
+) -> None:
+    orders(hang=1.5, after=40)
+    patience = ("grpo.environment_timeout_seconds=0.3", "grpo.max_failed_share=1", "grpo.use_dynamic_sampling=false",
+                "grpo.batch_multiplier=1", "grpo.max_num_steps=30", "grpo.val_period=0", "grpo.val_at_end=false",
+                "checkpointing.metric_name=null")  # fmt: skip
+    with pytest.raises(ModelError, match="environment planted hangs") as caught:
+        start(*patience)
+    assert "3 steps in succession" in str(caught.value) and "environment_timeout_seconds" in str(caught.value)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/num_failed"] for line in lines][-2:] == [16, 16]
+    assert (tmp_path / "checkpoints" / f"step_{lines[-1]['step']}").is_dir()
+    orders()
+    assert start(*patience, "grpo.max_num_steps=8").step == 8
+
+
+def test_a_loss_that_is_not_finite_leaves_the_state_before_the_step(
+    start: Callable[..., GRPOOutcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+) -> None:
+    with monkeypatch.context() as patch:
+        advantages = grpo_module.advantages
+        calls: list[int] = []
+        patch.setattr(
+            grpo_module,
+            "advantages",
+            lambda *a: advantages(*a) * (float("nan") if calls.append(1) or len(calls) == 4 else 1),
+        )
+        with pytest.raises(ModelError, match="loss is not finite"):
+            start()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_2", "step_3"]
+    assert start().step == 6
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize("bytes_that_fit", [6_000, 90_000, 200_000])
+def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
+    start: Callable[..., GRPOOutcome],
+    tmp_path: Path,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+    bytes_that_fit: int,
+) -> None:
+    """A limit of file sizes stands for the disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_that_fit, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be saved"):
+            start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "checkpoints").glob("*step_*"))
+    assert start().step == 6
+    assert_same(result_of(tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("loss_fn.ratio_clip_max=0.3", "loss_fn"),
+        ("grpo.num_generations_per_prompt=8", "grpo"),
+        ("grpo.seed=8", "grpo"),
+        ("policy.optimizer.kwargs.lr=0.02", "policy.optimizer"),
+        ("policy.generation.temperature=0.9", "policy.generation"),
+        ("data.train.max_samples=20", "the training prompts"),
+        ("data.validation.max_samples=5", "the validation prompts"),
+        ("policy.model_config.hidden_size=64", "the policy"),
+    ],
+)
+def test_another_configuration_is_refused_and_named(start: Callable[..., GRPOOutcome], option: str, named: str) -> None:
+    start("grpo.max_num_steps=2")
+    with pytest.raises(CheckpointError) as caught:
+        start("grpo.max_num_steps=2", option)
+    assert f"of another run: {named} " in str(caught.value) or f", {named} " in str(caught.value).splitlines()[0]
+
+
+def test_what_may_change_may_change_and_a_longer_run_goes_on(
+    start: Callable[..., GRPOOutcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert start("grpo.max_num_steps=2").step == 2
+    free = ("grpo.max_val_samples=4", "grpo.val_period=1", "grpo.num_val_generations=2", "checkpointing.save_period=1",
+            "grpo.watch.z=2", "grpo.environment_timeout_seconds=9", "policy.train_micro_batch_tokens=128")  # fmt: skip
+    outcome = start("grpo.max_num_steps=4", *free)
+    assert (outcome.step, outcome.total_steps) == (4, 4)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 3, 4, 4]
+    assert "whose length is another than before (max_num_epochs, max_num_steps)" in caplog.text
+
+
+def test_an_environment_may_be_run_elsewhere(start: Callable[..., GRPOOutcome], tmp_path: Path) -> None:
+    judge = "{type: judge, model: m, base_url: 'http://127.0.0.1:%d', api_key_env: null, max_retries: %d}"
+    start("grpo.max_num_steps=1", f"env.judge={judge % (1, 0)}")
+    start("grpo.max_num_steps=1", f"env.judge={judge % (2, 3)}")
+    with pytest.raises(CheckpointError, match="of another run: env changed"):
+        start("grpo.max_num_steps=1", f"env.judge={judge % (1, 0)}", "env.judge.model=n")
+
+
+def test_a_run_that_is_past_its_end_says_so(
+    start: Callable[..., GRPOOutcome], caplog: pytest.LogCaptureFixture
+) -> None:
+    start("grpo.max_num_steps=3")
+    with caplog.at_level("INFO", "treeward.rl"):
+        outcome = start("grpo.max_num_steps=2")
+    assert (outcome.step, outcome.policy_folder is not None) == (3, True)
+    assert "This run has taken 3 steps; no more than 2 are asked for now." in caplog.text
+    assert "All 3 steps are done." in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["rollout_state.json", "training_state.json", "optimizer.safetensors", "model/model.safetensors"]
+)
+def test_a_cut_file_of_a_checkpoint_is_named(start: Callable[..., GRPOOutcome], tmp_path: Path, name: str) -> None:
+    start("grpo.max_num_steps=1")
+    file = tmp_path / "checkpoints" / "step_1" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError) as caught:
+        start("grpo.max_num_steps=1")
+    assert str(file) in str(caught.value)
+
+
+def test_without_the_optimiser_or_with_resume_false(start: Callable[..., GRPOOutcome]) -> None:
+    options = ("grpo.max_num_steps=1", "checkpointing.save_optimizer=false")
+    assert start(*options).policy_folder is not None
+    with pytest.raises(CheckpointError, match="without its optimiser"):
+        start(*options)
+    with pytest.raises(DataError.__base__, match="resume is false"):  # type: ignore[arg-type]
+        start(*options, "checkpointing.resume=false")
+
+
+def test_a_state_that_json_does_not_hold_is_named(
+    start: Callable[..., GRPOOutcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import planted
+
+    monkeypatch.setattr(planted.Troubled, "state_dict", lambda self: {**self.state, "lock": {1, 2}})
+    with pytest.raises(CheckpointError, match="state of an environment cannot be saved"):
+        start("grpo.max_num_steps=1")
+
+
+def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(
+    start: Callable[..., GRPOOutcome],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    result_of: Callable[[Path], Result],
+) -> None:
+    lora = ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.optimizer.kwargs.lr=0.03",
+            "grpo.val_at_start=true")  # fmt: skip
+    whole = tmp_path_factory.mktemp("uninterrupted")
+    start(*lora, f"checkpointing.checkpoint_dir={whole}/checkpoints", f"logger.log_dir={whole}/logs")
+    for moment in ("in step 4", "between a validation and the save", "in the export"):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            MOMENTS[moment](patch)
+            start(*lora)
+    assert start(*lora).step == 6
+    assert_same(result_of(tmp_path), result_of(whole))
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    kls = [line["validation/kl"] for line in lines if "validation/kl" in line]
+    assert kls[0] == 0.0 and all(kl > 0 for kl in kls[1:])
+    adapters = [one / "checkpoints" / "step_6" / "adapter" / "adapter_model.safetensors" for one in (tmp_path, whole)]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()

@@ -1,0 +1,598 @@
+"""A generator behind HTTP: servers of vLLM's, SGLang's and OpenAI's forms, which sample from a real small model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCABULARY, config_of, randomise
+from loopback import Asked, Loopback
+from transformers import AutoModelForCausalLM
+
+from treeward.errors import ConfigError, ModelError
+from treeward.model.policy_model import PolicyModel
+from treeward.rl.experience import Answer, AnswerGroup, Prompt, prompt_lengths
+from treeward.rl.generation import GenerationError, GenerationSettings
+from treeward.rl.http_generation import HttpGenerator, ServerSettings
+from treeward.rl.sampling import Row, Sampled, sample, uniforms
+
+PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "b", "c"))]
+IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
+ENDS = list(range(3, 120))
+
+
+class Served:
+    """A server with a policy of its own. `change(reply)` alters what it answers; `statuses` come before any answer."""
+
+    def __init__(self, policy: PolicyModel, tokenizer: Any, *, raw: bool = False) -> None:
+        self.policy, self.tokenizer, self.raw = copy.deepcopy(policy), tokenizer, raw
+        self.change: Callable[[Any], Any] = lambda reply: reply
+        self.statuses: list[Any] = []
+        self.version: str | None = None
+        self.delay = 0.0
+        self.most_at_once = self._at_once = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, asked: Asked) -> Any:
+        with self.lock:
+            status = self.statuses.pop(0) if self.statuses else 200
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            time.sleep(self.delay)
+            if status is None:
+                return None
+            if status != 200:
+                return status, {"error": {"message": f"told to answer {status}"}}
+            with self.lock:
+                return self._answer(asked)
+        finally:
+            with self.lock:
+                self._at_once -= 1
+
+    def _answer(self, asked: Asked) -> Any:
+        body = asked.json
+        if asked.path == "/v1/completions":
+            return 200, self.change(self._completions(body))
+        if asked.path == "/generate":
+            return 200, self.change(self._generate(body))
+        if asked.path == "/update_weights_from_disk":
+            self._load(body["model_path"])
+            self.version = body["weight_version"]
+            return 200, self.change({"success": True, "message": "Succeeded to update model weights."})
+        if asked.path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self._load(body["kwargs"]["weights_path"])
+            return 200, {"results": [None]}
+        if asked.path == "/reset_prefix_cache":
+            return 200, b""
+        return 404, {"detail": "Not Found"}
+
+    def _load(self, folder: str) -> None:
+        assert [path.name for path in Path(folder).parent.iterdir() if path.suffix == ".partial"] == []
+        self.policy = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+    def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[Sampled, str, str]:
+        ends, stops = set(sampling.get("stop_token_ids", [])) | {0}, sampling.get("stop", [])
+
+        def ended(tokens: list[int]) -> bool:
+            return tokens[-1] in ends or any(stop in self.tokenizer.decode(tokens) for stop in stops)
+
+        (found,) = sample(
+            self.policy,
+            [Row(tuple(ids), most, uniforms(seed, 0, 0, most))],
+            ended=ended,
+            temperature=sampling["temperature"],
+            top_p=sampling["top_p"],
+        )
+        if self.raw:
+            with torch.no_grad():
+                said = self.policy.log_probs([[ids + found.token_ids]], [[len(ids)]]).values_SL[0].tolist()
+            found = Sampled(found.token_ids, said)
+        text = self.tokenizer.decode(found.token_ids, skip_special_tokens=True)
+        return found, text, "stop" if ended(found.token_ids) else "length"
+
+    def _completions(self, body: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for g in range(body["n"]):
+            found, text, reason = self._sampled(body["prompt"], body["max_tokens"], body["seed"] + g, body)
+            names = [
+                f"token_id:{i}" if "return_token_ids" in body else self.tokenizer.decode([i]) for i in found.token_ids
+            ]
+            choice: dict[str, Any] = {"index": g, "text": text, "finish_reason": reason, "stop_reason": None}
+            choice["logprobs"] = None
+            if body.get("logprobs") is not None:
+                choice["logprobs"] = {
+                    "text_offset": [0] * len(names),
+                    "token_logprobs": found.log_probs,
+                    "tokens": names,
+                    "top_logprobs": [{name: x} for name, x in zip(names, found.log_probs, strict=True)],
+                }
+            if body.get("return_token_ids"):
+                choice |= {"token_ids": found.token_ids, "prompt_token_ids": body["prompt"]}
+            choices.append(choice)
+        choices = choices[1:] + choices[:1]  # in no particular order
+        return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": choices}
+
+    def _generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        answers = []
+        for ids, sampling in zip(body["input_ids"], body["sampling_params"], strict=True):
+            found, text, reason = self._sampled(ids, sampling["max_new_tokens"], sampling["sampling_seed"], sampling)
+            length = {"type": "length", "length": len(found.token_ids)}
+            meta: dict[str, Any] = {
+                "id": "1",
+                "finish_reason": length if reason == "length" else {"type": "stop", "matched": found.token_ids[-1]},
+                "prompt_tokens": len(ids),
+                "completion_tokens": len(found.token_ids),
+                "weight_version": self.version or "default",
+            }
+            if body["return_logprob"]:
+                pairs = zip(found.log_probs, found.token_ids, strict=True)
+                meta["output_token_logprobs"] = [[x, i, None] for x, i in pairs]
+            answers.append({"text": text, "output_ids": found.token_ids, "meta_info": meta})
+        return answers
+
+
+@pytest.fixture(scope="module")
+def policy() -> PolicyModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf = AutoModelForCausalLM.from_config(config_of("qwen3"), attn_implementation="eager", dtype=torch.float32)
+    return PolicyModel(randomise(hf.eval()))
+
+
+@contextmanager
+def serving(
+    policy: PolicyModel,
+    tokenizer: Any,
+    *,
+    backend: Any = "vllm",
+    raw: bool = False,
+    server: dict[str, Any] | None = None,
+    generator: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[tuple[HttpGenerator, Served, Loopback]]:
+    served = Served(policy, tokenizer, raw=raw)
+    with Loopback(served) as loopback:
+        made = HttpGenerator(
+            policy,
+            tokenizer,
+            ServerSettings(
+                loopback.url, **{"backend": backend, "model": "m", "timeout_seconds": 20.0, **(server or {})}
+            ),
+            GenerationSettings(**{"max_new_tokens": 12, **settings}),
+            end_ids=ENDS,
+            **(generator or {}),
+        )
+        yield made, served, loopback
+        made.close()
+        made.close()
+
+
+def answers_of(groups: list[AnswerGroup]) -> list[Answer]:
+    return [answer for group in groups for answer in group.answers]
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_answers_are_the_tokens_that_the_server_sampled(
+    policy: PolicyModel, tiny_tokenizer: Any, backend: str, temperature: float
+) -> None:
+    with serving(policy, tiny_tokenizer, backend=backend, temperature=temperature, max_new_tokens=6) as (
+        generator,
+        served,
+        loopback,
+    ):
+        generator.load_weights(policy, 0)
+        groups = generator.generate(PROMPTS, IDS, num_answers=8, seed=1)
+        assert [group.prompt for group in groups] == PROMPTS
+        assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
+        found = policy.log_probs([g.sequences for g in groups], prompt_lengths(groups), temperature=temperature)
+        for s, answer in enumerate(answers_of(groups)):
+            own = found.values_SL[s][found.mask_SL[s]].detach()
+            assert torch.allclose(own, torch.tensor(answer.log_probs), atol=1e-4)
+            assert answer.truncated == (answer.token_ids[-1] not in ENDS)
+            kept = answer.token_ids if answer.truncated else answer.token_ids[:-1]
+            assert answer.text == tiny_tokenizer.decode(kept, skip_special_tokens=True)
+        tokens = [answer.token_ids for answer in answers_of(groups)]
+        assert len(set(tokens)) > 8 and len({a.truncated for a in answers_of(groups)}) == 2
+        assert generator.generate(PROMPTS, IDS, num_answers=8, seed=1) == groups
+        other = generator.generate(PROMPTS, IDS, num_answers=8, seed=2)
+        assert other != groups
+        for asked in loopback.requests[-3:]:  # the answers are in the server's order, by index
+            body = asked.json
+            ids = body["prompt"] if backend == "vllm" else body["input_ids"][0]
+            (group,) = (group for group in other if group.prompt_ids == tuple(ids))
+            if backend == "vllm":
+                choices = sorted(served._completions(body)["choices"], key=lambda choice: choice["index"])
+                want = [tuple(choice["token_ids"]) for choice in choices]
+            else:
+                want = [tuple(part["output_ids"]) for part in served._generate(body)]
+            assert [answer.token_ids for answer in group.answers] == want
+
+
+def test_what_a_server_has_defaults_of_its_own_for_is_said(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    with serving(policy, tiny_tokenizer, stop_strings=("x y",)) as (generator, _, loopback):
+        generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        body = loopback.requests[0].json
+        assert body.items() >= {
+            "prompt": IDS[0], "n": 2, "max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+            "repetition_penalty": 1.0, "stop": ["x y"], "stop_token_ids": ENDS, "logprobs": 1,
+            "return_token_ids": True, "model": "m",
+        }.items()  # fmt: skip
+        assert loopback.requests[0].path == "/v1/completions"
+    with serving(policy, tiny_tokenizer, top_p=0.9, top_k=7) as (generator, _, loopback):
+        generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        assert loopback.requests[0].json.items() >= {"top_p": 0.9, "top_k": 7}.items()
+    with serving(policy, tiny_tokenizer, backend="sglang") as (generator, _, loopback):
+        generator.generate(PROMPTS[:1], IDS[:1], num_answers=3, seed=1)
+        body = loopback.requests[0].json
+        assert body["input_ids"] == [IDS[0]] * 3 and body["return_logprob"] is True
+        assert len({sampling["sampling_seed"] for sampling in body["sampling_params"]}) == 3
+        assert body["sampling_params"][0].items() >= {"max_new_tokens": 12, "top_k": -1, "stop_token_ids": ENDS}.items()
+
+
+def test_stop_strings_and_the_room_that_is_left(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    limit = policy.hf.config.max_position_embeddings
+    with serving(policy, tiny_tokenizer, max_new_tokens=30) as (generator, _, loopback):
+        free = answers_of(generator.generate(PROMPTS, IDS, num_answers=6, seed=3))
+        longest = max(free, key=lambda answer: len(answer.text))
+        generator.generate(PROMPTS[:1], [[5] * (limit - 3)], num_answers=1, seed=0)
+        assert loopback.requests[-1].json["max_tokens"] == 3
+        with pytest.raises(ModelError, match="row 0.*no room"):
+            generator.generate(PROMPTS[:1], [[5] * limit], num_answers=1, seed=0)
+    stop = longest.text[4:6]
+    with serving(policy, tiny_tokenizer, max_new_tokens=30, stop_strings=(stop,)) as (generator, _, _):
+        answer = answers_of(generator.generate(PROMPTS, IDS, num_answers=6, seed=3))[free.index(longest)]
+        assert answer.token_ids == longest.token_ids[: len(answer.token_ids)] != longest.token_ids
+        assert answer.text == longest.text[: longest.text.index(stop)] and not answer.truncated
+
+
+def test_no_more_requests_at_a_time_than_were_allowed(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    with serving(policy, tiny_tokenizer, server={"max_concurrency": 2}) as (generator, served, loopback):
+        served.delay = 0.05
+        generator.generate(PROMPTS * 3, IDS * 3, num_answers=1, seed=1)
+        assert served.most_at_once == 2 and len(loopback.requests) == 9
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_busy_or_restarting_server_is_asked_again(policy: PolicyModel, tiny_tokenizer: Any, backend: str) -> None:
+    with serving(policy, tiny_tokenizer, backend=backend) as (generator, served, loopback):
+        want = generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        served.statuses = [429, 503, 500, None]
+        assert generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1) == want
+        assert len(loopback.requests) == 6
+        aborted = iter([True, False])
+
+        def abort_once(reply: Any) -> Any:
+            if next(aborted):
+                if backend == "sglang":
+                    reply[1]["meta_info"]["finish_reason"] = {"type": "abort", "message": "weights"}
+                else:
+                    reply["choices"][0]["finish_reason"] = "abort"
+            return reply
+
+        served.change = abort_once
+        assert generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1) == want
+
+
+def test_a_server_that_fails_is_named_in_time(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    with serving(policy, tiny_tokenizer, server={"timeout_seconds": 0.6}) as (generator, served, loopback):
+        served.delay = 5.0
+        start = time.monotonic()
+        with pytest.raises(GenerationError, match="not answered in time") as caught:
+            generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+        assert time.monotonic() - start < 4.0
+        assert loopback.url in str(caught.value) and "2 answers of at most 12 tokens" in str(caught.value)
+        assert "resume" in str(caught.value)
+    with serving(policy, tiny_tokenizer, server={"timeout_seconds": 0.5, "max_retries": 50}) as (generator, served, _):
+        served.statuses = [500] * 1000
+        with pytest.raises(GenerationError, match="500"):
+            generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+    with serving(policy, tiny_tokenizer, server={"max_retries": 1}) as (generator, served, loopback):
+        served.statuses = [None] * 100
+        with pytest.raises(GenerationError, match="cannot be reached"):
+            generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+    with pytest.raises(GenerationError, match="cannot be reached"):  # it is gone altogether
+        HttpGenerator(policy, tiny_tokenizer, ServerSettings(loopback.url, max_retries=1), end_ids=ENDS).generate(
+            PROMPTS, IDS, num_answers=2, seed=1
+        )
+
+
+def test_a_refusal_is_told_at_once(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    with serving(policy, tiny_tokenizer) as (generator, served, loopback):
+        served.statuses = [400]
+        with pytest.raises(GenerationError, match=r"(?s)told to answer 400.*row 0.*longest sequence"):
+            generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        assert len(loopback.requests) == 1
+
+
+def _drop(reply: Any) -> Any:
+    reply["choices"].pop()
+    return reply
+
+
+def _each(**changes: Any) -> Callable[[Any], Any]:
+    def change(reply: Any) -> Any:
+        for choice in reply["choices"]:
+            choice |= {name: value(choice) if callable(value) else value for name, value in changes.items()}
+        return reply
+
+    return change
+
+
+def _said(change: Callable[[list[float]], Any]) -> Callable[[Any], Any]:
+    return _each(
+        logprobs=lambda choice: choice["logprobs"] | {"token_logprobs": change(choice["logprobs"]["token_logprobs"])}
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda _: [], "object"),
+        (lambda _: {"object": "error"}, "no list choices"),
+        (lambda reply: reply | {"choices": ["text"] * 2}, "object"),
+        (_drop, "choices with the indices|1 answers instead of 2"),
+        (_each(index=0), "indices"),
+        (_each(finish_reason="content_filter"), "content_filter"),
+        (_each(token_ids=[VOCABULARY]), f"{VOCABULARY}"),
+        (_each(token_ids=[1.5]), "1.5"),
+        (_each(token_ids="text"), "token_ids"),
+        (_each(token_ids=[5] * 13), "13 tokens where at most 12"),
+        (_each(token_ids=lambda choice: choice["token_ids"][:-1]), "log-probabilities for"),
+        (_each(prompt_token_ids=[1, 2]), "another prompt"),
+        (_each(logprobs=None), "token_logprobs"),
+        (_said(lambda said: [None] * len(said)), "log-probabilities that are none"),
+        (_said(lambda said: [0.5] * len(said)), "log-probabilities that are none"),
+        (_each(token_ids=None, logprobs=None), "which tokens it sampled"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_malformed_is_refused(
+    policy: PolicyModel, tiny_tokenizer: Any, change: Callable[[Any], Any], what: str
+) -> None:
+    with serving(policy, tiny_tokenizer) as (generator, served, loopback):
+        served.change = change
+        with pytest.raises(GenerationError, match=what) as caught:
+            generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        assert loopback.url in str(caught.value) and "row 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda reply: reply[:1], "1 answers instead of 2"),
+        (lambda reply: [part | {"output_ids": [7] * 9} for part in reply], "others than those"),
+        (lambda reply: [part | {"meta_info": {"finish_reason": {"type": "stop"}}} for part in reply], "no list"),
+        (lambda reply: [{"text": part["text"]} for part in reply], "object"),
+    ],
+)
+def test_an_answer_of_sglang_that_is_malformed_is_refused(
+    policy: PolicyModel, tiny_tokenizer: Any, change: Callable[[Any], Any], what: str
+) -> None:
+    with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
+        served.change = change
+        with pytest.raises(GenerationError, match=what):
+            generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+
+
+def test_older_forms_with_the_same_tokens(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    with serving(policy, tiny_tokenizer) as (generator, served, _):
+        want = generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+        served.change = _each(token_ids=None, prompt_token_ids=None)  # vLLM before 0.10.2: names in logprobs
+        assert generator.generate(PROMPTS, IDS, num_answers=2, seed=1) == want
+    with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
+        want = generator.generate(PROMPTS, IDS, num_answers=1, seed=1)
+        served.change = lambda reply: reply[0] | {"output_ids": reply[0]["output_ids"][:-1]}  # a trimmed stop token
+        assert generator.generate(PROMPTS, IDS, num_answers=1, seed=1) == want
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_empty_answers_and_answers_without_log_probs(policy: PolicyModel, tiny_tokenizer: Any, backend: str) -> None:
+    def empty(reply: Any) -> Any:
+        for part in reply if backend == "sglang" else reply["choices"]:
+            if backend == "sglang":
+                part |= {"text": "", "output_ids": [], "meta_info": part["meta_info"] | {"output_token_logprobs": []}}
+            else:
+                part |= {"text": "", "token_ids": [], "logprobs": {"tokens": [], "token_logprobs": []}}
+        return reply
+
+    with serving(policy, tiny_tokenizer, backend=backend) as (generator, served, _):
+        want = generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+        served.change = empty
+        answers = answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1))
+        assert all((answer.token_ids, answer.text, answer.log_probs) == ((), "", ()) for answer in answers)
+    with serving(policy, tiny_tokenizer, backend=backend, log_probs=False) as (generator, _, loopback):
+        answers = answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1))
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in answers_of(want)]
+        assert all(answer.log_probs is None for answer in answers)
+        assert "logprobs" not in loopback.requests[0].json and not loopback.requests[0].json.get("return_logprob")
+
+
+def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    with (
+        serving(policy, tiny_tokenizer, backend="openai") as (generator, _, _),
+        pytest.raises(GenerationError, match=r"(?s)which tokens it sampled.*retokenize"),
+    ):
+        generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+    for text, apart in (("naïve é中🦉 answer", False), ("an answer", True)):
+        with serving(policy, tiny_tokenizer, backend="openai", server={"retokenize": True}) as (generator, served, _):
+            ids = tiny_tokenizer(text, add_special_tokens=False).input_ids
+            names = [tiny_tokenizer.decode([i]) for i in ids] + ["more"] * (3 * apart)
+            served.change = _each(text=text, finish_reason="length", logprobs={"tokens": names, "token_logprobs": []})
+            answers = answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1))
+            assert {(answer.token_ids, answer.text, answer.log_probs) for answer in answers} == {
+                (tuple(ids), text, None)
+            }
+            assert generator.metrics() == {"num_retokenized": 6, "num_retokenized_apart": 6 * apart}
+            generator.generate(PROMPTS[:1], IDS[:1], num_answers=1, seed=1)
+            assert generator.metrics() == {"num_retokenized": 7, "num_retokenized_apart": 7 * apart}
+    with pytest.raises(ConfigError, match="top_k"):
+        HttpGenerator(
+            policy, tiny_tokenizer, ServerSettings("http://x", backend="openai", model="m"),
+            GenerationSettings(top_k=4), end_ids=ENDS,
+        )  # fmt: skip
+
+
+def test_the_key_comes_from_the_environment(
+    policy: PolicyModel, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLICY_KEY", "secret-1")
+    with serving(policy, tiny_tokenizer, server={"api_key_env": "POLICY_KEY"}) as (generator, _, loopback):
+        generator.generate(PROMPTS[:1], IDS[:1], num_answers=1, seed=1)
+        assert loopback.requests[0].headers["authorization"] == "Bearer secret-1"
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        HttpGenerator(policy, tiny_tokenizer, ServerSettings("http://x", api_key_env="NO_SUCH_KEY"), end_ids=ENDS)
+
+
+def moved(policy: PolicyModel, by: float) -> PolicyModel:
+    other = copy.deepcopy(policy)
+    with torch.no_grad():
+        for parameter in other.hf.parameters():
+            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return other
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_server_loads_the_weights_from_a_folder(
+    policy: PolicyModel, tiny_tokenizer: Any, backend: str, tmp_path: Path
+) -> None:
+    sync = {"weight_sync": "folder", "folder": tmp_path / "weights"}
+    strict = {"probe_tolerance": 1e-3}
+    with serving(policy, tiny_tokenizer, backend=backend, generator=sync, server=strict) as (
+        generator,
+        served,
+        loopback,
+    ):
+        for version in (1, 2):
+            changed = moved(policy, 0.1 * version)
+            generator.load_weights(changed, version)
+            assert generator.version == version
+            assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version-{version}"]
+            (group,) = generator.generate(PROMPTS[:1], IDS[:1], num_answers=1, seed=1)
+            own = changed.log_probs([group.sequences], [[len(IDS[0])]]).values_SL[0].detach()
+            assert torch.allclose(own, torch.tensor(group.answers[0].log_probs), atol=1e-4)
+        paths = [asked.path for asked in loopback.requests]
+        assert ("/update_weights_from_disk" in paths) == (backend == "sglang")
+        assert ("/collective_rpc" in paths and "/reset_prefix_cache" in paths) == (backend == "vllm")
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_weights_that_did_not_arrive_stop_the_run(
+    policy: PolicyModel, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = {"weight_sync": "folder", "folder": tmp_path / "weights"}
+    with serving(policy, tiny_tokenizer, backend="sglang", generator=sync) as (generator, served, _):
+        monkeypatch.setattr(Served, "_load", lambda self, folder: None)
+        with pytest.raises(GenerationError, match=r"(?s)not those of the policy.*version 4"):
+            generator.load_weights(moved(policy, 0.3), 4)
+        served.change = lambda reply: {"success": False, "message": "no such folder"}
+        with pytest.raises(GenerationError, match="no such folder"):
+            generator.load_weights(policy, 5)
+    with serving(policy, tiny_tokenizer, backend="sglang", generator=sync) as (generator, served, _):
+        served.change = lambda reply: reply
+        monkeypatch.setattr(Served, "version", property(lambda self: "3", lambda self, value: None), raising=False)
+        with pytest.raises(GenerationError, match="the server says version 3"):
+            generator.load_weights(policy, 4)
+    with serving(policy, tiny_tokenizer, generator=sync) as (generator, served, _):
+        monkeypatch.setattr(served, "_answer", lambda asked: (404, {"detail": "Not Found"}))
+        with pytest.raises(GenerationError, match="VLLM_SERVER_DEV_MODE"):
+            generator.load_weights(policy, 1)
+
+
+def test_log_probs_at_another_temperature_are_found(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    """vLLM's own default."""
+    with (
+        serving(policy, tiny_tokenizer, raw=True, temperature=0.5) as (generator, _, _),
+        pytest.raises(GenerationError, match="--logprobs-mode processed_logprobs"),
+    ):
+        generator.load_weights(policy, 0)
+    with serving(policy, tiny_tokenizer, raw=True, temperature=0.5, top_p=0.9) as (generator, _, _):
+        generator.load_weights(policy, 0)  # neither of vLLM's are of use here
+        assert all(a.log_probs is None for a in answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1)))
+
+
+@pytest.mark.parametrize(("backend", "unusable"), [("vllm", True), ("sglang", False)])
+@pytest.mark.parametrize("filters", [{"top_p": 0.5}, {"top_k": 3}])
+def test_log_probs_after_top_p_and_top_k_are_not_taken_for_those_before(
+    policy: PolicyModel,
+    tiny_tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+    backend: str,
+    unusable: bool,
+    filters: dict[str, Any],
+) -> None:
+    """At temperature 1 too: nothing shows whether vLLM was started with --logprobs-mode processed_logprobs."""
+    with (
+        caplog.at_level(logging.WARNING),
+        serving(policy, tiny_tokenizer, backend=backend, temperature=1.0, **filters) as (generator, _, _),
+    ):
+        generator.load_weights(policy, 0)  # compared without filters, which every server can be
+        answers = answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1))
+        assert {answer.log_probs is None for answer in answers} == {unusable}
+        assert ("top_k or top_p" in caplog.text) == unusable
+        with pytest.raises(GenerationError, match="not those of the policy"):
+            generator._sync = lambda policy, version: None
+            generator.load_weights(moved(policy, 0.3), 1)
+
+
+def test_a_server_that_keeps_its_weights_is_said_to(
+    policy: PolicyModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(policy, tiny_tokenizer) as (generator, _, loopback), caplog.at_level(logging.WARNING):
+        generator.load_weights(policy, 0)
+        assert not caplog.records
+        for version in (1, 2, 3):
+            generator.load_weights(moved(policy, 0.3), version)
+        assert "importance_sampling" in caplog.text and len(caplog.records) == 1
+        assert len(loopback.requests) == 1
+    caplog.clear()
+    with serving(policy, tiny_tokenizer) as (generator, _, _), caplog.at_level(logging.WARNING):
+        generator.load_weights(moved(policy, 0.3), 7)  # a resumed run: the server has the first weights
+        assert len(caplog.records) == 1 and "not those of the policy" in caplog.text
+        generator.load_weights(moved(policy, 0.4), 8)
+        assert len(caplog.records) == 2 and "off-policy" in caplog.records[1].message
+    caplog.clear()
+    sync = {"weight_sync": lambda policy, version: None}
+    with serving(policy, tiny_tokenizer, backend="openai", generator=sync) as (generator, _, _):
+        for version in (0, 1, 2):
+            generator.load_weights(policy, version)
+        assert [record.message.split()[-1] for record in caplog.records] == ["log-probabilities."]
+
+
+CALLS: list[int] = []
+
+
+def note_version(policy: PolicyModel, version: int) -> None:
+    CALLS.append(version)
+
+
+def test_a_function_of_the_user_s(policy: PolicyModel, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    module = types.ModuleType("my_sync")
+    module.note_version = note_version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_sync", module)
+    for sync in ("my_sync.note_version", note_version):
+        with serving(policy, tiny_tokenizer, generator={"weight_sync": sync}) as (generator, _, _):
+            generator.load_weights(policy, 7)
+    assert CALLS == [7, 7]
+    with (
+        pytest.raises(GenerationError, match="not those of the policy"),
+        serving(policy, tiny_tokenizer, generator={"weight_sync": note_version}) as (generator, _, _),
+    ):
+        generator.load_weights(moved(policy, 0.3), 8)
+    for wrong in ("my_sync.nothing", "no_such_module.sync", "sync"):
+        with pytest.raises(ConfigError, match="weight_sync"):
+            HttpGenerator(policy, tiny_tokenizer, ServerSettings("http://x"), end_ids=ENDS, weight_sync=wrong)
+    with pytest.raises(ConfigError, match="folder"):
+        HttpGenerator(policy, tiny_tokenizer, ServerSettings("http://x"), end_ids=ENDS, weight_sync="folder")

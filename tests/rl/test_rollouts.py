@@ -1,0 +1,161 @@
+"""Rollouts follow from the seed and the step, and what is made of them is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treeward.environments.interface import reward_metrics
+from treeward.errors import ModelError
+from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.rollouts import Rollouts, _over_draws, adjusted, collect, sampling_seed
+from treeward.rl.setup import GRPORun, set_up
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPORun]]:
+    runs: list[GRPORun] = []
+
+    def make(*options: str) -> GRPORun:
+        runs.append(set_up(tiny_grpo("checkpointing.enabled=false", *options)))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+ENDS = ("policy.generation.stop_strings=[a, e, i, o]",)
+"""Some answers end before they are cut off."""
+
+
+def texts(rollouts: Rollouts) -> list[list[str]]:
+    return [[answer.text for answer in group.answers] for group in rollouts.groups]
+
+
+def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPORun]) -> None:
+    run = opened()
+    first, again = collect(run, step=3, drawn=12), collect(run, step=3, drawn=12)
+    assert texts(first) == texts(again) and torch.equal(first.rewards_PG, again.rewards_PG)
+    assert [g.prompt for g in first.groups] == [run.prompts[i].prompt for i in run.order.take(12, 4)]
+    other = collect(run, step=4, drawn=12)  # the same prompts, other answers
+    assert [g.prompt for g in other.groups] == [g.prompt for g in first.groups] and texts(other) != texts(first)
+
+
+def test_seeds_are_never_shared() -> None:
+    seeds = [
+        sampling_seed(seed, step, draw, validation=validation)
+        for seed in (0, 1) for step in range(20) for draw in range(5) for validation in (False, True)
+    ]  # fmt: skip
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_dynamic_sampling_draws_until_there_is_enough(
+    opened: Callable[..., GRPORun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import planted
+
+    # Every second prompt's answers are all rewarded alike.
+    monkeypatch.setattr(
+        planted, "vowels", lambda prompt, response: 0.5 if "moon" in prompt else float(len(response)) + 0.01
+    )
+    run = opened("grpo.use_dynamic_sampling=true", "env.planted.function=planted.vowels")
+    found = collect(run, step=0, drawn=0)
+    drawn = run.order.take(0, found.prompts_drawn)
+    informative = [i for i in drawn if "moon" not in str(run.prompts[i].prompt.messages)]
+    assert found.prompts_drawn % 4 == 0 and found.prompts_drawn > 4
+    assert [g.prompt for g in found.groups] == [run.prompts[i].prompt for i in informative][:4]
+    assert found.metrics["train/num_groups_sampled"] == found.prompts_drawn
+    assert found.metrics["planted_env/num_samples"] == 4 * found.prompts_drawn
+    assert found.metrics["train/groups_without_signal"] == 1 - len(informative) / len(drawn)
+    # What is logged is of all that was sampled, as if it were one draw.
+    assert found.metrics["planted_env/mean_reward"] == pytest.approx(found.metrics["train/reward"], rel=1e-5)
+    assert found.metrics["planted_env/std_reward"] == pytest.approx(found.metrics["train/reward_std"], rel=1e-4)
+    few = opened("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
+    some = collect(few, step=0, drawn=0)
+    assert 0 < len(some.groups) < 4 and "of 4 groups in 1 batches" in caplog.text
+
+
+def test_nothing_to_learn_from_is_said(opened: Callable[..., GRPORun], monkeypatch: pytest.MonkeyPatch) -> None:
+    import planted
+
+    monkeypatch.setattr(planted, "vowels", lambda prompt, response: 1.0)
+    run = opened("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=3")
+    with pytest.raises(ModelError, match="nothing to learn from") as caught:
+        collect(run, step=0, drawn=0)
+    assert "3 batches" in str(caught.value)
+    without = opened()
+    assert collect(without, step=0, drawn=0).metrics["train/groups_without_signal"] == 1.0
+
+
+@pytest.mark.parametrize("sizes", [(16,), (16, 16), (5, 11, 1)])
+def test_metrics_over_draws_are_those_of_one(sizes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(n, generator=generator) for n in sizes]
+    draws[0][:3] = math.nan
+    merged = _over_draws([reward_metrics("a", draw) | {"a/component/x": 2.0} for draw in draws])
+    whole = reward_metrics("a", torch.cat(draws)) | {"a/component/x": 2.0}
+    assert merged.keys() == whole.keys()
+    assert all(merged[name] == pytest.approx(whole[name], abs=1e-6) for name in whole)
+    nothing = reward_metrics("a", torch.tensor([math.nan]))
+    assert _over_draws([nothing, nothing]) == {"a/num_samples": 2, "a/num_failed": 2}
+
+
+def test_too_many_failures_stop(opened: Callable[..., GRPORun], tmp_path: Path) -> None:
+    (tmp_path / "orders.json").write_text('{"fail": 0.5}')
+    section = f"env={{planted: {{type: planted.Troubled, orders: {tmp_path}/orders.json}}}}"
+    assert collect(opened(section), step=0, drawn=0).metrics["train/num_failed"] == 8
+    with pytest.raises(ModelError, match="too many answers have no reward") as caught:
+        collect(opened(section, "grpo.max_failed_share=0.49"), step=0, drawn=0)
+    assert "50% of 16; 8 x planted: told to fail (" in str(caught.value) and "train.jsonl:" in str(caught.value)
+    (tmp_path / "orders.json").write_text('{"fail": 1}')
+    found = collect(opened(section, "grpo.max_failed_share=1"), step=0, drawn=0)
+    assert not found.known_PG.any() and not found.used_PG.any() and "train/reward" not in found.metrics
+
+
+def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., GRPORun]) -> None:
+    found = collect(opened(*ENDS), step=0, drawn=0)
+    cut = torch.tensor([[answer.truncated for answer in group.answers] for group in found.groups])
+    lengths = torch.tensor([[len(answer.token_ids) for answer in group.answers] for group in found.groups])
+    assert cut.any() and not cut.all()
+    penalised = opened(*ENDS, "grpo.truncated=penalty", "grpo.truncation_penalty=0.25")
+    again = collect(penalised, step=0, drawn=0)
+    assert torch.allclose(again.rewards_PG, found.rewards_PG - 0.25 * cut)
+    assert torch.equal(again.raw_PG, found.raw_PG)
+    masked = collect(opened(*ENDS, "grpo.truncated=mask"), step=0, drawn=0)
+    assert torch.equal(masked.used_PG, ~cut) and masked.metrics["train/num_masked"] == int(cut.sum())
+    shaping = "{enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 2}"
+    shaped = collect(opened(*ENDS, f"grpo.reward_shaping={shaping}"), step=0, drawn=0)
+    expected = found.rewards_PG - 2 * ((lengths - 4) / 4).clamp(0, 1)
+    assert torch.allclose(shaped.rewards_PG, expected, atol=1e-6)
+    scaling = "{enabled: true, source_min: 0, source_max: 0.5, target_min: -1, target_max: 1}"
+    scaled = collect(opened(*ENDS, f"grpo.reward_scaling={scaling}"), step=0, drawn=0)
+    assert torch.allclose(scaled.rewards_PG, found.rewards_PG.clamp(0, 0.5) * 4 - 1, atol=1e-6)
+
+
+def test_the_overlong_penalty_ends_where_the_prompt_leaves_no_room(opened: Callable[..., GRPORun]) -> None:
+    """Of 64 tokens a prompt of 20 leaves 44, one of 62 leaves 2, and one of 4 the 50 that are asked for at most."""
+    shaping = "{enabled: true, overlong_buffer_length: 10, overlong_buffer_penalty: 2, max_response_length: 50}"
+    options = (f"grpo.reward_shaping={shaping}", "policy.max_total_sequence_length=64")
+    config = opened(*options, "policy.generation.max_new_tokens=null").config
+    lengths = {20: (34, 39, 44), 62: (0, 1, 2), 4: (40, 45, 50)}
+    groups = [
+        AnswerGroup(Prompt(()), (1,) * room, tuple(Answer((5,) * n, "", False) for n in answers))
+        for room, answers in lengths.items()
+    ]
+    assert adjusted(config, groups, torch.ones(3, 3)).tolist() == [[1.0, 0.0, -1.0]] * 3
+
+
+def test_no_reward_stays_none(opened: Callable[..., GRPORun]) -> None:
+    shaping = "grpo.reward_shaping={enabled: true, overlong_buffer_length: 2}"
+    run = opened("grpo.truncated=penalty", shaping, "grpo.reward_scaling={enabled: true}")
+    groups = collect(run, step=0, drawn=0).groups
+    nothing = torch.full((4, 4), math.nan)
+    assert adjusted(run.config, groups, nothing).isnan().all()

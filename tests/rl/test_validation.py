@@ -1,0 +1,172 @@
+"""Validation measures the same thing every time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from treeward.rl.grpo import grpo
+from treeward.rl.setup import GRPORun, set_up
+from treeward.rl.validation import Validation, ranking_remark, validate
+
+Make = Callable[..., Any]
+GOLD = (
+    "env={planted: {type: custom, function: planted.vowels}, gold: {type: custom, function: planted.length}}",
+    "grpo.gold_environment=gold",
+    "grpo.environments=[planted]",
+)
+
+
+@pytest.fixture
+def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPORun]]:
+    runs: list[GRPORun] = []
+
+    def make(*options: str) -> GRPORun:
+        runs.append(set_up(tiny_grpo("checkpointing.enabled=false", *options)))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def measured(run: GRPORun) -> Validation:
+    found = validate(run)
+    assert found is not None
+    return found
+
+
+def test_the_same_weights_give_the_same_numbers(opened: Callable[..., GRPORun]) -> None:
+    run = opened(*GOLD, "grpo.num_val_generations=3")
+    first, second = measured(run), measured(run)
+    assert first.metrics == second.metrics and first.samples == second.samples
+    with torch.no_grad():
+        run.policy.hf.lm_head.weight.mul_(3)  # type: ignore[union-attr, operator]
+    other = measured(run)
+    assert other.metrics["validation/reward"] != first.metrics["validation/reward"]
+    assert other.metrics["validation/kl"] > first.metrics["validation/kl"] == 0.0
+    assert other.metrics["validation/entropy"] < first.metrics["validation/entropy"]
+
+
+def test_the_numbers_are_those_of_the_answers(opened: Callable[..., GRPORun]) -> None:
+    run = opened(*GOLD, "grpo.num_val_generations=2", "grpo.num_logged_samples=100")
+    found = measured(run)
+    answers = [answer for sample in found.samples for answer in sample["answers"]]
+    assert len(found.samples) == 6 and len(answers) == 12
+
+    def mean(name: str) -> float:
+        return sum(answer[name] for answer in answers) / len(answers)
+
+    for metric, name in (
+        ("reward", "reward"),
+        ("raw_reward", "raw_reward"),
+        ("gold_reward", "gold_reward"),
+        ("kl", "kl"),
+        ("mean_gen_tokens_per_sample", "num_tokens"),
+        ("truncation_rate", "truncated"),
+    ):
+        assert found.metrics[f"validation/{metric}"] == pytest.approx(mean(name), abs=1e-6), metric
+    vowels = [sum(c in "aeiou" for c in a["text"]) / max(len(a["text"]), 1) for a in answers]
+    assert [a["reward"] for a in answers] == pytest.approx(vowels)
+    assert found.watched["proxy_by_prompt"].tolist() == pytest.approx(
+        [sum(vowels[i : i + 2]) / 2 for i in range(0, 12, 2)]
+    )
+    assert found.watched["gold_by_prompt"].shape == (6,)
+
+
+def test_batches_leave_nothing_out(opened: Callable[..., GRPORun]) -> None:
+    run = opened("grpo.val_batch_size=4", "grpo.max_val_samples=null", "grpo.num_logged_samples=100")
+    found = measured(run)
+    asked = [sample["prompt"][-1]["content"] for sample in found.samples]
+    assert asked == [one.prompt.messages[-1]["content"] for one in run.validation] and len(asked) == 14
+    texts = [sample["answers"][0]["text"] for sample in found.samples]
+    assert len(set(texts)) > 10  # each batch has seeds of its own
+
+
+def test_metrics_by_set(opened: Callable[..., GRPORun], write_prompts: Callable[[str, Iterable[Any]], str]) -> None:
+    sets = ", ".join(
+        f"{{dataset_name: PromptDataset, data_path: {write_prompts(f'{name}.jsonl', asks)}, name: {name}}}"
+        for name, asks in (("few", ["Hum."]), ("many", [f"Hum {n}." for n in range(3)]))
+    )
+    found = measured(opened(*GOLD, f"data.validation=[{sets}]", "grpo.num_logged_samples=100"))
+    rewards = [sample["answers"][0]["reward"] for sample in found.samples]
+    assert found.metrics["validation-few/reward"] == pytest.approx(rewards[0])
+    assert found.metrics["validation-many/reward"] == pytest.approx(sum(rewards[1:]) / 3)
+    assert {"validation-few/gold_reward", "validation-many/gold_reward"} <= found.metrics.keys()
+
+
+def test_rewards_that_fail_are_in_no_mean(opened: Callable[..., GRPORun], tmp_path: Any) -> None:
+    (tmp_path / "orders.json").write_text("{}")
+    run = opened(f"env={{planted: {{type: planted.Troubled, orders: {tmp_path}/orders.json}}}}")
+    whole = measured(run)
+    assert whole.metrics["validation/num_failed"] == 0
+    run.rewards._askers["planted"].environment.evaluation_rewards = (  # type: ignore[method-assign]
+        lambda conversations, infos: [_none() for _ in conversations]
+    )
+    found = measured(run)
+    assert found.metrics["validation/num_failed"] == 6 and "validation/reward" not in found.metrics
+    assert found.samples[0]["answers"][0]["reward"] is None
+    assert run.watch.observe(1, **found.watched) == [] or run.watch.alarms
+
+
+def _none() -> Any:
+    from treeward.environments.interface import Reward
+
+    return Reward(None, error="told to fail")
+
+
+def test_running_statistics_neither_move_nor_hide_the_proxy(opened: Callable[..., GRPORun]) -> None:
+    run = opened("env={planted: {type: planted.Counting}}")
+    before = run.rewards.state_dict()
+    found = measured(run)
+    assert run.rewards.state_dict() == before
+    assert found.metrics["validation/reward"] != found.metrics["validation/raw_reward"]
+    assert found.metrics["validation/proxy"] == found.metrics["validation/raw_reward"]
+    assert found.watched["proxy_by_prompt"].mean() == pytest.approx(found.metrics["validation/proxy"], abs=1e-6)
+
+
+def test_a_shaping_that_stays_is_part_of_the_proxy(opened: Callable[..., GRPORun]) -> None:
+    scaling = "{enabled: true, source_min: 0, source_max: 1, target_min: 10, target_max: 20}"
+    found = measured(opened(f"grpo.reward_scaling={scaling}"))
+    assert found.metrics["validation/proxy"] == found.metrics["validation/reward"]
+    assert found.metrics["validation/proxy"] > 10 > found.metrics["validation/raw_reward"]
+    assert found.watched["proxy_by_prompt"].mean() == pytest.approx(found.metrics["validation/proxy"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["env={planted: {type: planted.Counting}}", "checkpointing.metric_name=val:reward"], "val:raw_reward"),
+        (
+            [
+                "env={planted: {type: planted.Counting}, gold: {type: custom, function: planted.length}}",
+                *GOLD[1:],
+                "checkpointing.metric_name=val:accuracy",
+            ],
+            "val:raw_reward or val:gold_reward",
+        ),
+        (["env={planted: {type: planted.Counting}}", "checkpointing.metric_name=val:raw_reward"], None),
+        (["env={planted: {type: planted.Counting}}", "checkpointing.metric_name=null"], None),
+        (["checkpointing.metric_name=val:reward"], None),
+    ],
+)
+def test_ranking_by_rewards_that_move_is_remarked_on(tiny_grpo: Make, options: Sequence[str], said: str | None) -> None:
+    with contextlib.closing(set_up(tiny_grpo(*options))) as run:
+        remark = ranking_remark(run)
+    assert (remark is None) if said is None else (remark is not None and remark.endswith(f"rank by {said}"))
+
+
+def test_the_run_says_so_when_it_begins(tiny_grpo: Make, caplog: pytest.LogCaptureFixture) -> None:
+    moving = ("env={planted: {type: planted.Counting}}", "grpo.max_num_steps=1")
+    grpo(tiny_grpo(*moving, "checkpointing.metric_name=val:reward"), show_progress=False)
+    (said,) = [record.message for record in caplog.records if "early and late ones do not compare" in record.message]
+    assert said.startswith("checkpointing.metric_name: val:reward ranks checkpoints")
+
+
+def test_told_to_stop_it_measures_nothing(opened: Callable[..., GRPORun]) -> None:
+    told = iter([None, "SIGTERM"])
+    assert validate(opened("grpo.val_batch_size=2"), should_stop=lambda: next(told)) is None

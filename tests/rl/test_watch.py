@@ -1,0 +1,300 @@
+"""The alarm for reward over-optimisation: how often it is wrong, and how soon it is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from treeward.config.grpo import WatchConfig
+from treeward.errors import ConfigError, DataError
+from treeward.rl.watch import (
+    OverOptimisationWatch,
+    WatchSettings,
+    length_correlation,
+    read_alarms,
+    write_alarms,
+)
+
+
+def kinds(watch: OverOptimisationWatch) -> list[str]:
+    return [alarm.kind for alarm in watch.alarms]
+
+
+def first_alarm(settings: WatchSettings, golds: np.ndarray, proxies: np.ndarray, **more: Any) -> int | None:
+    """The index of the validation that raises gold_falls; golds (T, P) and proxies (T, P) by prompt."""
+    watch = OverOptimisationWatch(settings)
+    for t, (gold, proxy) in enumerate(zip(golds, proxies, strict=True)):
+        if watch.observe(t, gold_by_prompt=gold, proxy_by_prompt=proxy, **more):
+            return t
+    return None
+
+
+def runs(
+    curve: np.ndarray, count: int, *, num_prompts: int = 64, noise: float = 1.0, seed: int = 0
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Golds and proxies of `count` runs: mean `curve` (T,), prompts that differ (the same in each), and noise."""
+    rng = np.random.default_rng(seed)
+    shape = (len(curve), num_prompts)
+    for _ in range(count):
+        hardness = rng.normal(0, 3.0, num_prompts)
+        gold = curve[:, None] + hardness + rng.normal(0, noise, shape)
+        proxy = np.linspace(0, 4, len(curve))[:, None] + hardness + rng.normal(0, noise, shape)
+        yield gold, proxy
+
+
+@pytest.mark.parametrize(("z", "level"), [(3.0, 0.00135), (1.645, 0.05)])
+def test_runs_whose_gold_stays_flat_are_hardly_ever_accused(z: float, level: float) -> None:
+    count = 300
+    settings = WatchSettings(z=z)
+    accused = sum(first_alarm(settings, *run) is not None for run in runs(np.zeros(30), count))
+    # A run is accused with probability `level` at most: more than this many happen once in a thousand such tests.
+    assert accused <= stats.binom.ppf(0.999, count, level)
+    naive = 0
+    for gold, _ in runs(np.zeros(30), 60):
+        means = gold.mean(axis=1)
+        best = int(means.argmax())
+        changes = gold[best:] - gold[best]
+        errors = changes[1:].std(axis=1, ddof=1) / 8
+        naive += bool((changes[1:].mean(axis=1) < -z * errors).any())
+    assert naive > 60 * 4 * level  # what the watch is for: the best of many is lucky
+
+
+def test_flat_runs_of_right_and_wrong_answers_on_few_prompts_are_not_accused() -> None:
+    rng = np.random.default_rng(1)
+    accused = 0
+    for _ in range(300):
+        chance = rng.beta(0.5, 0.5, 24)
+        golds = (rng.random((20, 24)) < chance).astype(float)
+        accused += first_alarm(WatchSettings(), golds, np.arange(20)[:, None] + golds) is not None
+    assert accused <= 3
+
+
+def test_few_prompts_are_compared_with_students_t() -> None:
+    accused = sum(
+        first_alarm(WatchSettings(z=1.645), *run) is not None for run in runs(np.zeros(20), 200, num_prompts=5, seed=2)
+    )
+    assert accused <= stats.binom.ppf(0.999, 200, 0.05)
+
+
+def hacking_curve(length: int = 30, alpha: float = 1.2, beta: float = 0.75) -> np.ndarray:
+    """Gao et al.'s RL form d (alpha - beta ln d) over d = sqrt(KL)."""
+    d = np.linspace(0.05, 8, length)
+    return d * (alpha - beta * np.log(d))
+
+
+def test_a_planted_rise_and_fall_is_reported_soon_after_its_peak() -> None:
+    curve = hacking_curve()
+    peak = int(curve.argmax())
+    assert 3 < peak < 15 and curve[-1] < curve[0]
+    found = [first_alarm(WatchSettings(), *run) for run in runs(curve, 60)]
+    assert all(t is not None and t > peak for t in found)
+    late = [t for t in found if t is not None]
+    # Noise of 1 on 64 prompts: paired standard errors of 0.18. About 0.9 must have gone, of a peak of 1.37.
+    lost = [curve[peak] - curve[t] for t in late]
+    assert np.median(lost) < 1.0 and max(lost) < 1.6
+    fewer = [first_alarm(WatchSettings(), *run) for run in runs(curve, 20, num_prompts=256)]
+    assert np.median([t for t in fewer if t is not None]) < np.median(late)
+
+
+def test_pairing_by_prompt_sees_what_standard_errors_hide() -> None:
+    gold, proxy = next(runs(hacking_curve(), 1))
+    paired = first_alarm(WatchSettings(), gold, proxy)
+    assert paired is not None
+    watch = OverOptimisationWatch()
+    for t in range(paired + 1):
+        error = float(gold[t].std(ddof=1) / 8)
+        watch.observe(t, proxy=float(proxy[t].mean()), gold=float(gold[t].mean()), gold_error=error)
+    assert kinds(watch) == []
+    watch.observe(99, proxy=9.0, gold=float(gold[paired].mean()) - 9 * error, gold_error=error)
+    assert kinds(watch) == ["gold_falls"]
+
+
+def test_the_threshold_is_the_one_that_is_documented() -> None:
+    """With standard errors: T = z_t falls at p = (1 - Phi(z)) 2 / ((t - 1) t (t + 1)), just above it raises nothing."""
+    needed = -stats.norm.ppf(stats.norm.sf(3.0) * 2 / (4 * 5 * 6))
+    assert needed == pytest.approx(4.08, abs=0.01)
+    for factor, expected in ((0.999, []), (1.001, ["gold_falls"])):
+        watch = OverOptimisationWatch()
+        for t, gold in enumerate([0.0, 10.0, 9.9, 9.9, 10.0 - factor * needed * 5.0]):
+            watch.observe(10 * t, proxy=float(t), gold=gold, gold_error=3.0 if t == 1 else 4.0)
+        assert kinds(watch) == expected
+    alarm = watch.alarms[0]
+    assert (alarm.step, alarm.numbers["best_step"]) == (40, 10.0)
+    assert alarm.numbers["fall_error"] == pytest.approx(5.0)
+    for words in ("from its best, 10 at step 10,", "the proxy rose by 3, from 1 to 4", "4.1 standard errors", "5th"):
+        assert words in alarm.sentence
+
+
+def test_gold_that_falls_with_the_proxy_is_no_over_optimisation() -> None:
+    watch = OverOptimisationWatch()
+    for t, (proxy, gold) in enumerate([(1.0, 1.0), (3.0, 3.0), (2.0, 2.0), (2.9, -5.0)]):
+        assert watch.observe(t, proxy=proxy, gold=gold, gold_error=0.1) == []
+    assert [a.kind for a in watch.observe(4, proxy=3.1, gold=-5.0, gold_error=0.1)] == ["gold_falls"]
+
+
+def test_nothing_is_tested_before_enough_validations_or_without_an_error() -> None:
+    falling = [(0.0, 5.0), (1.0, 0.0), (2.0, 0.0), (3.0, -1.0)]
+    early = OverOptimisationWatch(WatchSettings(min_validations=4))
+    for t, (proxy, gold) in enumerate(falling[:3]):
+        assert early.observe(t, proxy=proxy, gold=gold, gold_error=0.01) == []
+    assert early.observe(3, proxy=3.0, gold=-1.0, gold_error=0.01)
+    unknown = OverOptimisationWatch()
+    off = OverOptimisationWatch(WatchSettings(enabled=False))
+    for t, (proxy, gold) in enumerate(falling):
+        assert unknown.observe(t, proxy=proxy, gold=gold) == []
+        assert off.observe(t, proxy=proxy, gold=gold, gold_error=0.01, truncation_rate=1.0) == []
+    assert off.metrics() == {"watch/alarm": 0.0}
+
+
+def test_falls_by_one_amount_are_judged_by_the_number_of_prompts() -> None:
+    for num_prompts, expected in ((4, []), (40, ["gold_falls"])):
+        watch = OverOptimisationWatch()
+        for t, gold in enumerate([0.1, 0.7, 0.7, 0.1]):  # 0.1 - 0.7 rounds differently for different summands
+            column = gold + np.arange(num_prompts) * 0.1
+            watch.observe(t, proxy=float(t), gold_by_prompt=column)
+        assert kinds(watch) == expected
+    assert "the same on every prompt" in watch.alarms[0].sentence
+    rising = OverOptimisationWatch()
+    for t in range(5):
+        assert rising.observe(t, proxy=float(t), gold_by_prompt=np.full(40, 0.5 * t)) == []
+
+
+def test_prompts_that_failed_are_left_out_of_both_sides() -> None:
+    rng = np.random.default_rng(3)
+    hardness = rng.normal(0, 10, 64)
+    golds = hardness + rng.normal(0, 0.1, (5, 64)) + np.array([0.0, 0, 0, 0, -0.5])[:, None]
+    golds[1:4, np.argsort(hardness)[:20]] = np.nan  # the hard ones: means without them are higher
+    watch = OverOptimisationWatch()
+    for t, gold in enumerate(golds[:4]):
+        assert watch.observe(t, proxy=float(t), gold_by_prompt=gold) == []
+    (alarm,) = watch.observe(4, proxy=9.0, gold_by_prompt=golds[4])
+    assert alarm.numbers["fall"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_values_that_are_no_numbers_are_passed_over() -> None:
+    watch = OverOptimisationWatch(WatchSettings(max_kl=1.0))
+    nan = float("nan")
+    for t in range(4):
+        assert watch.observe(t, proxy=nan, gold=nan, gold_error=nan, length=nan, kl=nan, entropy=nan) == []
+        assert watch.observe(t, gold_by_prompt=[nan, nan], proxy_by_prompt=[nan, 1.0]) == []
+    assert all(np.isfinite(value) for value in watch.metrics().values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "calm", "trouble"),
+    [
+        ("kl_budget", {"kl": 4.9}, {"kl": 5.1}),
+        ("entropy_collapse", {"entropy": 0.21}, {"entropy": 0.19}),
+        ("truncation", {"truncation_rate": 0.5}, {"truncation_rate": 0.51}),
+        ("no_signal", {"groups_without_signal": 0.9}, {"groups_without_signal": 0.95}),
+        ("length_growth", {"length": 199.0}, {"length": 201.0}),
+        ("length_growth", {"length": 201.0, "length_correlation": 0.1}, {"length": 201.0, "length_correlation": 0.5}),
+        ("length_growth", {"length": 201.0, "proxy": -1.0}, {"length": 201.0}),
+        ("length_growth", {"length": 201.0, "gold": 0.0, "gold_error": 1.0}, {"length": 201.0}),
+    ],
+)
+def test_signs(kind: str, calm: dict[str, float], trouble: dict[str, float]) -> None:
+    watch = OverOptimisationWatch(WatchSettings(max_kl=5.0, min_entropy_share=0.2))
+    start = {"proxy": 0.0, "length": 100.0, "entropy": 1.0, "kl": 0.0}
+    assert watch.observe(0, **start) == []
+    assert watch.observe(1, **{"proxy": 1.0, **calm}) == []
+    (alarm,) = watch.observe(2, **{"proxy": 1.0, **trouble})
+    assert alarm.kind == kind and alarm.step == 2 and "a sign, no proof" in alarm.sentence
+    assert watch.active == {kind} and watch.metrics()["watch/alarm"] == 1.0
+    assert watch.observe(3, **{"proxy": 1.0, **trouble}) == []  # each kind once
+    assert watch.active == {kind}
+    assert watch.observe(4, **{"proxy": 1.0, **calm}) == []
+    assert watch.active == frozenset() and watch.metrics()["watch/alarm"] == 0.0
+
+
+def test_a_run_stops_only_where_it_is_asked_to() -> None:
+    for settings, stops in (
+        (WatchSettings(), False),
+        (WatchSettings(stop=True), False),
+        (WatchSettings(stop=True, stop_on=("truncation",)), True),
+        (WatchSettings(stop=False, stop_on=("truncation",)), False),
+    ):
+        (alarm,) = OverOptimisationWatch(settings).observe(1, truncation_rate=0.9)
+        assert alarm.stops is stops
+
+
+def test_what_is_logged_is_paired_with_the_first_and_the_best() -> None:
+    golds = np.array([[0.0, 10.0, 20.0], [2.0, 13.0, 21.0], [1.0, 11.0, 21.0]])
+    watch = OverOptimisationWatch()
+    for t, gold in enumerate(golds):
+        watch.observe(t, gold_by_prompt=gold, proxy_by_prompt=gold * 2)
+    logged = watch.metrics()
+    assert logged["watch/gold_change"] == pytest.approx(1.0)
+    assert logged["watch/gold_change_error"] == pytest.approx(0.0, abs=1e-12)  # each prompt rose by 1
+    assert logged["watch/proxy_change"] == pytest.approx(2.0)
+    assert logged["watch/gold_fall"] == pytest.approx(1.0)
+    assert logged["watch/gold_fall_error"] == pytest.approx(np.std([1, 2, 0], ddof=1) / np.sqrt(3))
+    assert logged["watch/gold_error"] == pytest.approx(np.std(golds[2], ddof=1) / np.sqrt(3))
+
+
+def test_a_resumed_watch_goes_on_as_if_never_stopped() -> None:
+    gold, proxy = next(runs(hacking_curve(), 1, seed=5))
+    gold[3, 5] = np.nan
+    whole, saved = OverOptimisationWatch(), OverOptimisationWatch()
+
+    def see(watch: OverOptimisationWatch, t: int) -> None:
+        watch.observe(
+            t,
+            gold_by_prompt=gold[t],
+            proxy_by_prompt=proxy[t],
+            length=10.0,
+            entropy=2.0 - t / 15,
+            kl=t,
+            truncation_rate=t / 30,
+        )
+
+    for t in range(30):
+        see(whole, t)
+        see(saved, t)
+        state = json.loads(json.dumps(saved.state_dict(), allow_nan=False))
+        saved = OverOptimisationWatch()
+        saved.load_state_dict(state)
+    assert {"gold_falls", "truncation", "entropy_collapse"} <= set(kinds(whole))
+    assert saved == whole and saved.metrics() == whole.metrics()
+
+
+def test_alarms_are_written_and_read(tmp_path: Path) -> None:
+    watch = OverOptimisationWatch(WatchSettings(max_kl=1.0))
+    watch.observe(7, kl=2.0, truncation_rate=0.9)
+    path = tmp_path / "alarms.json"
+    write_alarms(path, watch.alarms)
+    assert read_alarms(path) == watch.alarms and len(watch.alarms) == 2
+    path.write_text('[{"kind": "gold_falls"}]')
+    with pytest.raises(DataError, match="no file of alarms"):
+        read_alarms(path)
+
+
+def test_length_correlation_is_within_groups() -> None:
+    rewards = [[1.0, 2.0, 3.0], [10.0, 9.0, float("nan")]]
+    lengths = [[100, 90, 80], [1, 2, 500]]
+    r, n = np.array([-1, 0, 1, 0.5, -0.5]), np.array([10, 0, -10, -0.5, 0.5])
+    assert length_correlation(rewards, lengths) == pytest.approx(np.corrcoef(r, n)[0, 1])
+    assert length_correlation([[1.0, 1.0]], [[3, 4]]) is None
+    assert length_correlation([], []) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"z": 0.0}, {"min_validations": 1}, {"max_kl": 0.0}, {"max_length_growth": 1.0}, {"min_entropy_share": 0.0},
+        {"max_truncation_rate": 1.5}, {"stop_on": ("gold_fals",)}, {"min_length_correlation": 2.0},
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        WatchSettings(**wrong)
+
+
+def test_the_configuration_has_the_same_keys_and_defaults() -> None:
+    assert WatchSettings(**WatchConfig().model_dump()) == WatchSettings()

@@ -1,0 +1,426 @@
+"""`set_up`: from a configuration to everything a run of policy optimisation needs, checked, in one frozen `GRPORun`.
+
+The order matters to the user: what is cheap to get wrong (names, files, rows, environments) fails before what is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from treeward.config.grpo_run import GRPORunConfig
+from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
+from treeward.data.prompt_sets import PromptSet, open_prompts
+from treeward.data.rendering import Renderer
+from treeward.data.tokenizers import train_tokenizer
+from treeward.errors import DataError
+from treeward.model.checks import check_policy, check_positions
+from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
+from treeward.model.policy_loading import build_policy, export_policy, load_policy
+from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
+from treeward.model.pretrained import DTYPES, load_tokenizer, quiet_transformers
+from treeward.rl.advantages import AdvantageSettings
+from treeward.rl.experience import Prompt
+from treeward.rl.generation import GenerationSettings, Generator, LocalGenerator, end_ids_of, template_end_ids
+from treeward.rl.http_generation import HttpGenerator, ServerSettings
+from treeward.rl.identity import identity_of
+from treeward.rl.order import PromptOrder
+from treeward.rl.policy_loss import PolicyLossSettings
+from treeward.rl.rewarding import CHOICE, RewardSource, chosen_names, make_reward_source
+from treeward.rl.state import ADAPTER_FOLDER, RLState, load_checkpoint
+from treeward.rl.update import PolicyUpdater, Reference
+from treeward.rl.watch import OverOptimisationWatch, WatchSettings
+from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, open_store
+from treeward.training.optimisation import build_optimizer, build_scheduler
+from treeward.training.state import check_identity
+
+__all__ = ["GRPORun", "set_up"]
+
+logger = logging.getLogger(__name__)
+
+_CHECKED_PROMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GRPORun:
+    """A run that is ready to take its next step. `state.step` steps are done already.
+
+    `total_steps`: at most so many; a run also ends when `prompt_limit` prompts are drawn, which dynamic sampling does
+    earlier. `validation`: the prompts that every validation answers, and `validation_sets` the name of the set of each.
+    """
+
+    config: GRPORunConfig
+    policy: PolicyModel
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    prompts: EncodedPrompts
+    order: PromptOrder
+    validation: Sequence[EncodedPrompt]
+    validation_sets: Sequence[str]
+    generator: Generator
+    rewards: RewardSource
+    updater: PolicyUpdater
+    scheduler: LRScheduler
+    advantages: AdvantageSettings
+    watch: OverOptimisationWatch
+    store: CheckpointStore | None
+    state: RLState
+    total_steps: int
+    prompt_limit: int
+
+    @property
+    def parameter_names(self) -> dict[Tensor, str]:
+        return {parameter: name for name, parameter in self.policy.named_parameters()}
+
+    @property
+    def rewards_move(self) -> bool:
+        """Whether rewards depend on those before, by running statistics: their scale changes over the run."""
+        return _holds_values(self.rewards.state_dict())
+
+    def save_model(self, folder: Path) -> None:
+        """The policy as a Hugging Face folder."""
+        export_policy(self.policy, self.tokenizer, folder, chat_template=self.renderer.chat_template)
+
+    def close(self) -> None:
+        """Free what is held outside this object. Safe to repeat."""
+        self.generator.close()
+        self.rewards.shutdown()
+        if self.store is not None:
+            self.store.close()
+
+
+def set_up(config: GRPORunConfig, *, show_progress: bool = False) -> GRPORun:
+    """Build everything a run needs, and resume from its latest checkpoint where there is one.
+
+    Raises a `TreewardError` for anything that the user can mend.
+    """
+    store = open_store(config.checkpointing, metric_name=config.ranking_metric)
+    try:
+        return _assemble(config, store, show_progress)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+def _assemble(config: GRPORunConfig, store: CheckpointStore | None, show_progress: bool) -> GRPORun:
+    checkpoint = None if store is None else checkpoint_to_resume(store, config.checkpointing)
+    quiet_transformers()
+    torch.set_float32_matmul_precision(config.policy.matmul_precision)
+    torch.manual_seed(config.grpo.seed)
+    open_set = partial(open_prompts, environments=config.environments)
+    training_sets = [open_set(one) for one in config.data.train]
+    validation_sets = [open_set(one) for one in config.data.validation]
+    if checkpoint is not None:
+        checkpoint.verify()
+    tokenizer = _find_tokenizer(config, training_sets, checkpoint)
+    renderer = Renderer(
+        tokenizer,
+        chat_template=config.policy.tokenizer.chat_template,
+        chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs,
+    )
+    encode = partial(encode_prompts, renderer=renderer, max_length=config.max_prompt_length, progress=show_progress)
+    prompts = encode(training_sets)
+    held_out = encode(validation_sets) if validation_sets else None
+    logger.info("Prompts to train on: %s.", prompts.counts.summary())
+    if held_out is not None:
+        logger.info("Prompts to validate on: %s.", held_out.counts.summary())
+    _check_overlap(prompts, held_out)
+    identity = identity_of(config, renderer, prompts, held_out)
+    if checkpoint is not None:
+        check_identity(checkpoint.path, identity)
+    with contextlib.ExitStack() as opened:
+        rewards = _make_rewards(config, prompts, held_out)
+        opened.callback(rewards.shutdown)
+        policy = _load_policy(config, tokenizer, checkpoint)
+        check_positions(policy, config.policy.max_total_sequence_length)
+        check_policy(policy, [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))])
+        reference = _load_reference(config, tokenizer, policy) if config.needs_reference else None
+        order = PromptOrder(prompts.sizes, weights=prompts.weights, seed=config.grpo.seed, shuffle=config.data.shuffle)
+        prompt_limit = order.prompts_per_epoch * config.grpo.max_num_epochs
+        total_steps = _total_steps(config, prompt_limit)
+        optimizer = build_optimizer(policy, config.policy.optimizer)
+        updates = total_steps * config.grpo.updates_per_batch * config.updates_per_pass
+        scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=updates)
+        indices, names = _chosen_for_validation(config, held_out)
+        updater = _make_updater(config, policy, reference, optimizer, scheduler)
+        generator = _make_generator(config, policy, tokenizer, renderer)
+        opened.callback(generator.close)
+        run = GRPORun(
+            config,
+            policy,
+            tokenizer,
+            renderer,
+            prompts,
+            order,
+            [] if held_out is None else [held_out[i] for i in indices],
+            names,
+            generator,
+            rewards,
+            updater,
+            scheduler,
+            AdvantageSettings(**config.grpo.advantage_settings),
+            OverOptimisationWatch(WatchSettings(**config.grpo.watch.model_dump())),
+            store,
+            RLState(step=0, identity=identity),
+            total_steps,
+            prompt_limit,
+        )
+        if checkpoint is not None:
+            run = _resumed(run, checkpoint)
+        opened.pop_all()
+    return run
+
+
+def _resumed(run: GRPORun, checkpoint: Checkpoint) -> GRPORun:
+    state, asked = load_checkpoint(checkpoint.path, run), run.total_steps
+    if state.step <= asked:
+        logger.info("Resuming after step %d of %d from %s.", state.step, asked, checkpoint.path)
+    else:
+        logger.info("This run has taken %d steps; no more than %d are asked for now.", state.step, asked)
+    return replace(run, state=state, total_steps=max(asked, state.step))
+
+
+def _find_tokenizer(
+    config: GRPORunConfig, training_sets: Sequence[PromptSet], checkpoint: Checkpoint | None
+) -> PreTrainedTokenizerBase:
+    policy = config.policy
+    if policy.trained_vocab_size is None:
+        name = policy.tokenizer.name or policy.model_name
+        assert name is not None  # the schema sees to it
+        return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
+    if checkpoint is not None:
+        return load_tokenizer(str(checkpoint.path / "model"))
+    texts = (str(m.get("content", "")) for one in training_sets for prompt in one for m in prompt.messages)
+    return train_tokenizer(texts, vocab_size=policy.trained_vocab_size)
+
+
+def _make_rewards(config: GRPORunConfig, prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> RewardSource:
+    """The environments, which must know every prompt's choice before anything slow begins."""
+    grpo = config.grpo
+    every_prompt = [*prompts.prompts, *(() if held_out is None else held_out.prompts)]
+    _check_gold(config, every_prompt)
+    rewards = make_reward_source(
+        config.env,
+        config.default_environments,
+        names=(*config.named_environments, *chosen_names(every_prompt, config.env)),
+        gold=grpo.gold_environment,
+        on_ray=grpo.environments_on_ray,
+        timeout_seconds=grpo.environment_timeout_seconds,
+        missing=grpo.missing_rewards,
+    )
+    try:
+        rewards.check(every_prompt)
+    except BaseException:
+        rewards.shutdown()
+        raise
+    return rewards
+
+
+def _check_gold(config: GRPORunConfig, every_prompt: Sequence[Prompt]) -> None:
+    """That no row chooses the environment that is only watched; the configuration has been checked already."""
+    gold = config.grpo.gold_environment
+    for prompt in () if gold is None else every_prompt:
+        if gold in chosen_names([prompt], config.env):
+            raise DataError(
+                "a prompt is rewarded by the gold environment, which then could not show over-optimisation",
+                where=prompt.where,
+                field=CHOICE,
+                got=gold,
+                need="another environment than grpo.gold_environment",
+                fix="change the row, or set grpo.gold_environment=null",
+            )
+
+
+def _load_policy(
+    config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None
+) -> PolicyModel:
+    policy = config.policy
+    load = partial(
+        load_policy,
+        tokenizer=tokenizer,
+        attention=policy.attention,
+        device=_device(),
+        config_overrides=policy.hf_config_overrides,
+        chunk_tokens=policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS,
+        trust_remote_code=policy.trust_remote_code,
+    )
+    lora = policy.dtensor_cfg.lora_cfg
+    if checkpoint is not None and not lora.enabled:  # with adapters the saved folder has them merged
+        model = load(checkpoint.path / "model").model
+    elif policy.architecture is not None:
+        model = build_policy(
+            {key: value for key, value in policy.architecture.items() if key != "vocab_size"},
+            tokenizer,
+            seed=config.grpo.seed,
+            attention=policy.attention,
+            device=_device(),
+            chunk_tokens=policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS,
+        ).model
+    else:
+        assert policy.model_name is not None  # the schema sees to it
+        model = load(policy.model_name).model
+    # Weights are float32 whatever the precision: bfloat16 cannot hold the small steps of a low learning rate.
+    model.compute_dtype = DTYPES[policy.precision]
+    if policy.activation_checkpointing:
+        model.recompute_activations()
+    if lora.enabled:
+        add_adapters(model, lora, seed=config.grpo.seed)
+        if checkpoint is not None:
+            load_adapters(model, checkpoint.path / ADAPTER_FOLDER)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    logger.info("%s, %s parameters, as %s, on %s.", type(model.hf).__name__, f"{count:,}", model.layout, _device())
+    return model
+
+
+def _load_reference(config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyModel) -> Reference:
+    """The policy that the run began with, frozen."""
+    if has_adapters(policy):
+        return AdapterReference(policy)
+    reference = _load_policy(config, tokenizer, None)
+    reference.requires_grad_(False)
+    return reference.eval()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _make_generator(
+    config: GRPORunConfig, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, renderer: Renderer
+) -> Generator:
+    generation = config.policy.generation
+    settings = GenerationSettings(
+        max_new_tokens=config.max_new_tokens,
+        temperature=generation.temperature,
+        top_k=generation.top_k,
+        top_p=None if generation.top_p == 1.0 else generation.top_p,
+        stop_token_ids=generation.stop_token_ids or (),
+        stop_strings=generation.stop_strings or (),
+        batch_size=config.policy.generated_at_once,
+        continuous_batching=generation.continuous_batching,
+        max_total_tokens=config.policy.max_total_sequence_length,
+    )
+    end_ids = end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer))
+    if not generation.is_remote:
+        return LocalGenerator(policy, tokenizer, settings, end_ids=end_ids)
+    assert generation.url is not None and generation.backend != "hf"
+    folder = generation.weight_folder or str(Path(config.checkpointing.checkpoint_dir) / "weights")
+    return HttpGenerator(
+        policy,
+        tokenizer,
+        ServerSettings(
+            url=generation.url,
+            model=generation.model or config.policy.model_name or "",
+            backend=generation.backend,
+            api_key_env=generation.api_key_env,
+            max_concurrency=generation.max_concurrency,
+            max_retries=generation.max_retries,
+            timeout_seconds=generation.timeout_seconds,
+            retokenize=generation.retokenize,
+            probe_tolerance=generation.probe_tolerance,
+        ),
+        settings,
+        end_ids=end_ids,
+        weight_sync=generation.weight_sync_method,
+        folder=Path(folder),
+        export=lambda model, path: export_policy(model, tokenizer, path, chat_template=renderer.chat_template),
+    )
+
+
+def _make_updater(
+    config: GRPORunConfig,
+    policy: PolicyModel,
+    reference: Reference | None,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+) -> PolicyUpdater:
+    loss = config.loss_fn
+    settings = PolicyLossSettings(
+        ratio_clip_min=loss.ratio_clip_min,
+        ratio_clip_max=loss.ratio_clip_max,
+        dual_clip=loss.ratio_clip_c,
+        kl_coefficient=0.0 if loss.kl_in_reward else loss.reference_policy_kl_penalty,
+        kl_estimator=loss.reference_policy_kl_type,
+        kl_input_clamp_value=loss.kl_input_clamp_value,
+        kl_output_clamp_value=loss.kl_output_clamp_value,
+        reduction="token" if loss.token_level_loss else "sequence",
+        use_importance_sampling_correction=loss.use_importance_sampling_correction,
+        truncated_importance_sampling_ratio=loss.truncated_importance_sampling_ratio,
+        sequence_level_importance_ratios=loss.sequence_level_importance_ratios,
+        use_on_policy_kl_approximation=loss.use_on_policy_kl_approximation,
+        force_on_policy_ratio=loss.force_on_policy_ratio,
+    )
+    return PolicyUpdater(
+        policy,
+        optimizer,
+        reference=reference,
+        settings=settings,
+        reward_kl_estimator=loss.reference_policy_kl_type,
+        micro_batch_tokens=config.policy.micro_batch_tokens,
+        max_grad_norm=config.policy.max_grad_norm,
+        temperature=config.policy.generation.temperature,
+        prompts_per_update=config.prompts_per_update,
+        updates_per_batch=config.grpo.updates_per_batch,
+        parts_per_batch=config.updates_per_pass,
+        on_step=partial(_advance, scheduler),
+    )
+
+
+def _advance(scheduler: LRScheduler) -> None:
+    with warnings.catch_warnings():
+        # torch takes a schedule that goes on before the first step of the optimiser for a mistake; here it is an update
+        # that nothing was used of.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+        scheduler.step()
+
+
+def _total_steps(config: GRPORunConfig, prompt_limit: int) -> int:
+    """Most steps of the run; a last step that the epochs leave too few prompts for goes on into the next."""
+    steps = -(-prompt_limit // config.grpo.num_prompts_per_step)
+    return min(steps, config.grpo.max_num_steps or steps)
+
+
+def _chosen_for_validation(config: GRPORunConfig, held_out: EncodedPrompts | None) -> tuple[list[int], list[str]]:
+    """Which prompts are validated on, spread evenly over all sets, and the name of the set of each."""
+    if held_out is None:
+        return [], []
+    total, limit = len(held_out), config.grpo.max_val_samples
+    indices = (
+        list(range(total))
+        if limit is None or limit >= total
+        else np.linspace(0, total - 1, limit).round().astype(int).tolist()
+    )
+    names = [one.name or "default" for one in config.data.validation]
+    of_set = np.repeat(np.arange(len(held_out.sizes)), held_out.sizes)
+    return indices, [names[of_set[i]] for i in indices]
+
+
+def _check_overlap(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> None:
+    if held_out is None:
+        return
+    known = {ids.tobytes() for ids in prompts.token_ids}
+    shared = sum(ids.tobytes() in known for ids in held_out.token_ids)
+    if shared:
+        logger.warning(
+            "%d of %d validation prompts are trained on too: what is measured on them says little of new prompts.",
+            shared,
+            len(held_out),
+        )
+
+
+def _holds_values(state: Mapping[str, Any]) -> bool:
+    """Whether there is anything in a state but empty sections, which stateless environments have."""
+    return any(_holds_values(value) if isinstance(value, Mapping) else True for value in state.values())
