@@ -17,16 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.model.loading import build_reward_model, quiet_transformers
+from treeward.model.loading import build_reward_model
+from treeward.model.policy_loading import build_policy
+from treeward.model.pretrained import quiet_transformers
 from treeward.model.reward_model import RewardModel
 
-__all__ = ["SIZES", "activation_bytes", "build", "interleave", "load_pairs", "shared_data"]
+__all__ = ["SIZES", "activation_bytes", "build", "build_causal", "interleave", "load_pairs", "shared_data"]
 
 SIZES = {
     "xs": {"hidden_size": 256, "num_hidden_layers": 6},
@@ -64,17 +66,26 @@ def load_pairs(longest: int) -> tuple[str, PreTrainedTokenizerBase, list[tuple[I
 
 def build(size: str, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> RewardModel:
     """A Qwen3 sequence classifier with random weights, the same for the same size."""
+    return build_reward_model(_fields(size) | changes, tokenizer, seed=0).model
+
+
+def build_causal(size: str, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> PreTrainedModel:
+    """The same as a causal language model."""
+    return build_policy(_fields(size) | changes, tokenizer, seed=0).model.hf
+
+
+def _fields(size: str) -> dict[str, Any]:
     quiet_transformers()
     shape = SIZES[size]
-    fields = {
+    return {
         "model_type": "qwen3",
         "intermediate_size": 3 * shape["hidden_size"],
         "num_attention_heads": shape["hidden_size"] // 64,
-        "num_key_value_heads": shape["hidden_size"] // 128,
+        "num_key_value_heads": max(1, shape["hidden_size"] // 128),
         "head_dim": 64,
         "max_position_embeddings": 8192,
+        **shape,
     }
-    return build_reward_model({**fields, **shape, **changes}, tokenizer, seed=0).model
 
 
 def interleave(variants: Mapping[str, Callable[[int], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:

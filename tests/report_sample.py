@@ -120,6 +120,7 @@ def sample_report() -> dict[str, Any]:
             "markdown": "Best of `N` from 64 samples per prompt.",
         },
         _curves(),
+        _samples(),
         {"kind": "text", "title": "The examples", "markdown": "Every comparison; the most confident mistakes first."},
         {"kind": "examples", "title": "Examples", "source": "llmbar", "note": "Open a row to read both answers."},
     ]
@@ -345,6 +346,33 @@ def _curves() -> dict[str, Any]:
             {"name": "proxy reward", "x": x, "y": proxy, "low": proxy - 0.05, "high": proxy + 0.05},
             {"name": "gold reward", "x": x, "y": gold, "low": gold - 0.12, "high": gold + 0.12},
             {"name": "gold, fitted (Gao et al.)", "x": x, "y": gold * 0.97 + 0.02},
+        ],
+    }
+
+
+def _samples() -> dict[str, Any]:
+    """Answers of two runs at three steps to as many prompts as there are hostile texts."""
+    numbers = [{"label": "reward", "value": 0.25, "format": "signed"}, {"label": "gold", "value": None}]
+    return {
+        "kind": "samples",
+        "title": "Answers over time",
+        "items": [
+            {
+                "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}],
+                "rows": [
+                    {
+                        "name": model,
+                        "colour": colour,
+                        "answers": [
+                            {"label": "step 0", "text": text, "numbers": numbers},
+                            {"label": "step 10", "text": "and on " * 400, "numbers": numbers, "flags": ["cut"]},
+                            {"label": "step 20", "text": "", "numbers": []},
+                        ],
+                    }
+                    for colour, model in enumerate(MODELS)
+                ],
+            }
+            for text in HOSTILE
         ],
     }
 

@@ -3,7 +3,8 @@
 Python blocks run as they are; those of one file share their names. Commands run through the same entry point as on a
 terminal; a server that is started in the background (`treeward serve ... &`) is a process of its own, on a free port in
 the place of 8000, and serves the rest of its file. What needs a hub (`rm.yaml`, a model by its hub name) is checked as
-far as the configuration. The quickstart's configuration is the shipped one with fewer steps.
+far as the configuration. A YAML block whose first line is `# NAME.yaml` lies in the folder under that name. The
+quickstart's configuration is the shipped one with fewer steps, and so is a run of GRPO that a guide writes.
 """
 
 from __future__ import annotations
@@ -19,20 +20,30 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from treeward.cli.main import main
-from treeward.config.load import load_config, load_file
+from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.load import load_config, load_file, load_grpo_config
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.data.preference import preference_from_dict
 from treeward.environments.registry import make_environments
+from treeward.training.tracking import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"# (\w+\.yaml)\n")
+_FEWER_STEPS = "grpo: {max_num_steps: 2, max_val_samples: 4}\n"
+_HUB_CONFIGS = ("rm.yaml", "grpo_rm_1B.yaml", "grpo_math_1B.yaml")
+_GRPO_BASE = {
+    "data": "data: {dataset_name: PromptDataset, train_data_path: prompts.jsonl, val_data_path: held_out.jsonl}\n",
+    "env": "env: {reward_model: {model_name: some/model}}\n",
+}
 _BASE = {"policy": "policy: {model_name: some/model}\n", "data": "data: {train_data_path: train.jsonl}\n"}
 
 
@@ -164,8 +175,9 @@ def run_command(line: str) -> None:
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
         subprocess.run(["bash", "-c", line], check=True, capture_output=True, env={"PATH": path, "HF_HUB_OFFLINE": "1"})
     elif words[0] == "treeward":
-        if any("rm.yaml" in word or "model_name=" in word for word in words):
-            load_config(words[words.index("--config") + 1], [word for word in words if "=" in word])
+        if any(word.endswith(_HUB_CONFIGS) or "model_name=" in word for word in words):
+            load = load_grpo_config if words[1] == "grpo" else load_config
+            load(words[words.index("--config") + 1], [word for word in words if "=" in word])
         else:
             assert main(words[1:]) == 0
     elif words[0] == "source":
@@ -191,8 +203,13 @@ def check_yaml(code: str, folder: Path) -> None:
         return
     sections = {line.split(":")[0] for line in code.splitlines() if line and not line.startswith((" ", "#"))}
     file = folder / "block.yaml"
-    file.write_text(code + "".join(text for name, text in _BASE.items() if name not in sections), encoding="utf-8")
-    load_config(file)
+    is_grpo = bool(sections & {"grpo", "loss_fn", "env"})
+    base = _BASE | _GRPO_BASE if is_grpo else _BASE
+    file.write_text(code + "".join(text for name, text in base.items() if name not in sections), encoding="utf-8")
+    (load_grpo_config if is_grpo else load_config)(file)
+    if named := _FILE.match(code):
+        (folder / f"whole_{named[1]}").write_text(code, encoding="utf-8")
+        (folder / named[1]).write_text(f"defaults: whole_{named[1]}\n{_FEWER_STEPS}", encoding="utf-8")
 
 
 def test_every_key_of_the_server_is_in_its_guide() -> None:
@@ -200,3 +217,41 @@ def test_every_key_of_the_server_is_in_its_guide() -> None:
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert set(ServerConfig.model_fields) | set(ServedModelConfig.model_fields) <= named
+
+
+def test_every_metric_of_a_run_is_in_its_guide(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(reader)
+    (first,) = (block for block in BLOCKS if block.code.startswith("# first.yaml"))
+    check_yaml(first.code, reader)
+    assert main(["grpo", "--config", "first.yaml"]) == 0
+    logged = {name for line in read_metrics(reader / "logs" / "first" / "metrics.jsonl") for name in line}
+    table = "".join(line for line in grpo_guide().splitlines(keepends=True) if line.startswith("| `"))
+    named = {name.replace("<environment>", "reward_model_env") for name in re.findall(r"`([^`\s]+)`", table)}
+    assert "train/kl" in logged and "validation/gold_reward" in logged
+    assert logged - {"step", "time"} <= named
+
+
+def test_every_key_in_the_guide_to_grpo_exists() -> None:
+    # What stands in the left column of the tables for those who come from elsewhere is not ours.
+    head, *others = grpo_guide().split("\n## Coming from ")
+    elsewhere = "\n".join(line.split(" | ", 1)[-1] for part in others for line in part.splitlines())
+    known = key_paths(GRPORunConfig)
+    for code in re.findall(r"`([^`\n]+)`", head + elsewhere):
+        key = re.match(r"(?:grpo|loss_fn|policy|data|checkpointing|logger|cluster)(?:\.\w+)+", code)
+        assert key is None or key[0] in known, f"docs/grpo.md names {key[0]}"
+
+
+def grpo_guide() -> str:
+    return (REPOSITORY / "docs" / "grpo.md").read_text(encoding="utf-8")
+
+
+def key_paths(section: type[BaseModel], above: str = "") -> set[str]:
+    """The dotted paths of all keys below a section."""
+    found: set[str] = set()
+    for name, field in section.model_fields.items():
+        path = f"{above}{field.alias or name}"
+        found.add(path)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= key_paths(kind, f"{path}.")
+    return found

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from treeward.client.rewards import AsyncRewardClient as AsyncRewardClient
     from treeward.client.rewards import RewardClient as RewardClient
     from treeward.config.load import load_config as load_config
+    from treeward.config.load import load_grpo_config as load_grpo_config
     from treeward.data.datasets import open_dataset as open_dataset
     from treeward.data.datasets import register_dataset as register_dataset
     from treeward.data.preference import Completion as Completion
     from treeward.data.preference import Preference as Preference
+    from treeward.data.prompt_sets import open_prompts as open_prompts
+    from treeward.data.prompt_sets import register_prompt_dataset as register_prompt_dataset
     from treeward.data.rendering import Renderer as Renderer
     from treeward.data.synthetic import gold_quality as gold_quality
     from treeward.environments.interface import Environment as Environment
@@ -38,7 +41,11 @@ if TYPE_CHECKING:
     from treeward.losses import bradley_terry as bradley_terry
     from treeward.losses import ranked_pairs as ranked_pairs
     from treeward.model.loading import load_reward_model as load_reward_model
+    from treeward.model.policy_loading import load_policy as load_policy
+    from treeward.model.policy_model import PolicyModel as PolicyModel
     from treeward.model.reward_model import RewardModel as RewardModel
+    from treeward.rl.grpo import GRPOOutcome as GRPOOutcome
+    from treeward.rl.grpo import grpo as grpo
     from treeward.scoring.ensemble import EnsembleScorer as EnsembleScorer
     from treeward.scoring.score import Score as Score
     from treeward.scoring.scorer import Scorer as Scorer
@@ -55,9 +62,10 @@ __version__ = VERSION
 _HOMES = {
     "client.http": ("RewardServerError",),
     "client.rewards": ("AsyncRewardClient", "RewardClient"),
-    "config.load": ("load_config",),
+    "config.load": ("load_config", "load_grpo_config"),
     "data.datasets": ("open_dataset", "register_dataset"),
     "data.preference": ("Completion", "Preference"),
+    "data.prompt_sets": ("open_prompts", "register_prompt_dataset"),
     "data.rendering": ("Renderer",),
     "data.synthetic": ("gold_quality",),
     "environments.interface": ("Environment",),
@@ -66,7 +74,10 @@ _HOMES = {
     "errors": ("CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"),
     "losses": ("bradley_terry", "ranked_pairs"),
     "model.loading": ("load_reward_model",),
+    "model.policy_loading": ("load_policy",),
+    "model.policy_model": ("PolicyModel",),
     "model.reward_model": ("RewardModel",),
+    "rl.grpo": ("GRPOOutcome", "grpo"),
     "scoring.ensemble": ("EnsembleScorer",),
     "scoring.score": ("Score",),
     "scoring.scorer": ("Scorer",),

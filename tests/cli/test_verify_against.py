@@ -5,16 +5,13 @@ The servers here have the real model, and make their mistakes with it: on its to
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import math
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import Asked, Loopback
+from loopback import Asked, Loopback, serving_on_loopback
 from templates import byte_bpe
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -535,10 +532,7 @@ def test_an_encoder(encoder: Served, serve: Any, verify: Verify) -> None:
 @pytest.fixture(scope="module")
 def our_server(served: Served) -> Iterator[str]:
     """Our own server on a socket, with this model and one that is served with shaping."""
-    import uvicorn
-
     from treeward.config.server import ServerConfig
-    from treeward.serving.app import create_app
     from treeward.serving.run import make_service
 
     shaped = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}
@@ -546,18 +540,8 @@ def our_server(served: Served) -> Iterator[str]:
         {"model": str(served.folder), "name": "rm", "device": "cpu"},
         {"model": str(served.folder), "name": "shaped", "device": "cpu", "shaping": shaped},
     ]
-    service = make_service(ServerConfig.model_validate({"models": sections}))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_config=None, lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
-    asyncio.run(service.engine.close(0.0))
+    with serving_on_loopback(make_service(ServerConfig.model_validate({"models": sections}))) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from fake_policy import FakePolicy
+from signed import write_signed_model
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
@@ -301,18 +302,7 @@ def _free_ports(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def served_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from treeward.data.rendering import Renderer
-    from treeward.model.export import export_model
-    from treeward.model.loading import build_reward_model
-    from treeward.scoring.golden import sign_folder
-
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    loaded = build_reward_model({"model_type": "llama", **fields}, tiny_tokenizer, seed=5)
-    folder = tmp_path_factory.mktemp("gym") / "model"
-    renderer = Renderer(tiny_tokenizer, max_length=200)
-    export_model(loaded.model, tiny_tokenizer, folder, rendering=renderer.settings)
-    sign_folder(folder, model=loaded.model, renderer=renderer)
-    return folder
+    return write_signed_model(tmp_path_factory.mktemp("gym") / "model", tiny_tokenizer, seed=5, max_length=200)
 
 
 def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ def _candidates(arguments: argparse.Namespace, options: Mapping[str, Any]) -> li
         raise ConfigError(
             "there is no model to evaluate", where="MODEL", got="none", need="a model, or --checkpoints RUN_DIR"
         )
-    check_local = importlib.import_module("treeward.model.loading").check_local
+    check_local = importlib.import_module("treeward.model.pretrained").check_local
     for model in arguments.models:
         check_local(model)  # the last one too, before hours of the first
     names = {model: name for name, model in checkpoints.items()}

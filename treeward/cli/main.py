@@ -25,6 +25,7 @@ VERBS = {
     "eval": "evaluate reward models on suites or comparisons, and write a report",
     "compare": "say whether one evaluated model is better than another",
     "bon": "draw best-of-n curves of a reward model against a gold reward",
+    "grpo": "optimise a policy against a reward model, and watch for its exploitation",
     "serve": "serve reward models over HTTP, in the dialects that RL frameworks speak",
     "rollouts": "collect answers of a language model, with their rewards",
     "verify": "replay a model's scoring contract and name what differs",

@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    loading = importlib.import_module("treeward.model.loading")
+    pretrained = importlib.import_module("treeward.model.pretrained")
     merging = importlib.import_module("treeward.scoring.merging")
     merge = merging.merge_and_sign(
         arguments.models,
         arguments.output,
         weights=arguments.weights,
-        dtype=None if arguments.dtype is None else loading.DTYPES[arguments.dtype],
+        dtype=None if arguments.dtype is None else pretrained.DTYPES[arguments.dtype],
         trust_remote_code=arguments.trust_remote_code,
     )
     for i, (name, weight) in enumerate(zip(merge.members, merge.weights, strict=True)):

@@ -143,10 +143,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The device, dtype and trust_remote_code that were given. Raises `ConfigError` for a device that is not there."""
     _check_device(arguments.device)
-    loading = importlib.import_module("treeward.model.loading")
+    pretrained = importlib.import_module("treeward.model.pretrained")
     return {
         "device": arguments.device,
-        "dtype": loading.DTYPES[arguments.dtype],
+        "dtype": pretrained.DTYPES[arguments.dtype],
         "trust_remote_code": arguments.trust_remote_code,
     }
 

@@ -12,7 +12,7 @@ from treeward.cli.interrupts import check_interrupts, heeding_interrupts
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.load import load_config
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run", "what_was_saved"]
 
 EXAMPLES = """\
 examples:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if outcome.interrupted_by and outcome.model_folder is None:
         sys.stderr.write(
             f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). "
-            f"{_what_was_saved(outcome.step, config.checkpointing)}\n"
+            f"{what_was_saved(outcome.step, config.checkpointing)}\n"
         )
         return int(outcome.exit_code)
     if outcome.validation:
@@ -87,7 +87,8 @@ def _finding(findings: dict[str, str]) -> str:
     return f"\nOn {first}: {finding}{too}\n"
 
 
-def _what_was_saved(step: int, checkpointing: CheckpointingConfig) -> str:
+def what_was_saved(step: int, checkpointing: CheckpointingConfig) -> str:
+    """Of a run that was interrupted after so many steps, and whether it can go on."""
     if not checkpointing.enabled:
         return "Nothing was saved: checkpointing.enabled is false."
     if step == 0:

@@ -207,7 +207,7 @@ def _text(result: Any) -> str:
 def _write(arguments: argparse.Namespace, device: str | None) -> None:
     contracts = importlib.import_module("treeward.model.contract")
     golden = importlib.import_module("treeward.scoring.golden")
-    loading = importlib.import_module("treeward.model.loading")
+    pretrained = importlib.import_module("treeward.model.pretrained")
     folder = Path(arguments.model).expanduser()
     if not folder.is_dir():
         raise ConfigError(
@@ -225,7 +225,7 @@ def _write(arguments: argparse.Namespace, device: str | None) -> None:
             need="a folder without one",
             fix="verify it (without --write); --force replaces it, and with it any record of what the scores were",
         )
-    loading.quiet_transformers()
+    pretrained.quiet_transformers()
     try:
         before = contracts.read_contract(folder)
     except ModelError as error:

@@ -107,6 +107,13 @@ def test_the_policy_allows_this_style_and_script_and_nothing_else() -> None:
     assert sorted(map(str, addresses)) == ["#main", "data:,", "report.json"]
 
 
+def test_both_files_may_have_another_name(tmp_path: Path) -> None:
+    page = write_report(tmp_path, "t", [table([{"a": 1}])], {}, name="rl & more")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rl & more.html", "rl & more.json"]
+    link = next(attributes for tag, attributes in Page(page.read_text()).tags if attributes.get("id") == "json")
+    assert link["href"] == link["download"] == "rl & more.json"
+
+
 def test_our_own_files_hold_nothing_that_ends_their_element() -> None:
     for file in resources.files("treeward.evaluation.report").iterdir():
         if file.name.endswith((".js", ".css")):
@@ -156,6 +163,30 @@ def test_numbers_read_as_numbers() -> None:
         ({"kind": "matrix", "title": "t", "rows": ["a"], "columns": ["b", "c"], "values": [[1]]}, "values[0]"),
         ({"kind": "curves", "title": "t", "series": [{"name": "a", "x": [1, 2], "y": [1]}]}, "series[0].x"),
         ({"kind": "scatter", "title": "t", "series": [{"points": []}]}, "series[0].name"),
+        ({"kind": "samples", "title": "t", "items": [{"rows": []}]}, "lacks prompt"),
+        (
+            {
+                "kind": "samples",
+                "title": "t",
+                "items": [
+                    {
+                        "prompt": [],
+                        "rows": [
+                            {
+                                "answers": [
+                                    {
+                                        "label": "a",
+                                        "text": "b",
+                                        "numbers": [{"label": "c", "value": 1, "format": "sign"}],
+                                    }
+                                ]
+                            }
+                        ],
+                    }
+                ],
+            },
+            "items[0].rows[0].answers[0]",
+        ),
         ({"kind": "text", "markdown": "x", "note": object()}, "blocks[1].note"),
     ],
 )

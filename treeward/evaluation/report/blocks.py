@@ -18,6 +18,9 @@
      "high": [0, 1.1]}]}
     {"kind": "table", "title": "Shifts", "columns": [{"key": "name", "label": "Change", "format": "text"}],
      "rows": [{"name": "flattery"}]}
+    {"kind": "samples", "title": "Answers over time", "items": [{"prompt": [{"role": "user", "content": "Hi"}],
+     "rows": [{"name": "a run", "colour": 0, "answers": [{"label": "step 0", "text": "Hello.", "flags": ["cut"],
+     "numbers": [{"label": "reward", "value": 0.3, "format": "signed"}]}]}]}]}
     {"kind": "examples", "title": "Mistakes", "source": "rewardbench", "filter": {"outcome": "wrong"}}
 
 Every kind takes a `title` and a `note` (a sentence below the title); with a title it may be `folded`, so that only that
@@ -27,8 +30,10 @@ integer, text. A table's cell may be a number's object {"value", "low", "high", 
 where it is not the column's; a column may have a key that it `explains`, below whose cells it stands on a narrow
 screen; of its rows the first `most` are shown until all are asked for. An item of bars may have
 its own `reference`, where chance differs. Curves may name the places of their x axis, `x_ticks` [{"x", "label"}], and
-each point, `labels` beside x and y. The rows of `examples` are those of `treeward.evaluation.examples.to_row`,
-with a `model` where there is more than one.
+each point, `labels` beside x and y; mark some, `lines` [{"x", "label", "colour"}]; and be `spoken`, in sentences for
+those who do not see them, instead of number by number. A series of curves may have the `colour` and the `dash` of
+another, by their numbers, and `dots` or none. The rows of `examples` are those of
+`treeward.evaluation.examples.to_row`, with a `model` where there is more than one.
 """
 
 from __future__ import annotations
@@ -56,7 +61,8 @@ BLOCK_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reliability": (("title", "series"), ("x_label", "y_label")),
     "scatter": (("title", "series"), ("x_label", "y_label", "source")),
     "matrix": (("title", "rows", "columns", "values"), ("format", "row_label", "column_label", "range")),
-    "curves": (("title", "series"), ("x_label", "y_label", "x_scale", "x_ticks", "format")),
+    "curves": (("title", "series"), ("x_label", "y_label", "x_scale", "x_ticks", "format", "lines", "spoken")),
+    "samples": (("title", "items"), ()),
     "table": (("title", "columns", "rows"), ("most",)),
     "examples": (("title", "source"), ("filter",)),
 }
@@ -90,6 +96,9 @@ def check_blocks(blocks: Sequence[Mapping[str, Any]], sources: Sequence[str]) ->
                 for key, cell in row.items():
                     if isinstance(cell, Mapping) and "format" in cell:
                         _one_of(cell["format"], FORMATS, where, f"rows[{index}].{key}.format")
+        elif kind == "samples":
+            for index, item in enumerate(block["items"]):
+                _check_sample(item, where, f"items[{index}]")
         elif kind == "headline":
             for index, item in enumerate(block["items"]):
                 _one_of(item.get("format", "number"), FORMATS, where, f"items[{index}].format")
@@ -126,6 +135,17 @@ def _check_series(block: Mapping[str, Any], series: Mapping[str, Any], field: st
     line = series.get("line") if block["kind"] == "scatter" else None
     if line is not None:
         _length(line["y"], len(line["x"]), where, f"{path}.line.y")
+
+
+def _check_sample(item: Mapping[str, Any], where: str, path: str) -> None:
+    for name in ("prompt", "rows"):
+        if item.get(name) is None:
+            raise DataError(f"an item of samples lacks {name}", where=where, field=f"{path}.{name}")
+    for row, answers in enumerate(one["answers"] for one in item["rows"]):
+        for column, answer in enumerate(answers):
+            for number in answer.get("numbers", ()):
+                field = f"{path}.rows[{row}].answers[{column}].numbers.format"
+                _one_of(number.get("format", "number"), FORMATS, where, field)
 
 
 def _one_of(value: Any, names: Sequence[str], where: str, field: str) -> None:

@@ -26,7 +26,7 @@ from treeward.evaluation.report.blocks import check_blocks, format_number, plain
 __all__ = ["build_report", "write_report"]
 
 # One script, in the order in which one part uses the other.
-_SCRIPTS = ("elements.js", "plots.js", "figures.js", "examples.js", "page.js")
+_SCRIPTS = ("elements.js", "plots.js", "figures.js", "examples.js", "samples.js", "page.js")
 
 # What ends a script element, line separators, control and format characters (they reorder the text for whoever reads
 # the source), byte order marks, and surrogates, which UTF-8 cannot encode.
@@ -45,7 +45,7 @@ def build_report(
     `examples`: by the name that a block of kind `examples` gives as its `source`, rows of `examples.jsonl`.
     Raises `DataError` for a block that cannot be shown, naming the nearest kind or field.
     """
-    return _page(_report(title, blocks, examples, subtitle))
+    return _page(_report(title, blocks, examples, subtitle), "report")
 
 
 def write_report(
@@ -55,17 +55,19 @@ def write_report(
     examples: Mapping[str, Sequence[Mapping[str, Any]]],
     *,
     subtitle: str = "",
+    name: str = "report",
 ) -> Path:
     """Write report.html and report.json into `folder`, which is made where it is not there; returns the page's path.
 
-    report.json: {"title", "subtitle", "blocks", "examples"}, None for a number that is not finite. A report that is
-    already there is replaced whole or not at all. Raises as `build_report`.
+    `name` stands for "report" in both files' names. report.json: {"title", "subtitle", "blocks", "examples"}, None for
+    a number that is not finite. A report that is already there is replaced whole or not at all. Raises as
+    `build_report`.
     """
     report = _report(title, blocks, examples, subtitle)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    page = folder / "report.html"
-    for path, text in ((folder / "report.json", _safe_json(report) + "\n"), (page, _page(report))):
+    page = folder / f"{name}.html"
+    for path, text in ((folder / f"{name}.json", _safe_json(report) + "\n"), (page, _page(report, name))):
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(text, encoding="utf-8", newline="\n")
         os.replace(partial, path)
@@ -87,7 +89,7 @@ def _report(
     }
 
 
-def _page(report: Mapping[str, Any]) -> str:
+def _page(report: Mapping[str, Any], name: str) -> str:
     style = _resource("page.css")
     script = "\n".join(map(_resource, _SCRIPTS))
     parts = {
@@ -95,6 +97,7 @@ def _page(report: Mapping[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'",
         "title": _text(report["title"]),
         "subtitle": _text(report["subtitle"]),
+        "json": _text(f"{name}.json"),
         "style": style,
         "headline": _headline(report["blocks"]),
         "data": _safe_json(report),

@@ -145,9 +145,9 @@ function compareCells(a, b, descending) {
 }
 
 // Long text is folded into its beginning.
-function cellText(text) {
-  if (text.length <= LONG_TEXT) return textNodes(text);
-  const all = h("details", { class: "long" }, h("summary", { dir: "auto" }, excerpt(text, LONG_TEXT)));
+function cellText(text, most = LONG_TEXT) {
+  if (text.length <= most) return textNodes(text);
+  const all = h("details", { class: "long" }, h("summary", { dir: "auto" }, excerpt(text, most)));
   all.addEventListener("toggle", () => {
     if (all.children.length === 1) all.append(h("div", { class: "words", dir: "auto" }, textNodes(text)));
   });

@@ -14,7 +14,7 @@ function figure(block, { hideSeries = false, legendShape = "square", label, draw
     numbers.append(dataTable(columns, rows(), { caption: `Numbers of ${block.title}` }));
   });
   return h("figure", null,
-    h("div", { class: "legends" }, !hideSeries && block.series.length > 1 && legend(block.series.map((series) => series.name), legendShape), extraLegend),
+    h("div", { class: "legends" }, !hideSeries && block.series.length > 1 && legend(block.series, legendShape), extraLegend),
     plot({ label, draw, onopen }), numbers);
 }
 
@@ -303,32 +303,39 @@ function curvesFigure(block) {
   const labelled = series.some((one) => one.labels);
   const draw = (width) => {
     const height = clamp(width * 0.55, 260, 420);
-    const { svg, x, y } = axes(width, height, { xRange, yRange, xLabel: block.x_label, yLabel: block.y_label,
+    const { svg, x, y, box } = axes(width, height, { xRange, yRange, xLabel: block.x_label, yLabel: block.y_label,
       yFormat: block.format, xScale: logarithmicX ? "log" : "linear", xNamed: block.x_ticks });
     const marks = [];
-    series.forEach((one, order) => {
-      const at = one.x.map((value, index) => index).filter((index) => isNumber(one.x[index]) && isNumber(one.y[index]));
-      const banded = at.filter((index) => isNumber(one.low?.[index]) && isNumber(one.high?.[index]));
+    // Named places of the x axis, each with its name on a line of its own: they may be close together.
+    (block.lines || []).forEach((line, row) => {
+      const toTheLeft = x(line.x) + 6 + textWidth(line.label) > box.right;
+      svg.append(s("line", { class: `reference ${isNumber(line.colour) ? `coloured ${seriesClass(line.colour)}` : ""}`, x1: x(line.x), x2: x(line.x), y1: box.top, y2: box.bottom }),
+        s("text", { class: "reference-label", x: x(line.x) + (toTheLeft ? -6 : 6), y: box.top + 10 + 17 * row, "text-anchor": toTheLeft ? "end" : "start" }, line.label));
+    });
+    series.forEach((one, at) => {
+      const order = one.colour ?? at;
+      const known = one.x.map((value, index) => index).filter((index) => isNumber(one.x[index]) && isNumber(one.y[index]));
+      const banded = known.filter((index) => isNumber(one.low?.[index]) && isNumber(one.high?.[index]));
       if (banded.length > 1) {
         const upper = banded.map((index) => `${x(one.x[index])} ${y(one.high[index])}`);
         const lower = banded.map((index) => `${x(one.x[index])} ${y(one.low[index])}`).reverse();
         svg.append(s("path", { class: `band ${seriesClass(order)}`, d: `M${[...upper, ...lower].join("L")}Z` }));
       }
-      svg.append(s("path", { class: `line ${seriesClass(order)}`, "stroke-dasharray": DASHES[order % DASHES.length],
-        d: at.map((index, place) => `${place ? "L" : "M"}${x(one.x[index])} ${y(one.y[index])}`).join("") }));
-      for (const index of at) {
-        if (at.length <= 40) svg.append(s("circle", { class: `mark point ${seriesClass(order)}`, cx: x(one.x[index]), cy: y(one.y[index]), r: 3.2 }));
+      svg.append(s("path", { class: `line ${seriesClass(order)}`, "stroke-dasharray": DASHES[(one.dash ?? at) % DASHES.length],
+        d: known.map((index, place) => `${place ? "L" : "M"}${x(one.x[index])} ${y(one.y[index])}`).join("") }));
+      for (const index of known) {
+        if (one.dots ?? known.length <= 40) svg.append(s("circle", { class: `mark point ${seriesClass(order)}`, cx: x(one.x[index]), cy: y(one.y[index]), r: 3.2 }));
         marks.push({ x: x(one.x[index]), y: y(one.y[index]), lines: [named(one, place(one, index)),
           formatInterval({ value: one.y[index], low: one.low?.[index], high: one.high?.[index] }, block.format)] });
       }
     });
     return { svg, marks, by: "xy" };
   };
-  const words = series.map((one) => named(one, one.x.map((value, index) =>
+  const words = block.spoken ?? series.map((one) => named(one, one.x.map((value, index) =>
     `${one.labels?.[index] ?? formatNumber(value)}: ${formatInterval({ value: one.y[index], low: one.low?.[index], high: one.high?.[index] }, block.format)}`).join("; "))).join(". ");
   return figure(block, {
     legendShape: "line",
-    label: `Curves, ${block.title}, ${block.y_label || "y"} against ${block.x_label || "x"}. ${words}.`,
+    label: `Curves, ${block.title}, ${block.y_label || "y"} against ${block.x_label || "x"}. ${words}.`.replace(/\.\.$/, "."),
     draw,
     columns: [{ key: "series", label: "Series" }, labelled && { key: "label", label: "Point" }, { key: "x", label: labelled ? "x" : block.x_label || "x", format: "number" },
       ...["y", "low", "high"].map((key) => ({ key, label: key === "y" ? block.y_label || "y" : key, format: block.format || "number" }))].filter(Boolean),

@@ -15,6 +15,7 @@ const FIGURES = {
   curves: curvesFigure,
   table: (block) => dataTable(block.columns, block.rows, { caption: block.title, most: block.most }),
   examples: examplesTable,
+  samples: samplesList,
 };
 
 // A headline number, its interval in words and, for a fraction, on a line from 0 to 1.
@@ -153,12 +154,13 @@ function printable() {
   addEventListener("afterprint", () => set(false));
 }
 
-// The link leads to report.json beside the page; a page that travelled alone gives the same numbers out of itself.
+// The link leads to the JSON beside the page; a page that travelled alone gives the same numbers out of itself.
 function jsonLink() {
-  document.getElementById("json").addEventListener("click", (event) => {
+  const link = document.getElementById("json");
+  link.addEventListener("click", (event) => {
     event.preventDefault();
     const url = URL.createObjectURL(new Blob([document.getElementById("report-data").textContent, "\n"], { type: "application/json" }));
-    h("a", { href: url, download: "report.json" }).click();
+    h("a", { href: url, download: link.download }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10000);
   });
 }

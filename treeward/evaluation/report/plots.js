@@ -103,15 +103,16 @@ function axes(width, height, { xRange, yRange, xLabel, yLabel, xFormat, yFormat,
   return { svg, x, y, box };
 }
 
-function swatch(index, shape = "square") {
+function swatch(index, shape = "square", dash = index) {
   return s("svg", { class: `swatch s${index % SERIES_COLOURS}`, width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true" },
     shape === "square" ? s("rect", { class: "mark", x: 4, y: 0, width: 12, height: 12, rx: 2 })
-      : s("line", { class: "line", x1: 0, x2: 22, y1: 6, y2: 6, "stroke-dasharray": DASHES[index % DASHES.length] }));
+      : s("line", { class: "line", x1: 0, x2: 22, y1: 6, y2: 6, "stroke-dasharray": DASHES[dash % DASHES.length] }));
 }
 
-function legend(names, shape) {
-  if (names.every((name) => !name)) return null;
-  return h("ul", { class: "legend" }, names.map((name, index) => h("li", { dir: "auto" }, swatch(index, shape), " ", name)));
+function legend(series, shape) {
+  if (series.every((one) => !one.name)) return null;
+  return h("ul", { class: "legend" }, series.map((one, index) =>
+    h("li", { dir: "auto" }, swatch(one.colour ?? index, shape, one.dash ?? index), " ", one.name)));
 }
 
 // A plot in its place: drawn anew when its width changes, with marks to visit.

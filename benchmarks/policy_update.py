@@ -1,0 +1,501 @@
+"""A policy update on prefix trees against treeward's own packed rows and against TRL's GRPOTrainer.
+
+    python benchmarks/policy_update.py [--size xs|s|m] [--prompts 4] [--rounds 5] [--quick] [--json FILE]
+
+Real answers of many models to real prompts (alpaca_eval), prompts as long as the answers and four times as long. Two
+things are timed: log-probabilities without gradients, and a whole update with a KL penalty: the reference, forward,
+backward, clipping and fused AdamW. "Packed rows" is the same code with every answer a tree of its own, in
+micro-batches of as many tokens. For TRL it is the peer's own padding, reference pass, shuffling, `training_step` and
+loss (`dapo`, its default: the mean over all tokens, as ours; without its correction of the penalty's gradient, which
+costs nothing), without its data loader, generation and logging.
+
+Before anything is timed, loss and gradients of the float32 variants must be equal to 1e-5, or the run stops.
+
+What a tree can save at most is the ratio of row tokens to tree tokens. The head computes every answer token either way,
+so less than that can be saved of the whole: "by FLOPs" is what the operations of backbone, attention and head come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import VOCAB_SIZE, build_causal, interleave
+from datasets import Dataset
+from scoring import load_prompts
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import pad
+
+from treeward.data.preference import Message
+from treeward.data.rendering import Renderer
+from treeward.data.tokenizers import train_tokenizer
+from treeward.model.policy_model import PolicyModel
+from treeward.rl.advantages import AdvantageSettings, advantages
+from treeward.rl.experience import Answer, AnswerGroup, Prompt, prompt_lengths
+from treeward.rl.policy_loss import PolicyLossSettings
+from treeward.rl.update import PolicyUpdater, UpdateMetrics
+from treeward.tables import Column, results_table
+from treeward.tree.batch import TreeBatch, plan_micro_batches
+from treeward.tree.token_tree import TokenIds
+
+GATE_SHARE, GATE_TRL = 0.9, 2.0
+"""Of the ratio of row tokens to tree tokens; x TRL at 8 answers and prompts as long as answers."""
+
+EXACT = 1e-5
+BETA = 0.05
+MICRO_BATCH_TOKENS = 4096
+LEARNING_RATE = 1e-6
+
+TREE, PACKED, TREE_BF16 = "tree", "packed rows", "tree, bfloat16"
+TRL, TRL_DEFAULT = "TRL, float32", "TRL, default"
+FLOAT32 = (PACKED, TRL)
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """G answers to each prompt, and tokens of prompts and (at most) of answers."""
+
+    answers: int
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one update learns from: P groups with their advantages (P, G)."""
+
+    groups: tuple[AnswerGroup, ...]
+    advantages_PG: Tensor
+
+    @property
+    def alone(self) -> Work:
+        """The same with every answer in a group of its own."""
+        groups = tuple(AnswerGroup(g.prompt, g.prompt_ids, (answer,)) for g in self.groups for answer in g.answers)
+        return Work(groups, self.advantages_PG.reshape(-1, 1))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the answers."""
+        return sum(len(answer.token_ids) for group in self.groups for answer in group.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`log_probs`: of all answers without gradients (ours): the tokens computed. `update`: one step; gives the loss.
+
+    `gradients`: of the policy as it is, before clipping, without a step; with the loss.
+    """
+
+    update: Callable[[], float]
+    gradients: Callable[[], tuple[float, Gradients]]
+    log_probs: Callable[[], int] = lambda: 0
+
+
+class PackedRows(PolicyModel):
+    """Every answer is a tree of its own: what packing without sharing costs."""
+
+    def _packed(self, groups: Sequence[Sequence[TokenIds]]) -> TreeBatch:
+        return TreeBatch.from_groups([[sequence] for group in groups for sequence in group], min_shared=1 << 30)
+
+
+def main() -> None:
+    arguments = _parse()
+    data, prompts = load_prompts()
+    texts = (text for prompt, answers in prompts for text in (prompt, *answers))
+    tokenizer = train_tokenizer(texts, vocab_size=arguments.vocabulary)
+    print(f"{data}, Qwen3 {arguments.size}, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
+    print(f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} computed tokens")
+    settings = [Setting(8, 128, 128)] if arguments.quick else _settings()
+    rows = [
+        measure(arguments.size, tokenizer, make_work(prompts, tokenizer, setting, arguments.prompts), arguments.rounds)
+        for setting in settings
+    ]
+    print_tables(rows)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _settings() -> list[Setting]:
+    return [Setting(answers, prompt, 128) for prompt in (128, 512) for answers in (4, 8, 16)]
+
+
+def make_work(
+    prompts: Sequence[tuple[str, list[str]]], tokenizer: PreTrainedTokenizerBase, setting: Setting, num_prompts: int
+) -> Work:
+    """Answers cut where generation would have stopped; prompts with as many earlier turns as their length takes."""
+    renderer = Renderer(tokenizer)
+    groups: list[AnswerGroup] = []
+    for n, (prompt, texts) in enumerate(prompts):
+        if len(groups) == num_prompts or len(texts) < setting.answers:
+            continue
+        context: list[Message] = []
+        prompt_ids: list[int] = []
+        k = n
+        while len(prompt_ids) < setting.prompt:
+            k = (k + 1) % len(prompts)
+            turn = [{"role": "user", "content": prompts[k][0]}, {"role": "assistant", "content": prompts[k][1][0]}]
+            context = [*turn, *context]
+            prompt_ids = _ids(renderer.encode([*context, {"role": "user", "content": prompt}]))
+        kept = prompt_ids[-setting.prompt :]
+        answers = [_ids(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts[: setting.answers]]
+        cut = [Answer(tuple(ids[: setting.answer]), "", truncated=len(ids) > setting.answer) for ids in answers]
+        groups.append(AnswerGroup(Prompt(({"role": "user", "content": prompt},), {}), tuple(kept), tuple(cut)))
+    rewards_PG = torch.randn(len(groups), setting.answers, generator=torch.Generator().manual_seed(0))
+    known_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
+    return Work(tuple(groups), advantages(rewards_PG, known_PG, AdvantageSettings()))
+
+
+def _ids(tokens: Iterable[Any]) -> list[int]:
+    return [int(token) for token in tokens]
+
+
+def measure(size: str, tokenizer: PreTrainedTokenizerBase, work: Work, rounds: int, warmup: int = 1) -> dict[str, Any]:
+    """Everything about one setting. Raises `RuntimeError` where the variants do not compute the same."""
+    reference = build_causal(size, tokenizer)
+    policy = _moved(reference)
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        variants = {
+            TREE: _ours(PolicyModel, policy, reference, work),
+            PACKED: _ours(PackedRows, policy, reference, work.alone),
+            TREE_BF16: _ours(PolicyModel, policy, reference, work, dtype=torch.bfloat16),
+            TRL: _trl(policy, Path(folder), tokenizer, work, default=False),
+            TRL_DEFAULT: _trl(policy, Path(folder), tokenizer, work, default=True),
+        }
+    differences = check_exact(variants)
+    calls: dict[str, Callable[[int], object]] = {
+        **{f"log_probs {name}": partial(_ignore_round, variants[name].log_probs) for name in (TREE, PACKED)},
+        **{f"update {name}": partial(_ignore_round, variant.update) for name, variant in variants.items()},
+    }
+    seconds = interleave(calls, rounds, warmup)
+    counts = count_tokens(work, policy)
+    row: dict[str, Any] = {
+        "answers": len(work.groups[0].answers),
+        "prompt": len(work.groups[0].prompt_ids),
+        "answer": work.num_tokens / sum(len(group.answers) for group in work.groups),
+        **counts,
+        **{f"difference {name}": difference for name, difference in differences.items()},
+        **{f"ms {name}": 1000 * statistics.median(values) for name, values in seconds.items()},
+    }
+    for what, base, ours in [
+        ("log_probs", PACKED, TREE),
+        ("update", PACKED, TREE),
+        ("update", TRL, TREE),
+        ("update", TRL_DEFAULT, TREE_BF16),
+    ]:
+        row[f"{what} x {base}"] = _ratio(seconds[f"{what} {base}"], seconds[f"{what} {ours}"])
+    return row
+
+
+def _ignore_round(call: Callable[[], object], number: int) -> object:
+    return call()
+
+
+def _moved(reference: PreTrainedModel) -> PreTrainedModel:
+    """A policy that has left its reference a little, so that the penalty has a gradient."""
+    generator = torch.Generator().manual_seed(1)
+    policy = deepcopy(reference)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise, alpha=0.05 * float(parameter.std()))
+    return policy
+
+
+def _ours(
+    kind: type[PolicyModel],
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    work: Work,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Variant:
+    model = kind(deepcopy(policy), layout="tree", compute_dtype=dtype)
+    frozen = kind(deepcopy(reference).requires_grad_(False), layout="tree", compute_dtype=dtype)
+    settings = PolicyLossSettings(kl_coefficient=BETA)
+    used_PG = torch.ones_like(work.advantages_PG, dtype=torch.bool)
+    sizes = [group.num_tree_tokens for group in work.groups]
+    plan = plan_micro_batches(sizes, max_tokens=MICRO_BATCH_TOKENS)
+
+    def updater(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> PolicyUpdater:
+        return PolicyUpdater(
+            model,
+            optimizer,
+            reference=frozen,
+            settings=settings,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
+            max_grad_norm=max_grad_norm,
+        )
+
+    timed = updater(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True), 1.0)
+
+    def learn(with_updater: PolicyUpdater) -> UpdateMetrics:
+        return with_updater.learn(work.groups, work.advantages_PG, used_PG)
+
+    def gradients() -> tuple[float, Gradients]:
+        found: Gradients = {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer.register_step_pre_hook(lambda *_: found.update(_gradients(model.hf)))
+        return learn(updater(optimizer, None)).means()["loss"], found
+
+    @torch.no_grad()
+    def log_probs() -> int:
+        chosen = [[work.groups[i] for i in members] for members in plan]
+        return sum(
+            model.log_probs([group.sequences for group in groups], prompt_lengths(groups)).num_computed_tokens
+            for groups in chosen
+        )
+
+    model.train()
+    return Variant(lambda: learn(timed).means()["loss"], gradients, log_probs)
+
+
+def _trl(
+    policy: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, work: Work, *, default: bool
+) -> Variant:
+    """GRPOTrainer, handed the answers as if it had generated them. `default`: bfloat16, activation checkpointing."""
+    hf = deepcopy(policy)
+    hf.set_attn_implementation("sdpa")
+    hf.config._name_or_path = str(folder)  # where it reads its reference
+    num_answers = len(work.groups[0].answers)
+    rows = [(group, answer) for group in work.groups for answer in group.answers]
+    options: dict[str, Any] = {} if default else {"bf16": False, "gradient_checkpointing": False}
+    batch_size = GRPOConfig.per_device_train_batch_size  # its default
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        report_to=[],
+        use_cpu=True,
+        beta=BETA,
+        use_bias_correction_kl=False,  # a differentiable weight on the penalty: another objective, at the same cost
+        num_generations=num_answers,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=len(rows) // batch_size,
+        **options,
+    )
+    trainer = GRPOTrainer(
+        model=hf,
+        reward_funcs=lambda **_: [],
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "unused"}] * len(work.groups)),
+        processing_class=tokenizer,
+    )
+    trainer._generate_and_score_completions = partial(_trl_batch, trainer, rows, work.advantages_PG.flatten())  # type: ignore[method-assign]
+    # What `trainer.train()` does before its first step:
+    trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
+    if default:
+        hf.gradient_checkpointing_enable(config.gradient_checkpointing_kwargs)
+    model = trainer.accelerator.prepare_model(hf)
+    optimizer = torch.optim.AdamW(hf.parameters(), lr=LEARNING_RATE, fused=True)
+    hf.train()
+
+    def backward() -> float:
+        steps = range(config.gradient_accumulation_steps)
+        return sum(float(trainer.training_step(model, None, torch.tensor(work.num_tokens))) for _ in steps)
+
+    def gradients() -> tuple[float, Gradients]:
+        loss = backward()
+        found = _gradients(hf)
+        hf.zero_grad()
+        return loss, found
+
+    def update() -> float:
+        loss = backward()
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Variant(update, gradients)
+
+
+@torch.no_grad()
+def _trl_batch(
+    trainer: GRPOTrainer, rows: Sequence[tuple[AnswerGroup, Answer]], advantages_S: Tensor, _: object
+) -> dict[str, Tensor]:
+    """What GRPOTrainer makes of generated tokens, in its own way: its padding, its reference's log-probabilities."""
+    padding = trainer._tokenizer.pad_token_id
+    prompts = [torch.tensor(group.prompt_ids) for group, _ in rows]
+    completions = [torch.tensor(answer.token_ids) for _, answer in rows]
+    batch = {
+        "prompt_ids": pad(prompts, padding_value=padding, padding_side="left"),
+        "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left"),
+        "completion_ids": pad(completions, padding_value=padding, padding_side="right"),
+        "completion_mask": pad([torch.ones_like(ids) for ids in completions], padding_value=0, padding_side="right"),
+        "advantages": advantages_S,
+        "num_items_in_batch": torch.tensor(sum(map(len, completions))),
+    }
+    batch["ref_per_token_logps"] = trainer._get_per_token_logps_and_entropies(
+        trainer.ref_model,
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        batch["completion_ids"].shape[1],
+        trainer.args.per_device_train_batch_size,
+    )[0]
+    return batch
+
+
+def _gradients(model: nn.Module) -> Gradients:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_exact(variants: dict[str, Variant]) -> dict[str, float]:
+    """How far each is off from the tree: the larger of the relative differences of loss and gradient.
+
+    Raises `RuntimeError` where a float32 variant is off by more than `EXACT`.
+    """
+    loss, gradients = variants[TREE].gradients()
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    found = {}
+    for name, variant in variants.items():
+        if name == TREE:
+            continue
+        other_loss, others = variant.gradients()
+        if others.keys() != gradients.keys():
+            raise RuntimeError(f"{name} has gradients of other parameters: {others.keys() ^ gradients.keys()}")
+        off = torch.stack([(others[key] - gradient).norm() for key, gradient in gradients.items()]).norm()
+        found[name] = max(abs(other_loss - loss) / abs(loss), float(off / norm))
+        if name in FLOAT32 and not found[name] <= EXACT:
+            raise RuntimeError(
+                f"{name} is off by {found[name]:.1e}: loss {other_loss} for {loss}; the limit is {EXACT}"
+            )
+    return found
+
+
+def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
+    """Tokens of the backbone and of the head, and the saving that they, and all operations, allow."""
+    rows = sum(group.num_row_tokens for group in work.groups)
+    trees = sum(group.num_tree_tokens for group in work.groups)
+    lengths = [len(sequence) for group in work.groups for sequence in group.sequences]
+    heads = trees - sum(len(group.prompt_ids) for group in work.groups)  # what answers share is predicted once
+    answers = [answer for group in work.groups for answer in group.answers]
+    padded = max(len(group.prompt_ids) for group in work.groups) + max(len(answer.token_ids) for answer in answers)
+    batches = [TreeBatch.from_groups([group.sequences]) for group in work.groups]
+    row_pairs = sum(length * (length + 1) // 2 for length in lengths)
+    tree_pairs = sum(int((batch.layout.positions_T + 1).sum()) for batch in batches)
+    found = {
+        "row tokens": rows,
+        "tree tokens": trees,
+        "padded tokens": len(answers) * padded,
+        "row head tokens": work.num_tokens,
+        "tree head tokens": heads,
+        "tokens": rows / trees,
+    }
+    for what, reference_and_policy in [("log_probs", (1, 1, 1)), ("update", (4, 4.5, 5))]:
+        by_rows = _flops(policy, rows, row_pairs, work.num_tokens, reference_and_policy)
+        found[f"{what} by FLOPs"] = by_rows / _flops(policy, trees, tree_pairs, heads, reference_and_policy)
+    return found
+
+
+def _flops(
+    policy: PreTrainedModel, tokens: int, pairs: int, predicted: int, passes: tuple[float, float, float]
+) -> float:
+    """Of so many tokens, pairs of a query and a key, and predicted tokens.
+
+    `passes`: how often a forward pass' worth of backbone, attention and head is computed. An update has two forward
+    passes (the reference's too) and a backward of two; in it attention is computed 2.5 times and the head's logits once
+    more.
+    """
+    layers = policy.base_model.get_submodule("layers")
+    config = policy.config
+    backbone = sum(parameter.numel() for parameter in layers.parameters())
+    head = sum(parameter.numel() for parameter in policy.get_output_embeddings().parameters())
+    attention: int = 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    total: float = passes[0] * backbone * tokens + passes[1] * attention * pairs + passes[2] * head * predicted
+    return 2 * total
+
+
+def _ratio(base: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """(of the medians, least, most of a round)."""
+    rounds = [b / o for b, o in zip(base, other, strict=True)]
+    return statistics.median(base) / statistics.median(other), min(rounds), max(rounds)
+
+
+def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    shown = []
+    for row in rows:
+        ratios = {key: "{:.2f} ({:.2f}..{:.2f})".format(*value) for key, value in row.items() if " x " in key}
+        shares = {f"{what} share": row[f"{what} x {PACKED}"][0] / row["tokens"] for what in ("log_probs", "update")}
+        shown.append(row | ratios | shares)
+    setting = [Column("answers", title="G"), Column("prompt"), Column("answer", format=".0f")]
+    print("\nAgainst treeward's own packed rows (median over rounds, and least..most)\n")
+    print(
+        results_table(
+            shown,
+            [
+                *setting,
+                Column("tokens", title="row / tree tokens", format=".2f"),
+                Column("log_probs by FLOPs", title="by FLOPs", format=".2f"),
+                Column(f"log_probs x {PACKED}", title="log-probabilities x"),
+                Column("log_probs share", title="of the tokens", format=".0%"),
+                Column("update by FLOPs", title="by FLOPs", format=".2f"),
+                Column(f"update x {PACKED}", title="update x"),
+                Column("update share", title="of the tokens", format=".0%"),
+                Column(f"difference {PACKED}", title="difference", format=".1e"),
+            ],
+        )
+    )
+    print("\nAgainst the update of TRL's GRPOTrainer: like against like; its default is bfloat16 with checkpointing\n")
+    print(
+        results_table(
+            shown,
+            [
+                *setting,
+                Column(f"ms update {TREE}", title="ms, float32", format=".0f"),
+                Column(f"ms update {TRL}", title="TRL ms", format=".0f"),
+                Column(f"update x {TRL}", title="x TRL"),
+                Column(f"difference {TRL}", title="difference", format=".1e"),
+                Column(f"ms update {TREE_BF16}", title="ms, bfloat16", format=".0f"),
+                Column(f"ms update {TRL_DEFAULT}", title="TRL's default ms", format=".0f"),
+                Column(f"update x {TRL_DEFAULT}", title="x TRL's default"),
+            ],
+        )
+    )
+    print()
+    for gate, passed in gates(rows):
+        print(f"{'passed' if passed else 'MISSED'}  {gate}")
+
+
+def gates(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """What is promised, and whether it was kept."""
+    found = []
+    for row in rows:
+        setting = f"{row['answers']} answers, prompts of {row['prompt']}"
+        for what in ("log_probs", "update"):
+            share = row[f"{what} x {PACKED}"][0] / row["tokens"]
+            allowed = row[f"{what} by FLOPs"] / row["tokens"]
+            gate = f"{what}, {setting}: {share:.0%} of the saving of tokens (by FLOPs at most {allowed:.0%})"
+            found.append((f"{gate}; promised {GATE_SHARE:.0%}", share >= GATE_SHARE))
+        if row["answers"] == 8 and row["prompt"] <= 1.25 * row["answer"]:
+            for base in (TRL, TRL_DEFAULT):
+                times = row[f"update x {base}"][0]
+                found.append((f"update, {setting}: {times:.2f} x {base}; promised {GATE_TRL:.0f} x", times >= GATE_TRL))
+    return found
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="xs", choices=("xs", "s", "m"))
+    parser.add_argument("--vocabulary", type=int, default=VOCAB_SIZE, help="of the tokenizer: how much the head costs")
+    parser.add_argument("--prompts", type=int, default=4, help="an update; with 4 answers each, an even number")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="only 8 answers, with prompts as long")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""RLHF in ten minutes on two cores: a policy is warmed up, then optimised against the quickstart's reward model.
+
+python examples/rlhf_demo.py
+
+The bundled data's true quality ("gold") is known and never trained on, so it shows what each run really does:
+
+    close     KL to the warm start costs: near the answers that it was trained on the reward model is right
+    hacked    no KL: the policy finds what the reward model likes besides quality, and the alarm says so
+    cured     the worst of three reward models, less what an answer is too long, and a little KL
+
+It may be run again: what is finished is not done again, and a run that was stopped goes on.
+"""
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from treeward.cli.main import main
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import open_dataset
+from treeward.data.rendering import Renderer
+from treeward.data.tokenizers import texts_of, train_tokenizer
+from treeward.model.policy_loading import build_policy, export_policy
+from treeward.rl.report.build import write_rl_report
+from treeward.rl.report.reading import RLRun
+from treeward.rl.warm_start import warm_start
+from treeward.tables import Column, results_table
+
+CONFIGS = Path(__file__).parent / "configs"
+RESULTS, LOGS = Path("results/rlhf_demo"), Path("logs/rlhf_demo")
+WARM_START, REPORT = RESULTS / "warm_start", RESULTS / "report.html"
+REWARD_MODEL = Path("results/quickstart/final")
+OTHER_SEEDS = (1, 2)
+WARM_EPOCHS = 10
+SHORTER: list[str] = []
+SHORTER_TRAINING: list[str] = []
+"""Overrides of the runs of optimisation, and of training, by which a test makes this a matter of seconds."""
+
+POLICY = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+ENSEMBLE = ",".join(str(RESULTS / f"reward_model_{seed}") for seed in (0, *OTHER_SEEDS))
+RUNS = {
+    "close": ["loss_fn.reference_policy_kl_penalty=0.2"],
+    "hacked": ["loss_fn.reference_policy_kl_penalty=0.0"],
+    "cured": [
+        "loss_fn.reference_policy_kl_penalty=0.1",
+        f"env.reward_model.model_name=[{ENSEMBLE}]",
+        "+env.reward_model.ensemble={method: worst}",
+        "+env.reward_model.reward_shaping={length_penalty: {coefficient: 0.06, threshold: 20, unit: tokens}}",
+    ],
+}
+COLUMNS = [
+    Column("run"),
+    Column("step", format="d"),
+    Column("reward", format=".2f"),
+    Column("gold", title="gold quality", format=".3f"),
+    Column("kl", title="KL", format=".1f"),
+    Column("length", title="tokens", format=".1f"),
+    Column("alarm", title="gold falls"),
+]
+
+
+def run() -> int:
+    steps: list[Callable[[], int]] = [reward_models, warm_policy]
+    steps += [
+        lambda name=name, overrides=overrides: optimise(name, overrides)  # type: ignore[misc]
+        for name, overrides in RUNS.items()
+    ]
+    for step in steps:
+        code = step()
+        if code != 0:
+            return code
+    runs = [RLRun.read(name, LOGS / name) for name in RUNS]
+    write_rl_report(runs, REPORT, title="RLHF on the bundled data")
+    sys.stdout.write(f"\n{results_table([row for one in runs for row in summary(one)], COLUMNS)}\n")
+    sys.stdout.write(f"\nAll three, with sample answers over time:  {REPORT}\n")
+    return 0
+
+
+def reward_models() -> int:
+    """The quickstart's reward model, and two more of other seeds; each calibrated, so that they can be averaged."""
+    train = ["train", "--config", str(CONFIGS / "quickstart.yaml"), "evaluation.enabled=false", *SHORTER_TRAINING]
+    for seed in (0, *OTHER_SEEDS):
+        folder = RESULTS / f"reward_model_{seed}"
+        if folder.is_dir():
+            continue
+        source = REWARD_MODEL
+        if seed:
+            source = RESULTS / f"training_{seed}/final"
+            own = [
+                f"rm.seed={seed}",
+                f"checkpointing.checkpoint_dir={source.parent}",
+                f"logger.log_dir={LOGS}/rm_{seed}",
+            ]
+            code = main([*train, *own])
+        else:
+            code = 0 if source.is_dir() else main(train)
+        if code != 0:
+            return code
+        calibrated = folder.with_name(f"{folder.name}.making")
+        shutil.rmtree(calibrated, ignore_errors=True)
+        shutil.copytree(source, calibrated)
+        code = main(["calibrate", str(calibrated), "--dataset-name", "Bundled", "--split", "validation"])
+        if code != 0:
+            return code
+        calibrated.rename(folder)
+    return 0
+
+
+def warm_policy() -> int:
+    """A policy that imitates all answers of the training data, good and bad."""
+    if WARM_START.is_dir():
+        return 0
+    stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="train"))
+    tokenizer = train_tokenizer(texts_of([stream]), vocab_size=1024)
+    renderer = Renderer(tokenizer)
+    groups = []
+    for preference, _ in stream:
+        prompt = renderer.encode_prompt(preference.context)
+        whole = [renderer.encode([*preference.context, *completion.messages]) for completion in preference.completions]
+        groups.append((prompt, [tokens[len(prompt) :] for tokens in whole]))
+    policy = build_policy(POLICY, tokenizer, seed=0).model
+
+    def tell(step: int, total: int, loss: float) -> None:
+        if step % 50 == 0 or step == total:
+            logging.getLogger("treeward").info("warm start: step %d/%d  loss %.3f", step, total, loss)
+
+    warm_start(policy, groups, num_epochs=WARM_EPOCHS, learning_rate=4e-3, groups_per_step=64, seed=0, on_step=tell)
+    making = WARM_START.with_name("warm_start.making")
+    export_policy(policy, tokenizer, making, chat_template=renderer.chat_template)
+    making.rename(WARM_START)
+    return 0
+
+
+def optimise(name: str, overrides: list[str]) -> int:
+    folders = [f"checkpointing.checkpoint_dir={RESULTS / name}", f"logger.log_dir={LOGS / name}"]
+    return main(["grpo", "--config", str(CONFIGS / "rlhf_demo.yaml"), *folders, *overrides, *SHORTER])
+
+
+def summary(one: RLRun) -> list[dict[str, object]]:
+    """The first and the last validation of a run."""
+    curves = {
+        key: one.curve(f"validation/{name}")
+        for key, name in {
+            "reward": "reward",
+            "gold": "gold_reward",
+            "kl": "kl",
+            "length": "mean_gen_tokens_per_sample",
+        }.items()
+    }
+    alarm = one.gold_alarm
+    return [
+        {
+            "run": one.name,
+            "step": step,
+            **{key: curve.at(step) for key, curve in curves.items()},
+            "alarm": "" if alarm is None or alarm.step > step else f"alarm after step {alarm.step}",
+        }
+        for step in (0, one.last_step)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(run())

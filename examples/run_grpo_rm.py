@@ -1,0 +1,16 @@
+"""Optimise a policy against a reward model: `treeward grpo` as NeMo RL users know it.
+
+python examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml env.reward_model.model_name=results/rm/final
+"""
+
+import sys
+from pathlib import Path
+
+from treeward.cli.main import main
+
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_rm_1B.yaml"
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    named = any(argument.split("=")[0] == "--config" for argument in arguments)
+    sys.exit(main(["grpo", *([] if named else ["--config", str(DEFAULT_CONFIG)]), *arguments]))

@@ -1,0 +1,136 @@
+"""`treeward grpo`: what it prints, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.cli.main import main
+from treeward.rl import grpo as grpo_module
+
+CONFIG = """
+grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 2, max_num_steps: 2, val_period: 1, seed: 7}}
+policy:
+  model_config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,
+                 num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, max_position_embeddings: 128}}
+  tokenizer: {{vocab_size: 300}}
+  max_total_sequence_length: 96
+  precision: float32
+  optimizer: {{kwargs: {{lr: 1.0e-3}}}}
+  generation: {{max_new_tokens: 4}}
+data:
+  train: {{dataset_name: PromptDataset, data_path: {folder}/train.jsonl}}
+  validation: {{dataset_name: PromptDataset, data_path: {folder}/held_out.jsonl}}
+env: {{planted: {{type: custom, function: planted.vowels}}}}
+checkpointing: {{checkpoint_dir: {folder}/the checkpoints}}
+logger: {{log_dir: {folder}/logs}}
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., int]:
+    """`treeward grpo` of a tiny configuration, with overrides."""
+    for name in ("train", "held_out"):
+        rows = [{"prompt": f"Say {name} {n}."} for n in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
+    return lambda *words: main(["grpo", "--config", str(tmp_path / "run.yaml"), *words])
+
+
+def test_a_run_ends_with_its_results_and_where_they_are(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command() == 0
+    printed = capsys.readouterr()
+    final = tmp_path / "the checkpoints" / "final"
+    assert f"The policy of step 2 of 2 is in '{final}'\n" in printed.out  # quoted as a shell needs it
+    assert f"The report of the run:  '{tmp_path / 'the checkpoints' / 'report.html'}'" in printed.out
+    assert re.search(r"^ +validation/reward +\d\.\d{4}$", printed.out, re.MULTILINE)
+    assert "validation after step 1: reward" in printed.err and "step 2/2" in printed.err
+    assert "Traceback" not in printed.err
+    assert command() == 0  # it is done
+    again = capsys.readouterr()
+    assert "The policy of step 2 of 2" in again.out and "All 2 steps are done" in again.err
+    assert re.search(r"^ +validation/reward +\d\.\d{4}$", again.out, re.MULTILINE)
+
+
+def test_alarms_are_printed(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("grpo.watch={max_truncation_rate: 0.01, stop: true, stop_on: [truncation]}") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^Alarm after step 1: \d+% of the answers reach the length limit", out, re.MULTILINE)
+    assert "The policy of step 1 of 2" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "Saved. The same command goes on from here."),
+        (["checkpointing.enabled=false"], "Nothing was saved"),
+        (["checkpointing.save_optimizer=false"], "cannot be resumed"),
+    ],
+)
+def test_what_ctrl_c_has_saved_is_told(
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
+) -> None:
+    collect = grpo_module.collect
+    monkeypatch.setattr(
+        grpo_module, "collect", lambda *a, **k: (signal.raise_signal(signal.SIGINT), collect(*a, **k))[1]
+    )
+    assert command(*options) == 130
+    error = capsys.readouterr().err
+    assert "Stopped after step 1 of 2 (SIGINT)." in error and message in error
+
+
+def test_a_second_ctrl_c_leaves_at_once(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt_twice(*_: Any, **__: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(grpo_module, "collect", interrupt_twice)
+    assert command() == 130
+    error = capsys.readouterr().err
+    assert "interrupted" in error and "Traceback" not in error
+    assert not list((tmp_path / "the checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grpo.num_prompts=3"], "grpo.num_prompts"),
+        (["grpo.num_generations_per_prompt=1"], "at least 2"),
+        (["data.train.data_path=/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["env.planted.function=planted.vowel"], "did you mean vowels?"),
+        (["policy.model_config.model_type=qwen77"], "qwen77"),
+        (["grpo.environments=[plantd]"], "planted"),
+        (["env.planted.function=planted.fails"], "too many answers have no reward"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert command(*words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "treeward grpo: " in captured.err
+    assert "Traceback" not in captured.err or "planted.fails" in words[0]
+
+
+def test_the_help_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["grpo", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "--config FILE" in text and "grpo_rm_1B.yaml" in text and "resumes a run that was stopped" in text
