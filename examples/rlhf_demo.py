@@ -6,7 +6,8 @@ The bundled data's true quality ("gold") is known and never trained on, so it sh
 
     close     KL to the warm start costs: near the answers that it was trained on the reward model is right
     hacked    no KL: the policy finds what the reward model likes besides quality, and the alarm says so
-    cured     the worst of three reward models, less what an answer is too long, and a little KL
+    cured     no KL either: the worst of three reward models that have also seen answers to other questions, less what
+              an answer is too long
 
 It may be run again: what is finished is not done again, and a run that was stopped goes on.
 """
@@ -32,7 +33,7 @@ CONFIGS = Path(__file__).parent / "configs"
 RESULTS, LOGS = Path("results/rlhf_demo"), Path("logs/rlhf_demo")
 WARM_START, REPORT = RESULTS / "warm_start", RESULTS / "report.html"
 REWARD_MODEL = Path("results/quickstart/final")
-OTHER_SEEDS = (1, 2)
+MEMBERS = [RESULTS / f"reward_model_{seed}" for seed in range(3)]
 WARM_EPOCHS = 10
 SHORTER: list[str] = []
 SHORTER_TRAINING: list[str] = []
@@ -50,13 +51,12 @@ POLICY = {
     "tie_word_embeddings": True,
 }
 
-ENSEMBLE = ",".join(str(RESULTS / f"reward_model_{seed}") for seed in (0, *OTHER_SEEDS))
 RUNS = {
     "close": ["loss_fn.reference_policy_kl_penalty=0.2"],
     "hacked": ["loss_fn.reference_policy_kl_penalty=0.0"],
     "cured": [
-        "loss_fn.reference_policy_kl_penalty=0.1",
-        f"env.reward_model.model_name=[{ENSEMBLE}]",
+        "loss_fn.reference_policy_kl_penalty=0.0",
+        f"env.reward_model.model_name=[{','.join(map(str, MEMBERS))}]",
         "+env.reward_model.ensemble={method: worst}",
         "+env.reward_model.reward_shaping={length_penalty: {coefficient: 0.06, threshold: 20, unit: tokens}}",
     ],
@@ -90,33 +90,38 @@ def run() -> int:
 
 
 def reward_models() -> int:
-    """The quickstart's reward model, and two more of other seeds; each calibrated, so that they can be averaged."""
+    """The quickstart's reward model, and three for the ensemble."""
     train = ["train", "--config", str(CONFIGS / "quickstart.yaml"), "evaluation.enabled=false", *SHORTER_TRAINING]
-    for seed in (0, *OTHER_SEEDS):
-        folder = RESULTS / f"reward_model_{seed}"
-        if folder.is_dir():
-            continue
-        source = REWARD_MODEL
-        if seed:
-            source = RESULTS / f"training_{seed}/final"
-            own = [
-                f"rm.seed={seed}",
-                f"checkpointing.checkpoint_dir={source.parent}",
-                f"logger.log_dir={LOGS}/rm_{seed}",
-            ]
-            code = main([*train, *own])
-        else:
-            code = 0 if source.is_dir() else main(train)
-        if code != 0:
-            return code
-        calibrated = folder.with_name(f"{folder.name}.making")
-        shutil.rmtree(calibrated, ignore_errors=True)
-        shutil.copytree(source, calibrated)
-        code = main(["calibrate", str(calibrated), "--dataset-name", "Bundled", "--split", "validation"])
-        if code != 0:
-            return code
-        calibrated.rename(folder)
-    return 0
+    code = 0 if REWARD_MODEL.is_dir() else main(train)
+    for seed, member in enumerate(MEMBERS):
+        code = code or (0 if member.is_dir() else train_member(train, seed, member))
+    return code
+
+
+def train_member(train: list[str], seed: int, member: Path) -> int:
+    """A reward model that also sees, for each question, a good answer to another one as the worst of all.
+
+    It is calibrated, so that its scores can be compared with those of the others.
+    """
+    folder = RESULTS / f"training_{seed}"
+    code = main(
+        [
+            *train,
+            "rm.max_num_epochs=3",
+            f"rm.seed={seed}",
+            "+data.non_contextual_answers=1",
+            f"checkpointing.checkpoint_dir={folder}",
+            f"logger.log_dir={LOGS}/reward_model_{seed}",
+        ]
+    )
+    if code == 0:
+        making = member.with_name(f"{member.name}.making")
+        shutil.rmtree(making, ignore_errors=True)
+        shutil.copytree(folder / "final", making)
+        code = main(["calibrate", str(making), "--dataset-name", "Bundled", "--split", "validation"])
+        if code == 0:
+            making.rename(member)
+    return code
 
 
 def warm_policy() -> int:

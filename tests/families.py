@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from treeward.model.reward_model import RewardModel
 
@@ -100,6 +100,15 @@ def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return randomise(model.eval(), seed)
+
+
+def causal_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The same as a causal language model."""
+    config = config_of(family, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     return randomise(model.eval(), seed)
 
 

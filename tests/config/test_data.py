@@ -139,6 +139,15 @@ def test_a_local_copy_is_not_taken_for_the_hub():
     assert (config.train[0].data_path, config.train[0].split, config.validation) == ("copy.jsonl", None, ())
 
 
+def test_answers_to_other_prompts_are_for_training_alone():
+    flat = {"dataset_name": "Bundled", "non_contextual_answers": 2}
+    config = DataConfig.model_validate(flat)
+    assert [d.non_contextual_answers for d in (*config.train, *config.validation)] == [2, 0, 0]
+    assert [d.name for d in config.validation] == ["plain", "length_controlled"]
+    both = {"non_contextual_answers": 2, "train": [{"data_path": "a"}, {"data_path": "b", "non_contextual_answers": 0}]}
+    assert [d.non_contextual_answers for d in DataConfig.model_validate(both).train] == [2, 0]
+
+
 def test_several_training_sets_with_weights():
     config = DataConfig.model_validate({"train": [{"data_path": "a"}, {"data_path": "b", "weight": 0.5}]})
     assert [d.weight for d in config.train] == [1.0, 0.5]
@@ -192,6 +201,11 @@ def test_null_in_a_block_is_the_default_and_not_the_shared_value():
             "two names",
         ),
         ({"train_data_path": "t", "validation": {"data_path": "x", "weight": 2}}, "validation[0].weight", "weight"),
+        (
+            {"train_data_path": "t", "validation": {"data_path": "x", "non_contextual_answers": 1}},
+            "validation[0].non_contextual_answers",
+            "validation set",
+        ),
         ({"train_data_path": "t", "val_data_paths": {"a b": "x"}}, None, "cannot be part of a metric"),
         ({"dataset_name": "Tulu3Preference", "validation": {"name": "x"}}, "validation", "no validation split"),
     ],

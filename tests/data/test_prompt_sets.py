@@ -30,6 +30,7 @@ from treeward.data.prompt_sets import (
 )
 from treeward.data.prompts import Prompts
 from treeward.data.sources import Row
+from treeward.data.synthetic import best_answers, gold_quality
 from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
 
@@ -182,7 +183,12 @@ def test_keys_can_be_named(tmp_path: Path) -> None:
 def test_bundled() -> None:
     prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"))
     assert [list(prompt.messages) for prompt in prompts] == bundled_prompts("length_controlled")
-    assert prompts[3].info == {"environment": "rm"}
+    answers = best_answers("length_controlled")[3]
+    assert prompts[3].info == {"reference_answers": answers, "environment": "rm"}
+    quality = [
+        gold_quality(prompt.messages, answer) for prompt in prompts for answer in prompt.info["reference_answers"]
+    ]
+    assert sum(quality) / len(quality) > 0.75 and len(quality) >= len(prompts)
     assert prompts[3].where == "Bundled[length_controlled]:prompt 4"
     assert len(open_prompts(PromptSetConfig(dataset_name="Bundled"))) == len(bundled_prompts("train"))
     with pytest.raises(ConfigError, match="did you mean validation"):

@@ -43,6 +43,8 @@ CONFIG = LoraConfig(enabled=True, dim=4, alpha=12)
 TIED = {"qwen3": {"tie_word_embeddings": True}}
 GROUPS = [[[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [5, 6, 7, 12, 13, 14, 15]], [[20, 21, 22, 23], [20, 21, 24]]]
 STARTS = [[3, 3, 3], [2, 2]]
+CHUNK = 4
+"""The same wherever bits are compared: how a matrix product rounds depends on its size."""
 
 
 def causal(family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -56,7 +58,7 @@ def causal(family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes:
 
 def adapted(hf: PreTrainedModel, config: LoraConfig = CONFIG, *, fresh: bool = False, seed: int = 1) -> PolicyModel:
     """With adapters that matter, as after some training, unless they are to be fresh."""
-    policy = PolicyModel(hf, chunk_tokens=4)
+    policy = PolicyModel(hf, chunk_tokens=CHUNK)
     add_adapters(policy, config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -141,7 +143,7 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
     hf = causal(family, dtype)
     before = {name: weight.detach().clone() for name, weight in hf.named_parameters()}
     with torch.no_grad():
-        want = PolicyModel(hf).log_probs(GROUPS, STARTS).values_SL
+        want = PolicyModel(hf, chunk_tokens=CHUNK).log_probs(GROUPS, STARTS).values_SL
         policy = adapted(hf, fresh=True)
         assert torch.equal(policy.log_probs(GROUPS, STARTS).values_SL, want)
     assert {weight.dtype for weight in adapter_state(policy).values()} == {torch.float32}
@@ -247,7 +249,7 @@ def test_the_reference_is_the_frozen_model() -> None:
     policy = adapted(hf)
     reference = AdapterReference(policy)
     with torch.no_grad():
-        want = PolicyModel(plain).log_probs(GROUPS, STARTS, temperature=0.8, entropies=True)
+        want = PolicyModel(plain, chunk_tokens=CHUNK).log_probs(GROUPS, STARTS, temperature=0.8, entropies=True)
         on = policy.log_probs(GROUPS, STARTS)
     got = reference.log_probs(GROUPS, STARTS, temperature=0.8, entropies=True)
     assert not got.values_SL.requires_grad and torch.equal(got.values_SL, want.values_SL)
@@ -416,7 +418,7 @@ def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: 
     # The model under the adapters, and so the reference, is what it was.
     got = AdapterReference(policy).log_probs(GROUPS, STARTS).values_SL
     with torch.no_grad():
-        assert torch.equal(got, PolicyModel(base).log_probs(GROUPS, STARTS).values_SL)
+        assert torch.equal(got, PolicyModel(base, chunk_tokens=CHUNK).log_probs(GROUPS, STARTS).values_SL)
         assert float((policy.log_probs(GROUPS, STARTS).values_SL - got).abs().max()) > 0.01
 
 

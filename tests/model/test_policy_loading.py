@@ -238,7 +238,7 @@ def test_resuming_from_an_export_gives_the_same_bits(tmp_path: Path, tiny_tokeni
 
 
 def test_models_that_cannot_share_prefixes_run_as_rows(caplog: pytest.LogCaptureFixture) -> None:
-    hf = causal("mamba")
+    hf = causal("mamba").double()  # its recurrence makes much of a rounding error, and rows are computed side by side
     with caplog.at_level(logging.WARNING, "treeward"):
         assert choose_policy_layout(causal(), "tree") == "tree"
         assert choose_policy_layout(causal(), "rows") == "rows"

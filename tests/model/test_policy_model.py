@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import DECODERS, VOCABULARY, config_of, randomise, tiny_model
+from families import DECODERS, VOCABULARY, causal_model, randomise, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -15,13 +15,6 @@ from treeward.model.policy_model import PolicyModel
 
 VALUES, GRADIENTS = 1e-5, 1e-5
 FAMILIES = list(DECODERS)
-
-
-def causal(family: str) -> PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", dtype=torch.float32)
-    return randomise(model.eval())
 
 
 def plain(model: PreTrainedModel, sequence: list[int], start: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -47,7 +40,7 @@ def groups_of_answers(seed: int = 0) -> tuple[list[list[list[int]]], list[list[i
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
-    hf = causal(family)
+    hf = causal_model(family)
     policy = PolicyModel(hf, chunk_tokens=5)
     groups, starts = groups_of_answers()
     got = policy.log_probs(groups, starts, entropies=True)
@@ -74,7 +67,7 @@ def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
 
 
 def test_each_token_of_a_tree_is_computed_once() -> None:
-    policy = PolicyModel(causal("llama"))
+    policy = PolicyModel(causal_model("llama"))
     groups, starts = groups_of_answers()
     got = policy.log_probs(groups, starts)
     assert got.num_computed_tokens == (13 + 4 + 6 + 3 + 9) + (5 + 7 + 2)
@@ -82,7 +75,7 @@ def test_each_token_of_a_tree_is_computed_once() -> None:
 
 @pytest.mark.parametrize("layout", ["tree", "rows"])
 def test_layouts_and_temperature(layout: str) -> None:
-    hf = causal("qwen3")
+    hf = causal_model("qwen3")
     groups, starts = groups_of_answers(1)
     policy = PolicyModel(hf, layout=layout)  # type: ignore[arg-type]
     with torch.no_grad():
@@ -99,7 +92,7 @@ def test_layouts_and_temperature(layout: str) -> None:
 
 def test_an_answer_without_a_prompt_is_refused() -> None:
     with pytest.raises(ModelError, match="prompt"):
-        PolicyModel(causal("llama")).log_probs([[[1, 2, 3]]], [[0]])
+        PolicyModel(causal_model("llama")).log_probs([[[1, 2, 3]]], [[0]])
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -107,7 +100,7 @@ def test_the_size_of_the_chunks_changes_nothing(grad: bool) -> None:
     groups, starts = groups_of_answers(2)
     ends = []
     for chunk_tokens in (1, 4, 1024):
-        hf = causal("gemma2")  # tied, with a soft-cap behind the head
+        hf = causal_model("gemma2")  # tied, with a soft-cap behind the head
         with torch.set_grad_enabled(grad):
             got = PolicyModel(hf, chunk_tokens=chunk_tokens).log_probs(groups, starts, entropies=True)
         assert got.entropies_SL is not None

@@ -39,8 +39,9 @@ _FLAT_KEYS = (
     "system_prompt_file",
     "kwargs",
 )
+_TRAIN_KEYS = ("non_contextual_answers",)
 _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
-FORM_KEYS = (*_FLAT_KEYS, "dataset_type", *_PATH_KEYS)
+FORM_KEYS = (*_FLAT_KEYS, *_TRAIN_KEYS, "dataset_type", *_PATH_KEYS)
 """The keys of `data` that only the other forms have."""
 
 _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
@@ -71,14 +72,16 @@ class DataForm(NamedTuple):
     """Keys of other toolkits that `default` may have."""
     dataset_types: Mapping[str, str]
     """What `dataset_type` may be -> the `dataset_name` that it means."""
+    train_keys: tuple[str, ...] = ()
+    """Flat keys that only training sets take."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of `data` that only the other forms have."""
-        return (*self.flat_keys, *_PATH_KEYS)
+        return (*self.flat_keys, *self.train_keys, *_PATH_KEYS)
 
 
-PREFERENCES = DataForm(_FLAT_KEYS, _OWN_SPLITS, ("processor", "env_name"), _DATASET_TYPES)
+PREFERENCES = DataForm(_FLAT_KEYS, _OWN_SPLITS, ("processor", "env_name"), _DATASET_TYPES, _TRAIN_KEYS)
 PROMPTS = DataForm(
     (
         *("dataset_name", "subset", "input_key", "output_key", "prompt_file", "system_prompt_file"),
@@ -103,6 +106,7 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str], form: Data
     """
     data = dict(raw)
     shared = _shared_values(data, block_keys, form)
+    for_training = {key: data.pop(key) for key in form.train_keys if key in data}
     has_train_block = data.get("train") is not None
     train = _blocks(data.pop("train", None), "train", shared)
     validation = _validation_blocks(data.pop("validation", None), shared, block_keys)
@@ -126,6 +130,7 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str], form: Data
         )
     for block in train:
         _fill_own_split(block, form, is_train=True)
+        block.update({key: value for key, value in for_training.items() if key not in block})
     for block in validation:
         _fill_own_split(block, form, is_train=False)
     return {**data, "train": train, "validation": _with_names(validation)}

@@ -34,6 +34,7 @@ from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig
 from treeward.data.custom import construct, import_class, open_contract
 from treeward.data.formats import from_binary_row, from_helpsteer3_row, from_rank_row, from_transcripts
+from treeward.data.non_contextual import WithNonContextual
 from treeward.data.preference import Preference, preference_to_dict
 from treeward.data.prompts import Prompts, completed
 from treeward.data.sources import Row, fingerprint, read_rows
@@ -106,6 +107,11 @@ def open_dataset(config: DatasetConfig) -> PreferenceStream:
     Raises `ConfigError` for an unknown name (with the nearest one), a class that cannot be imported or constructed, or
     one that does not offer what a dataset must; `DataError` for data that is not there. Rows are checked as they come.
     """
+    stream = _open(config)
+    return WithNonContextual(stream, config.non_contextual_answers) if config.non_contextual_answers else stream
+
+
+def _open(config: DatasetConfig) -> PreferenceStream:
     dataset = construct(_find_class(config.dataset_name), config)
     if not isinstance(dataset, RowDataset):
         return open_contract(dataset, config)

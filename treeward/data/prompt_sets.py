@@ -40,6 +40,7 @@ from treeward.data.custom import construct, import_class, rows_of
 from treeward.data.prompt_rows import Prompt, check_asks, from_prompt_row, from_response_row, math_hf_data_processor
 from treeward.data.prompts import Prompts
 from treeward.data.sources import Row, read_rows
+from treeward.data.synthetic.bundled import best_answers
 from treeward.data.synthetic.bundled import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
 
@@ -235,7 +236,8 @@ class Aime2024(_MathProblems):
 class BundledPrompts(RowPrompts):
     """The prompts of the data that comes with treeward: `train`, `validation` or `length_controlled`, each once.
 
-    How good any answer is, is known: `treeward.data.synthetic.gold_quality`.
+    Their `reference_answers` are the best answers of their comparisons. How good any answer is, is known:
+    `treeward.data.synthetic.gold_quality`.
     """
 
     hub_path = "Bundled"
@@ -254,8 +256,10 @@ class BundledPrompts(RowPrompts):
             )
 
     def __iter__(self) -> Iterator[Prompt]:
-        for number, messages in enumerate(bundled_prompts(self.split or "train"), 1):
-            yield Prompt(tuple(messages), {}, f"{self.name}:prompt {number}")
+        split = self.split or "train"
+        pairs = zip(bundled_prompts(split), best_answers(split), strict=True)
+        for number, (messages, answers) in enumerate(pairs, 1):
+            yield Prompt(tuple(messages), {"reference_answers": answers}, f"{self.name}:prompt {number}")
 
 
 class _CustomPrompts:

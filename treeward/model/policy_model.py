@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
+from treeward.model.linear_log_probs import linear_log_probs
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import RowBatch, TreeBatch, TreeLayout
 from treeward.tree.token_tree import TokenIds
@@ -136,6 +138,19 @@ class PolicyModel(WrappedModel):
         before_N, at_N = predicted
         # gathered once: each gather's backward pass fills a whole row of hidden states
         hidden_ND, targets_N = hidden_TD.index_select(0, before_N), tokens_T[at_N]
+        head = self.head
+        if _is_plain(head) and self._softcap is None:
+            return linear_log_probs(
+                hidden_ND,
+                head.weight,
+                head.bias,
+                targets_N,
+                chunk_tokens=self.chunk_tokens,
+                scale=self._logit_scale,
+                temperature=temperature,
+                dtype=self.compute_dtype or head.weight.dtype,
+                entropies=entropies,
+            )
         values: list[Tensor] = [hidden_TD.new_zeros(0, dtype=torch.float32)]
         found: list[Tensor] = [hidden_TD.new_zeros(0, dtype=torch.float32)]
         for hidden, targets in zip(hidden_ND.split(self.chunk_tokens), targets_N.split(self.chunk_tokens), strict=True):
@@ -165,12 +180,29 @@ class PolicyModel(WrappedModel):
 
     def _logits(self, hidden_CD: Tensor) -> Tensor:
         """As the model's own forward makes them of its last hidden states."""
-        config = self.hf.config.get_text_config()
-        # Granite divides, Cohere multiplies; `check_policy` finds a model that does something else.
-        scale = getattr(self.hf, "logit_scale", 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        logits: Tensor = self.head(hidden_CD) * scale
-        softcap = getattr(config, "final_logit_softcapping", None)
+        logits: Tensor = self.head(hidden_CD) * self._logit_scale
+        softcap = self._softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    @property
+    def _logit_scale(self) -> float:
+        # Granite divides, Cohere multiplies; `check_policy` finds a model that does something else.
+        divisor: float = getattr(self.hf.config.get_text_config(), "logits_scaling", None) or 1.0
+        factor: float = getattr(self.hf, "logit_scale", 1.0)
+        return factor / divisor
+
+    @property
+    def _softcap(self) -> float | None:
+        return getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None)
+
+
+def _is_plain(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a head is a matrix product and nothing else: no adapter, hook, or shards of weights."""
+    return (
+        type(head) is nn.Linear
+        and type(head.weight) is nn.Parameter
+        and not (head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
+    )
 
 
 def _tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 bundled_path("validation")       # .../treeward/data/bundled/validation.jsonl
 prompts("train")                 # every different context of the split, in file order
+best_answers("train")            # for each of them the answers that nothing was preferred to
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from treeward.data.preference import Message
 from treeward.errors import ConfigError
 
-__all__ = ["SPLITS", "bundled_path", "prompts"]
+__all__ = ["SPLITS", "best_answers", "bundled_path", "prompts"]
 
 SPLITS = ("train", "validation", "length_controlled")
 
@@ -41,8 +42,23 @@ def prompts(split: str) -> list[list[Message]]:
 
     Raises `ConfigError` for a split that does not exist.
     """
-    contexts: dict[str, list[Message]] = {}
+    return [context for context, _ in _by_context(split)]
+
+
+def best_answers(split: str) -> list[list[str]]:
+    """For each of `prompts(split)` the texts of the best answers of its comparisons, each once; at least one.
+
+    Raises `ConfigError` for a split that does not exist.
+    """
+    return [answers for _, answers in _by_context(split)]
+
+
+def _by_context(split: str) -> list[tuple[list[Message], list[str]]]:
+    found: dict[str, tuple[list[Message], list[str]]] = {}
     for line in bundled_path(split).read_text(encoding="utf-8").splitlines():
-        context = json.loads(line)["context"]
-        contexts.setdefault(json.dumps(context), context)
-    return list(contexts.values())
+        row = json.loads(line)
+        _, answers = found.setdefault(json.dumps(row["context"]), (row["context"], []))
+        best = min(completion["rank"] for completion in row["completions"])
+        texts = [each["completion"][-1]["content"] for each in row["completions"] if each["rank"] == best]
+        answers += [text for text in texts if text not in answers]
+    return list(found.values())

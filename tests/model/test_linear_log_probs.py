@@ -1,0 +1,114 @@
+"""The head's log-probabilities: value, entropy and gradients of the formula that is written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import causal_model
+from torch import Tensor, nn
+
+from treeward.model.linear_log_probs import linear_log_probs
+from treeward.model.policy_model import PolicyModel
+
+N, D, V = 23, 16, 41
+
+
+def tensors(bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, biases = (torch.randn(shape, generator=generator) for shape in ((N, D), (V, D), (V,)))
+    targets = torch.randint(V, (N,), generator=generator)
+    return hidden, weight, biases if bias else None, targets, torch.randn(N, generator=generator)
+
+
+def written_out(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    log_probs = (logits * scale / temperature).log_softmax(dim=-1)
+    return log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 100])
+@pytest.mark.parametrize(("bias", "scale", "temperature"), [(False, 1.0, 1.0), (True, 0.25, 1.0), (False, 3.0, 0.7)])
+def test_equals_the_formula(chunk_tokens: int, bias: bool, scale: float, temperature: float) -> None:
+    hidden, weight, biases, targets, coefficients = tensors(bias)
+    leaves = [x.requires_grad_() for x in (hidden, weight, biases) if x is not None]
+    values, entropies = linear_log_probs(
+        hidden,
+        weight,
+        biases,
+        targets,
+        chunk_tokens=chunk_tokens,
+        scale=scale,
+        temperature=temperature,
+        entropies=True,
+    )
+    want, want_entropies = written_out(hidden, weight, biases, targets, scale, temperature)
+    torch.testing.assert_close(values.double(), want, atol=1e-5, rtol=1e-5)
+    assert entropies is not None and not entropies.requires_grad
+    torch.testing.assert_close(entropies.double(), want_entropies, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad(values @ coefficients, leaves)
+    wants = torch.autograd.grad(want @ coefficients.double(), leaves)
+    for grad, want_grad in zip(grads, wants, strict=True):
+        torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-5)
+
+
+def test_without_gradients_the_values_are_the_same_bits() -> None:
+    hidden, weight, _, targets, _ = tensors(bias=False)
+    with_gradients, entropies = linear_log_probs(hidden, weight.requires_grad_(), None, targets, chunk_tokens=5)
+    assert entropies is None and with_gradients.requires_grad
+    with torch.no_grad():
+        assert torch.equal(linear_log_probs(hidden, weight, None, targets, chunk_tokens=5)[0], with_gradients)
+    weight.requires_grad_(False)
+    values, _ = linear_log_probs(hidden.requires_grad_(), weight, None, targets, chunk_tokens=5)
+    (grad,) = torch.autograd.grad(values.sum(), [hidden])
+    want, _ = written_out(hidden, weight, None, targets, 1.0, 1.0)
+    torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), [hidden])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_no_token_at_all() -> None:
+    hidden, weight, _, targets, _ = tensors(bias=False)
+    values, entropies = linear_log_probs(
+        hidden[:0].requires_grad_(), weight, None, targets[:0], chunk_tokens=5, entropies=True
+    )
+    assert values.shape == (0,) and entropies is not None and entropies.shape == (0,)
+    values.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_in_bfloat16_as_under_autocast() -> None:
+    hidden, weight, biases, targets, coefficients = tensors(bias=True)
+    assert biases is not None
+    leaves = [x.requires_grad_() for x in (hidden, weight, biases)]
+    values, _ = linear_log_probs(hidden, weight, biases, targets, chunk_tokens=9, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = nn.functional.linear(hidden, weight, biases).float()
+    want = logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(values, want, atol=1e-6, rtol=1e-6)
+    grads = torch.autograd.grad(values @ coefficients, leaves)
+    for grad, want_grad in zip(grads, torch.autograd.grad(want @ coefficients, leaves), strict=True):
+        assert grad.dtype == want_grad.dtype == torch.float32
+        torch.testing.assert_close(grad, want_grad, atol=0.02 * float(want_grad.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+def test_a_head_that_is_more_than_a_product_gives_the_same(family: str) -> None:
+    """A hook sends the policy the general way, whose backward pass is PyTorch's own."""
+    groups, prompts = [[[5, 6, 7, 8, 9], [5, 6, 7, 9]], [[4, 8, 8, 8]]], [[2, 2], [1]]
+    found = []
+    for hooked in (False, True):
+        policy = PolicyModel(causal_model(family), chunk_tokens=3)
+        calls: list[int] = []
+        if hooked:
+            policy.head.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        log_probs = policy.log_probs(groups, prompts, temperature=0.8, entropies=True)
+        assert bool(calls) == hooked and log_probs.entropies_SL is not None
+        weights = torch.arange(log_probs.values_SL.numel()).reshape(log_probs.values_SL.shape) / 10
+        (log_probs.values_SL * weights).sum().backward()  # type: ignore[no-untyped-call]
+        grads = {name: p.grad for name, p in policy.hf.named_parameters() if p.grad is not None}
+        found.append((log_probs.values_SL.detach(), log_probs.entropies_SL, grads))
+    (values, entropies, grads), (general, general_entropies, general_grads) = found
+    torch.testing.assert_close(values, general, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropies, general_entropies, atol=1e-5, rtol=1e-5)
+    assert grads.keys() == general_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, general_grads[name], atol=1e-5, rtol=1e-4, msg=name)
