@@ -440,6 +440,43 @@ def test_draining(service: Service, make_service: Any, held_model: threading.Eve
         connect(url)
 
 
+def test_who_comes_as_the_server_closes_is_refused_and_not_cut_off(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that the system holds as the listener closes; a request that it holds as an idle one is closed."""
+    from treeward.serving.run import make_server
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = make_server(service)
+    late: list[socket.socket] = []
+    close, stop = server._close_listeners, server._stop_listening
+
+    def close_as_one_connects(listeners: Any) -> Any:
+        late.append(connect(url))
+        late[0].sendall(head(len(BODY)) + BODY)
+        return close(listeners)
+
+    async def stop_as_one_asks(listeners: Any) -> None:
+        await stop(listeners)
+        idle.sendall(head(len(BODY)) + BODY)
+
+    monkeypatch.setattr(server, "_close_listeners", close_as_one_connects)
+    monkeypatch.setattr(server, "_stop_listening", stop_as_one_asks)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    idle = connect(url)
+    idle.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert answer(idle)[0] == 200
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+    for connection in (late[0], idle):
+        status, headers, body = answer(connection)
+        assert (status, code(body), headers["connection"]) == (503, "shutting_down", "close")
+        assert is_closed(connection)
+
+
 def test_draining_ends_when_its_time_is_over(make_service: Callable[..., Service], held_model: threading.Event) -> None:
     from treeward.serving.run import make_server
 

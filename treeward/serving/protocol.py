@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import select
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -81,8 +82,18 @@ class _Protocol(HttpToolsProtocol):
         # A request whose headers are on their way is told so, rather than cut off.
         if self._in_headers and not self._is_answering:
             self._refuse(Refusal(503, "shutting_down", "the server is shutting down", retry_after=5))
-        else:
+        elif self._is_answering:
             super().shutdown()
+        elif not self._has_unread:  # what has just come is read, and refused, first
+            if self.transport.can_write_eof():
+                self.transport.write_eof()  # told at once: the transport itself closes after all others' turn
+            super().shutdown()
+
+    @property
+    def _has_unread(self) -> bool:
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def _is_answering(self) -> bool:

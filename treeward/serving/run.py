@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, ModuleType
+from typing import Any, cast
 
 import torch
 import uvicorn
@@ -231,15 +232,35 @@ class Server(uvicorn.Server):
         logger.info("Shut down.")
 
     async def _stop_listening(self, listeners: Sequence[socket.socket]) -> None:
-        """Without cutting off who has connected: the system resets those that wait when a listener closes, so first as
-        few as possible do; and whoever has come in has a moment to send what is then refused in order.
+        """Without cutting off who has connected: when a listener closes, the system resets those that it has not given
+        out, so they are taken first, and have a moment to send what is then refused in order.
         """
-        for listener in listeners:
-            listener.listen(0)
+        taken = self._close_listeners(listeners)
+        loop = asyncio.get_running_loop()
+        tls: dict[str, Any] = {"ssl": self.config.ssl, "ssl_handshake_timeout": 1.0} if self.config.ssl else {}
+        await asyncio.gather(
+            *(loop.connect_accepted_socket(self._make_protocol, connection, **tls) for connection in taken),
+            return_exceptions=True,  # of clients that leave, and handshakes that fail
+        )
         await asyncio.sleep(_LAST_SECONDS)
+
+    def _close_listeners(self, listeners: Sequence[socket.socket]) -> list[socket.socket]:
+        """Nothing comes between the last connection that is taken and the end, as far as one process can see to it."""
+        taken = []
+        for listener in listeners:
+            listener.setblocking(False)
+            with contextlib.suppress(OSError):  # that none is left, that no descriptor is
+                while True:
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    taken.append(connection)
         for server in self.servers:
             server.close()
-        await asyncio.sleep(_LAST_SECONDS)
+        return taken
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        state, kind = self.server_state, cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class)
+        return kind(config=self.config, server_state=state, app_state=self.lifespan.state)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
