@@ -1,5 +1,5 @@
 # make quickstart   train a small reward model on the bundled data and score with it (a minute on two cores)
-# make rlhf-demo    a small policy against that reward model: kept close, hacked, cured (eight minutes on two cores)
+# make rlhf-demo    a small policy against that reward model: kept close, hacked, cured (seven minutes on two cores)
 # make test         the tests (ten minutes on two cores); make test-slow: the slow ones; make check: style, types, layers
 # make benchmark    the side-by-side measurements; make soak: the server under ten minutes of mixed traffic
 # make docs         what is generated in docs/

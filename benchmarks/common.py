@@ -34,6 +34,7 @@ SIZES = {
     "xs": {"hidden_size": 256, "num_hidden_layers": 6},
     "s": {"hidden_size": 384, "num_hidden_layers": 6},
     "m": {"hidden_size": 512, "num_hidden_layers": 8},
+    "l": {"hidden_size": 768, "num_hidden_layers": 8},
 }
 VOCAB_SIZE = 8192
 

@@ -1,6 +1,7 @@
 """A policy update on prefix trees against treeward's own packed rows and against TRL's GRPOTrainer.
 
-    python benchmarks/policy_update.py [--size xs|s|m] [--prompts 4] [--rounds 5] [--quick] [--json FILE]
+    python benchmarks/policy_update.py [--size xs|s|m|l] [--answers 4 8 16] [--prompt-tokens 128 512]
+                                        [--prompts 4] [--rounds 5] [--json FILE]
 
 Real answers of many models to real prompts (alpaca_eval), prompts as long as the answers and four times as long. Two
 things are timed: log-probabilities without gradients, and a whole update with a KL penalty: the reference, forward,
@@ -25,11 +26,12 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import VOCAB_SIZE, build_causal, interleave
+from common import SIZES, VOCAB_SIZE, build_causal, interleave
 from datasets import Dataset
 from scoring import load_prompts
 from torch import Tensor, nn
@@ -119,18 +121,13 @@ def main() -> None:
     tokenizer = train_tokenizer(texts, vocab_size=arguments.vocabulary)
     print(f"{data}, Qwen3 {arguments.size}, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
     print(f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} computed tokens")
-    settings = [Setting(8, 128, 128)] if arguments.quick else _settings()
-    rows = [
-        measure(arguments.size, tokenizer, make_work(prompts, tokenizer, setting, arguments.prompts), arguments.rounds)
-        for setting in settings
-    ]
+    rows = []
+    for prompt, answers in product(arguments.prompt_tokens, arguments.answers):
+        work = make_work(prompts, tokenizer, Setting(answers, prompt, 128), arguments.prompts)
+        rows.append(measure(arguments.size, tokenizer, work, arguments.rounds))
+        if arguments.json is not None:  # after each: a run takes long
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print_tables(rows)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-def _settings() -> list[Setting]:
-    return [Setting(answers, prompt, 128) for prompt in (128, 512) for answers in (4, 8, 16)]
 
 
 def make_work(
@@ -488,11 +485,12 @@ def gates(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="xs", choices=("xs", "s", "m"))
+    parser.add_argument("--size", default="xs", choices=tuple(SIZES))
     parser.add_argument("--vocabulary", type=int, default=VOCAB_SIZE, help="of the tokenizer: how much the head costs")
     parser.add_argument("--prompts", type=int, default=4, help="an update; with 4 answers each, an even number")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="only 8 answers, with prompts as long")
+    parser.add_argument("--answers", type=int, nargs="+", default=[4, 8, 16], help="to each prompt")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512], help="answers have at most 128")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Scoring K answers to one prompt: trees against Hugging Face rows, one by one and in padded batches.
 
-    python benchmarks/scoring.py [--size xs|s|m] [--prompts 6] [--rounds 5]
+    python benchmarks/scoring.py [--size xs|s|m|l] [--prompts 6] [--rounds 5]
 
 Real answers of many models to real prompts (alpaca_eval), as they are and behind about 1000 tokens of earlier turns.
 The rows are plain transformers: one sequence a forward without padding, and right-padded batches of 8. Every variant
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import VOCAB_SIZE, build, interleave, median_ratio, shared_data
+from common import SIZES, VOCAB_SIZE, build, interleave, median_ratio, shared_data
 from transformers import PreTrainedTokenizerBase
 
 from treeward.data.preference import Message
@@ -149,7 +149,7 @@ def _common(group: Group) -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="xs", choices=("xs", "s", "m"))
+    parser.add_argument("--size", default="xs", choices=tuple(SIZES))
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()

@@ -1,6 +1,6 @@
 """The reward server under load, against scoring in the process (its limit) and a server that takes one at a time.
 
-    python benchmarks/serving.py [--size xs|s|m] [--requests 192] [--rounds 3] [--connections 1 8 32 128]
+    python benchmarks/serving.py [--size xs|s|m|l] [--requests 192] [--rounds 3] [--connections 1 8 32 128]
 
 Each request holds one conversation, over loopback, as rollouts are scored while they finish. Two kinds of traffic of
 real answers (alpaca_eval): every conversation with a prompt of its own, and eight answers to each prompt. The limit is
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import VOCAB_SIZE, build, median_ratio
+from common import SIZES, VOCAB_SIZE, build, median_ratio
 from scoring import load_prompts
 
 from treeward.data.rendering import Renderer
@@ -224,7 +224,7 @@ def _serve_peer(folder: Path) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="xs", choices=("xs", "s", "m"))
+    parser.add_argument("--size", default="xs", choices=tuple(SIZES))
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 8, 32, 128])

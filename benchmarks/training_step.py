@@ -1,6 +1,6 @@
 """A training step on prefix trees against TRL's RewardTrainer, on the same comparisons in one interleaved run.
 
-    python benchmarks/training_step.py [--size xs|s|m] [--pairs 8] [--rounds 12]
+    python benchmarks/training_step.py [--size xs|s|m|l] [--pairs 8] [--rounds 12]
 
 A step is forward, backward, clipping and fused AdamW on the same real comparisons. For TRL it is the peer's own
 collator and `training_step`, without its data loader and logging. Rows are padded as each does it; "packed" is
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import activation_bytes, build, interleave, load_pairs, median_ratio
+from common import SIZES, activation_bytes, build, interleave, load_pairs, median_ratio
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.reward_config import RewardConfig
@@ -169,7 +169,7 @@ def _tokens(batches: list[Batch]) -> tuple[int, int, int]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="xs", choices=("xs", "s", "m"))
+    parser.add_argument("--size", default="xs", choices=tuple(SIZES))
     parser.add_argument("--pairs", type=int, default=8, help="comparisons a step")
     parser.add_argument("--rounds", type=int, default=12)
     return parser.parse_args()

@@ -28,6 +28,11 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "treeward", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"treeward {__version__}"
+
+
 @pytest.mark.e2e
 def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
     code = "import sys; from treeward.cli.main import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"

@@ -13,7 +13,7 @@ from treeward.config.grpo import GRPOConfig, WatchConfig
 from treeward.config.grpo_checkpointing import GRPO_METRICS, GRPOCheckpointingConfig, parse_grpo_metric_name
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.loss_fn import PolicyLossConfig
-from treeward.data.prompts import Prompts
+from treeward.data.prompt_files import Prompts
 from treeward.errors import ConfigError
 from treeward.rl.advantages import AdvantageSettings
 from treeward.rl.watch import WatchSettings
@@ -340,6 +340,7 @@ def test_which_direction_is_better():
     assert {metric: better for metric, better in GRPO_METRICS.items() if better is not None} == {
         "reward": True,
         "raw_reward": True,
+        "proxy": True,
         "gold_reward": True,
         "kl": False,
         "truncation_rate": False,

@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeward.config.prompt_data import PromptSetConfig
+from treeward.data.prompt_files import Prompts
 from treeward.data.prompt_rows import from_prompt_row, from_response_row
 from treeward.data.prompt_sets import (
-    _REGISTRY,
+    _PROMPT_DATASETS,
     Prompt,
     PromptSet,
     RowPrompts,
@@ -28,7 +29,6 @@ from treeward.data.prompt_sets import (
     open_prompts,
     register_prompt_dataset,
 )
-from treeward.data.prompts import Prompts
 from treeward.data.sources import Row
 from treeward.data.synthetic import best_answers, gold_quality
 from treeward.data.synthetic import prompts as bundled_prompts
@@ -413,8 +413,8 @@ class Rows(RowPrompts):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in [name for name, cls in _REGISTRY.items() if cls.__module__ == __name__]:
-        del _REGISTRY[name]
+    for name in [name for name, cls in _PROMPT_DATASETS.classes.items() if cls.__module__ == __name__]:
+        del _PROMPT_DATASETS.classes[name]
 
 
 @pytest.mark.usefixtures("my_prompts")

@@ -17,8 +17,8 @@ values, as `train: {...}`, `validation: {...}`, `default: {...}`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -26,7 +26,7 @@ from treeward.config.base import Strict
 from treeward.config.data_forms import FORM_KEYS, normalise_data
 from treeward.errors import ConfigError
 
-__all__ = ["DataConfig", "DatasetConfig"]
+__all__ = ["DataConfig", "DatasetConfig", "check_longest_input", "check_sets"]
 
 _NEEDS_A_PATH = ("PreferenceDataset", "BinaryPreferenceDataset")
 
@@ -128,30 +128,8 @@ class DataConfig(Strict):
 
     @model_validator(mode="after")
     def _check_sets(self) -> DataConfig:
-        if not self.train:
-            raise ConfigError(
-                "there is no training data",
-                field="train",
-                got="an empty list",
-                need="at least one set",
-                fix="give data.train.data_path",
-            )
-        names = [dataset.name for dataset in self.validation]
+        check_sets(self.train, self.validation, "every row of a validation set counts once")
         for i, dataset in enumerate(self.validation):
-            if dataset.name in names[:i]:
-                raise ConfigError(
-                    "two validation sets have the same name",
-                    field=f"validation[{i}].name",
-                    got=dataset.name,
-                    need="a different name for each: their metrics would overwrite each other",
-                )
-            if dataset.weight != 1.0:
-                raise ConfigError(
-                    "a validation set has a weight",
-                    field=f"validation[{i}].weight",
-                    got=dataset.weight,
-                    need="no weight: every row of a validation set counts once",
-                )
             if dataset.non_contextual_answers:
                 raise ConfigError(
                     "a validation set has non_contextual_answers",
@@ -161,3 +139,50 @@ class DataConfig(Strict):
                     fix="give it to the training sets alone, as data.non_contextual_answers or in data.train",
                 )
         return self
+
+
+class _NamedSet(Protocol):
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def weight(self) -> float: ...
+
+
+def check_sets(train: Sequence[object], validation: Sequence[_NamedSet], why_no_weight: str) -> None:
+    """Raise `ConfigError` where nothing is trained on, or validation sets cannot be told apart or have weights."""
+    if not train:
+        raise ConfigError(
+            "there is no training data",
+            field="train",
+            got="an empty list",
+            need="at least one set",
+            fix="give data.train.data_path",
+        )
+    names = [dataset.name for dataset in validation]
+    for i, dataset in enumerate(validation):
+        if dataset.name in names[:i]:
+            raise ConfigError(
+                "two validation sets have the same name",
+                field=f"validation[{i}].name",
+                got=dataset.name,
+                need="a different name for each: their metrics would overwrite each other",
+            )
+        if dataset.weight != 1.0:
+            raise ConfigError(
+                "a validation set has a weight",
+                field=f"validation[{i}].weight",
+                got=dataset.weight,
+                need=f"no weight: {why_no_weight}",
+            )
+
+
+def check_longest_input(longest: int | None, limit: int, *, what_shares_it: str = "") -> None:
+    """Raise `ConfigError` for a `data.max_input_seq_length` above `policy.max_total_sequence_length`, in tokens."""
+    if longest is not None and longest > limit:
+        raise ConfigError(
+            "data.max_input_seq_length is larger than policy.max_total_sequence_length",
+            field="data.max_input_seq_length",
+            got=f"{longest} tokens, policy.max_total_sequence_length: {limit}",
+            need=f"at most policy.max_total_sequence_length{what_shares_it}",
+            fix="set data.max_input_seq_length=null to follow policy.max_total_sequence_length",
+        )

@@ -24,6 +24,7 @@ __all__ = ["GRPO_METRICS", "GRPOCheckpointingConfig", "parse_grpo_metric_name"]
 GRPO_METRICS: Mapping[str, bool | None] = {
     "reward": True,
     "raw_reward": True,
+    "proxy": True,
     "gold_reward": True,
     "kl": False,
     "truncation_rate": False,
@@ -76,8 +77,8 @@ class GRPOCheckpointingConfig(CheckpointingConfig):
     """Save each time after so many steps. None: only at the end, on a signal, and by the deadline."""
     metric_name: str | None = None
     """The validation metric that ranks checkpoints, as `val:<metric>`, `val_<metric>` or `validation/<metric>`:
-    `reward` (also `accuracy`), `raw_reward`, `gold_reward`, `kl`, `truncation_rate`, `entropy` or
-    `mean_gen_tokens_per_sample`. None: the latest are kept."""
+    `reward` (also `accuracy`), `raw_reward`, `proxy` (the reward on a scale that stays, where running statistics move
+    it), `gold_reward`, `kl`, `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
     higher_is_better: bool | None = None
     """Direction of the metric. None: decided by the metric; `entropy` and `mean_gen_tokens_per_sample` need it."""
 

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from treeward.config.base import Strict, nearest_name
 from treeward.config.cluster import GRPOClusterConfig
+from treeward.config.data import check_longest_input
 from treeward.config.env_section import check_environment, is_enabled
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
@@ -262,15 +263,11 @@ class GRPORunConfig(Strict):
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> GRPORunConfig:
-        longest, limit = self.data.max_input_seq_length, self.policy.max_total_sequence_length
-        if longest is not None and longest > limit:
-            raise ConfigError(
-                "data.max_input_seq_length is larger than policy.max_total_sequence_length",
-                field="data.max_input_seq_length",
-                got=f"{longest} tokens, policy.max_total_sequence_length: {limit}",
-                need="at most policy.max_total_sequence_length; prompt and answer share it",
-                fix="set data.max_input_seq_length=null",
-            )
+        check_longest_input(
+            self.data.max_input_seq_length,
+            self.policy.max_total_sequence_length,
+            what_shares_it="; prompt and answer share it",
+        )
         shaping = self.grpo.reward_shaping
         if shaping.enabled and shaping.overlong_buffer_length > self.max_response_length:
             raise ConfigError(

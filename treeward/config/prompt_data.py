@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from treeward.config.base import Strict
+from treeward.config.data import check_sets
 from treeward.config.data_forms import PROMPTS, normalise_data
 from treeward.errors import ConfigError
 
@@ -149,30 +150,7 @@ class PromptDataConfig(Strict):
 
     @model_validator(mode="after")
     def _check_sets(self) -> PromptDataConfig:
-        if not self.train:
-            raise ConfigError(
-                "there is no training data",
-                field="train",
-                got="an empty list",
-                need="at least one set",
-                fix="give data.train.data_path",
-            )
-        names = [dataset.name for dataset in self.validation]
-        for i, dataset in enumerate(self.validation):
-            if dataset.name in names[:i]:
-                raise ConfigError(
-                    "two validation sets have the same name",
-                    field=f"validation[{i}].name",
-                    got=dataset.name,
-                    need="a different name for each",
-                )
-            if dataset.weight != 1.0:
-                raise ConfigError(
-                    "a validation set has a weight",
-                    field=f"validation[{i}].weight",
-                    got=dataset.weight,
-                    need="no weight: every prompt of a validation set is asked alike",
-                )
+        check_sets(self.train, self.validation, "every prompt of a validation set is asked alike")
         return self
 
 

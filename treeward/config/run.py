@@ -13,7 +13,7 @@ from pydantic import model_validator
 from treeward.config.base import Strict, nearest_name
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
-from treeward.config.data import DataConfig
+from treeward.config.data import DataConfig, check_longest_input
 from treeward.config.evaluation import EvaluationConfig
 from treeward.config.hub import HubConfig
 from treeward.config.logger import LoggerConfig
@@ -121,15 +121,7 @@ class RewardModelRunConfig(Strict):
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> RewardModelRunConfig:
-        longest, limit = self.data.max_input_seq_length, self.policy.max_total_sequence_length
-        if longest is not None and longest > limit:
-            raise ConfigError(
-                "data.max_input_seq_length is larger than policy.max_total_sequence_length",
-                field="data.max_input_seq_length",
-                got=f"{longest} tokens, policy.max_total_sequence_length: {limit}",
-                need="at most policy.max_total_sequence_length",
-                fix="set data.max_input_seq_length=null to follow policy.max_total_sequence_length",
-            )
+        check_longest_input(self.data.max_input_seq_length, self.policy.max_total_sequence_length)
         return self
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ from typing import Any
 from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig
 from treeward.data.preference import Preference, preference_from_dict, preference_to_dict
-from treeward.data.prompts import Prompts, completed
+from treeward.data.prompt_files import Prompts, completed
 from treeward.errors import ConfigError, DataError
 
 __all__ = ["ContractStream", "construct", "import_class", "open_contract", "rows_of"]

@@ -15,8 +15,8 @@ A dataset says how its rows are parsed, and may bring its own data:
 
 A class may also be named by its dotted path in the config, and then needs no base class: see `treeward.data.custom`.
 
-The `prompt_file` and `system_prompt_file` of a config (see `treeward.data.prompts`) apply to the stream of any dataset,
-not to `formatted_ds`, which is the data as it lies.
+The `prompt_file` and `system_prompt_file` of a config (see `treeward.data.prompt_files`) apply to the stream of any
+dataset, not to `formatted_ds`, which is the data as it lies.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Protocol, overload
 
-from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig
-from treeward.data.custom import construct, import_class, open_contract
+from treeward.data.custom import construct, open_contract
 from treeward.data.formats import from_binary_row, from_helpsteer3_row, from_rank_row, from_transcripts
 from treeward.data.non_contextual import WithNonContextual
 from treeward.data.preference import Preference, preference_to_dict
-from treeward.data.prompts import Prompts, completed
+from treeward.data.prompt_files import Prompts, completed
+from treeward.data.registry import Registry
 from treeward.data.sources import Row, fingerprint, read_rows
 from treeward.data.synthetic.bundled import bundled_path
 from treeward.errors import ConfigError
@@ -58,8 +58,8 @@ __all__ = [
     "register_dataset",
 ]
 
-_REGISTRY: dict[str, type[Any]] = {}
-_Class = TypeVar("_Class", bound=type[Any])
+_DATASETS = Registry("datasets", example="my_module.MyDataset")
+register_dataset = _DATASETS.register
 
 
 @dataclass(frozen=True)
@@ -85,22 +85,6 @@ class PreferenceStream(Protocol):
     def __iter__(self) -> Iterator[tuple[Preference, str]]: ...
 
 
-def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
-    """Class decorator: `dataset_name: <name>` (or an alias) in a config means this class."""
-
-    def register(cls: _Class) -> _Class:
-        for each in (name, *aliases):
-            known = _REGISTRY.get(each)
-            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ConfigError(
-                    "two datasets have the same name", field="dataset_name", got=each, need="another name for one"
-                )
-            _REGISTRY[each] = cls
-        return cls
-
-    return register
-
-
 def open_dataset(config: DatasetConfig) -> PreferenceStream:
     """The stream of one training or validation set.
 
@@ -112,27 +96,12 @@ def open_dataset(config: DatasetConfig) -> PreferenceStream:
 
 
 def _open(config: DatasetConfig) -> PreferenceStream:
-    dataset = construct(_find_class(config.dataset_name), config)
+    dataset = construct(_DATASETS.find(config.dataset_name), config)
     if not isinstance(dataset, RowDataset):
         return open_contract(dataset, config)
     # Only validation sets have a name; without path and split, the dataset's own validation split is meant.
     is_own_validation = config.name is not None and config.data_path is None and config.split is None
     return dataset.stream("validation" if is_own_validation else "train")
-
-
-def _find_class(name: str) -> Any:
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    if "." in name.strip("."):
-        return import_class(name)
-    near = nearest_name(name, _REGISTRY)
-    raise ConfigError(
-        "there is no such dataset",
-        field="dataset_name",
-        got=name,
-        need=f"one of {', '.join(_REGISTRY)}, or the dotted path of a class, as my_module.MyDataset",
-        fix=f"did you mean {near}?" if near else None,
-    )
 
 
 # --- datasets whose rows come from sources.py ------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 from treeward.data.formats import as_messages
 from treeward.data.preference import Message, last_text
-from treeward.data.prompts import Prompts
+from treeward.data.prompt_files import Prompts
 from treeward.data.responses_items import messages_of_input
 from treeward.errors import DataError
 

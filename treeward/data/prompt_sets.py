@@ -26,9 +26,9 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +36,10 @@ import numpy.typing as npt
 from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig
 from treeward.config.prompt_data import PromptSetConfig
-from treeward.data.custom import construct, import_class, rows_of
+from treeward.data.custom import construct, rows_of
+from treeward.data.prompt_files import Prompts
 from treeward.data.prompt_rows import Prompt, check_asks, from_prompt_row, from_response_row, math_hf_data_processor
-from treeward.data.prompts import Prompts
+from treeward.data.registry import Registry
 from treeward.data.sources import Row, read_rows
 from treeward.data.synthetic.bundled import best_answers
 from treeward.data.synthetic.bundled import prompts as bundled_prompts
@@ -56,8 +57,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_REGISTRY: dict[str, type[RowPrompts]] = {}
-_Class = TypeVar("_Class", bound="type[RowPrompts]")
+_PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")
+register_prompt_dataset = _PROMPT_DATASETS.register
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +103,6 @@ class PromptSet(Sequence[Prompt]):
 
     def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
         return self.prompts[index]
-
-
-def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
-    """Class decorator: `dataset_name: <name>` (or an alias) in a config of prompts means this class."""
-
-    def register(cls: _Class) -> _Class:
-        for each in (name, *aliases):
-            known = _REGISTRY.get(each)
-            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ConfigError(
-                    "two datasets of prompts have the same name",
-                    field="dataset_name",
-                    got=each,
-                    need="another name for one",
-                )
-            _REGISTRY[each] = cls
-        return cls
-
-    return register
 
 
 def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | None = None) -> PromptSet:
@@ -280,7 +262,7 @@ class _CustomPrompts:
 
 
 def _open(config: PromptSetConfig) -> tuple[RowPrompts | _CustomPrompts, Prompts]:
-    cls: Any = _find_class(config.dataset_name)
+    cls: Any = _PROMPT_DATASETS.find(config.dataset_name)
     if isinstance(cls, type) and issubclass(cls, RowPrompts):
         return cls(config), Prompts.load(config.prompt_file, config.system_prompt_file)
     as_comparisons = _as_dataset_config(config, cls)
@@ -291,21 +273,6 @@ def _open(config: PromptSetConfig) -> tuple[RowPrompts | _CustomPrompts, Prompts
         config.system_prompt_file or getattr(spec, "system_prompt_file", None),
     )
     return _CustomPrompts(*rows_of(dataset, as_comparisons)), Prompts.load(*files)
-
-
-def _find_class(name: str) -> Any:
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    if "." in name.strip("."):
-        return import_class(name)
-    near = nearest_name(name, _REGISTRY)
-    raise ConfigError(
-        "there is no such dataset of prompts",
-        field="dataset_name",
-        got=name,
-        need=f"one of {', '.join(_REGISTRY)}, or the dotted path of a class, as my_module.MyPrompts",
-        fix=f"did you mean {near}?" if near else None,
-    )
 
 
 def _as_dataset_config(config: PromptSetConfig, cls: Any) -> DatasetConfig:

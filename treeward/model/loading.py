@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModel,
@@ -36,7 +35,7 @@ from treeward.model.pretrained import (
     bare_config,
     check_weights,
     load_tokenizer,
-    loading_error,
+    load_weights,
     no_model_of_fields,
     read_config,
 )
@@ -90,27 +89,15 @@ def load_reward_model(
     # What the checkpoint lacks beside the head (the pooler of an encoder) is drawn from the seed, like the head.
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed or 0)
-        try:
-            loaded: Any = model_class.from_pretrained(
-                str(name),
-                config=config,
-                dtype=dtype,
-                attn_implementation="eager",
-                output_loading_info=True,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-            )
-        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            raise loading_error(str(name), error) from error
-    hf: PreTrainedModel
-    info: dict[str, Any]
-    hf, info = loaded
+        hf, lacking = load_weights(
+            model_class, str(name), config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
     head = head_name(hf)
     for name_of_child, child in hf.named_children():
         if name_of_child != head and any(kept in name_of_child for kept in _HEADS):
             child.to(dtype)  # transformers keeps by part of a name: pre_classifier as well
-    new_head = any(key.split(".")[0] == head for key in info["missing_keys"])
-    if missing := sorted(key for key in info["missing_keys"] if not (new_head and _is_above_backbone(hf, key))):
+    new_head = any(key.split(".")[0] == head for key in lacking)
+    if missing := [key for key in lacking if not (new_head and _is_above_backbone(hf, key))]:
         raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
     check_weights(hf, str(name))
     if new_head and head_seed is None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ModelError
@@ -27,7 +26,7 @@ from treeward.model.pretrained import (
     bare_config,
     check_weights,
     load_tokenizer,
-    loading_error,
+    load_weights,
     no_model_of_fields,
     read_config,
 )
@@ -74,22 +73,10 @@ def load_policy(
             )
         setattr(config, field, value)
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(name),
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise loading_error(str(name), error) from error
-    hf: PreTrainedModel
-    info: dict[str, Any]
-    hf, info = loaded
-    if missing := sorted(info["missing_keys"]):
+    hf, missing = load_weights(
+        AutoModelForCausalLM, str(name), config=config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    if missing:
         raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
     check_weights(hf, str(name))
     return _loaded(hf, tokenizer, str(name), attention, device, chunk_tokens)

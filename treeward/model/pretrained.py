@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -36,7 +37,7 @@ __all__ = [
     "check_local",
     "check_weights",
     "load_tokenizer",
-    "loading_error",
+    "load_weights",
     "no_model_of_fields",
     "quiet_transformers",
     "read_config",
@@ -58,6 +59,28 @@ def quiet_transformers() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what came of them is reported
+
+
+def load_weights(
+    model_class: Any, name: str, *, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """A model of transformers' `model_class`, and the names of those weights that its checkpoint lacks, sorted.
+
+    Raises `ModelError` for a checkpoint that is missing, damaged or of another shape.
+    """
+    try:
+        hf, info = model_class.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise _loading_error(name, error) from error
+    return hf, sorted(info["missing_keys"])
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -106,7 +129,7 @@ def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise loading_error(name, error) from error
+        raise _loading_error(name, error) from error
     return config
 
 
@@ -142,7 +165,7 @@ def _no_hub(name: str, what: str, reason: str) -> ModelError:
     )
 
 
-def loading_error(name: str, error: Exception) -> ModelError:
+def _loading_error(name: str, error: Exception) -> ModelError:
     """What the user can mend about an error of `from_pretrained`."""
     text = str(error)
     if (reason := _why_no_hub(name, error)) is not None:

@@ -22,15 +22,14 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
-from treeward.data.prompt_sets import PromptSet, open_prompts
+from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
-from treeward.data.tokenizers import train_tokenizer
 from treeward.errors import DataError
 from treeward.model.checks import check_policy, check_positions
 from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
 from treeward.model.policy_loading import build_policy, export_policy, load_policy
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
-from treeward.model.pretrained import DTYPES, load_tokenizer, quiet_transformers
+from treeward.model.pretrained import DTYPES, quiet_transformers
 from treeward.rl.advantages import AdvantageSettings
 from treeward.rl.experience import Prompt
 from treeward.rl.generation import GenerationSettings, Generator, LocalGenerator, end_ids_of, template_end_ids
@@ -42,8 +41,9 @@ from treeward.rl.rewarding import CHOICE, RewardSource, chosen_names, make_rewar
 from treeward.rl.state import ADAPTER_FOLDER, RLState, load_checkpoint
 from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.watch import OverOptimisationWatch, WatchSettings
-from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, open_store
+from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, opened_store
 from treeward.training.optimisation import build_optimizer, build_scheduler
+from treeward.training.setup import find_tokenizer
 from treeward.training.state import check_identity
 
 __all__ = ["GRPORun", "set_up"]
@@ -106,13 +106,8 @@ def set_up(config: GRPORunConfig, *, show_progress: bool = False) -> GRPORun:
 
     Raises a `TreewardError` for anything that the user can mend.
     """
-    store = open_store(config.checkpointing, metric_name=config.ranking_metric)
-    try:
+    with opened_store(config.checkpointing, metric_name=config.ranking_metric) as store:
         return _assemble(config, store, show_progress)
-    except BaseException:
-        if store is not None:
-            store.close()
-        raise
 
 
 def _assemble(config: GRPORunConfig, store: CheckpointStore | None, show_progress: bool) -> GRPORun:
@@ -125,7 +120,8 @@ def _assemble(config: GRPORunConfig, store: CheckpointStore | None, show_progres
     validation_sets = [open_set(one) for one in config.data.validation]
     if checkpoint is not None:
         checkpoint.verify()
-    tokenizer = _find_tokenizer(config, training_sets, checkpoint)
+    texts = (str(m.get("content", "")) for one in training_sets for prompt in one for m in prompt.messages)
+    tokenizer = find_tokenizer(config.policy, texts, checkpoint)
     renderer = Renderer(
         tokenizer,
         chat_template=config.policy.tokenizer.chat_template,
@@ -191,20 +187,6 @@ def _resumed(run: GRPORun, checkpoint: Checkpoint) -> GRPORun:
     else:
         logger.info("This run has taken %d steps; no more than %d are asked for now.", state.step, asked)
     return replace(run, state=state, total_steps=max(asked, state.step))
-
-
-def _find_tokenizer(
-    config: GRPORunConfig, training_sets: Sequence[PromptSet], checkpoint: Checkpoint | None
-) -> PreTrainedTokenizerBase:
-    policy = config.policy
-    if policy.trained_vocab_size is None:
-        name = policy.tokenizer.name or policy.model_name
-        assert name is not None  # the schema sees to it
-        return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
-    if checkpoint is not None:
-        return load_tokenizer(str(checkpoint.path / "model"))
-    texts = (str(m.get("content", "")) for one in training_sets for prompt in one for m in prompt.messages)
-    return train_tokenizer(texts, vocab_size=policy.trained_vocab_size)
 
 
 def _make_rewards(config: GRPORunConfig, prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> RewardSource:

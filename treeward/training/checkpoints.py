@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from treeward.errors import CheckpointError, ConfigError
 from treeward.locks import lock_folder
 from treeward.model.contract import CONTRACT_FILE
 
-__all__ = ["Checkpoint", "CheckpointStore", "checkpoint_to_resume", "open_store"]
+__all__ = ["Checkpoint", "CheckpointStore", "checkpoint_to_resume", "opened_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -188,17 +189,27 @@ class CheckpointStore:
             shutil.rmtree(doomed)
 
 
-def open_store(config: CheckpointingConfig, *, metric_name: str | None) -> CheckpointStore | None:
-    """The store of a run, locked; None where checkpointing is off, with a warning. `metric_name`: what ranks them."""
+@contextmanager
+def opened_store(config: CheckpointingConfig, *, metric_name: str | None) -> Iterator[CheckpointStore | None]:
+    """The store of a run, locked; None where checkpointing is off, with a warning. `metric_name`: what ranks them.
+
+    It stays open for the run that is assembled in the body, and is closed where that fails.
+    """
     if not config.enabled:
         logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
-        return None
-    return CheckpointStore(
+        yield None
+        return
+    store = CheckpointStore(
         Path(config.checkpoint_dir),
         keep_top_k=config.keep_top_k,
         higher_is_better=config.metric_is_better_when_higher,
         metric_name=metric_name,
     )
+    try:
+        yield store
+    except BaseException:
+        store.close()
+        raise
 
 
 def checkpoint_to_resume(store: CheckpointStore, config: CheckpointingConfig) -> Checkpoint | None:

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.data import DatasetConfig
+from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import PreferenceStream, open_dataset
 from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
@@ -33,7 +34,7 @@ from treeward.model.checks import check_before_training, check_positions, check_
 from treeward.model.loading import LoadedModel, build_reward_model, load_reward_model
 from treeward.model.pretrained import DTYPES, load_tokenizer, quiet_transformers
 from treeward.model.reward_model import RewardModel
-from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, open_store
+from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, opened_store
 from treeward.training.choice import Choice, choice_of
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import TrainingOrder
@@ -42,7 +43,7 @@ from treeward.training.state import TrainingState, check_identity, load_state
 from treeward.training.validation import examples_to_perturb
 from treeward.tree.batch import plan_micro_batches, plan_padded
 
-__all__ = ["Run", "set_up"]
+__all__ = ["Run", "find_tokenizer", "set_up"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +130,8 @@ def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
 
     Raises a `TreewardError` for anything that the user can mend.
     """
-    store = open_store(config.checkpointing, metric_name=config.checkpointing.metric_name)
-    try:
+    with opened_store(config.checkpointing, metric_name=config.checkpointing.metric_name) as store:
         return _assemble(config, store, show_progress)
-    except BaseException:
-        if store is not None:
-            store.close()
-        raise
 
 
 def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_progress: bool) -> Run:
@@ -148,7 +144,7 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
     _check_files(config)  # before the hub is asked for a tokenizer, which may take minutes to say no
     if checkpoint is not None:
         checkpoint.verify()  # before anything of it is read: a cut file makes each reader fail in a way of its own
-    tokenizer = _find_tokenizer(config, streams, checkpoint)
+    tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint)
     renderer = Renderer(
         tokenizer,
         chat_template=config.policy.tokenizer.chat_template,
@@ -284,17 +280,17 @@ def _validation_limit(config: RewardModelRunConfig) -> int | None:
     return rm.val_batches * (rm.val_global_batch_size or config.policy.train_global_batch_size)
 
 
-def _find_tokenizer(
-    config: RewardModelRunConfig, streams: Sequence[PreferenceStream], checkpoint: Checkpoint | None
+def find_tokenizer(
+    policy: TrainedModelConfig, texts: Iterable[str], checkpoint: Checkpoint | None
 ) -> PreTrainedTokenizerBase:
-    policy = config.policy
+    """The one that is named, or the model's own; for a bare architecture one that is trained on `texts`, once."""
     if policy.trained_vocab_size is None:
         name = policy.tokenizer.name or policy.model_name
         assert name is not None  # the schema sees to it
         return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
     if checkpoint is not None:
         return load_tokenizer(str(checkpoint.path / "model"))
-    return train_tokenizer(texts_of(streams), vocab_size=policy.trained_vocab_size)
+    return train_tokenizer(texts, vocab_size=policy.trained_vocab_size)
 
 
 def _encode(
