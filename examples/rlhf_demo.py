@@ -1,4 +1,4 @@
-"""RLHF in ten minutes on two cores: a policy is warmed up, then optimised against the quickstart's reward model.
+"""RLHF in seven minutes on two cores: a policy is warmed up, then optimised against the quickstart's reward model.
 
 python examples/rlhf_demo.py
 
@@ -109,7 +109,7 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
             *train,
             "rm.max_num_epochs=3",
             f"rm.seed={seed}",
-            "+data.non_contextual_answers=1",
+            "+data.non_contextual_answer=true",
             f"checkpointing.checkpoint_dir={folder}",
             f"logger.log_dir={LOGS}/reward_model_{seed}",
         ]

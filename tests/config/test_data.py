@@ -140,12 +140,13 @@ def test_a_local_copy_is_not_taken_for_the_hub():
 
 
 def test_answers_to_other_prompts_are_for_training_alone():
-    flat = {"dataset_name": "Bundled", "non_contextual_answers": 2}
+    flat = {"dataset_name": "Bundled", "non_contextual_answer": True}
     config = DataConfig.model_validate(flat)
-    assert [d.non_contextual_answers for d in (*config.train, *config.validation)] == [2, 0, 0]
+    assert [d.non_contextual_answer for d in (*config.train, *config.validation)] == [True, False, False]
     assert [d.name for d in config.validation] == ["plain", "length_controlled"]
-    both = {"non_contextual_answers": 2, "train": [{"data_path": "a"}, {"data_path": "b", "non_contextual_answers": 0}]}
-    assert [d.non_contextual_answers for d in DataConfig.model_validate(both).train] == [2, 0]
+    train = [{"data_path": "a"}, {"data_path": "b", "non_contextual_answer": False}]
+    config = DataConfig.model_validate({"non_contextual_answer": True, "train": train})
+    assert [d.non_contextual_answer for d in config.train] == [True, False]
 
 
 def test_several_training_sets_with_weights():
@@ -202,8 +203,8 @@ def test_null_in_a_block_is_the_default_and_not_the_shared_value():
         ),
         ({"train_data_path": "t", "validation": {"data_path": "x", "weight": 2}}, "validation[0].weight", "weight"),
         (
-            {"train_data_path": "t", "validation": {"data_path": "x", "non_contextual_answers": 1}},
-            "validation[0].non_contextual_answers",
+            {"train_data_path": "t", "validation": {"data_path": "x", "non_contextual_answer": True}},
+            "validation[0].non_contextual_answer",
             "validation set",
         ),
         ({"train_data_path": "t", "val_data_paths": {"a b": "x"}}, None, "cannot be part of a metric"),

@@ -12,7 +12,10 @@ from treeward.config.backends import LoraConfig
 from treeward.config.grpo import GRPOConfig, WatchConfig
 from treeward.config.grpo_checkpointing import GRPO_METRICS, GRPOCheckpointingConfig, parse_grpo_metric_name
 from treeward.config.grpo_policy import GRPOPolicyConfig
+from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.loss_fn import PolicyLossConfig
+from treeward.config.problems import _FROM_ELSEWHERE, _own_names
+from treeward.config.run import RewardModelRunConfig
 from treeward.data.prompt_files import Prompts
 from treeward.errors import ConfigError
 from treeward.rl.advantages import AdvantageSettings
@@ -103,6 +106,58 @@ def test_what_is_missing_or_misspelt_is_named(mistake, text):
 def test_a_misspelt_key_fails_with_the_nearest_name(mistake):
     error = mistake("grpo.num_generation_per_prompt=8")
     assert error.fix == "did you mean grpo.num_generations_per_prompt?"
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("grpo.num_generations=8", "grpo.num_generations_per_prompt"),
+        ("grpo.num_generation=8", "grpo.num_generations_per_prompt"),
+        ("num_generations=8", "grpo.num_generations_per_prompt"),
+        ("loss_fn.beta=0.1", "loss_fn.reference_policy_kl_penalty"),
+        ("beta=0.1", "loss_fn.reference_policy_kl_penalty"),
+        ("loss_fn.epsilon=0.1", "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max"),
+        ("loss_fn.epsilon_high=0.1", "loss_fn.ratio_clip_max"),
+        ("learning_rate=1e-5", "policy.optimizer.kwargs.lr"),
+        ("policy.learning_rate=1e-5", "policy.optimizer.kwargs.lr"),
+        ("policy.optimizer.lr=1e-5", "policy.optimizer.kwargs.lr"),
+        ("grpo.max_steps=3", "grpo.max_num_steps"),
+        ("max_steps=3", "grpo.max_num_steps"),
+        ("max_completion_length=9", "policy.generation.max_new_tokens"),
+        ("data.max_prompt_length=9", "data.max_input_seq_length"),
+    ],
+)
+def test_names_of_other_toolkits_are_known(mistake, override, ours):
+    error = mistake(override)
+    assert (error.summary, error.fix) == ("there is no such key", f"did you mean {ours}?")
+
+
+def test_every_name_of_another_toolkit_means_a_key():
+    for theirs, ours in _FROM_ELSEWHERE.items():
+        for path in ours:
+            root = RewardModelRunConfig if path.startswith("rm.") else GRPORunConfig
+            assert path in _own_names(theirs, root), theirs
+
+
+def test_a_section_in_python_names_its_own_keys():
+    assert wrong(GRPOConfig, num_generations=8).fix == "did you mean num_generations_per_prompt?"
+    assert wrong(PolicyLossConfig, epsilon=0.1).fix == "did you mean ratio_clip_min and ratio_clip_max?"
+
+
+def test_a_value_fails_with_the_nearest_and_its_whole_meaning(mistake):
+    error = mistake("grpo.adv_estimator={name: rloo}")
+    assert error.fix == "did you mean leave_one_out?"
+    assert "(Shao et al. 2024)" in error.need and "(Hu et al. 2025)" in error.need
+    assert mistake("grpo.adv_estimator={name: leave_on_out}").fix == "did you mean leave_one_out?"
+    assert mistake("loss_fn.reference_policy_kl_type=low_var_kl").fix == "did you mean k3?"
+    assert mistake("loss_fn.reference_policy_kl_type=zzzzzz").fix is None
+
+
+def test_a_run_needs_an_environment(mistake):
+    off = [f"env.{name}.enabled=false" for name in ("reward_model", "math", "shape")]
+    error = mistake(*off)
+    assert (error.summary, error.field) == ("no environment is enabled", "env")
+    assert error.fix == "set env.reward_model.enabled=true"
 
 
 @pytest.mark.parametrize("override", ["rm.seed=1", "hub.push_to_hub=false", "evaluation.enabled=true"])
@@ -556,6 +611,11 @@ def test_remarks_are_logged_once_each(load, caplog):
         (["policy.generation={retokenize: true, weight_sync: none}"], "weight_sync, retokenize has no effect without"),
         (["policy.generation={weight_folder: /w, probe_tolerance: 1}"], "weight_folder, probe_tolerance has no effect"),
         ([*OPENAI[:2], "policy.generation.continuous_batching=auto"], "continuous_batching has no effect with a url"),
+        (["grpo.adv_estimator={name: leave_one_out, minus_baseline: false}"],
+         "grpo.adv_estimator.minus_baseline has no effect with leave_one_out"),
+        (["grpo.adv_estimator.minus_baseline=false"], "grpo.adv_estimator.minus_baseline has no effect with grpo"),
+        (["grpo={adv_estimator: {name: leave_one_out}, use_leave_one_out_baseline: true}"],
+         "grpo.use_leave_one_out_baseline has no effect with leave_one_out"),
         (["grpo={adv_estimator: {name: reinforce_plus_plus}, normalize_rewards: false}"],
          "grpo.normalize_rewards has no effect with reinforce_plus_plus"),
         (["grpo={adv_estimator: {name: reinforce_plus_plus}, use_leave_one_out_baseline: true}"],

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 from omegaconf import OmegaConf
 
-from treeward.config import load_config, save_config
+from treeward.config import load_config, load_grpo_config, save_config
 from treeward.config.base import Strict
 from treeward.config.load import load_section
 from treeward.errors import ConfigError
@@ -432,3 +432,21 @@ def test_a_section_of_a_larger_configuration_with_a_dangling_reference():
 def test_mistakes_in_a_mapping_name_it(values, words):
     with pytest.raises(ConfigError, match=words):
         load_section(_Car, values, where="env_config")
+
+
+# what is no path, and what are no overrides
+
+
+@pytest.mark.parametrize("loader", [load_config, load_grpo_config])
+@pytest.mark.parametrize(
+    ("path", "overrides", "message"),
+    [
+        ("rm.yaml", "rm.seed=1", r"overrides are a list(.|\n)*fix:   write \['rm.seed=1'\]"),
+        ("rm.yaml", {"rm.seed": 1}, "an override is not text"),
+        ("rm.yaml", [("rm.seed", 1)], "an override is not text"),
+        ({"policy": {}}, [], "a configuration is read from a file(.|\n)*path of a YAML file"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(loader, path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        loader(path, overrides)

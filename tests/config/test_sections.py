@@ -10,7 +10,13 @@ from treeward.config.checkpointing import METRICS
 from treeward.config.cluster import ClusterConfig
 from treeward.config.hub import HubConfig
 from treeward.config.logger import LoggerConfig
-from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, TorchScheduleConfig
+from treeward.config.optimisation import (
+    _CLASSES,
+    NamedScheduleConfig,
+    OptimizerConfig,
+    TorchScheduleConfig,
+    _dotted,
+)
 from treeward.errors import ConfigError
 
 
@@ -115,6 +121,17 @@ def test_foreign_sections_are_accepted_while_disabled():
 def test_optimizer():
     assert OptimizerConfig(kwargs={"lr": 1e-3, "fused": True, "foreach": False}).kwargs["lr"] == 1e-3
     refused(OptimizerConfig, {"name": "AdamW"}, "without its module")
+    refused(OptimizerConfig, {"name": "adamw"}, r"as torch\.optim\.AdamW\n.*did you mean torch\.optim\.AdamW\?")
+    refused(OptimizerConfig, {"name": "torch.optim.adamw"}, r"no such class(.|\n)*did you mean torch\.optim\.AdamW\?")
+    refused(
+        OptimizerConfig,
+        {"kwargs": {"lr": 1e-5, "weight_decy": 0.1}},
+        r"no weight_decy(.|\n)*did you mean weight_decay\?",
+    )
+    assert OptimizerConfig(name="mine.AdamW", kwargs={"lr": 1e-5, "weight_decy": 0.1}).name == "mine.AdamW"
+    for module, names in _CLASSES.items():
+        for name in names:
+            assert _dotted(f"{module}.{name}", module) == f"{module}.{name}"
     refused(OptimizerConfig, {"kwargs": {"weight_decay": 0.1}}, "learning rate is missing")
     refused(OptimizerConfig, {"kwargs": {"lr": "fast"}}, "not a positive number")
     refused(OptimizerConfig, {"kwargs": {"lr": float("nan")}}, "not a positive number")

@@ -1,4 +1,4 @@
-"""Answers to other prompts: worse than all others, never of the same prompt, the same in every pass."""
+"""Answers to other prompts: worse than all others, never of the same prompt, and no say in what is kept."""
 
 from __future__ import annotations
 
@@ -11,56 +11,132 @@ import pytest
 from treeward.config.data import DatasetConfig
 from treeward.data import non_contextual
 from treeward.data.datasets import open_dataset
+from treeward.data.encoding import EncodedDataset, encode_dataset
 from treeward.data.preference import Preference
+from treeward.data.rendering import Renderer
+
+Row = dict[str, Any]
 
 
-def row(prompt: str, answers: list[str]) -> dict[str, Any]:
+def row(prompt: str, answers: list[str], **more: Any) -> Row:
     completions = [
         {"rank": rank, "completion": [{"role": "assistant", "content": answer}]} for rank, answer in enumerate(answers)
     ]
-    return {"context": [{"role": "user", "content": prompt}], "completions": completions}
+    return {"context": [{"role": "user", "content": prompt}], "completions": completions, **more}
 
 
-def opened(tmp_path: Path, rows: list[dict[str, Any]], num_answers: int) -> list[Preference]:
+def config_of(tmp_path: Path, rows: list[Row], **more: Any) -> DatasetConfig:
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
-    stream = open_dataset(DatasetConfig(data_path=str(file), non_contextual_answers=num_answers))
+    return DatasetConfig(data_path=str(file), **more)
+
+
+def opened(tmp_path: Path, rows: list[Row]) -> list[Preference]:
+    plain, stream = (open_dataset(config_of(tmp_path, rows, non_contextual_answer=on)) for on in (False, True))
     found = list(stream)
     assert found == list(stream), "another pass is another draw"
-    assert [where for _, where in found] == [where for _, where in open_dataset(DatasetConfig(data_path=str(file)))]
+    assert [where for _, where in found] == [where for _, where in plain]
+    assert [preference.completions for preference, _ in found] == [one.completions for one, _ in plain]
     return [preference for preference, _ in found]
 
 
-def texts(preference: Preference) -> list[str]:
-    return [str(completion.messages[-1]["content"]) for completion in preference.completions]
+def text(preference: Preference) -> str | None:
+    return None if preference.non_contextual is None else str(preference.non_contextual[-1]["content"])
 
 
 @pytest.mark.parametrize("window", [5, 4096])
-def test_good_answers_of_other_prompts_are_the_worst(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
-) -> None:
+def test_it_is_a_good_answer_to_another_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     monkeypatch.setattr(non_contextual, "_WINDOW", window)
     rows = [row(f"question {n // 2}", [f"good {n}", f"fair {n}", f"bad {n}"]) for n in range(40)]
-    found = opened(tmp_path, rows, 2)
-    drawn = []
-    for n, preference in enumerate(found):
-        own, added = texts(preference)[:3], texts(preference)[3:]
-        assert own == [f"good {n}", f"fair {n}", f"bad {n}"] and len(set(added)) == 2
-        assert [completion.rank for completion in preference.completions] == [0, 1, 2, 3, 3]
-        assert all(text.startswith("good ") and int(text.split()[1]) // 2 != n // 2 for text in added)
-        if window == 5 and n >= 5:
-            assert all(n - 5 < int(text.split()[1]) < n for text in added)
-        drawn += added
-    assert len(set(drawn)) > 15
+    drawn = [text(preference) for preference in opened(tmp_path, rows)]
+    for n, answer in enumerate(drawn):
+        assert answer is not None and answer.startswith("good ") and int(answer.split()[1]) // 2 != n // 2
+        assert window == 4096 or n < 5 or n - 5 < int(answer.split()[1]) < n
+    assert len(set(drawn)) > 12
 
 
 def test_what_has_nothing_to_give(tmp_path: Path) -> None:
-    same_prompt = [row("one question", [f"good {n}", f"bad {n}"]) for n in range(5)]
-    assert [len(preference.completions) for preference in opened(tmp_path, same_prompt, 1)] == [2] * 5
+    systems = [{"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."}]
+    same_question = [row(["What is 2+2?", "what is  2 2"][n % 2], [f"4 {n}", f"5 {n}"]) for n in range(6)]
+    for n, one in enumerate(same_question):
+        one["context"].insert(0, systems[n // 2 % 2])
+    assert [text(preference) for preference in opened(tmp_path, same_question)] == [None] * 6
     same_answer = [row(f"question {n}", ["yes", "no"]) for n in range(5)]
-    assert [texts(preference) for preference in opened(tmp_path, same_answer, 1)] == [["yes", "no"]] * 5
+    assert [text(preference) for preference in opened(tmp_path, same_answer)] == [None] * 5
+
+
+def test_roles_fit(tmp_path: Path) -> None:
+    """A completion that brings the question itself is no answer to one that has been asked, nor the other way round."""
+    whole = [
+        {
+            "context": [],
+            "completions": [
+                {
+                    "rank": rank,
+                    "completion": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": a}],
+                }
+                for rank, a in enumerate([f"whole {n}", f"bad {n}"])
+            ],
+        }
+        for n in range(10)
+    ]
+    rows = [
+        one
+        for pair in zip(whole, [row(f"question {n}", [f"part {n}", "bad"]) for n in range(10)], strict=True)
+        for one in pair
+    ]
+    for n, preference in enumerate(opened(tmp_path, rows)):
+        assert preference.non_contextual is not None and str(text(preference)).startswith(["whole", "part"][n % 2])
+
+
+@pytest.fixture
+def encoded(tmp_path: Path, tiny_tokenizer: Any) -> Any:
+    def encode(rows: list[Row], *, on: bool = True, ties: Any = "drop", **options: Any) -> EncodedDataset:
+        renderer = Renderer(tiny_tokenizer, **options)
+        stream = open_dataset(config_of(tmp_path, rows, non_contextual_answer=on))
+        return encode_dataset(stream, renderer, ties=ties, cache_dir=tmp_path / "cache")
+
+    return encode
+
+
+@pytest.mark.parametrize("ties", ["drop", "half"])
+def test_the_rows_own_completions_decide(encoded: Any, ties: str) -> None:
+    rows = [row(f"question {n}", [f"good {n}", f"bad {n}", "fine"]) for n in range(10)]
+    tied = row("tied", ["one", "other"])
+    tied["completions"][1]["rank"] = 0
+    rows += [tied, row("twice", ["same", "same"])]
+    without, with_one = encoded(rows, on=False, ties=ties), encoded(rows, ties=ties)
+    same = ("read", "kept", "dropped_ties", "dropped_identical", "tied_pairs", "deduplicated", "contradictory")
+    assert [getattr(with_one.counts, name) for name in same] == [getattr(without.counts, name) for name in same]
+    assert with_one.counts.non_contextual == len(with_one) == len(without) and without.counts.non_contextual == 0
+    assert f"{len(with_one)} with an answer to another prompt" in with_one.counts.summary()
+    assert with_one.own_sizes.tolist() == without.own_sizes.tolist()
+    for one, plain in zip(with_one, without, strict=True):
+        assert one.non_contextual and one.num_own == len(plain.token_ids) == len(one.token_ids) - 1
+        assert one.ranks == (*plain.ranks, max(plain.ranks) + 1) and one.margin == plain.margin
+        assert all((a == b).all() for a, b in zip(one.token_ids, plain.token_ids, strict=False))
+        assert one.num_tokens == sum(map(len, one.token_ids)) and one.tree_tokens > plain.tree_tokens
+
+
+@pytest.mark.parametrize("truncation", ["drop", "truncate_left", "error"])
+def test_an_answer_that_is_too_long_is_not_added(encoded: Any, truncation: str) -> None:
+    rows = [row(f"question {n} " + "please " * 30, [f"short {n}", "no"]) for n in range(20)]
+    rows += [row(f"{n}?", ["long " * 20 + str(n), "no"]) for n in range(12)]
+    longest = encoded(rows, on=False).counts.longest
+    options = {"max_length": longest, "truncation": truncation}
+    without, with_one = encoded(rows, on=False, **options), encoded(rows, **options)
+    assert (
+        (with_one.counts.kept, with_one.counts.truncated) == (without.counts.kept, without.counts.truncated) == (32, 0)
+    )
+    assert 0 < with_one.counts.non_contextual < 32
+    assert max(max(map(len, one.token_ids)) for one in with_one) <= longest
+
+
+def test_a_row_that_must_not_tie_does_not_tie_with_it(encoded: Any) -> None:
+    rows = [row(f"question {n}", [f"good {n}", f"bad {n}"]) for n in range(10)]
+    assert encoded(rows, ties="error").counts.non_contextual == 10
 
 
 def test_it_changes_the_fingerprint() -> None:
-    streams = [open_dataset(DatasetConfig(dataset_name="Bundled", non_contextual_answers=n)) for n in (0, 1, 2)]
-    assert len({stream.fingerprint for stream in streams}) == 3 and len({stream.name for stream in streams}) == 1
+    plain, other = (open_dataset(DatasetConfig(dataset_name="Bundled", non_contextual_answer=on)) for on in (0, 1))
+    assert plain.fingerprint != other.fingerprint and plain.name == other.name

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pyarrow as pa
@@ -344,6 +344,19 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
         ("PromptDataset", {"prompt": 3}, "neither text nor a list of messages(.|\n)*got:   3"),
         ("PromptDataset", {"prompt": "  "}, "the prompt asks nothing"),
         ("PromptDataset", {"prompt": []}, "prompt is empty"),
+        ("PromptDataset", {"prompt": None, "x": 1}, "the row asks nothing(.|\n)*field: prompt\n *got:   prompt: null"),
+        ("PromptDataset", {"messages": None, "prompt": None}, "got:   messages: null, prompt: null"),
+        (
+            "PromptDataset",
+            {"prompt": [{"role": "system", "content": "Be kind."}]},
+            "asks nothing(.|\n)*got:   roles sys",
+        ),
+        (
+            "PromptDataset",
+            {"messages": [{"role": "system", "content": "Be kind."}, assistant("2")]},
+            "the prompt asks nothing(.|\n)*got:   roles system",
+        ),
+        ("ResponseDataset", {"input": None, "output": "2"}, "the row has no input(.|\n)*got:   null"),
         ("PromptDataset", {"prompt": [user("1"), assistant("2")]}, "ends with a message of the assistant"),
         ("PromptDataset", {"messages": [assistant("2")]}, "nothing comes before the answer(.|\n)*field: messages"),
         ("PromptDataset", {"messages": [user("1"), assistant("2"), assistant("3")]}, "ends with a message of the ass"),
@@ -451,6 +464,25 @@ def test_registered_classes(tmp_path: Path) -> None:
         open_prompts(PromptSetConfig(dataset_name="Mine"))
     with pytest.raises(ConfigError, match="same name"):
         register_prompt_dataset("Mine")(type("Other", (RowPrompts,), {}))
+
+
+@pytest.mark.usefixtures("my_prompts")
+def test_what_to_prompt_must_return(tmp_path: Path) -> None:
+    @register_prompt_dataset("Mine")
+    class Mine(RowPrompts):
+        def to_prompt(self, row: Row) -> Prompt:
+            returned: Any = {"dict": {"messages": []}, "text": Prompt("2?", {}, row.where)}  # type: ignore[arg-type]
+            return cast(Prompt, returned[row.values["kind"]])
+
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: Mine.to_prompt does not return a Prompt(.|\n)*Prompt\("):
+        opened(tmp_path, "Mine", {"kind": "dict"})
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the prompt is not messages"):
+        opened(tmp_path, "Mine", {"kind": "text"})
+
+
+def test_a_path_is_no_configuration_of_a_set() -> None:
+    with pytest.raises(ConfigError, match="PromptSetConfig"):
+        open_prompts("x.jsonl")  # type: ignore[arg-type]
 
 
 def test_a_reference_that_is_no_text_stays_a_message() -> None:

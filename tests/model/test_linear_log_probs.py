@@ -75,6 +75,16 @@ def test_no_token_at_all() -> None:
     values.sum().backward()  # type: ignore[no-untyped-call]
 
 
+def test_a_backward_pass_under_autocast_is_no_less_exact() -> None:
+    hidden, weight, _, targets, coefficients = tensors(bias=False)
+    values, _ = linear_log_probs(hidden.requires_grad_(), weight.requires_grad_(), None, targets, chunk_tokens=5)
+    want = torch.autograd.grad(values @ coefficients, [hidden, weight], retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad((values * coefficients).sum(), [hidden, weight])
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_in_bfloat16_as_under_autocast() -> None:
     hidden, weight, biases, targets, coefficients = tensors(bias=True)
     assert biases is not None
@@ -92,23 +102,27 @@ def test_in_bfloat16_as_under_autocast() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 def test_a_head_that_is_more_than_a_product_gives_the_same(family: str) -> None:
-    """A hook sends the policy the general way, whose backward pass is PyTorch's own."""
+    """A hook sends the policy the general way, whose backward pass is PyTorch's own; so does a forward of its own."""
     groups, prompts = [[[5, 6, 7, 8, 9], [5, 6, 7, 9]], [[4, 8, 8, 8]]], [[2, 2], [1]]
     found = []
-    for hooked in (False, True):
+    for way in ("plain", "hook", "forward"):
         policy = PolicyModel(causal_model(family), chunk_tokens=3)
         calls: list[int] = []
-        if hooked:
+        if way == "hook":
             policy.head.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        if way == "forward":
+            forward = policy.head.forward
+            policy.head.forward = lambda x, f=forward, calls=calls: (calls.append(1), f(x))[1]  # type: ignore[method-assign]
         log_probs = policy.log_probs(groups, prompts, temperature=0.8, entropies=True)
-        assert bool(calls) == hooked and log_probs.entropies_SL is not None
+        assert bool(calls) == (way != "plain") and log_probs.entropies_SL is not None
         weights = torch.arange(log_probs.values_SL.numel()).reshape(log_probs.values_SL.shape) / 10
         (log_probs.values_SL * weights).sum().backward()  # type: ignore[no-untyped-call]
         grads = {name: p.grad for name, p in policy.hf.named_parameters() if p.grad is not None}
         found.append((log_probs.values_SL.detach(), log_probs.entropies_SL, grads))
-    (values, entropies, grads), (general, general_entropies, general_grads) = found
-    torch.testing.assert_close(values, general, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropies, general_entropies, atol=1e-5, rtol=1e-5)
-    assert grads.keys() == general_grads.keys()
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, general_grads[name], atol=1e-5, rtol=1e-4, msg=name)
+    values, entropies, grads = found[0]
+    for general, general_entropies, general_grads in found[1:]:
+        torch.testing.assert_close(values, general, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(entropies, general_entropies, atol=1e-5, rtol=1e-5)
+        assert grads.keys() == general_grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, general_grads[name], atol=1e-5, rtol=1e-4, msg=name)

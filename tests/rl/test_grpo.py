@@ -17,8 +17,10 @@ from treeward.rl.experience import AnswerGroup
 from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.rl.rollouts import Rollouts
 from treeward.rl.update import PolicyUpdater
+from treeward.training.progress import TrainingProgress
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import read_metrics
+from treeward.training.train import train
 
 Make = Callable[..., Any]
 
@@ -128,6 +130,24 @@ def test_without_a_reference_no_kl_is_made_up(tiny_grpo: Make, tmp_path: Path) -
     run(tiny_grpo(*SHORT[:1], *off))
     assert logged(tmp_path, "validation/reward") and not logged(tmp_path, "validation/kl")
     assert logged(tmp_path, "train/reward") and not logged(tmp_path, "train/kl")
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_progress_line_shows_the_kl_that_is_measured(
+    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, skips: bool
+) -> None:
+    shown: list[set[str]] = []
+    monkeypatch.setattr(TrainingProgress, "update", lambda self, step, metrics, tokens: shown.append(set(metrics)))
+    off = ("grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
+    run(tiny_grpo(*SHORT[:1], *(off if skips else ())))
+    assert shown and all(("kl" in one) is not skips for one in shown)
+
+
+def test_a_path_is_no_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"load_grpo_config"):
+        grpo("grpo.yaml")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"load_config"):
+        train("rm.yaml")  # type: ignore[arg-type]
 
 
 def test_kl_in_the_reward_is_subtracted(tiny_grpo: Make, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from treeward.errors import CheckpointError, DataError, ModelError
 from treeward.rl import grpo as grpo_module
 from treeward.rl import state as state_module
 from treeward.rl.grpo import GRPOOutcome, grpo
+from treeward.rl.state import stored_metric
 from treeward.rl.update import PolicyUpdater
 from treeward.rl.watch import OverOptimisationWatch
 
@@ -368,13 +369,44 @@ def test_what_may_change_may_change_and_a_longer_run_goes_on(
     start: Callable[..., GRPOOutcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert start("grpo.max_num_steps=2").step == 2
-    free = ("grpo.max_val_samples=4", "grpo.val_period=1", "grpo.num_val_generations=2", "checkpointing.save_period=1",
-            "grpo.watch.z=2", "grpo.environment_timeout_seconds=9", "policy.train_micro_batch_tokens=128")  # fmt: skip
+    free = ("grpo.val_batch_size=4", "grpo.val_period=1", "checkpointing.save_period=1", "grpo.watch.z=2",
+            "grpo.environment_timeout_seconds=9", "policy.train_micro_batch_tokens=128")  # fmt: skip
     outcome = start("grpo.max_num_steps=4", *free)
     assert (outcome.step, outcome.total_steps) == (4, 4)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 3, 4, 4]
     assert "whose length is another than before (max_num_epochs, max_num_steps)" in caplog.text
+
+
+def test_a_validation_that_asks_something_else_is_refused(start: Callable[..., GRPOOutcome]) -> None:
+    """The report would compare the mean of six prompts with that of four, and the best would be chosen among both."""
+    start("grpo.max_num_steps=1")
+    for option, line in (
+        ("grpo.max_val_samples=4", "grpo.max_val_samples: got 4, need 6"),
+        ("grpo.max_val_samples=null", "grpo.max_val_samples: got null, need 6"),
+        ("grpo.num_val_generations=2", "grpo.num_val_generations: got 2, need 1"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            start("grpo.max_num_steps=2", option)
+        assert str(caught.value).splitlines()[1:-1] == [f"  {line}"]
+        assert "set it back, or begin the new run in another checkpointing.checkpoint_dir" in str(caught.value)
+    assert start("grpo.max_num_steps=2").step == 2
+
+
+def test_checkpoints_of_before_there_was_a_metric_rank_by_what_their_validation_measured(
+    start: Callable[..., GRPOOutcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    keep_all = ("checkpointing.metric_name=null", "checkpointing.keep_top_k=9", "checkpointing.save_period=1")
+    start("grpo.max_num_steps=4", *keep_all)
+    measured = json.loads((folder / "step_2" / "training_state.json").read_text())["validation"][""]
+    assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_1", "step_2", "step_3", "step_4"]
+    run = start("grpo.max_num_steps=5", "checkpointing.metric_name=val:raw_reward", "checkpointing.keep_top_k=3")
+    assert run.step == 5
+    assert "2 checkpoints have no val:raw_reward and are pruned first (step 1, 3)" in caplog.text
+    assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_2", "step_4", "step_5"]
+    assert stored_metric(folder / "step_2", "raw_reward") == measured["validation/raw_reward"]
+    assert stored_metric(folder / "step_2", "nothing") is None and stored_metric(folder, "raw_reward") is None
 
 
 def test_an_environment_may_be_run_elsewhere(start: Callable[..., GRPOOutcome], tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -247,7 +249,7 @@ class Opened:
     [
         ("data.train.data_path=/nowhere.jsonl", {"store"}),
         ("policy.model_config.model_type=qwen77", {"store", "rewards"}),
-        ("policy.optimizer.kwargs.lrr=3", {"store", "rewards"}),
+        ("policy.optimizer.kwargs.unheard_of=3", {"store", "rewards"}),
     ],
 )
 def test_what_was_opened_is_closed_when_something_is_wrong(
@@ -308,6 +310,42 @@ def test_a_first_policy_that_was_replaced_is_noticed(tiny_grpo: Make, tiny_token
         else:
             with pytest.raises(CheckpointError, match="of another run: the policy changed"):
                 set_up(tiny_grpo(*options))
+
+
+def test_the_same_policy_may_be_named_otherwise_or_lie_elsewhere(
+    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeward.data.rendering import Renderer
+    from treeward.model.policy_loading import build_policy, export_policy
+    from treeward.rl.grpo import grpo
+
+    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    loaded = build_policy({**fields, "num_attention_heads": 4}, tiny_tokenizer, seed=1)
+    export_policy(
+        loaded.model, tiny_tokenizer, tmp_path / "policy", chat_template=Renderer(tiny_tokenizer).chat_template
+    )
+
+    def options(name: str) -> tuple[str, ...]:
+        return ("~policy.model_config", "~policy.tokenizer", f"policy.model_name={name}", "grpo.max_num_steps=1")
+
+    monkeypatch.chdir(tmp_path)
+    grpo(tiny_grpo(*options("./policy")), show_progress=False)
+    set_up(tiny_grpo(*options(str(tmp_path / "policy")))).close()
+    shutil.copytree("policy", "copy")
+    set_up(tiny_grpo(*options("./copy"))).close()
+    config = json.loads(Path("copy/config.json").read_text())
+    Path("copy/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(CheckpointError, match="of another run: the policy changed"):
+        set_up(tiny_grpo(*options("./copy")))  # the same weights compute something else
+    Path("unknown").mkdir()
+    assert [identity._with_weights(name) for name in ("unknown", "hub/name", None)] == ["unknown", "hub/name", None]
+
+
+def test_policy_and_reference_are_told_apart(tiny_grpo: Make, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "treeward.rl"):
+        set_up(tiny_grpo()).close()
+    said = [record.getMessage() for record in caplog.records if " parameters, as " in record.getMessage()]
+    assert [text.partition(":")[0] for text in said] == ["The policy", "The reference, which stays as it is"]
 
 
 def test_a_classifier_is_no_policy(tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treeward.config.grpo_checkpointing import GRPOCheckpointingConfig
 from treeward.errors import CheckpointError
-from treeward.training.checkpoints import CheckpointStore
+from treeward.training.checkpoints import CheckpointStore, opened_store
 
 
 class Killed(BaseException):
@@ -86,6 +87,50 @@ def test_a_metric_of_another_name_is_not_compared(tmp_path: Path) -> None:
     store.save(2, write, metric=0.6)
     best = store.best()
     assert best is not None and best.step == 2
+
+
+@pytest.mark.parametrize(("keep", "spelt"), [(1, "val:reward"), (2, "val:reward"), (None, "val:reward"), (2, None)])
+def test_checkpoints_without_the_metric_that_now_ranks_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int | None, spelt: str | None
+) -> None:
+    before = CheckpointStore(tmp_path)
+    many = range(2, 22, 2)
+    for step in many:
+        before.save(step, write)
+    before.close()
+    ranked = CheckpointStore(tmp_path, metric_name=spelt)
+    ranked.save(25, write)  # between two validations: of the same run as those that follow
+    ranked.close()
+    config = GRPOCheckpointingConfig(checkpoint_dir=str(tmp_path), keep_top_k=keep, metric_name=spelt)
+    with opened_store(config, metric_name=spelt) as store:
+        assert store is not None
+        store.close()
+    told = [record.getMessage() for record in caplog.records if "pruned first" in record.getMessage()]
+    if keep is None or spelt is None:
+        assert told == []
+    else:
+        (text,) = told
+        assert text.startswith("10 checkpoints have no val:reward and are pruned first (step 2, 4, 6, ")
+        assert "14, 16, ...): to keep one" in text
+
+
+def test_a_stored_metric_ranks_what_was_saved_when_none_ranked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        before.save(step, write)
+    before.close()
+    stored = {"step_1": 0.9, "step_2": 0.1, "step_3": math.nan}
+    config = GRPOCheckpointingConfig(checkpoint_dir=str(tmp_path), keep_top_k=2, metric_name="val:reward")
+    with opened_store(config, metric_name="reward", stored_metric=lambda folder: stored[folder.name]) as store:
+        assert store is not None
+        assert [checkpoint.metric for checkpoint in store.all()] == [0.9, 0.1, None]
+        store.save(4, write, metric=0.5)
+        best = store.best()
+        assert steps(store) == [1, 4] and best is not None and best.step == 1
+        store.close()
+    assert "1 checkpoint has no val:reward and is pruned first (step 3)" in caplog.text
 
 
 def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:

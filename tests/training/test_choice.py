@@ -87,12 +87,8 @@ class Encoded(list[Comparison]):
     """As much of an `EncodedDataset` as is asked."""
 
     @property
-    def num_tokens(self) -> Any:
-        return np.array([one.num_tokens for one in self], dtype=np.int64)
-
-    @property
-    def tree_tokens(self) -> Any:
-        return np.array([one.tree_tokens for one in self], dtype=np.int64)
+    def own_sizes(self) -> Any:
+        return np.array([sum(map(len, one.token_ids[: one.num_own])) for one in self], dtype=np.int64)
 
 
 def test_the_same_comparison_is_found_in_any_order_and_no_other() -> None:
@@ -108,8 +104,13 @@ def test_the_same_comparison_is_found_in_any_order_and_no_other() -> None:
     assert num_shared(validation, [elsewhere]) == 0
 
 
+@pytest.mark.parametrize("added", ["false", "true"])
 def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
-    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, write_rows: Callable[..., str], tmp_path: Path
+    tiny_run: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    write_rows: Callable[..., str],
+    tmp_path: Path,
+    added: str,
 ) -> None:
     def rows(numbers: Iterable[int]) -> list[dict[str, str]]:
         return [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in numbers]
@@ -117,7 +118,7 @@ def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
     binary = "dataset_name: BinaryPreferenceDataset"
     train_file, val_file = write_rows("train.jsonl", rows(range(30))), write_rows("val.jsonl", rows(range(20, 36)))
     options = [
-        f"data.train={{{binary}, data_path: {train_file}, split: null}}",
+        f"data.train={{{binary}, data_path: {train_file}, split: null, non_contextual_answer: {added}}}",
         f"data.validation=[{{{binary}, data_path: {val_file}, name: held_out}}]",
         "rm.max_num_steps=2", "rm.val_batches=null", "evaluation.enabled=true",
     ]  # fmt: skip

@@ -164,8 +164,39 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
     check_identity(tmp_path, saved)
     with pytest.raises(CheckpointError, match=r"another run: the training data, rm\.seed changed") as caught:
         check_identity(tmp_path, saved | {"the training data": "c", "rm.seed": "2"})
-    assert "got:   the training data c; rm.seed 2" in str(caught.value)
-    assert "need:  the training data b; rm.seed 1" in str(caught.value)
+    assert "\n  the training data: got c, need b\n  rm.seed: got 2, need 1\n  fix:" in str(caught.value)
+    assert "checkpointing.checkpoint_dir" in str(caught.value)
+
+
+def lines_of(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is said of the values that differ."""
+    session = Session(OptimizerConfig(), CONSTANT)
+    save_state(folder, TrainingState(1, {"grpo": json.dumps(saved)}), None, session.scheduler, session.names)
+    with pytest.raises(CheckpointError, match="of another run: grpo changed") as caught:
+        check_identity(folder, {"grpo": json.dumps(now)})
+    return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
+
+
+def test_of_a_section_only_what_differs_is_told(tmp_path: Path) -> None:
+    saved = {"seed": 42, "same": "x" * 900, "watch": {"z": 3.0, "stop": False}, "sets": [{"n": 1}, {"n": 2}], "a": None}
+    now = saved | {"seed": 7, "watch": {"z": 3.0, "stop": True}, "sets": [{"n": 1}, {"n": 3}], "a": "yes", "new": [1]}
+    assert lines_of(tmp_path, saved, now) == [
+        "grpo.seed: got 7, need 42",
+        "grpo.watch.stop: got true, need false",
+        "grpo.sets[1].n: got 3, need 2",
+        "grpo.a: got yes, need null",
+        "grpo.new: got [1], need nothing",
+    ]
+
+
+def test_many_differences_are_counted_and_long_values_are_cut_where_they_part(tmp_path: Path) -> None:
+    many = {f"k{i}": i for i in range(10)}
+    lines = lines_of(tmp_path, many, {key: value + 1 for key, value in many.items()})
+    assert lines[0] == "grpo.k0: got 1, need 0" and len(lines) == 9 and lines[-1] == "and 2 more"
+    (line,) = lines_of(tmp_path, {"prompt": "a" * 500 + "old" + "b" * 500}, {"prompt": "a" * 500 + "new" + "b" * 500})
+    assert "aanewbb" in line and "aaoldbb" in line and len(line) < 250
+    (line,) = lines_of(tmp_path, {"text": "a\nb"}, {"text": ""})
+    assert line == r'grpo.text: got "", need "a\nb"'
 
 
 @pytest.mark.parametrize("text", ["", '{"step": 3,'])

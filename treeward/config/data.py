@@ -52,9 +52,10 @@ class DatasetConfig(Strict):
     """Configuration name of a hub dataset."""
     weight: PositiveFloat = 1.0
     """Training only: passes over this set per epoch. 0.5 is a seeded half of its rows, 2.0 is every row twice."""
-    non_contextual_answers: int = Field(default=0, ge=0)
-    """Training only: answers to other prompts that are added to each comparison, worse than all of its own, so that
-    length, tone and format count for nothing in an answer to another question (Liu et al. 2024, arXiv 2409.13156)."""
+    non_contextual_answer: bool = False
+    """Training only: each comparison that is kept also gets a good answer to another prompt, worse than all of its own,
+    so that length, tone and format count for nothing in an answer to another question (Liu et al. 2024, arXiv
+    2409.13156)."""
     prompt_key: str = "prompt"
     """`BinaryPreferenceDataset`: the key of the prompt (a string or messages)."""
     chosen_key: str = "chosen"
@@ -130,13 +131,13 @@ class DataConfig(Strict):
     def _check_sets(self) -> DataConfig:
         check_sets(self.train, self.validation, "every row of a validation set counts once")
         for i, dataset in enumerate(self.validation):
-            if dataset.non_contextual_answers:
+            if dataset.non_contextual_answer:
                 raise ConfigError(
-                    "a validation set has non_contextual_answers",
-                    field=f"validation[{i}].non_contextual_answers",
-                    got=dataset.non_contextual_answers,
-                    need="none: they are easy to tell, and would flatter the accuracy",
-                    fix="give it to the training sets alone, as data.non_contextual_answers or in data.train",
+                    "a validation set has non_contextual_answer",
+                    field=f"validation[{i}].non_contextual_answer",
+                    got="true",
+                    need="false: such answers are easy to tell, and would flatter the accuracy",
+                    fix="give it to the training sets alone, as data.non_contextual_answer or in data.train",
                 )
         return self
 

@@ -39,7 +39,7 @@ _FLAT_KEYS = (
     "system_prompt_file",
     "kwargs",
 )
-_TRAIN_KEYS = ("non_contextual_answers",)
+_TRAIN_KEYS = ("non_contextual_answer",)
 _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
 FORM_KEYS = (*_FLAT_KEYS, *_TRAIN_KEYS, "dataset_type", *_PATH_KEYS)
 """The keys of `data` that only the other forms have."""

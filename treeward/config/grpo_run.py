@@ -291,6 +291,14 @@ class GRPORunConfig(Strict):
             for name in names:
                 if name not in self.environments:
                     self._refuse_environment(field, name)
+        if not self.environments:
+            raise ConfigError(
+                "no environment is enabled",
+                field="env",
+                got=f"{', '.join(self.env)}, with enabled: false",
+                need="an environment that rewards the answers",
+                fix=f"set env.{next(iter(self.env))}.enabled=true",
+            )
         return self
 
     def _refuse_environment(self, field: str, name: str) -> None:
@@ -429,5 +437,18 @@ def _without_effect(config: GRPORunConfig) -> list[str]:
             found.append(
                 f"{', '.join(unread)} has no effect with reinforce_plus_plus: it divides by the standard deviation of "
                 "the batch, and grpo.adv_estimator.minus_baseline says what is subtracted"
+            )
+        return found
+    if changed(grpo.adv_estimator, "minus_baseline"):
+        found.append(
+            f"grpo.adv_estimator.minus_baseline has no effect with {grpo.estimator}: it is of reinforce_plus_plus"
+        )
+    if grpo.adv_estimator.name == "leave_one_out":
+        unread = [f"grpo.{key}" for key in changed(grpo, "use_leave_one_out_baseline")]
+        unread += [f"grpo.adv_estimator.{key}" for key in changed(grpo.adv_estimator, "use_leave_one_out_baseline")]
+        if unread:
+            found.append(
+                f"{', '.join(unread)} has no effect with leave_one_out: its baseline is always the mean of the other "
+                "answers"
             )
     return found

@@ -62,6 +62,7 @@ def load_file(
     `path`: None for one without a file. `values`: laid over the file's before the overrides, as a command's own
     options. Raises `ConfigError`.
     """
+    _check_arguments(path, overrides)
     file = Path("command line") if path is None else Path(path)
     tree, origins = ({}, {}) if path is None else _read_with_defaults(file, ())
     tree = merge_trees(tree, dict(values or {}))
@@ -99,6 +100,22 @@ def load_section(section: type[_Section], values: Mapping[str, Any], *, where: s
 def save_config(config: RewardModelRunConfig | GRPORunConfig, path: str | PathLike[str]) -> None:
     """Write every key, defaults included, as YAML that the config's own loader reads back to an equal configuration."""
     write_yaml(_escape(config.model_dump(mode="json", by_alias=True)), Path(path))
+
+
+def _check_arguments(path: Any, overrides: Any) -> None:
+    """What Python would take for something else: a text is a sequence of letters, a mapping one of keys."""
+    if path is not None and not isinstance(path, str | PathLike):
+        raise ConfigError(
+            "a configuration is read from a file",
+            got=path,
+            need="the path of a YAML file",
+            fix="write the keys to a YAML file",
+        )
+    if isinstance(overrides, str):
+        raise ConfigError("overrides are a list", got=overrides, need="a list of texts", fix=f"write [{overrides!r}]")
+    wrong = [overrides] if isinstance(overrides, Mapping) else [one for one in overrides if not isinstance(one, str)]
+    if wrong:
+        raise ConfigError("an override is not text", got=wrong[0], need="a list of texts, as ['policy.model_name=...']")
 
 
 def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> tuple[Tree, Origins]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
 from pydantic import model_validator as validates_model
 
-from treeward.config.base import Strict
+from treeward.config.base import Strict, nearest_name
 from treeward.errors import ConfigError
 
 __all__ = [
@@ -29,6 +29,22 @@ __all__ = [
     "TorchScheduleConfig",
     "TorchSchedulerConfig",
 ]
+
+# Names only, for a mistake to be said before PyTorch is loaded: any other class is accepted and looked up later.
+_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "torch.optim": (
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD"),
+    ),
+    "torch.optim.lr_scheduler": (
+        *("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LambdaLR"),
+        *("LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR", "StepLR"),
+    ),
+}
+_ADAM_ARGUMENTS = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    "decoupled_weight_decay",
+)
 
 
 class OptimizerConfig(Strict):
@@ -63,6 +79,24 @@ class OptimizerConfig(Strict):
                 fix="set policy.optimizer.kwargs.foreach=false",
             )
         return kwargs
+
+    @validates_model(mode="after")
+    def _arguments_are_spelt_right(self) -> OptimizerConfig:
+        """Of the usual classes; others say themselves what they take when they are made."""
+        if self.name not in ("torch.optim.Adam", "torch.optim.AdamW"):
+            return self
+        others = [name for name in _ADAM_ARGUMENTS if name not in self.kwargs]  # what is there is not what was meant
+        for key in self.kwargs:
+            near = None if key in _ADAM_ARGUMENTS else nearest_name(key, others)
+            if near is not None:
+                raise ConfigError(
+                    f"{self.name} takes no {key}",
+                    field=f"kwargs.{key}",
+                    got=self.kwargs[key],
+                    need="an argument of the class",
+                    fix=f"did you mean {near}?",
+                )
+        return self
 
 
 class NamedScheduleConfig(Strict):
@@ -125,8 +159,21 @@ class TorchScheduleConfig(Strict):
 
 
 def _dotted(name: str, module: str) -> str:
+    """The dotted path of a class; raises `ConfigError` for a bare name, and for one of `module` in another case."""
+    classes = _CLASSES[module]
     if "." not in name.strip("."):
-        raise ConfigError("a class is given without its module", got=name, need=f"a dotted path, as {module}.{name}")
+        near = nearest_name(name, classes)
+        raise ConfigError(
+            "a class is given without its module",
+            got=name,
+            need=f"a dotted path, as {module}.{near or classes[0]}",
+            fix=f"did you mean {module}.{near}?" if near else None,
+        )
+    parent, _, own = name.rpartition(".")
+    by_lower_case = {one.lower(): one for one in classes}
+    if parent == module and own not in classes and own.lower() in by_lower_case:
+        meant = f"{module}.{by_lower_case[own.lower()]}"
+        raise ConfigError("there is no such class", got=name, need=f"a class of {module}", fix=f"did you mean {meant}?")
     return name
 
 

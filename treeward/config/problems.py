@@ -10,8 +10,9 @@ All problems are listed, each with the file and line, or the override, that its 
 
 from __future__ import annotations
 
+import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -34,6 +35,40 @@ _COMMANDS: dict[tuple[str, ...], dict[str, str]] = {
     ("policy",): {"generation": "treeward grpo", "logprob_chunk_size": "treeward grpo"},
 }
 """Where a key stands -> the key -> the only command that reads it there."""
+
+_GROUP = ("grpo.num_generations_per_prompt",)
+_LEARNING_RATE = ("policy.optimizer.kwargs.lr",)
+_PENALTY = ("loss_fn.reference_policy_kl_penalty",)
+_CLIP = ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max")
+_FROM_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    "beta": _PENALTY,
+    "clip_ratio": _CLIP,
+    "clip_ratio_c": ("loss_fn.ratio_clip_c",),
+    "clip_ratio_high": _CLIP[1:],
+    "clip_ratio_low": _CLIP[:1],
+    "delta": ("loss_fn.ratio_clip_c",),
+    "epsilon": _CLIP,
+    "epsilon_high": _CLIP[1:],
+    "kl_coef": _PENALTY,
+    "kl_loss_coef": _PENALTY,
+    "kl_loss_type": ("loss_fn.reference_policy_kl_type",),
+    "learning_rate": _LEARNING_RATE,
+    "lr": _LEARNING_RATE,
+    "max_completion_length": ("policy.generation.max_new_tokens",),
+    "max_prompt_length": ("data.max_input_seq_length",),
+    "max_steps": ("grpo.max_num_steps", "rm.max_num_steps"),
+    "norm_adv_by_std_in_grpo": ("grpo.normalize_rewards",),
+    "num_generations": _GROUP,
+    "num_generations_eval": ("grpo.num_val_generations",),
+    "num_iterations": ("grpo.updates_per_batch",),
+    "num_train_epochs": ("grpo.max_num_epochs", "rm.max_num_epochs"),
+    "ppo_epochs": ("grpo.updates_per_batch",),
+    "ppo_mini_batch_size": ("policy.train_global_batch_size",),
+}
+"""A key of TRL or verl, as docs/coming-to-grpo.md lists them -> what it is called here; those that a run has count."""
+
+_VALUES_FROM_ELSEWHERE: Mapping[str, str] = {"rloo": "leave_one_out", "low_var_kl": "k3", "mse": "k2", "kl": "k1"}
+"""A value of TRL or verl -> the same here, for keys that have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +133,23 @@ def _problem(details: ErrorDetails, root: type[Strict], tree: Any, origin: Calla
         )
     need = details["msg"].removeprefix("Input should be ").split(", unable to parse")[0]
     meaning = _first_sentence(_doc(root, location))
+    near = _near_value(details["input"], re.findall(r"'([^']*)'", str(context.get("expected", ""))))
     return _Problem(
         "the value is not valid",
         _joined(location),
         origin(location),
         "null" if details["input"] is None else details["input"],
         f"{need} ({meaning})" if meaning else need,
+        f"did you mean {near}?" if near else None,
     )
+
+
+def _near_value(got: Any, options: list[str]) -> str | None:
+    """The one of a key's `options` that was probably meant."""
+    if not isinstance(got, str):
+        return None
+    same = _VALUES_FROM_ELSEWHERE.get(got.lower())
+    return same if same in options else nearest_name(got, options)
 
 
 def _unknown_key(location: Location, got: Any, root: type[Strict], origin: Callable[[Location], str]) -> _Problem:
@@ -121,8 +166,14 @@ def _unknown_key(location: Location, got: Any, root: type[Strict], origin: Calla
     candidates = [
         name for section in _sections_at(root, parents) for name in (*section.key_names(), *section.other_forms)
     ]
-    near = nearest_name(key, candidates)
-    suggestion = _joined((*parents, near)) if near else _elsewhere(key, root)
+    # A misspelt name from elsewhere is nearer to that name than to any of ours.
+    here = [name for name in _FROM_ELSEWHERE if _own_names(name, root, parents)]
+    near = nearest_name(key, [*candidates, *here])
+    suggestion = " and ".join(_own_names(key, root))
+    if not suggestion and near in here and near not in candidates:
+        suggestion = " and ".join(_own_names(near, root, parents))
+    elif not suggestion:
+        suggestion = _joined((*parents, near)) if near else _elsewhere(key, root) or ""
     return _Problem(
         "there is no such key",
         _joined(location),
@@ -131,6 +182,27 @@ def _unknown_key(location: Location, got: Any, root: type[Strict], origin: Calla
         None if suggestion else f"one of {', '.join(candidates)}",
         f"did you mean {suggestion}?" if suggestion else None,
     )
+
+
+def _own_names(key: str, root: type[Strict], parents: typing.Sequence[str] | None = None) -> list[str]:
+    """What a key of another toolkit is called in `root`, in the section at `parents` if that is given."""
+    found = []
+    for path in _FROM_ELSEWHERE.get(key, ()):
+        # A section that is made in Python has the end of the path only.
+        ends = [path.split(".")[start:] for start in range(path.count(".") + 1)]
+        own = next((end for end in ends if _reaches(root, end)), None)
+        if own is not None and (parents is None or own[:-1] == list(parents)):
+            found.append(_joined(own))
+    return found
+
+
+def _reaches(section: type[Strict], path: typing.Sequence[str]) -> bool:
+    """Whether there is such a key in a section; a key without a schema of its own may hold any."""
+    field = next((field for name, field in section.model_fields.items() if path[0] in (field.alias, name)), None)
+    if field is None:
+        return False
+    inner = list(sections(field.annotation))
+    return len(path) == 1 or not inner or any(_reaches(one, path[1:]) for one in inner)
 
 
 def _elsewhere(key: str, root: type[Strict], prefix: Location = ()) -> str | None:
@@ -172,7 +244,7 @@ def _doc(root: type[Strict], location: Location) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    return " ".join(text.split()).split(". ")[0].rstrip(".")
+    return re.split(r"(?<!\bet al)\. ", " ".join(text.split()))[0].rstrip(".")
 
 
 def _as_written(location: Location, tree: Any) -> Location:

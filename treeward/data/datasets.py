@@ -24,11 +24,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, overload
+from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 from treeward.config.data import DatasetConfig
 from treeward.data.custom import construct, open_contract
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _DATASETS = Registry("datasets", example="my_module.MyDataset")
-register_dataset = _DATASETS.register
+_Class = TypeVar("_Class", bound=type[Any])
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ class PreferenceStream(Protocol):
     def __iter__(self) -> Iterator[tuple[Preference, str]]: ...
 
 
+def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
+    """Class decorator: `dataset_name: <name>` (or an alias) in a config means this class."""
+    return _DATASETS.register(name, *aliases)
+
+
 def open_dataset(config: DatasetConfig) -> PreferenceStream:
     """The stream of one training or validation set.
 
@@ -92,7 +97,7 @@ def open_dataset(config: DatasetConfig) -> PreferenceStream:
     one that does not offer what a dataset must; `DataError` for data that is not there. Rows are checked as they come.
     """
     stream = _open(config)
-    return WithNonContextual(stream, config.non_contextual_answers) if config.non_contextual_answers else stream
+    return WithNonContextual(stream) if config.non_contextual_answer else stream
 
 
 def _open(config: DatasetConfig) -> PreferenceStream:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from tqdm import tqdm
 
-from treeward.data.preference import Preference, last_text
+from treeward.data.preference import Message, Preference, last_text
 from treeward.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ Ties = Literal["drop", "half", "error"]
 Row = tuple[Preference, str]
 """A preference and where it stands, as `train.jsonl:17`."""
 
-_FORMAT_VERSION = 3  # raise it when the file's layout or the rules for keeping a comparison change
+_FORMAT_VERSION = 4  # raise it when the file's layout or the rules for keeping a comparison change
 _CHUNK_ROWS = 1000
 _CHUNK_CHARACTERS = 4_000_000
 _SERIAL_ROWS = 4000  # starting a process costs as much as encoding about so many rows
@@ -76,6 +76,8 @@ _SCHEMA = pa.schema(
         ("margin", pa.float64()),
         ("where", pa.string()),
         ("tree_tokens", pa.int64()),
+        ("non_contextual", pa.int8()),
+        ("own_tree_tokens", pa.int64()),
     ]
 )
 
@@ -94,7 +96,7 @@ class Comparison:
 
     `token_ids`: K int32 arrays, read-only. `ranks`: lower is better. `lengths`: characters of the last message of each
     completion. `subset`: the preference's `task_name`. `tree_tokens`: tokens when common beginnings are held once. No
-    two conversations are identical.
+    two conversations are identical. `non_contextual`: the last of them is an answer to another prompt.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -104,6 +106,12 @@ class Comparison:
     margin: float | None
     where: str
     tree_tokens: int
+    non_contextual: bool = False
+
+    @property
+    def num_own(self) -> int:
+        """Conversations that the data itself compares."""
+        return len(self.token_ids) - self.non_contextual
 
     @property
     def num_tokens(self) -> int:
@@ -118,8 +126,9 @@ class EncodingCounts:
     `tied_pairs`: pairs of equal rank in kept comparisons, which the loss leaves out unless `ties` is "half".
     `contradictory`: completions of kept comparisons that another, differently ranked one equals.
     `truncated`: kept comparisons that lost context. `deduplicated`: completions removed from kept comparisons because
-    another has the same tokens. `tokens` (plain rows) and `tree_tokens` are of what was kept. `longest`: tokens of the
-    longest conversation that was read, before truncation.
+    another has the same tokens. `non_contextual`: kept comparisons with an answer to another prompt, where they are
+    asked for; the rest has none that fits. `tokens` (plain rows) and `tree_tokens` are of what was kept. `longest`:
+    tokens of the longest conversation that was read, before truncation.
     """
 
     read: int = 0
@@ -134,6 +143,7 @@ class EncodingCounts:
     tokens: int = 0
     tree_tokens: int = 0
     longest: int = 0
+    non_contextual: int = 0
 
     def __add__(self, other: EncodingCounts) -> EncodingCounts:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -156,6 +166,8 @@ class EncodingCounts:
             parts.append(f"{self.contradictory:,} of them ranked differently, the better rank kept")
         if self.tied_pairs:
             parts.append(f"{self.tied_pairs:,} tied pairs within them")
+        if self.non_contextual:
+            parts.append(f"{self.non_contextual:,} with an answer to another prompt")
         if self.tree_tokens:
             shared = 1 - self.tree_tokens / self.tokens
             parts.append(f"{self.tokens:,} tokens, {self.tree_tokens:,} on prefix trees ({shared:.0%} shared)")
@@ -273,6 +285,12 @@ class EncodedDataset(Sequence[Comparison]):
         return np.concatenate([np.zeros(0, np.int64), *(block.tree_tokens for block in self._blocks)])
 
     @cached_property
+    def own_sizes(self) -> npt.NDArray[np.int64]:
+        """(N,): tokens and tree tokens without answers to other prompts; equal for equal comparisons, seldom for
+        others."""
+        return np.concatenate([np.zeros(0, np.int64), *(block.own_sizes for block in self._blocks)])
+
+    @cached_property
     def highest_token(self) -> int:
         """The largest token id, for comparison with a model's vocabulary."""
         return max(int(block.tokens.max(initial=0)) for block in self._blocks)
@@ -294,10 +312,19 @@ class _Block:
         self.lengths = batch.column("lengths").values.to_numpy()
         self.tree_tokens: npt.NDArray[np.int64] = batch.column("tree_tokens").to_numpy()
         self.num_tokens: npt.NDArray[np.int64] = np.diff(self.sequences[self.rows]).astype(np.int64)
+        self.non_contextual = batch.column("non_contextual").to_numpy()
+        self.own_tree_tokens: npt.NDArray[np.int64] = batch.column("own_tree_tokens").to_numpy()
         self.margins, self.where, self.subsets = (batch.column(name) for name in ("margin", "where", "subset"))
 
     def __len__(self) -> int:
         return len(self.rows) - 1
+
+    @property
+    def own_sizes(self) -> npt.NDArray[np.int64]:
+        ends = self.rows[1:]
+        last = self.sequences[ends] - self.sequences[ends - 1]
+        sizes: npt.NDArray[np.int64] = self.num_tokens - last * self.non_contextual
+        return sizes * (1 << 24) + self.own_tree_tokens
 
     def row(self, i: int) -> Comparison:
         start, end = self.rows[i], self.rows[i + 1]
@@ -310,10 +337,12 @@ class _Block:
             margin=self.margins[i].as_py(),
             where=self.where[i].as_py(),
             tree_tokens=int(self.tree_tokens[i]),
+            non_contextual=bool(self.non_contextual[i]),
         )
 
     def checksum(self, previous: int) -> int:
-        for array in (self.rows, self.sequences, self.tokens, self.ranks, self.lengths, self.tree_tokens):
+        arrays = (self.rows, self.sequences, self.tokens, self.ranks, self.lengths, self.tree_tokens)
+        for array in (*arrays, self.non_contextual, self.own_tree_tokens):
             previous = zlib.crc32(array.data, previous)
         for texts in (self.where, self.subsets):
             previous = zlib.crc32("\n".join(texts.to_pylist()).encode(), previous)
@@ -326,10 +355,10 @@ def _encode_rows(
     """All rows with one call of the tokenizer."""
     wanted = [_has_order(p, where, ties) for p, where in rows]
     conversations = [
-        ([*p.context, *completion.messages], where)
+        ([*p.context, *messages], where)
         for (p, where), is_wanted in zip(rows, wanted, strict=True)
         if is_wanted
-        for completion in p.completions
+        for messages in _answers(p)
     ]
     encoded = iter(renderer.encode_many([c for c, _ in conversations], where=[where for _, where in conversations]))
     outcomes: list[Comparison | DropReason] = []
@@ -341,9 +370,40 @@ def _encode_rows(
             continue
         own = [next(encoded) for _ in preference.completions]
         outcome, of_row = _encode_row(preference, own, renderer, where, ties)
+        if preference.non_contextual is not None:
+            outcome, of_row = _extended(outcome, of_row, next(encoded), preference.non_contextual, renderer)
         outcomes.append(outcome)
         counts += of_row
     return outcomes, counts
+
+
+def _answers(preference: Preference) -> list[tuple[Message, ...]]:
+    own = [completion.messages for completion in preference.completions]
+    return own if preference.non_contextual is None else [*own, preference.non_contextual]
+
+
+def _extended(
+    outcome: Comparison | DropReason,
+    counts: EncodingCounts,
+    encoded: list[int],
+    messages: tuple[Message, ...],
+    renderer: Renderer,
+) -> tuple[Comparison | DropReason, EncodingCounts]:
+    """With an answer to another prompt as the worst, unless it is too long or says what one of the row's own says."""
+    is_too_long = renderer.max_length is not None and len(encoded) > renderer.max_length
+    if not isinstance(outcome, Comparison) or is_too_long or any(encoded == ids.tolist() for ids in outcome.token_ids):
+        return outcome, counts
+    token_ids = (*outcome.token_ids, np.array(encoded, dtype=np.int32))
+    extended = replace(
+        outcome,
+        token_ids=token_ids,
+        ranks=(*outcome.ranks, max(outcome.ranks) + 1),
+        lengths=(*outcome.lengths, len(last_text(messages))),
+        tree_tokens=count_tree_tokens(token_ids),
+        non_contextual=True,
+    )
+    sizes = {"tokens": extended.num_tokens, "tree_tokens": extended.tree_tokens}
+    return extended, replace(counts, non_contextual=1, longest=max(counts.longest, len(encoded)), **sizes)
 
 
 def _encode_row(
@@ -419,8 +479,15 @@ def _encode_chunk(rows: Sequence[Row], renderer: Renderer, ties: Ties) -> tuple[
         pa.array([c.margin for c in kept], pa.float64()),
         pa.array([c.where for c in kept], pa.string()),
         pa.array([c.tree_tokens for c in kept], pa.int64()),
+        pa.array([int(c.non_contextual) for c in kept], pa.int8()),
+        pa.array([_own_tree_tokens(c) for c in kept], pa.int64()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA), counts
+
+
+def _own_tree_tokens(comparison: Comparison) -> int:
+    own = comparison.token_ids[: comparison.num_own]
+    return count_tree_tokens(own) if comparison.non_contextual else comparison.tree_tokens
 
 
 def _chunks(stream: Iterable[Row]) -> Iterator[list[Row]]:

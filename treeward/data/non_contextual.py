@@ -1,23 +1,27 @@
-"""Answers to other prompts, as the worst answers to this one.
+"""An answer to another prompt, as the worst answer to this one.
 
-    for preference, where in WithNonContextual(stream, num_answers=1): ...
+    for preference, where in WithNonContextual(stream):
+        preference.non_contextual                 # messages, or None where there is none to give
 
 A reward model that has only seen answers to the prompt never had to learn that an answer must be one: what it likes
 besides (length, politeness, a format) it also likes in an answer to another question, and a policy that is trained
-against it finds that out. Adding good answers of other prompts, ranked below all of the prompt's own, takes this away
-(Liu et al. 2024, "RRM", arXiv 2409.13156). On a prefix tree such an answer costs its own tokens and no prompt's.
+against it finds that out. A good answer of another prompt, ranked below all of the prompt's own, takes this away
+(Liu et al. 2024, "RRM", arXiv 2409.13156). On a prefix tree it costs its own tokens and no prompt's.
+
+Whether a comparison is kept is decided by its own completions alone, in `encoding`, where the answer is added.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from treeward.data.preference import Completion, Preference
+from treeward.data.preference import Message, Preference, last_text
 
 if TYPE_CHECKING:
     from treeward.data.datasets import PreferenceStream
@@ -28,19 +32,19 @@ _WINDOW = 4096
 """Comparisons whose best answers are at hand: data of any size can be streamed."""
 
 _TRIES = 16
-"""Draws for one answer; data in which few prompts have answers of their own may have none to give."""
+"""Draws for one answer; data in which few prompts differ may have none to give."""
 
 
 class WithNonContextual:
-    """A stream of preferences in which each has `num_answers` answers to other prompts, drawn without replacement.
+    """A stream of preferences in which each has a good answer to another prompt, where one is found.
 
-    They are best answers of the last 4096 comparisons (for the first ones, of the first 4096), never of the same
-    context and never equal to an answer that is there, and share one rank below the worst. The same data gives the
-    same draw. A comparison for which none is found stays as it is.
+    It is a best answer of the last 4096 comparisons (for the first ones, of the first 4096). Prompts are the same where
+    their last user messages are, letter case and punctuation aside. Roles must fit: the answer follows what it would
+    have followed, and has the messages that this comparison's answers have. The same data gives the same draw.
     """
 
-    def __init__(self, stream: PreferenceStream, num_answers: int) -> None:
-        self._stream, self._num_answers = stream, num_answers
+    def __init__(self, stream: PreferenceStream) -> None:
+        self._stream = stream
 
     @property
     def name(self) -> str:
@@ -48,7 +52,7 @@ class WithNonContextual:
 
     @property
     def fingerprint(self) -> str:
-        return f"{self._stream.fingerprint}+{self._num_answers} non-contextual, 1"
+        return f"{self._stream.fingerprint}+non-contextual 1"
 
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
         rows = iter(self._stream)
@@ -58,18 +62,27 @@ class WithNonContextual:
         for number, (preference, where) in enumerate(chain(head, rows)):
             if number >= _WINDOW:
                 window.append(preference)
-            yield self._extended(preference, window, generator), where
+            yield replace(preference, non_contextual=_drawn(preference, window, generator)), where
 
-    def _extended(self, preference: Preference, window: deque[Preference], generator: random.Random) -> Preference:
-        known = [completion.messages for completion in preference.completions]
-        rank = max(completion.rank for completion in preference.completions) + 1
-        added: list[Completion] = []
-        for _ in range(self._num_answers * _TRIES):
-            if len(added) == self._num_answers:
-                break
-            other = window[generator.randrange(len(window))]
-            best = min(other.completions, key=lambda completion: completion.rank)
-            if other.context != preference.context and best.messages not in known:
-                known.append(best.messages)
-                added.append(Completion(rank, best.messages))
-        return replace(preference, completions=(*preference.completions, *added)) if added else preference
+
+def _drawn(preference: Preference, window: deque[Preference], generator: random.Random) -> tuple[Message, ...] | None:
+    known = [completion.messages for completion in preference.completions]
+    for _ in range(_TRIES):
+        other = window[generator.randrange(len(window))]
+        best = min(other.completions, key=lambda completion: completion.rank).messages
+        if best not in known and _question(other) != _question(preference) and _shape(other) == _shape(preference):
+            return best
+    return None
+
+
+def _question(preference: Preference) -> str:
+    """The words of the last user message, or of the whole completion where it brings the question itself."""
+    asked = [message for message in preference.context if message["role"] == "user"]
+    text = last_text(asked[-1:] or preference.completions[0].messages[:1])
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def _shape(preference: Preference) -> tuple[str | None, list[str]]:
+    """The role that an answer follows, and those of its own messages."""
+    before = preference.context[-1]["role"] if preference.context else None
+    return before, [message["role"] for message in preference.completions[0].messages]

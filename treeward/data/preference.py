@@ -56,12 +56,14 @@ class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
     `margin` (optional, finite) is by how much a better completion's score should exceed a worse one's.
+    `non_contextual`: an answer to another prompt, which is worse than all completions; see `data.non_contextual`.
     """
 
     context: tuple[Message, ...]
     completions: tuple[Completion, ...]
     task_name: str = "preference"
     margin: float | None = None
+    non_contextual: tuple[Message, ...] | None = None
 
     @property
     def num_ordered_pairs(self) -> int:

@@ -54,8 +54,8 @@ def from_prompt_row(
     column with a value, is in `info` under its own name.
     """
     given = {key: value for key, value in values.items() if value is not None}
-    key = _prompt_key(given, where) if prompt_key is None else prompt_key
-    value = _required(given, key, where, "the key of the prompt, which input_key names")
+    key = _prompt_key(values, where) if prompt_key is None else prompt_key
+    value = _required(values, key, where, "the key of the prompt, which input_key names")
     reference: Message | None = None
     if key == "responses_create_params":
         messages, kept = _messages_of_request(value, where)
@@ -66,7 +66,7 @@ def from_prompt_row(
             messages = tuple(asked)
     info = _columns(given, key) | kept
     if answer_key is not None:
-        info["ground_truth"] = _required(given, answer_key, where, "the key of the answer, which output_key names")
+        info["ground_truth"] = _required(values, answer_key, where, "the key of the answer, which output_key names")
     elif "ground_truth" not in info:
         verl = given.get("reward_model")
         truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
@@ -91,11 +91,11 @@ def from_response_row(
     if values.get(input_key) is None and values.get("messages") is not None:
         return from_prompt_row(values, where, prompt_key="messages")
     given = {key: value for key, value in values.items() if value is not None}
-    question = _required(given, input_key, where, "a question: input_key names the key that holds it")
+    question = _required(values, input_key, where, "a question: input_key names the key that holds it")
     messages = check_asks(as_messages(question, input_key, "user", where), input_key, where)
     info = {key: value for key, value in _columns(given, input_key).items() if key != output_key}
     need = "an answer: output_key names the key that holds it; for rows without one use dataset_name: PromptDataset"
-    info["ground_truth"] = answer = _truth(_required(given, output_key, where, need), output_key, where)
+    info["ground_truth"] = answer = _truth(_required(values, output_key, where, need), output_key, where)
     if isinstance(answer, str):
         info.setdefault("reference_answers", [answer])
     return Prompt(messages, info, where)
@@ -127,7 +127,15 @@ def math_hf_data_processor(
 
 
 def check_asks(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
-    """The messages, which must ask something: the last is not the assistant's, and says something."""
+    """The messages, which must ask something: the last is not the assistant's, and says something.
+
+    Instructions (`system`, `developer`) alone ask nothing.
+    """
+    given: Any = messages  # a dataset's own code may have made it
+    if isinstance(given, str) or not all(isinstance(one, Mapping) and "role" in one for one in given):
+        raise DataError(
+            "the prompt is not messages", where=where, field=field, got=messages, need='{"role": ..., "content": ...}'
+        )
     last = messages[-1] if messages else None
     if last is None:
         raise DataError(
@@ -147,6 +155,15 @@ def check_asks(messages: Sequence[Message], field: str, where: str | None) -> tu
             need="a conversation that ends with what is to be answered",
             fix="remove the answer, or give the conversation as messages: its last message is the reference answer",
         )
+    if all(message["role"] in ("system", "developer") for message in messages):
+        raise DataError(
+            "the prompt asks nothing",
+            where=where,
+            field=field,
+            got="roles " + " > ".join(str(message["role"]) for message in messages),
+            need="a message of the user",
+            fix="add what is asked, or remove the row",
+        )
     content = last.get("content")
     if not content or (isinstance(content, str) and not content.strip()):
         raise DataError(
@@ -155,15 +172,25 @@ def check_asks(messages: Sequence[Message], field: str, where: str | None) -> tu
     return tuple(messages)
 
 
-def _prompt_key(given: Mapping[str, Any], where: str) -> str:
-    found = [key for key in _PROMPT_KEYS if key in given]
+def _prompt_key(values: Mapping[str, Any], where: str) -> str:
+    found = [key for key in _PROMPT_KEYS if values.get(key) is not None]
     if found[:1] == ["responses_create_params"] or len(found) == 1:
         return found[0]
+    empty = [key for key in _PROMPT_KEYS if key in values]
+    if not found and empty:
+        raise DataError(
+            "the row asks nothing",
+            where=where,
+            field=empty[0],
+            got=", ".join(f"{key}: null" for key in empty),
+            need="a text, or messages",
+            fix="add what is asked, or remove the row",
+        )
     if not found:
         raise DataError(
             "the row asks nothing",
             where=where,
-            got=f"keys {sorted(map(str, given))}",
+            got=f"keys {sorted(str(key) for key, value in values.items() if value is not None)}",
             need=f"one of {', '.join(_PROMPT_KEYS)}",
             fix="set input_key to the key of the prompt; for questions with answers use dataset_name: ResponseDataset",
         )
@@ -207,12 +234,13 @@ def _columns(given: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
 def _required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
     value = values.get(key)
     if value is None:
-        near = difflib.get_close_matches(key, [str(name) for name in values if name != key], n=1)
+        there = sorted(str(name) for name, one in values.items() if one is not None)
+        near = difflib.get_close_matches(key, there, n=1)
         raise DataError(
             f"the row has no {key}",
             where=where,
             field=key,
-            got="null" if key in values else f"keys {sorted(map(str, values))}",
+            got="null" if key in values else f"keys {there}",
             need=need,
             fix=f"is it {near[0]}?" if near else "mend or remove the row",
         )

@@ -26,9 +26,9 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")
-register_prompt_dataset = _PROMPT_DATASETS.register
+_Class = TypeVar("_Class", bound="type[RowPrompts]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,11 @@ class PromptSet(Sequence[Prompt]):
         return self.prompts[index]
 
 
+def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
+    """Class decorator: `dataset_name: <name>` (or an alias) in a config of prompts means this class."""
+    return _PROMPT_DATASETS.register(name, *aliases)
+
+
 def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | None = None) -> PromptSet:
     """Read one training or validation set.
 
@@ -115,6 +120,13 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
     Raises `ConfigError` for an unknown name (with the nearest one) or a class that cannot be used, `DataError` for data
     that is not there or a row that is wrong.
     """
+    if not isinstance(config, PromptSetConfig):
+        raise ConfigError(
+            "open_prompts takes the configuration of a set",
+            got=config,
+            need="a PromptSetConfig",
+            fix='write open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path="prompts.jsonl"))',
+        )
     source, completing = _open(config)
     name = source.name
     prompts = tuple(
@@ -162,7 +174,16 @@ class RowPrompts:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Prompt]:
-        return map(self.to_prompt, read_rows(self.path, split=self.split, subset=self.config.subset))
+        for row in read_rows(self.path, split=self.split, subset=self.config.subset):
+            prompt = self.to_prompt(row)
+            if not isinstance(prompt, Prompt):
+                raise ConfigError(
+                    f"{type(self).__name__}.to_prompt does not return a Prompt",
+                    where=row.where,
+                    got=prompt,
+                    need="a Prompt, as Prompt(messages, info, row.where), or what from_prompt_row returns",
+                )
+            yield prompt
 
 
 @register_prompt_dataset("PromptDataset")

@@ -108,26 +108,32 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_values_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets_N, norms_N = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        settings, (hidden_dtype, weight_dtype) = ctx.settings, ctx.dtypes
-        grad_N = grad_values_N * (settings.scale / settings.temperature)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=weight_dtype) if needs_weight else None
-        grad_bias = weight.new_zeros(len(weight), dtype=weight_dtype) if needs_bias else None
-        for chunk, logits_CV in _logits(hidden, weight, bias, settings):
-            grad_C1 = grad_N[chunk, None]
-            grad_CV = logits_CV.sub_(norms_N[chunk, None]).exp_().mul_(-grad_C1)
-            grad_CV.scatter_add_(1, targets_N[chunk, None], grad_C1)
-            if grad_bias is not None:
-                grad_bias += grad_CV.sum(dim=0)
-            grad_CV = grad_CV.to(settings.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_CV, weight, out=grad_hidden[chunk])
-            if grad_weight is None:
-                continue
-            if grad_weight.dtype == settings.dtype:
-                grad_weight.addmm_(grad_CV.T, hidden[chunk])
-            else:
-                grad_weight += grad_CV.T @ hidden[chunk]
-        return None if grad_hidden is None else grad_hidden.to(hidden_dtype), grad_weight, grad_bias, None, None
+        with torch.autocast(grad_values_N.device.type, enabled=False):  # whatever the caller runs it under
+            return *_gradients(ctx, grad_values_N), None, None
+
+
+def _gradients(ctx: Any, grad_values_N: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of hidden states, weight and bias; None where none is asked for."""
+    hidden, weight, bias, targets_N, norms_N = ctx.saved_tensors
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    settings, (hidden_dtype, weight_dtype) = ctx.settings, ctx.dtypes
+    grad_N = grad_values_N * (settings.scale / settings.temperature)
+    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=weight_dtype) if needs_weight else None
+    grad_bias = weight.new_zeros(len(weight), dtype=weight_dtype) if needs_bias else None
+    for chunk, logits_CV in _logits(hidden, weight, bias, settings):
+        grad_C1 = grad_N[chunk, None]
+        grad_CV = logits_CV.sub_(norms_N[chunk, None]).exp_().mul_(-grad_C1)
+        grad_CV.scatter_add_(1, targets_N[chunk, None], grad_C1)
+        if grad_bias is not None:
+            grad_bias += grad_CV.sum(dim=0)
+        grad_CV = grad_CV.to(settings.dtype)
+        if grad_hidden is not None:
+            torch.mm(grad_CV, weight, out=grad_hidden[chunk])
+        if grad_weight is None:
+            continue
+        if grad_weight.dtype == settings.dtype:
+            grad_weight.addmm_(grad_CV.T, hidden[chunk])
+        else:
+            grad_weight += grad_CV.T @ hidden[chunk]
+    return None if grad_hidden is None else grad_hidden.to(hidden_dtype), grad_weight, grad_bias

@@ -201,7 +201,9 @@ def _is_plain(head: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(head) is nn.Linear
         and type(head.weight) is nn.Parameter
-        and not (head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
+        and "forward" not in vars(head)
+        and not (head._forward_hooks or head._forward_pre_hooks)
+        and not (head._backward_hooks or head._backward_pre_hooks)
     )
 
 

@@ -77,6 +77,13 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
     Raises a `TreewardError` for what the user can mend. Whatever fails in a step before the weights have changed, an
     environment, a generator or the first update, the state before the step is saved first.
     """
+    if not isinstance(config, GRPORunConfig):
+        raise ConfigError(
+            "grpo takes a configuration that is loaded",
+            got=config,
+            need="what load_grpo_config returns",
+            fix='write grpo(load_grpo_config("grpo.yaml"))',
+        )
     stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
     log_dir = log_folder(config.logger)
     run = set_up(config, show_progress=show_progress)
@@ -231,8 +238,9 @@ class _Loop:
         shown = {
             "reward": rollouts.metrics.get("train/reward", math.nan),
             "length": rollouts.metrics["train/mean_gen_tokens_per_sample"],
-            "kl": _means(run, rollouts, metrics).get("kl", math.nan),
         }
+        if run.config.needs_reference:
+            shown["kl"] = _means(run, rollouts, metrics).get("kl", math.nan)
         self.progress.update(self.state.step, shown, sum(group.num_row_tokens for group in rollouts.groups))
         if self.state.step % grpo.log_period == 0 or self.is_done:
             self._log_step(rollouts, advantages_PG, metrics, learning_rate, extra)

@@ -24,11 +24,12 @@ from treeward.model.contract import CONTRACT_FILE
 __all__ = ["identity_of"]
 
 _NOT_OF_THE_RUN = {
-    *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end", "max_val_samples"),
-    *("val_batch_size", "num_val_generations", "watch", "log_period", "num_logged_samples", "gold_environment"),
+    *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end", "val_batch_size"),
+    *("watch", "log_period", "num_logged_samples", "gold_environment"),
     *("environment_timeout_seconds", "max_failed_share", "environments_on_ray"),
 }
-"""Keys of `grpo` that a resumed run may change: no weight depends on them."""
+"""Keys of `grpo` that a resumed run may change: no weight depends on them, nor how many prompts a validation answers
+and how often (`max_val_samples`, `num_val_generations`), without which its numbers could not be compared."""
 
 _RULES = ("workers", "num_workers", "timeout_seconds")
 _NOT_OF_THE_REWARD: Mapping[str, tuple[str, ...]] = {
@@ -102,16 +103,19 @@ def _unfolded(member: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_weights(name: str | None) -> str | None:
-    """A model, and what its folder holds now: trained on with other weights the run would be another."""
+    """What the folder of a model holds now, wherever it lies: with other weights the run would be another. The name of
+    a model that has no folder of safetensors.
+    """
     folder = None if name is None else Path(name).expanduser()
-    if folder is None or not folder.is_dir():
+    weights = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    if folder is None or not weights:
         return name
     digests = []
-    for path in (*sorted(folder.glob("*.safetensors")), folder / CONTRACT_FILE):
+    for path in (*weights, folder / "config.json", folder / CONTRACT_FILE):
         if path.is_file():
             with path.open("rb") as file:
                 digests.append(hashlib.file_digest(file, "blake2b").hexdigest())
-    return f"{name}, weights {_short(' '.join(digests))}"
+    return f"weights {_short(' '.join(digests))}"
 
 
 def _short(text: str) -> str:

@@ -38,7 +38,7 @@ from treeward.rl.identity import identity_of
 from treeward.rl.order import PromptOrder
 from treeward.rl.policy_loss import PolicyLossSettings
 from treeward.rl.rewarding import CHOICE, RewardSource, chosen_names, make_reward_source
-from treeward.rl.state import ADAPTER_FOLDER, RLState, load_checkpoint
+from treeward.rl.state import ADAPTER_FOLDER, RLState, load_checkpoint, stored_metric
 from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.watch import OverOptimisationWatch, WatchSettings
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, opened_store
@@ -106,7 +106,9 @@ def set_up(config: GRPORunConfig, *, show_progress: bool = False) -> GRPORun:
 
     Raises a `TreewardError` for anything that the user can mend.
     """
-    with opened_store(config.checkpointing, metric_name=config.ranking_metric) as store:
+    metric = config.ranking_metric
+    stored = None if metric is None else partial(stored_metric, metric=metric)
+    with opened_store(config.checkpointing, metric_name=metric, stored_metric=stored) as store:
         return _assemble(config, store, show_progress)
 
 
@@ -227,8 +229,9 @@ def _check_gold(config: GRPORunConfig, every_prompt: Sequence[Prompt]) -> None:
 
 
 def _load_policy(
-    config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None
+    config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, *, role: str = "policy"
 ) -> PolicyModel:
+    """With the adapters that are configured. `role`: what the log calls it."""
     policy = config.policy
     load = partial(
         load_policy,
@@ -263,7 +266,8 @@ def _load_policy(
         if checkpoint is not None:
             load_adapters(model, checkpoint.path / ADAPTER_FOLDER)
     count = sum(parameter.numel() for parameter in model.parameters())
-    logger.info("%s, %s parameters, as %s, on %s.", type(model.hf).__name__, f"{count:,}", model.layout, _device())
+    name = type(model.hf).__name__
+    logger.info("The %s: %s, %s parameters, as %s, on %s.", role, name, f"{count:,}", model.layout, _device())
     return model
 
 
@@ -271,7 +275,7 @@ def _load_reference(config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, p
     """The policy that the run began with, frozen."""
     if has_adapters(policy):
         return AdapterReference(policy)
-    reference = _load_policy(config, tokenizer, None)
+    reference = _load_policy(config, tokenizer, None, role="reference, which stays as it is")
     reference.requires_grad_(False)
     return reference.eval()
 

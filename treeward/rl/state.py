@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from treeward.config.load import save_config
 from treeward.errors import CheckpointError
 from treeward.model.lora import has_adapters, save_adapters
-from treeward.training.state import TrainingState, load_state, save_state
+from treeward.training.state import TrainingState, load_state, read_state, save_state
 
 if TYPE_CHECKING:
     from treeward.rl.setup import GRPORun
 
-__all__ = ["ADAPTER_FOLDER", "RLState", "load_checkpoint", "save_checkpoint"]
+__all__ = ["ADAPTER_FOLDER", "RLState", "load_checkpoint", "save_checkpoint", "stored_metric"]
 
 ADAPTER_FOLDER = "adapter"
 _FILE = "rollout_state.json"
@@ -74,6 +74,15 @@ def load_checkpoint(folder: Path, run: GRPORun) -> RLState:
     run.watch.load_state_dict(document.pop("watch"))
     state = RLState(training.step, training.identity, **document)
     return replace(state, validation_step=training.validation_step, validation=training.validation.get("", {}))
+
+
+def stored_metric(folder: Path, metric: str) -> float | None:
+    """What the validation of a checkpoint measured, by the name of `GRPO_METRICS`; None if it was not validated."""
+    try:
+        state = read_state(folder)
+    except CheckpointError:
+        return None  # it only ranks last; where it is to be used, it is verified
+    return state.validation.get("", {}).get(f"validation/{metric}") if state.validation_step == state.step else None
 
 
 def _as_json(document: Mapping[str, Any]) -> str:

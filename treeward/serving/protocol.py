@@ -9,12 +9,13 @@ end in memory. What is no HTTP gets its refusal in the same form as everything e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import select
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -34,6 +35,10 @@ MOST_HEADER_BYTES = 2**16
 _LITTLE = 2**16
 """Bytes of an answer that the system may as well hold: what waits is not counted any more."""
 _LOOK_SECONDS = 0.1
+_UNREAD_SECONDS = 1.0
+"""For so long an idle connection that is to end may have bytes that are not read yet."""
+_ABORT_SECONDS = 1.0
+"""So long after it was closed a connection with nothing left to send is cut off: over TLS it waits for the client."""
 
 
 class _Protocol(HttpToolsProtocol):
@@ -43,6 +48,9 @@ class _Protocol(HttpToolsProtocol):
     _header_bytes = 0
     _in_headers = False
     _is_ending = False
+    _shutdown_timer: asyncio.TimerHandle | None = None
+    _unread_until: float | None = None
+    _is_shut_down = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -51,11 +59,14 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_shutdown_timer()
         self._writing.end()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._is_ending:  # what comes after something that is no HTTP cannot be told apart
+            return
+        if self.transport.is_closing():  # TLS gives out what it holds as it closes, when nothing can be answered
             return
         super().data_received(data)
         if self._in_headers and not self.transport.is_closing():
@@ -78,22 +89,63 @@ class _Protocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(Refusal(400, "invalid_http", msg))
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_shut_down and self.transport.is_closing():
+            self._abort_later()
+
     def shutdown(self) -> None:
-        # A request whose headers are on their way is told so, rather than cut off.
-        if self._in_headers and not self._is_answering:
-            self._refuse(Refusal(503, "shutting_down", "the server is shutting down", retry_after=5))
+        """End once what was begun is answered; a connection that waits for a request is closed.
+
+        What has just come to it is read, and refused, first. It may be no whole request, and is then looked at again.
+        """
+        self._is_shut_down = True
+        self._stop_shutdown_timer()
+        if self.transport.is_closing():
+            self._abort_later()
         elif self._is_answering:
             super().shutdown()
-        elif not self._has_unread:  # what has just come is read, and refused, first
+        elif self._in_headers:  # a request whose headers are on their way is told so, rather than cut off
+            self._refuse(Refusal(503, "shutting_down", "the server is shutting down", retry_after=5))
+            self._abort_later()
+        elif self._has_unread and self._may_be_read:
+            self._shutdown_timer = self.loop.call_later(_LOOK_SECONDS, self.shutdown)
+        else:
             if self.transport.can_write_eof():
-                self.transport.write_eof()  # told at once: the transport itself closes after all others' turn
+                with contextlib.suppress(OSError, RuntimeError):  # of a client that has left
+                    self.transport.write_eof()  # told at once: the transport itself closes after all others' turn
             super().shutdown()
+            self._abort_later()
 
     @property
     def _has_unread(self) -> bool:
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
-        return bool(poll.poll(0))
+        return _is_ready(self.transport, "POLLIN", default=False)
+
+    @property
+    def _may_be_read(self) -> bool:
+        """Not for ever: a client may go on sending what is no request, and reading may be paused."""
+        if self._unread_until is None:
+            self._unread_until = self.loop.time() + _UNREAD_SECONDS
+        return self.loop.time() < self._unread_until
+
+    def _abort_later(self) -> None:
+        """Not before all is sent, which a client may read slowly."""
+        self._stop_shutdown_timer()
+        self._shutdown_timer = self.loop.call_later(_ABORT_SECONDS, self._abort_if_written)
+
+    def _abort_if_written(self) -> None:
+        # Over TLS the size is without what the connection below holds; while it holds something, the system takes
+        # no more.
+        if self.transport.get_write_buffer_size() or not _is_ready(self.transport, "POLLOUT", default=True):
+            self._abort_later()
+        else:
+            self._shutdown_timer = None
+            self.transport.abort()
+
+    def _stop_shutdown_timer(self) -> None:
+        if self._shutdown_timer is not None:
+            self._shutdown_timer.cancel()
+            self._shutdown_timer = None
 
     @property
     def _is_answering(self) -> bool:
@@ -199,6 +251,17 @@ class _Writing:
         done, self._done = self._done, []
         for one in done:
             one()
+
+
+def _is_ready(transport: asyncio.Transport, what: Literal["POLLIN", "POLLOUT"], *, default: bool) -> bool:
+    """Whether the system has bytes of a connection, or takes them; `default` where it cannot be asked."""
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.fileno() < 0 or not hasattr(select, "poll"):  # Windows has no poll
+        return default
+    event = getattr(select, what)
+    poll = select.poll()
+    poll.register(connection, event)
+    return any(found & event for _, found in poll.poll(0))
 
 
 def http_protocol(service: Service) -> type[asyncio.Protocol]:

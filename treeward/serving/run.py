@@ -237,7 +237,9 @@ class Server(uvicorn.Server):
         """
         taken = self._close_listeners(listeners)
         loop = asyncio.get_running_loop()
-        tls: dict[str, Any] = {"ssl": self.config.ssl, "ssl_handshake_timeout": 1.0} if self.config.ssl else {}
+        tls: dict[str, Any] = {}
+        if self.config.ssl:
+            tls = {"ssl": self.config.ssl, "ssl_handshake_timeout": 1.0, "ssl_shutdown_timeout": 1.0}
         await asyncio.gather(
             *(loop.connect_accepted_socket(self._make_protocol, connection, **tls) for connection in taken),
             return_exceptions=True,  # of clients that leave, and handshakes that fail
@@ -249,11 +251,15 @@ class Server(uvicorn.Server):
         taken = []
         for listener in listeners:
             listener.setblocking(False)
-            with contextlib.suppress(OSError):  # that none is left, that no descriptor is
-                while True:
+            while True:
+                try:
                     connection, _ = listener.accept()
-                    connection.setblocking(False)
-                    taken.append(connection)
+                except ConnectionAbortedError:  # this client has left; others wait behind it
+                    continue
+                except OSError:  # none is left (BlockingIOError), or no descriptor is
+                    break
+                connection.setblocking(False)
+                taken.append(connection)
         for server in self.servers:
             server.close()
         return taken

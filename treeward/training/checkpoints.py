@@ -7,7 +7,8 @@
 A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed: one rename makes
 it exist. Its manifest lists every file with its size and digest, so a folder that was damaged later is noticed when it
 is used. The best `keep_top_k` by the metric stay, and the latest always; a metric that is missing or NaN ranks last,
-and so does one of another name than the store's: numbers of two metrics cannot be compared.
+and so does one of another name than the store's: numbers of two metrics cannot be compared. `stored_metric` may find
+the right one in such a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _FINISHED = re.compile(r"step_(\d+)")
 _SAVING, _REMOVING = ".saving_", ".removing_"
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,13 @@ class CheckpointStore:
         keep_top_k: int | None = None,
         higher_is_better: bool = True,
         metric_name: str | None = None,
+        stored_metric: Callable[[Path], float | None] | None = None,
     ) -> None:
         self.folder = folder
         self.keep_top_k = keep_top_k
         self.higher_is_better = higher_is_better
         self.metric_name = metric_name
+        self.stored_metric = stored_metric
         self._lock: int | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -158,9 +162,15 @@ class CheckpointStore:
         for path in self.folder.iterdir():
             if (match := _FINISHED.fullmatch(path.name)) and path.is_dir():
                 manifest = _read_manifest(path)
-                comparable = manifest.get("metric_name") == self.metric_name
-                found.append(Checkpoint(path, int(match[1]), manifest.get("metric") if comparable else None))
+                found.append(Checkpoint(path, int(match[1]), self._metric_of(path, manifest)))
         return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def _metric_of(self, path: Path, manifest: Mapping[str, Any]) -> float | None:
+        if manifest.get("metric_name") == self.metric_name:
+            metric: float | None = manifest.get("metric")
+            return metric
+        # It was saved when another metric ranked, or none did.
+        return None if self.metric_name is None or self.stored_metric is None else _finite(self.stored_metric(path))
 
     def latest(self) -> Checkpoint | None:
         checkpoints = self.all()
@@ -190,8 +200,14 @@ class CheckpointStore:
 
 
 @contextmanager
-def opened_store(config: CheckpointingConfig, *, metric_name: str | None) -> Iterator[CheckpointStore | None]:
+def opened_store(
+    config: CheckpointingConfig,
+    *,
+    metric_name: str | None,
+    stored_metric: Callable[[Path], float | None] | None = None,
+) -> Iterator[CheckpointStore | None]:
     """The store of a run, locked; None where checkpointing is off, with a warning. `metric_name`: what ranks them.
+    `stored_metric` finds it in the folder of a checkpoint that was saved when something else ranked.
 
     It stays open for the run that is assembled in the body, and is closed where that fails.
     """
@@ -204,12 +220,34 @@ def opened_store(config: CheckpointingConfig, *, metric_name: str | None) -> Ite
         keep_top_k=config.keep_top_k,
         higher_is_better=config.metric_is_better_when_higher,
         metric_name=metric_name,
+        stored_metric=stored_metric,
     )
     try:
+        _tell_of_unranked(store, str(config.metric_name))
         yield store
     except BaseException:
         store.close()
         raise
+
+
+def _tell_of_unranked(store: CheckpointStore, name: str) -> None:
+    """Warn of checkpoints that were saved when another metric ranked, or none, and lack the one that now does. `name`:
+    as the user spells it.
+    """
+    if store.metric_name is None or store.keep_top_k is None:
+        return
+    steps = [
+        checkpoint.step
+        for checkpoint in store.all()
+        if checkpoint.metric is None and _read_manifest(checkpoint.path).get("metric_name") != store.metric_name
+    ]
+    if steps:
+        named = ", ".join(map(str, steps[:_MOST_NAMED])) + (", ..." if len(steps) > _MOST_NAMED else "")
+        has, is_ = ("checkpoint has", "is") if len(steps) == 1 else ("checkpoints have", "are")
+        logger.warning(
+            "%d %s no %s and %s pruned first (step %s): to keep one, copy it elsewhere, or set "
+            "checkpointing.keep_top_k=null.", len(steps), has, name, is_, named,
+        )  # fmt: skip
 
 
 def checkpoint_to_resume(store: CheckpointStore, config: CheckpointingConfig) -> Checkpoint | None:

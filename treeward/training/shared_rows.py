@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from treeward.data.encoding import Comparison, EncodedDataset
 
@@ -21,25 +20,21 @@ __all__ = ["num_shared"]
 
 def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset], *, limit: int | None = None) -> int:
     """How many of the first `limit` comparisons (None: all) have the same conversations and ranks as one that is
-    trained on, whatever their order."""
-    sizes = _sizes(dataset)[:limit]
+    trained on, whatever their order. Answers to other prompts, which training may add, do not count."""
+    sizes = dataset.own_sizes[:limit]
     wanted = {_digest(dataset[i]) for i in range(len(sizes))}
     found: set[bytes] = set()
     for training in training_sets:
-        candidates = np.flatnonzero(np.isin(_sizes(training), sizes))
+        candidates = np.flatnonzero(np.isin(training.own_sizes, sizes))
         found |= {digest for i in candidates.tolist() if (digest := _digest(training[i])) in wanted}
     return sum(_digest(dataset[i]) in found for i in range(len(sizes))) if found else 0
 
 
-def _sizes(dataset: EncodedDataset) -> npt.NDArray[np.int64]:
-    """(N,): equal for equal comparisons, and seldom for others."""
-    return dataset.num_tokens * (1 << 24) + dataset.tree_tokens
-
-
 def _digest(comparison: Comparison) -> bytes:
+    own = comparison.token_ids[: comparison.num_own]
     parts = sorted(
         ids.tobytes() + rank.to_bytes(8, "little", signed=True)
-        for ids, rank in zip(comparison.token_ids, comparison.ranks, strict=True)
+        for ids, rank in zip(own, comparison.ranks[: len(own)], strict=True)
     )
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:

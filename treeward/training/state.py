@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _STATE, _TENSORS = "training_state.json", "optimizer.safetensors"
 _RNG = "rng/"
+_ABSENT: Any = object()
+_MOST_DIFFERENCES, _LONGEST_VALUE = 8, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +118,66 @@ def read_state(folder: Path) -> TrainingState:
 
 
 def check_identity(folder: Path, identity: Mapping[str, str]) -> None:
-    """Raise `CheckpointError` if a run of `identity` would not continue the run that saved this checkpoint."""
+    """Raise `CheckpointError` if a run of `identity` would not continue the run that saved this checkpoint.
+
+    A text of the identity that is a JSON object is compared value by value: only those that differ are shown.
+    """
     saved = _read(folder)["identity"]
     changed = [key for key in {**saved, **identity} if saved.get(key) != identity.get(key)]
     if changed:
+        differences = [
+            line
+            for key in changed
+            for line in _differences(key, _value(identity.get(key, _ABSENT)), _value(saved.get(key, _ABSENT)))
+        ]
+        shown = differences[:_MOST_DIFFERENCES]
+        if more := len(differences) - len(shown):
+            shown.append(f"and {more} more")
         raise CheckpointError(
-            f"this checkpoint is of another run: {', '.join(changed)} changed",
+            "\n  ".join([f"this checkpoint is of another run: {', '.join(changed)} changed", *shown]),
             where=str(folder),
-            got="; ".join(f"{key} {identity.get(key)}" for key in changed),
-            need="; ".join(f"{key} {saved.get(key)}" for key in changed),
-            fix="give the new run a folder of its own (checkpointing.checkpoint_dir), or undo the change",
+            fix=f"set {'it' if len(differences) == 1 else 'them'} back, or begin the new run in another "
+            "checkpointing.checkpoint_dir",
         )
+
+
+def _value(text: Any) -> Any:
+    """What a text of an identity holds, if that is a JSON object; else the text."""
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _differences(name: str, got: Any, need: Any) -> Iterator[str]:
+    """A line for each value that differs, by its dotted name."""
+    if isinstance(got, dict) and isinstance(need, dict):
+        for key in {**need, **got}:
+            yield from _differences(f"{name}.{key}", got.get(key, _ABSENT), need.get(key, _ABSENT))
+    elif isinstance(got, list) and isinstance(need, list) and len(got) == len(need):
+        for i, (one, other) in enumerate(zip(got, need, strict=True)):
+            yield from _differences(f"{name}[{i}]", one, other)
+    elif got != need:
+        texts = [_in_one_line(value) for value in (got, need)]
+        common = len(os.path.commonprefix(texts))
+        # Of long texts the place where they part, or both might look the same.
+        start = max(0, common - _LONGEST_VALUE // 4) if max(map(len, texts)) > _LONGEST_VALUE else 0
+        got_text, need_text = (_excerpt(text, start) for text in texts)
+        yield f"{name}: got {got_text}, need {need_text}"
+
+
+def _in_one_line(value: Any) -> str:
+    if value is _ABSENT:
+        return "nothing"
+    if isinstance(value, str) and value.strip() and "\n" not in value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _excerpt(text: str, start: int) -> str:
+    end = start + _LONGEST_VALUE
+    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
 
 
 def _load_optimizer(

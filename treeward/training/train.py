@@ -24,7 +24,7 @@ import torch
 
 from treeward.config.load import save_config
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
@@ -77,6 +77,13 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
 
     Raises a `TreewardError` for what the user can mend; the last checkpoint stands.
     """
+    if not isinstance(config, RewardModelRunConfig):
+        raise ConfigError(
+            "train takes a configuration that is loaded",
+            got=config,
+            need="what load_config returns",
+            fix='write train(load_config("rm.yaml"))',
+        )
     stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
     log_dir = log_folder(config.logger)
     check_report(config)

@@ -75,6 +75,7 @@ def test_the_characters_of_a_point_are_a_whole_number(visit: Visit, tmp_path: Pa
     page.keyboard.press("Home")
     assert "characters of the reply 6 · score" in page.locator("#tip").inner_text()
     figure.locator(".numbers summary").click()
+    figure.locator(".numbers table").wait_for()
     assert "Mean characters of the reply" in figure.locator(".numbers").inner_text()
 
 

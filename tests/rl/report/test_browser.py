@@ -69,6 +69,7 @@ def test_the_reading_order_and_the_names_of_things(visit: Visit) -> None:
     assert page.locator("#tip").is_visible() and page.locator("#spoken").inner_text()
     numbers = page.locator("details.numbers").first
     numbers.locator("summary").click()
+    numbers.locator("tbody tr").first.wait_for()  # the table is made at an event that comes after the click
     assert numbers.locator("tbody tr").count() > 20
 
 

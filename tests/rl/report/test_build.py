@@ -14,9 +14,9 @@ from rl_report_sample import CLEAN, HACKED, NUM_STEPS, sample_runs, without_gold
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.report.blocks import check_blocks
 from treeward.rl.report.build import report_blocks, write_rl_report
-from treeward.rl.report.findings import Change, advice, opening, scales_remark, sum_up
+from treeward.rl.report.findings import KINDS, Change, advice, opening, scales_remark, sum_up
 from treeward.rl.report.reading import RLRun
-from treeward.rl.watch import Alarm
+from treeward.rl.watch import Alarm, AlarmKind
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,122 @@ def test_without_gold_there_are_signs_at_most(tmp_path: Path) -> None:
     assert "Proxy over the distance moved" in titles(blocks) and "Gold reward" not in titles(blocks)
     assert any("grpo.gold_environment" in text for text in advice(summary))
     assert [item["label"] for item in blocks[1]["items"]][0] == "Proxy, change"
+
+
+def measured(
+    proxy: float, gold: float | None = None, *, error: float = 0.01, tokens: float = 10.0, **more: Any
+) -> RLRun:
+    """Two validations; from 0.0 and 10 tokens to these, with such standard errors of the changes."""
+    rows: dict[int, dict[str, float]] = {}
+    for step, share in ((0, 0.0), (10, 1.0)):
+        rows[step] = {
+            "validation/reward": share * proxy,
+            "validation/kl": share * 9.0,
+            "validation/mean_gen_tokens_per_sample": 10.0 + share * (tokens - 10.0),
+            "watch/proxy_change": share * proxy,
+            "watch/proxy_change_error": error,
+        }
+        if gold is not None:
+            rows[step] |= {
+                "validation/gold_reward": share * gold,
+                "watch/gold_change": share * gold,
+                "watch/gold_change_error": error,
+            }
+    return run_of(rows, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "proxy", "is_sign"),
+    [
+        ("kl_budget", 1.0, True), ("length_growth", 1.0, True), ("entropy_collapse", 1.0, True),
+        ("kl_budget", -1.0, False), ("kl_budget", 0.01, False), ("entropy_collapse", -1.0, False),
+        ("truncation", 1.0, False), ("no_signal", 1.0, False),
+    ],
+)  # fmt: skip
+def test_signs_are_alarms_of_three_kinds_where_the_proxy_rose(kind: AlarmKind, proxy: float, is_sign: bool) -> None:
+    run = measured(proxy, alarms=(Alarm(kind, 10, "Said.", {}),))
+    said = opening([sum_up(run)])
+    assert ("signs of over-optimisation in **r**." in said) is is_sign
+    assert (f"The watch found in **r** that {KINDS[kind]}." in said) is not is_sign
+    assert f"**Alarm at step 10: {KINDS[kind]}.**" in sum_up(run).sentence()
+    check_blocks(report_blocks([run]), ())
+
+
+def test_a_sign_and_another_alarm_are_told_apart() -> None:
+    both = measured(1.0, alarms=(Alarm("truncation", 0, "Cut.", {}), Alarm("kl_budget", 10, "Far.", {})))
+    cut = replace(both, name="cut", alarms=both.alarms[:1])
+    said = opening([sum_up(both), sum_up(cut)])
+    assert "signs of over-optimisation in **r**. The watch found in **r** and **cut** that answers are cut." in said
+    assert "budget" not in said
+
+
+def test_where_the_proxy_fell_too_the_policy_broke() -> None:
+    settings = {"policy": {"optimizer": {"kwargs": {"lr": 1e3}}}, "loss_fn": {"reference_policy_kl_penalty": 0.01}}
+    broke = "The policy broke"
+    fell = sum_up(measured(-4.0, -0.4, tokens=60.0, config=settings))
+    first, *others = advice(fell)
+    assert first.startswith(broke) and "lr` (it was 1000.0)" in first and "kl_penalty` (it was 0.01)" in first
+    assert others == []
+    rose = advice(sum_up(measured(4.0, -0.4, tokens=60.0)))
+    assert [any(word in one for one in rose) for word in (broke, "Answers grew", "ensemble")] == [False, True, True]
+    level = advice(sum_up(measured(-4.0, -0.4, error=2.1, tokens=60.0, alarms=(Alarm("kl_budget", 10, "Far.", {}),))))
+    assert [any(word in one for one in level) for word in (broke, "Answers grew", "ensemble")] == [False] * 3
+    assert level[0].startswith("Hold the policy nearer")
+    assert advice(sum_up(measured(-4.0)))[0].startswith(broke)  # without gold
+    of_level_gold = advice(sum_up(measured(-4.0, 0.0)))
+    assert of_level_gold[0].startswith(broke) and not any("raise `policy.optimizer" in one for one in of_level_gold)
+    assert not any(broke in one for one in advice(sum_up(measured(-4.0, 0.4))))
+
+
+def test_gold_that_failed_everywhere_is_not_said_to_be_missing() -> None:
+    config = {"grpo": {"gold_environment": "judge"}}
+    failed = measured(1.0, config=config)
+    said = opening([sum_up(failed)])
+    assert said == "Whether **r** got better cannot be said: the gold reward gave no value."
+    (todo,) = advice(sum_up(failed))
+    assert "grpo.gold_environment: judge" in todo and "the run printed it" in todo and "Give a gold" not in todo
+    nan = {step: {**row, "validation/gold_reward": math.nan} for step, row in failed.steps.items()}
+    assert opening([sum_up(replace(failed, steps=nan))]) == said
+    once = {**failed.steps, 10: {**failed.steps[10], "validation/gold_reward": 0.5}}
+    few = sum_up(replace(failed, steps=once))
+    assert "too few values to compare" in opening([few]) and advice(few) == []
+    none = measured(1.0, config={"grpo": {"gold_environment": None}})
+    assert "there is no gold reward" in opening([sum_up(none)]) and "Give a gold reward" in advice(sum_up(none))[-1]
+
+
+def silent(shares: list[float], config: dict[str, Any] | None = None, **metrics: float) -> RLRun:
+    rows = {
+        n: {"train/reward": 0.0, "train/groups_without_signal": share} | metrics for n, share in enumerate(shares, 1)
+    }
+    return run_of(rows, config=config or {})
+
+
+def test_a_run_whose_answers_were_rewarded_alike_learnt_nothing() -> None:
+    run = silent([1.0] * 4)
+    summary = sum_up(run)
+    assert opening([summary]).startswith("**r** learnt nothing from rewards: at every step no group")
+    assert "cannot be said" not in opening([summary])
+    nothing = "**Nothing was learnt from rewards: at every step all answers of a group were rewarded alike"
+    assert f"{nothing}.**" in summary.sentence()
+    assert "have to differ in reward" in advice(summary)[0]
+    check_blocks(report_blocks([run]), ())
+    assert f"{nothing}.**" in sum_up(silent([1.0])).sentence()
+    assert f"{nothing}, or their rewards failed.**" in sum_up(silent([1.0] * 4, **{"train/num_failed": 1.0})).sentence()
+
+    nearly = sum_up(silent([1.0] * 19 + [0.5]))
+    assert "**At 19 of 20 steps nothing was learnt from rewards: " in nearly.sentence()
+    assert "learnt nothing" not in opening([nearly]) and "Most groups teach nothing" in advice(nearly)[0]
+    for shares in ([1.0, 1.0, 0.5], [0.99] * 9, []):
+        assert "othing was learnt" not in sum_up(silent([*shares, 0.0])).sentence()
+    batch = {"grpo": {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}}}
+    assert "othing was learnt" not in sum_up(silent([1.0] * 4, batch)).sentence()  # groups differ from one another
+    ignored = {"grpo": {"adv_estimator": {"name": "grpo", "minus_baseline": False}}}
+    assert nothing in sum_up(silent([1.0] * 4, ignored)).sentence()
+
+    level = measured(0.0, 0.0)
+    rows = {step: {**row, "train/groups_without_signal": 1.0} for step, row in level.steps.items()}
+    watched = sum_up(replace(level, steps=rows, alarms=(Alarm("no_signal", 10, "Said.", {}),)))
+    assert nothing in watched.sentence() and not any("Train for longer" in one for one in advice(watched))
 
 
 def test_proxy_and_gold_are_over_the_root_of_kl_with_the_law_that_was_planted(runs: list[RLRun]) -> None:

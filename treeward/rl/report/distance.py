@@ -30,7 +30,7 @@ _SIMILAR_SCALES = 5.0
 _LAW_POINTS = 60
 _FAR_APART = 4.0
 _LEAST_SHARE = 0.05
-_NO_GOLD = "There is no gold reward: what the proxy's rise is worth cannot be seen here."
+_NO_GOLD = "There are no values of gold: what the proxy's rise is worth cannot be seen here."
 
 
 class _Path(NamedTuple):

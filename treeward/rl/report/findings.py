@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from treeward.evaluation.report.blocks import format_number
-from treeward.rl.report.reading import Curve, RLRun
+from treeward.rl.report.reading import SILENCE, Curve, RLRun
 from treeward.rl.watch import AlarmKind
 
 __all__ = ["KINDS", "Change", "Outcome", "RunSummary", "advice", "opening", "scales_remark", "sum_up"]
@@ -29,6 +29,9 @@ KINDS: dict[AlarmKind, str] = {
     "no_signal": "groups carry no signal",
 }
 """What each kind of alarm is, in a few words."""
+
+_SIGNS: frozenset[AlarmKind] = frozenset({"kl_budget", "length_growth", "entropy_collapse"})
+"""The alarms that are signs of over-optimisation, where the proxy rose."""
 
 _Z95 = 1.959964
 _LONGER = 1.5
@@ -86,13 +89,50 @@ class RunSummary:
     length: Change | None
     outcome: Outcome
 
+    @property
+    def proxy_rose(self) -> bool:
+        """Whether its interval says so, or the alarm of gold, which compares the proxy with that at the best gold."""
+        if self.proxy is None or self.proxy.verb == "fell":
+            return False
+        return self.proxy.verb == "rose" or self.outcome == "over-optimised"
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether what is optimised fell measurably, and gold does not say that the policy got better."""
+        return self.proxy is not None and self.proxy.verb == "fell" and self.outcome != "improved"
+
+    @property
+    def has_signs(self) -> bool:
+        """Whether gold cannot tell, and an alarm is a sign of over-optimisation."""
+        signs = any(alarm.kind in _SIGNS for alarm in self.run.alarms)
+        return self.outcome == "unknown" and self.proxy_rose and signs
+
+    @property
+    def plain_alarms(self) -> frozenset[AlarmKind]:
+        """The kinds of its alarms that are no signs of over-optimisation and that nothing else tells."""
+        kinds = {alarm.kind for alarm in self.run.alarms}
+        told = (_SIGNS if self.has_signs else frozenset()) | ({"no_signal"} if self.run.is_silent else set())
+        return frozenset(kinds - told)
+
+    @property
+    def why_unknown(self) -> str:
+        """Why gold does not say whether the policy got better."""
+        if self.gold is not None:
+            return "how much of its gold is noise was not logged"
+        if not self.run.has_gold:
+            return "there is no gold reward"
+        if self.run.gold_failed:
+            return "the gold reward gave no value"
+        return "the gold reward gave too few values to compare"
+
     def sentence(self) -> str:
         """What happened in this run."""
         return " ".join([f"**{self.run.name}** ({self.run.last_step:,} steps):", *self._parts()])
 
     def _parts(self) -> list[str]:
         if self.proxy is None:
-            return ["there is one measurement, so nothing to compare."]
+            compared = ["there is one measurement, so nothing to compare."]
+            return [*compared, self._silence()] if self.run.is_mostly_silent else compared
         changes = f"the proxy {self.proxy.course()} {self.proxy.size()}"
         if self.gold is not None:
             changes = f"{self._course_of_gold(self.gold)}; the proxy {self.proxy.course()}"
@@ -106,10 +146,20 @@ class RunSummary:
         if self.length is not None:
             first, last = (format_number(value, "integer") for value in (self.length.first, self.length.last))
             parts.append(f"Answers went from {first} to {last} tokens.")
+        if self.run.is_mostly_silent:
+            parts.append(self._silence())
         parts += [f"**Alarm at step {alarm.step:,}: {KINDS[alarm.kind]}.**" for alarm in self.run.alarms]
         if not self.run.alarms and self.run.alarm_step is not None:
             parts.append(f"**Alarm at step {self.run.alarm_step:,}.**")
         return parts
+
+    def _silence(self) -> str:
+        silent, known = self.run.silent_steps, self.run.curve(SILENCE).steps
+        failed = any(self.run.curve("train/num_failed").at(step) for step in silent)
+        why = f"all answers of a group were rewarded alike{', or their rewards failed' if failed else ''}"
+        if len(silent) == len(known):
+            return f"**Nothing was learnt from rewards: at every step {why}.**"
+        return f"**At {len(silent):,} of {len(known):,} steps nothing was learnt from rewards: {why}.**"
 
     def _course_of_gold(self, gold: Change) -> str:
         if self.outcome == "over-optimised" and self.best_step is not None and self.best_gold != gold.first:
@@ -159,14 +209,22 @@ def opening(summaries: Sequence[RunSummary]) -> str:
         "level": "{} did not change measurably by gold.",
     }
     parts = [_capital(text.format(_listed(of[outcome]))) for outcome, text in said.items() if outcome in of]
-    for has_gold, why in ((False, "there is no gold reward"), (True, "how much of its gold is noise was not logged")):
-        unknown = [one for one in summaries if one.outcome == "unknown" and (one.gold is not None) == has_gold]
-        if unknown:
-            names = _listed([f"**{one.run.name}**" for one in unknown])
-            parts.append(f"Whether {names} got better cannot be said: {why}.")
-    signs = [f"**{one.run.name}**" for one in summaries if one.outcome == "unknown" and one.run.alarm_step is not None]
+    untold = [one for one in summaries if one.outcome == "unknown"]
+    silent = [one for one in untold if one.run.is_silent]
+    if silent:
+        alike = "at every step no group had answers that were rewarded differently"
+        parts.append(f"{_names(silent)} learnt nothing from rewards: {alike}.")
+    unknown = [one for one in untold if not one.run.is_silent]
+    for why in dict.fromkeys(one.why_unknown for one in unknown):
+        names = _names([one for one in unknown if one.why_unknown == why])
+        parts.append(f"Whether {names} got better cannot be said: {why}.")
+    signs = [one for one in untold if one.has_signs]
     if signs:
-        parts.append(f"There are signs of over-optimisation in {_listed(signs)}.")
+        parts.append(f"There are signs of over-optimisation in {_names(signs)}.")
+    for kind, found in KINDS.items():
+        others = [one for one in untold if kind in one.plain_alarms]
+        if others:
+            parts.append(f"The watch found in {_names(others)} that {found}.")
     return " ".join(parts)
 
 
@@ -183,32 +241,52 @@ def advice(summary: RunSummary) -> list[str]:
     run, kinds = summary.run, {alarm.kind for alarm in summary.run.alarms}
     found = []
     grown = summary.length is not None and summary.length.last > _LONGER * summary.length.first
+    if summary.is_broken:
+        found.append(
+            "The policy broke, as even the proxy fell, which it is trained on: "
+            f"lower `{_LR}`{_now(run, _LR)}, or raise `{_KL}`{_now(run, _KL)}."
+        )
     if summary.outcome == "over-optimised":
         found.append(f"Take the checkpoint nearest to step {summary.best_step:,}, where gold was best, not the last.")
         found.append("End such runs at the alarm: `grpo.watch.stop: true`.")
     if summary.outcome in ("over-optimised", "worse") or kinds & {"kl_budget", "length_growth"}:
-        found.append(f"Hold the policy nearer to the reference: raise `{_KL}`{_now(run, _KL)}.")
-        found.append(f"Or go slower: lower `{_LR}`{_now(run, _LR)}.")
-        if grown or "length_growth" in kinds:
+        if not summary.is_broken:
+            found.append(f"Hold the policy nearer to the reference: raise `{_KL}`{_now(run, _KL)}.")
+            found.append(f"Or go slower: lower `{_LR}`{_now(run, _LR)}.")
+        if summary.proxy_rose and (grown or "length_growth" in kinds):
             found.append(
                 "Answers grew with the reward: calibrate it for length (`treeward calibrate`, then "
                 "`reward_shaping.length_calibration: true`) or set `reward_shaping.length_penalty`."
             )
-        found.append("Score with an ensemble of reward models, or train the reward model on answers of this policy.")
+        if summary.proxy_rose:
+            found.append(
+                "Score with an ensemble of reward models, or train the reward model on answers of this policy."
+            )
     if "entropy_collapse" in kinds:
         found.append(f"Entropy collapsed: lower `{_LR}`{_now(run, _LR)} or raise `loss_fn.ratio_clip_max`.")
     if "truncation" in kinds:
         key = "policy.generation.max_new_tokens"
         found.append(f"Answers are cut: raise `{key}`{_now(run, key)}, or set `grpo.truncated` to mask or penalty.")
-    if "no_signal" in kinds:
+    if run.is_silent:
+        key = "policy.generation.temperature"
+        found.append(
+            "Answers of one group have to differ in reward: prompts that are neither always nor never solved, a reward "
+            f"with degrees, or a higher `{key}`{_now(run, key)}."
+        )
+    elif "no_signal" in kinds or run.is_mostly_silent:
         found.append("Most groups teach nothing: `grpo.use_dynamic_sampling: true`, or prompts of other difficulty.")
-    if summary.gold is None:
+    if run.gold_failed:
+        found.append(
+            f"Find out why the gold reward, `grpo.gold_environment: {run.setting('grpo.gold_environment')}`, gave no "
+            "value: these logs do not say, but the run printed it, as a warning that answers have no gold reward."
+        )
+    elif not run.has_gold:
         found.append("Give a gold reward (`grpo.gold_environment`): without one, signs are all that can be seen.")
-    elif summary.source == "train":
+    elif summary.gold is not None and summary.source == "train":
         found.append("Validate (`grpo.val_period`): gold on training batches moves with the prompts drawn.")
     elif summary.outcome == "improved" and summary.best_step == summary.run.last_step:
         found.append("Gold was at its best at the end: more steps may gain more.")
-    elif summary.outcome == "level":
+    elif summary.outcome == "level" and not summary.is_broken and not run.is_silent:
         found.append(f"Train for longer, or faster: raise `{_LR}`{_now(run, _LR)}; or validate on more prompts.")
     return found
 
@@ -239,6 +317,10 @@ def _outcome(run: RLRun, gold: Change | None) -> Outcome:
 def _now(run: RLRun, path: str) -> str:
     value = run.setting(path)
     return "" if value is None else f" (it was {value})"
+
+
+def _names(summaries: Sequence[RunSummary]) -> str:
+    return _listed([f"**{one.run.name}**" for one in summaries])
 
 
 def _listed(names: Sequence[str]) -> str:

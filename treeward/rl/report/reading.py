@@ -21,9 +21,12 @@ from treeward.errors import DataError
 from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
 from treeward.training.tracking import read_metrics
 
-__all__ = ["SAMPLES_FILE", "Curve", "RLRun"]
+__all__ = ["SAMPLES_FILE", "SILENCE", "Curve", "RLRun"]
 
 SAMPLES_FILE = "samples.jsonl"
+SILENCE = "train/groups_without_signal"
+"""The metric that says in which share of a step's groups no two answers had different rewards."""
+_MOSTLY = 0.9
 _OF_REWARDS = ("env.", "grpo.environments", "grpo.reward_scaling.", "grpo.reward_shaping.", "grpo.truncat")
 
 
@@ -119,6 +122,41 @@ class RLRun:
         """Whether running statistics moved the scale of the reward, so that the proxy is another metric."""
         proxy = self.curve("validation/proxy")
         return bool(proxy) and proxy != self.curve("validation/reward")
+
+    @property
+    def has_gold(self) -> bool:
+        """Whether a gold reward was configured, or logged."""
+        return self.setting("grpo.gold_environment") is not None or bool(self._gold())
+
+    @property
+    def gold_failed(self) -> bool:
+        """Whether a gold reward was configured, and gave no value at any step."""
+        return self.has_gold and not self._gold()
+
+    def _gold(self) -> Curve:
+        return self.curve("validation/gold_reward", "train/gold_reward")
+
+    @property
+    def silent_steps(self) -> tuple[int, ...]:
+        """The steps at which no group had two answers of different reward, so that nothing was learnt from them.
+
+        Empty where an answer is compared with the whole batch, not with its group.
+        """
+        of_batch = self.setting("grpo.adv_estimator.name") == "reinforce_plus_plus"
+        if of_batch and self.setting("grpo.adv_estimator.minus_baseline") is False:
+            return ()
+        share = self.curve(SILENCE)
+        return tuple(step for step, value in zip(share.steps, share.values, strict=True) if value >= 1.0)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether that holds of every step."""
+        return bool(self.silent_steps) and len(self.silent_steps) == len(self.curve(SILENCE).steps)
+
+    @property
+    def is_mostly_silent(self) -> bool:
+        """Whether it holds of nearly every step."""
+        return len(self.silent_steps) >= max(1.0, _MOSTLY * len(self.curve(SILENCE).steps))
 
     def reward_settings(self) -> dict[str, str]:
         """The settings from which the scale of the proxy follows, by dotted path."""
