@@ -23,15 +23,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from treeward.data import encoding
-from treeward.data.encoding import (
-    Comparison,
-    DropReason,
-    EncodedDataset,
-    EncodingCounts,
-    count_tree_tokens,
-    encode_comparison,
-    encode_dataset,
-)
+from treeward.data.encoded import Comparison, EncodedDataset, EncodingCounts
+from treeward.data.encoding import DropReason, count_tree_tokens, encode_comparison, encode_dataset
 from treeward.data.preference import Completion, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError

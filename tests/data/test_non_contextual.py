@@ -11,7 +11,8 @@ import pytest
 from treeward.config.data import DatasetConfig
 from treeward.data import non_contextual
 from treeward.data.datasets import open_dataset
-from treeward.data.encoding import EncodedDataset, encode_dataset
+from treeward.data.encoded import EncodedDataset
+from treeward.data.encoding import encode_dataset
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 

@@ -14,7 +14,8 @@ from families import plain_scores, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.data.encoding import Comparison, encode_comparison
+from treeward.data.encoded import Comparison
+from treeward.data.encoding import encode_comparison
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError, TreewardError

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from treeward.data.encoding import Comparison, EncodedDataset
+from treeward.data.encoded import Comparison, EncodedDataset
 
 __all__ = ["num_shared"]
 
