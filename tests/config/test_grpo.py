@@ -10,7 +10,6 @@ import pytest
 from treeward.config import load_config, load_grpo_config, save_config
 from treeward.config.backends import LoraConfig
 from treeward.config.grpo import GRPOConfig, WatchConfig
-from treeward.config.grpo_checkpointing import GRPO_METRICS, GRPOCheckpointingConfig, parse_grpo_metric_name
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.loss_fn import PolicyLossConfig
@@ -379,49 +378,6 @@ def test_a_reward_model_has_no_adapters(tmp_path):
     (tmp_path / "rm.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="low-rank adapters of a reward model are not supported"):
         load_config(tmp_path / "rm.yaml")
-
-
-# checkpointing
-
-
-@pytest.mark.parametrize(
-    "name", ["val_reward", "val:reward", "validation/reward", "val:accuracy", "val_accuracy", "val:validation/reward"]
-)
-def test_names_of_the_reward(name):
-    assert parse_grpo_metric_name(name) == "reward"
-
-
-def test_which_direction_is_better():
-    assert {metric: better for metric, better in GRPO_METRICS.items() if better is not None} == {
-        "reward": True,
-        "raw_reward": True,
-        "proxy": True,
-        "gold_reward": True,
-        "kl": False,
-        "truncation_rate": False,
-    }
-
-
-@pytest.mark.parametrize("metric", GRPO_METRICS)
-def test_every_metric_has_its_direction(metric):
-    assert parse_grpo_metric_name(f"val_{metric}") == metric
-    direction = GRPO_METRICS[metric]
-    if direction is None:
-        assert wrong(GRPOCheckpointingConfig, metric_name=f"val:{metric}").field == "higher_is_better"
-    else:
-        assert GRPOCheckpointingConfig(metric_name=f"val:{metric}").metric_is_better_when_higher is direction
-        contrary = wrong(GRPOCheckpointingConfig, metric_name=f"val:{metric}", higher_is_better=not direction)
-        assert "contradicts" in contrary.summary
-
-
-@pytest.mark.parametrize("name", ["reward", "train:reward", "train/loss", "val_loss", "val_length_controlled_accuracy"])
-def test_other_names_are_refused(name):
-    error = wrong(GRPOCheckpointingConfig, metric_name=name)
-    assert error.field == "metric_name" and "val:<metric>" in error.need
-
-
-def test_a_near_name_is_suggested():
-    assert wrong(GRPOCheckpointingConfig, metric_name="val:rewards").fix == "did you mean val:reward?"
 
 
 # environments
