@@ -1,0 +1,77 @@
+"""Files and folders that survive a crash, and belong to one process at a time.
+
+write_text(Path("run.json"), text)                  # the old file or the new one, never a part
+with atomic_file(Path("rows.jsonl")) as stream:     # the same, written piece by piece
+    stream.write(line)
+with folder_lock(Path("results/rm")) as locked:     # released at the end, however the process ends
+    if not locked: ...                              # another process has it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = ["atomic_file", "folder_lock", "sync_folder", "write_text"]
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """A file to write; it replaces `path` when the block ends, and is removed if the block fails.
+
+    `mode` is "w" (UTF-8, line feeds) or "wb". Raises `OSError` where the folder cannot be written.
+    """
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    # Readable for all: temporary files are their owner's alone, and a model is read by servers and colleagues.
+    permissions = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, mode, **text) as stream:  # type: ignore[call-overload]
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(partial, permissions)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file; a crash leaves the old one or the new one."""
+    with atomic_file(path) as stream:
+        stream.write(text)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk, so that renames in it survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[bool]:
+    """Lock an existing folder while the block runs; yields False where another process holds it.
+
+    Raises `OSError` where the folder cannot be locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
