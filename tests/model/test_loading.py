@@ -194,6 +194,28 @@ def test_padding_that_is_the_end_of_text_gets_a_token_of_its_own(
     assert loaded.model.hf.config.pad_token_id == loaded.tokenizer.pad_token_id != loaded.tokenizer.eos_token_id
 
 
+def test_the_end_of_turn_is_trained_where_it_was_the_padding_token(
+    save: Callable[..., Path], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """PyTorch gives an embedding's `padding_idx` no gradient; fresh and loaded again, the two models train alike."""
+    tokenizer = tokenizer_with(tiny_tokenizer, pad_token="<|endoftext|>")
+    end = tokenizer.eos_token_id
+    fresh = load_reward_model(save(tiny_model("llama", pad_token_id=end, eos_token_id=end), tokenizer))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    rendering = Renderer(fresh.tokenizer, chat_template=template).settings
+    export_model(fresh.model, fresh.tokenizer, tmp_path / "resumed", rendering=rendering)
+    resumed = load_reward_model(tmp_path / "resumed")
+    for layout in ("tree", "rows"):
+        gradients = []
+        for model in (fresh.model, resumed.model):
+            model.layout = layout
+            model.zero_grad()
+            model(model.make_batch([[[5, 6, end], [5, 7, 8, end]]])).sum().backward()
+            gradients.append(model.hf.get_input_embeddings().weight.grad)
+        assert gradients[0][end].abs().max() > 0, layout
+        assert torch.equal(gradients[0], gradients[1]), layout
+
+
 def test_without_a_spare_one_the_vocabulary_grows(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
     tokenizer = tokenizer_with(tiny_tokenizer, pad_token="<|endoftext|>")
     files = save(tiny_model("llama"), tokenizer)

@@ -79,6 +79,13 @@ def test_a_loaded_policy_is_the_saved_model(family: str, save: Callable[..., Pat
         assert torch.equal(one, other), name
 
 
+def test_a_policy_trains_the_token_that_pads(save: Callable[..., Path]) -> None:
+    """Most policies pad with their end of turn; PyTorch gives an embedding's `padding_idx` no gradient."""
+    policy = load_policy(save(causal(pad_token_id=7))).model
+    policy.log_probs(GROUPS, STARTS).values_SL.sum().backward()
+    assert policy.hf.get_input_embeddings().weight.grad[7].abs().max() > 0
+
+
 def test_dtype_rows_and_another_tokenizer(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
     hf = causal()
     loaded = load_policy(save(hf), dtype=torch.bfloat16, attention="rows", tokenizer=tiny_tokenizer)

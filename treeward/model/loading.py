@@ -177,6 +177,11 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for config in (hf.config, hf.config.get_text_config()):
         config.pad_token_id = tokenizer.pad_token_id
+    embeddings = hf.get_input_embeddings()
+    if isinstance(embeddings, nn.Embedding):
+        # PyTorch gives this row no gradient: left on the former padding token, often the end of turn at which the score
+        # is read, it would freeze that token until the run is resumed.
+        embeddings.padding_idx = tokenizer.pad_token_id
 
 
 def _is_above_backbone(hf: PreTrainedModel, key: str) -> bool:

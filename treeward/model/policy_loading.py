@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ModelError
@@ -143,6 +144,9 @@ def _loaded(
 ) -> LoadedPolicy:
     hf.eval()
     hf.to(device)  # type: ignore[arg-type]
+    embeddings = hf.get_input_embeddings()
+    if isinstance(embeddings, nn.Embedding):
+        embeddings.padding_idx = None  # a policy is never padded, and its padding token may be its end of turn
     model = PolicyModel(hf, layout=choose_policy_layout(hf, attention), chunk_tokens=chunk_tokens)
     if len(tokenizer) > model.num_embeddings:
         raise ModelError(
