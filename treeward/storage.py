@@ -61,9 +61,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[bool]:
-    """Lock an existing folder while the block runs; yields False where another process holds it.
+    """Lock an existing folder or file while the block runs; yields False where another process holds it.
 
-    Raises `OSError` where the folder cannot be locked.
+    Raises `OSError` where it cannot be locked.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,0 +1,173 @@
+"""Rows that survive a kill: every item is scored once, each row is kept at once, and the next run goes on.
+
+    identity = {"model": "sha of the weights", "data": "sha of the file", "truncation": "drop"}
+    with resumable_rows(Path("out/rows.jsonl"), identity, parse) as rows:
+        done = {row.id for row in rows.kept}             # rows of an earlier run with the same identity
+        for item in items:
+            if item.id not in done:
+                rows.add(score(item))                    # in the file when it returns
+
+The identity is everything that a row depends on besides its item. It lies beside the rows (`rows.identity.json`), and
+rows of another identity are refused, so that no file mixes two models. While the block runs the file is locked: two
+processes would write every row twice. `rows.finish(path)` gives the file its final name once it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Generic, TypeVar
+
+from treeward.errors import CheckpointError, DataError
+from treeward.storage import folder_lock, sync_folder, write_text
+
+__all__ = ["ResumableRows", "resumable_rows"]
+
+Row = TypeVar("Row")
+_LONGEST_VALUE = 40
+
+
+class ResumableRows(Generic[Row]):
+    """`kept`: the parsed rows of earlier runs, in the order of the file."""
+
+    def __init__(self, kept: list[Row], stream: IO[str] | None = None, path: Path | None = None) -> None:
+        self.kept = kept
+        self._stream, self._path = stream, path
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write one row; it survives the process from here on. Raises `DataError` where it cannot be written."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+    def finish(self, path: Path) -> None:
+        """Move the complete file to `path` and drop its identity: nothing is left to resume."""
+        assert self._stream is not None and self._path is not None
+        try:
+            os.fsync(self._stream.fileno())
+            os.replace(self._path, path)
+            _identity_path(self._path).unlink(missing_ok=True)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+
+@contextmanager
+def resumable_rows(
+    path: Path | None,
+    identity: Mapping[str, Any],
+    parse: Callable[[Any, str], Row],
+    *,
+    identity_path: Path | None = None,
+) -> Iterator[ResumableRows[Row]]:
+    """Open a file of JSON lines to go on with. A path of None keeps nothing.
+
+    `identity`: JSON values by name; the error names those that differ. `parse(row, "file:line")` makes a row of JSON
+    values into what `kept` holds. A last line that a killed process left incomplete is cut off.
+
+    Raises `CheckpointError` for rows of another identity and where another process writes the file, `DataError` for a
+    line that is no JSON and for a file that cannot be written.
+    """
+    if path is None:
+        yield ResumableRows([])
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    with folder_lock(path) as locked:
+        if not locked:
+            raise CheckpointError(
+                "another process is writing these rows",
+                where=str(path),
+                need="one process for each file",
+                fix="wait until it has ended and start the same command again, or choose another --output",
+            )
+        try:
+            _check_identity(path, identity_path or _identity_path(path), identity)
+            kept = list(_read(path, parse))
+            stream = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            yield ResumableRows(kept, stream, path)
+        finally:
+            with suppress(OSError):  # a full disk refuses once more what `add` has raised for
+                stream.close()
+
+
+def _identity_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.identity.json")
+
+
+def _check_identity(path: Path, file: Path, identity: Mapping[str, Any]) -> None:
+    """Write the identity of new rows, or compare it with that of the rows that are there."""
+    now = json.loads(json.dumps(identity, default=str))
+    if path.stat().st_size == 0:
+        write_text(file, json.dumps(now, indent=2, ensure_ascii=False) + "\n")
+        return
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        differing = {key: (before.get(key), now.get(key)) for key in {**now, **before}}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise _of_another(path, f"{file.name} is missing or damaged: {error}") from error
+    changes = [_change(key, *values) for key, values in differing.items() if values[0] != values[1]]
+    if changes:
+        raise _of_another(path, ", ".join(changes))
+
+
+def _change(key: str, before: object, now: object) -> str:
+    """`truncation drop -> truncate_left`; of long values only that they differ."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in (before, now)]
+    if max(map(len, texts)) > _LONGEST_VALUE:
+        return f"another {key}"
+    return f"{key} {texts[0]} -> {texts[1]}"
+
+
+def _read(path: Path, parse: Callable[[Any, str], Row]) -> Iterator[Row]:
+    whole = 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError("the row is damaged", where=where, got=str(error), need="a line of JSON") from error
+            yield parse(row, where)
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)
+
+
+def _of_another(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        "these rows were made by another model, from other data or with other settings",
+        where=str(path),
+        got=got,
+        need="an empty folder, or that of the run to be continued",
+        fix="choose another --output, or remove the file",
+    )
+
+
+def _unwritable(path: Path | None, error: OSError) -> DataError:
+    return DataError(
+        "the rows cannot be written",
+        where=str(path),
+        got=str(error),
+        need="a folder that can be written, and room in it",
+        fix="choose another --output, or make room and start the same command again: it goes on where it stopped",
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
