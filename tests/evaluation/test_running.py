@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from treeward.errors import CheckpointError, ConfigError, DataError
-from treeward.evaluation import running
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.kept_rows import claim
 from treeward.evaluation.results import Metric, SuiteResult
@@ -177,36 +176,6 @@ def test_the_rows_of_one_limit_are_of_use_to_another(tmp_path: Path) -> None:
 
     assert [run(limit) for limit in (5, 20, 10, None)] == [(10, 5), (30, 20), (0, 20), (260, 150)]
     assert all(done <= total for _, done, total in seen)
-
-
-def test_progress_is_a_line_of_the_log_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
-    caplog.set_level("INFO", "treeward")
-    with running.ShownProgress(unit="rows") as shown:
-        for done in range(0, 3001, 300):
-            shown.show("first", done, 3000)
-            now[0] += 4.0
-        shown.show("second", 7, 0)
-        now[0] += 10.0
-        shown.show("second", 1234, 0)
-    assert [record.getMessage() for record in caplog.records] == [
-        "first: 900 of 3,000 rows", "first: 1,800 of 3,000 rows", "first: 2,700 of 3,000 rows", "second: 1,234 rows",
-    ]  # fmt: skip
-    caplog.clear()
-    with running.ShownProgress(enabled=False) as hidden:
-        hidden.show("first", 0, 3000)
-        now[0] += 100.0
-        hidden.show("first", 2, 3000)
-    assert not caplog.records
-
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), running.ShownProgress(stop, enabled=False) as stopped:
-        stopped.show("first", 0, 1)
 
 
 def test_what_has_no_score_is_warned_of_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from treeward.errors import CheckpointError, ConfigError
+from treeward.progress import ShownProgress
 from treeward.rl import grpo as grpo_module
 from treeward.rl.experience import AnswerGroup
 from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.rl.rollouts import Rollouts
 from treeward.rl.update import PolicyUpdater
-from treeward.training.progress import TrainingProgress
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
@@ -137,10 +137,10 @@ def test_the_progress_line_shows_the_kl_that_is_measured(
     tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, skips: bool
 ) -> None:
     shown: list[set[str]] = []
-    monkeypatch.setattr(TrainingProgress, "update", lambda self, step, metrics, tokens: shown.append(set(metrics)))
+    monkeypatch.setattr(ShownProgress, "show", lambda self, *at, tokens=0: shown.append(set(*at[3:])))
     off = ("grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
     run(tiny_grpo(*SHORT[:1], *(off if skips else ())))
-    assert shown and all(("kl" in one) is not skips for one in shown)
+    assert len(shown) == 3 and all(("kl" in one) is not skips for one in shown[1:])
 
 
 def test_a_path_is_no_configuration() -> None:

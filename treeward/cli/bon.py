@@ -188,7 +188,8 @@ def _score(
 ) -> Iterator[Any]:
     """The rows that are not done, as they are scored; nothing is loaded where all are. Gold is that of `known` rows."""
     samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
-    shown = importlib.import_module("treeward.evaluation.running").ShownProgress
+    from treeward.progress import ShownProgress
+
     if len(done) == num_rows:
         logger.info("All %d rows were scored before by %s.", num_rows, proxy.name)
         return
@@ -198,7 +199,7 @@ def _score(
     with contextlib.ExitStack() as stack:
         of_proxy = _grader(proxy, options, stack)
         of_gold = samples.by_known(known, lambda: _grader(gold, options, stack))
-        progress = stack.enter_context(shown(check_interrupts, unit="prompts"))
+        progress = stack.enter_context(ShownProgress(check_interrupts, unit="prompts"))
         num_done = len(done)
         progress.show(proxy.name, num_done, num_rows)
         for scored in samples.score_samples(left, of_proxy, of_gold):

@@ -91,7 +91,8 @@ def _calibrate(arguments: argparse.Namespace, config: DatasetConfig, options: di
     datasets = importlib.import_module("treeward.data.datasets")
     scorer_class = importlib.import_module("treeward.scoring.scorer").Scorer
     fitting = importlib.import_module("treeward.scoring.calibration")
-    shown = importlib.import_module("treeward.evaluation.running").ShownProgress
+    from treeward.progress import ShownProgress
+
     stream = datasets.open_dataset(config)
     logger.info("Loading %s.", arguments.model)
     scorer = scorer_class.load(arguments.model, **options)
@@ -99,7 +100,7 @@ def _calibrate(arguments: argparse.Namespace, config: DatasetConfig, options: di
     source = source if config.split is None else f"{source}[{config.split}]"
     logger.info("Scoring the comparisons of %s.", source)
     num_scored = 0
-    with shown(check_interrupts, unit="comparisons") as progress:
+    with ShownProgress(check_interrupts, unit="comparisons") as progress:
 
         def tell(since: int) -> None:
             nonlocal num_scored

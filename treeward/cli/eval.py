@@ -91,8 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
     training_data = [dataset_config(path, None, None, options_of_data) for path in arguments.training_data]
     candidates = _candidates(arguments, options)  # what cannot be is told before suites are read
     session = importlib.import_module("treeward.evaluation.session")
-    shown = importlib.import_module("treeward.evaluation.running").ShownProgress
-    with shown(check_interrupts) as progress, advice_of_a_command():
+    from treeward.progress import ShownProgress
+
+    with ShownProgress(check_interrupts) as progress, advice_of_a_command():
         done = session.run_evaluation(
             candidates,
             suites,

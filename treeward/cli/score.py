@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     sources = importlib.import_module("treeward.data.sources")
     files = importlib.import_module("treeward.data.files")
     rows_module = importlib.import_module("treeward.scoring.rows")
-    shown = importlib.import_module("treeward.evaluation.running").ShownProgress
+    from treeward.progress import ShownProgress
+
     if arguments.data == "-":
         rows = files.read_jsonl_stream(sys.stdin.buffer, "<stdin>")
     else:
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     first_error = None
     with (
         _opened(arguments.output) as write,
-        shown(check_interrupts, unit="rows") as progress,
+        ShownProgress(check_interrupts, unit="rows") as progress,
     ):
         progress.show("scoring", 0, 0)
         for row in rows_module.score_rows(scorer, rows, shaper=shaper):

@@ -14,16 +14,11 @@ import json
 import logging
 import os
 import re
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample, scored_from_row, to_row
@@ -38,7 +33,6 @@ __all__ = [
     "LoadedSuite",
     "Progress",
     "ScoredSuite",
-    "ShownProgress",
     "common_reasons",
     "evaluate",
     "folder_names",
@@ -54,7 +48,6 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, how many of it are done, and how many there are; 0 where that is not known."""
 
 _EXAMPLES_AT_ONCE = 64
-_LINE_SECONDS = 10.0
 _ROWS, _IDENTITY = "examples.jsonl", "evaluation.json"
 _OF_ANOTHER = "this folder holds an evaluation of another model, of other settings or of other data"
 
@@ -76,59 +69,6 @@ class ScoredSuite:
     suite: Suite
     examples: tuple[ScoredExample, ...]
     folder: Path | None = None
-
-
-class ShownProgress:
-    """Progress of one task after the other: a bar on a terminal, elsewhere a line of the log every ten seconds.
-
-        with ShownProgress(unit="rows") as shown:
-            shown.show("scoring", 3, 10)
-
-    `check`: asked at every call, and may raise. `enabled`: False shows nothing. `leave`: whether a bar that is full
-    stays on the screen.
-    """
-
-    def __init__(
-        self,
-        check: Callable[[], object] = lambda: None,
-        *,
-        unit: str = "examples",
-        enabled: bool = True,
-        leave: bool = True,
-    ) -> None:
-        self._check, self._unit, self._enabled, self._leave = check, unit, enabled, leave
-        self._what: str | None = None
-        self._bar: Any = None
-        self._last_line = 0.0
-
-    def __enter__(self) -> ShownProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def show(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` of the task `what`; `total` is 0 where it is not known. Raises what `check` raises."""
-        self._check()
-        if not self._enabled:
-            return
-        if what != self._what:
-            self.__exit__()
-            self._what, self._last_line = what, time.monotonic()
-            hidden = not sys.stderr.isatty()
-            self._bar = tqdm(total=total or None, initial=done, desc=what, unit=f" {self._unit}", disable=hidden,
-                             leave=self._leave)  # fmt: skip
-        if self._bar is None:
-            return
-        if not self._bar.disable:
-            self._bar.update(done - self._bar.n)
-        elif time.monotonic() - self._last_line >= _LINE_SECONDS:
-            self._last_line = time.monotonic()
-            logger.info("%s: %s %s", what, f"{done:,} of {total:,}" if total else f"{done:,}", self._unit)
-        if total and done == total:
-            self.__exit__()
 
 
 def evaluate(

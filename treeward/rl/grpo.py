@@ -26,6 +26,7 @@ from torch import Tensor
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
 from treeward.errors import ConfigError, TreewardError
+from treeward.progress import ShownProgress
 from treeward.rl.advantages import advantages
 from treeward.rl.overlong import answer_lengths
 from treeward.rl.report.build import write_rl_report
@@ -37,7 +38,6 @@ from treeward.rl.update import UpdateMetrics
 from treeward.rl.validation import ranking_remark, validate
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.training.checkpoints import Checkpoint
-from treeward.training.progress import TrainingProgress
 from treeward.training.step_file import StepFile
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup, log_folder, open_trackers, read_metrics
@@ -149,8 +149,9 @@ class _Loop:
 
     def run_to_end(self) -> GRPOOutcome:
         run, config = self.run, self.run.config
-        with TrainingProgress(run.total_steps, initial_step=self.state.step, enabled=self.show_progress) as progress:
+        with ShownProgress(unit="steps", enabled=self.show_progress) as progress:
             self.progress = progress
+            progress.show("training", self.state.step, run.total_steps)
             self._begin()
             if config.grpo.val_at_start and run.validation and self.state.step == 0:
                 self.validate()
@@ -241,7 +242,8 @@ class _Loop:
         }
         if run.config.needs_reference:
             shown["kl"] = _means(run, rollouts, metrics).get("kl", math.nan)
-        self.progress.update(self.state.step, shown, sum(group.num_row_tokens for group in rollouts.groups))
+        tokens = sum(group.num_row_tokens for group in rollouts.groups)
+        self.progress.show("training", self.state.step, run.total_steps, shown, tokens=tokens)
         if self.state.step % grpo.log_period == 0 or self.is_done:
             self._log_step(rollouts, advantages_PG, metrics, learning_rate, extra)
 

@@ -28,11 +28,11 @@ from treeward.errors import ConfigError, ModelError
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
+from treeward.progress import ShownProgress
 from treeward.scoring.golden import sign_folder
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.choice import Choice
 from treeward.training.exporting import export_final
-from treeward.training.progress import TrainingProgress
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import Run, set_up
 from treeward.training.state import TrainingState, read_state, save_state
@@ -136,8 +136,9 @@ class _Loop:
     def run_to_end(self) -> TrainingOutcome:
         run, rm = self.run, self.run.config.rm
         run.model.train()
-        with TrainingProgress(run.total_steps, initial_step=self.state.step, enabled=self.show_progress) as progress:
+        with ShownProgress(unit="steps", enabled=self.show_progress) as progress:
             self.progress = progress
+            progress.show("training", self.state.step, run.total_steps)
             if rm.val_at_start and self.state.step == 0:
                 self.validate()
             elif self._validation_is_due() and self.state.validation_step != self.state.step:
@@ -188,7 +189,7 @@ class _Loop:
         self.state = replace(self.state, step=step)
         means, seconds = total.means(), time.monotonic() - started
         shown = {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
-        self.progress.update(step, shown, row_tokens)
+        self.progress.show("training", step, run.total_steps, shown, tokens=row_tokens)
         if step % run.config.rm.log_period == 0 or step == run.total_steps:
             self.trackers.log(
                 {f"train/rm/{name}": value for name, value in means.items()}

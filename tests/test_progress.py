@@ -1,0 +1,137 @@
+"""Progress is a bar on a terminal, lines in a log, and is seen where nobody has configured logging."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+
+import pytest
+
+from treeward import progress
+from treeward.progress import ShownProgress
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be moved by a test."""
+    seconds = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_lines_without_a_terminal(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "treeward")
+    with ShownProgress(unit="rows") as shown:
+        for done in range(0, 3001, 300):
+            shown.show("first", done, 3000)
+            now[0] += 4.0
+        shown.show("second", 7, 0)
+        now[0] += 10.0
+        shown.show("second", 1234, 0)
+    assert caplog.messages == [
+        "first: 900 of 3,000 rows", "first: 1,800 of 3,000 rows", "first: 2,700 of 3,000 rows", "second: 1,234 rows",
+    ]  # fmt: skip
+
+
+def test_a_line_of_training_has_numbers_rate_and_time_left_of_this_session(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first step and the last always have a line; a pause lowers the time left and not the rate."""
+    caplog.set_level("INFO", "treeward")
+    with ShownProgress(unit="steps") as shown:
+        shown.show("training", 900, 904)
+        for step in range(901, 905):
+            now[0] += 2.0
+            shown.show("training", step, 904, {"loss": 0.5, "accuracy": 0.75}, tokens=4000)
+            with shown.paused():
+                now[0] += 1.0
+        shown.message("set  accuracy\nplain  0.9")
+    assert caplog.messages == [
+        "training: 901 of 904 steps  loss 0.5000  accuracy 0.7500  2,000 tokens/s  0:00:06 left",
+        "training: 904 of 904 steps  loss 0.5000  accuracy 0.7500  2,000 tokens/s  0:00:00 left",
+        "set  accuracy",
+        "plain  0.9",
+    ]
+
+
+def test_disabled_shows_nothing_and_a_check_may_raise(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "treeward")
+    with ShownProgress(enabled=False) as hidden:
+        hidden.show("training", 1, 2, {"loss": 0.5})
+        hidden.message("text")
+    assert caplog.messages == []
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), ShownProgress(stop, enabled=False) as stopped:
+        stopped.show("first", 0, 1)
+
+
+SCRIPT = """
+import logging
+from treeward.progress import ShownProgress, logs_shown
+{configure}
+with logs_shown(), ShownProgress(unit="steps") as shown:
+    shown.show("training", 1, 4)
+    for step in (2, 3, 4):
+        logging.getLogger("treeward").info("logged %d", step)
+        shown.show("training", step, 4, {{"loss": 0.5}}, tokens=100)
+    shown.message("said")
+logging.getLogger("treeward").info("after")
+"""
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_where_nothing_configured_logging_progress_is_seen_and_logging_stays_as_it_was(configured: bool) -> None:
+    configure = "logging.basicConfig(level=logging.INFO, format='mine %(message)s')" if configured else ""
+    script = SCRIPT.format(configure=configure)
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in done.stderr.splitlines()]
+    if configured:
+        assert all(line.startswith("mine ") for line in lines) and lines[-1] == "mine after"
+        return
+    assert [line for line in lines if "steps" not in line] == ["logged 2", "logged 3", "logged 4", "said"]
+    assert len([line for line in lines if line.startswith("training: ") and "loss 0.5000" in line]) == 2
+
+
+@pytest.mark.parametrize("size", [(0, 0), (24, 70), (24, 120)])
+@pytest.mark.parametrize("configured", [True, False])
+def test_bar_and_log_share_a_real_terminal(size: tuple[int, int], configured: bool) -> None:
+    """In a pseudo-terminal, also one of unknown size: logged text has its lines alone and one bar is left."""
+    configure = "from treeward.cli.logging import configure_logging; configure_logging('INFO')" if configured else ""
+    output = _in_a_terminal(textwrap.dedent(SCRIPT.format(configure=configure)), size)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rsplit("\r", 1)[-1] for line in output.splitlines()]
+    logged = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines if "logged" in line or "said" in line]
+    assert [line.strip() for line in logged] == ["logged 2", "logged 3", "logged 4", "said"]
+    assert len([line for line in lines if "training" in line and "4/4 loss 0.5000" in line]) == 1
+
+
+def _in_a_terminal(script: str, size: tuple[int, int]) -> str:
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stderr=child, env=environment | {"TERM": "xterm", "NO_COLOR": "1"}
+    ) as process:
+        os.close(child)
+        output = b""
+        while chunk := _read(parent):
+            output += chunk
+    os.close(parent)
+    assert process.returncode == 0, output
+    return output.decode()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:  # Linux: the other end is closed
+        return b""

@@ -1,0 +1,159 @@
+"""`ShownProgress`: what a person sees while something long runs, a bar on a terminal and lines in a log elsewhere.
+
+with ShownProgress(unit="rows") as shown:
+    shown.show("scoring", 3, 10)                                       # scoring: 3 of 10 rows
+
+with ShownProgress(unit="steps") as shown, logs_shown():
+    shown.show("training", resumed_at, total_steps)                    # rate and time left count from here
+    shown.show("training", step, total_steps, {"loss": 0.41}, tokens=16_384)
+    with shown.paused():                                               # validation does not lower tokens per second
+        shown.message(validate())
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["ShownProgress", "logs_shown"]
+
+logger = logging.getLogger(__name__)
+
+
+class ShownProgress:
+    """Progress of one task after the other, on standard error or, without a terminal, in the log.
+
+    `check`: called at every `show`; it may raise. `unit`: what is counted. `enabled`: False shows nothing. `leave`:
+    whether a full bar stays on the screen. `line_seconds`: least time between two lines of the log.
+    """
+
+    def __init__(
+        self,
+        check: Callable[[], object] = lambda: None,
+        *,
+        unit: str = "examples",
+        enabled: bool = True,
+        leave: bool = True,
+        line_seconds: float = 10.0,
+    ) -> None:
+        self._check, self._unit, self._enabled = check, unit, enabled
+        self._leave, self._line_seconds = leave, line_seconds
+        self._what: str | None = None
+        self._bar: Progress | None = None
+        self._started = self._last_line = self._paused_seconds = 0.0
+        self._first = self._tokens = 0
+
+    def __enter__(self) -> ShownProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def show(
+        self, what: str, done: int, total: int, numbers: Mapping[str, float] | None = None, *, tokens: int = 0
+    ) -> None:
+        """`done` of `total` (0: unknown) of the task `what`; `tokens` were computed since the last call.
+
+        Raises what `check` raises.
+        """
+        self._check()
+        if not self._enabled:
+            return
+        if what != self._what:
+            self._begin(what, done, total)
+        self._tokens += tokens
+        now = time.monotonic()
+        texts = [f"{name} {value:.4f}" for name, value in (numbers or {}).items()]
+        if (seconds := now - self._started - self._paused_seconds) > 0 and self._tokens:
+            texts.append(f"{self._tokens / seconds:,.0f} tokens/s")
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, note="  ".join(texts))
+        elif self._is_due(done, total, bool(numbers), now):
+            self._last_line = now
+            count = f"{done:,} of {total:,}" if total else f"{done:,}"
+            if numbers and total:
+                left = (now - self._started) / max(done - self._first, 1) * (total - done)
+                texts.append(f"{timedelta(seconds=round(left))} left")
+            logger.info("%s", "  ".join([f"{what}: {count} {self._unit}", *texts]))
+        if total and done == total:
+            self.__exit__()
+
+    def message(self, text: str) -> None:
+        """Print `text` above the bar, or log it line by line."""
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        for line in text.splitlines():
+            logger.info("%s", line)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time spent inside does not lower tokens per second; the time left does count it."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._paused_seconds += time.monotonic() - start
+
+    def _begin(self, what: str, done: int, total: int) -> None:
+        self.__exit__()
+        self._what, self._first, self._tokens, self._paused_seconds = what, done, 0, 0.0
+        self._started = self._last_line = time.monotonic()
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=not self._leave,
+            )
+            self._bar.add_task(what, total=total or None, completed=done, note="")
+            self._bar.start()
+
+    def _is_due(self, done: int, total: int, has_numbers: bool, now: float) -> bool:
+        first_or_last = done == self._first + 1 or done == total
+        return now - self._last_line >= self._line_seconds or (has_numbers and first_or_last)
+
+
+@contextlib.contextmanager
+def logs_shown() -> Iterator[None]:
+    """Write treeward's log to standard error inside the block, if nobody has configured logging.
+
+    A run that is called from Python would else be silent: Python shows no message below WARNING by itself.
+    """
+    ours = logging.getLogger("treeward")
+    if ours.hasHandlers():
+        yield
+        return
+    handler, level = _StandardError(), ours.level
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    ours.addHandler(handler)
+    if level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(level)
+
+
+class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
+    """Looks standard error up at every message: a bar puts itself in its place, and so does a notebook."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
