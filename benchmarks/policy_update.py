@@ -1,19 +1,20 @@
 """A policy update on prefix trees against treeward's own packed rows and against TRL's GRPOTrainer.
 
-    python benchmarks/policy_update.py [--size xs|s|m|l] [--answers 4 8 16] [--prompt-tokens 128 512]
+    python benchmarks/policy_update.py [--size xs|s|m|l] [--completions 4 8 16] [--prompt-tokens 128 512]
                                         [--prompts 4] [--rounds 5] [--json FILE]
 
-Real answers of many models to real prompts (alpaca_eval), prompts as long as the answers and four times as long. Two
-things are timed: log-probabilities without gradients, and a whole update with a KL penalty: the reference, forward,
-backward, clipping and fused AdamW. "Packed rows" is the same code with every answer a tree of its own, in
+Real completions of many models to real prompts (alpaca_eval), prompts as long as the completions and four times as
+long. Two things are timed: log-probabilities without gradients, and a whole update with a KL penalty: the reference,
+forward, backward, clipping and fused AdamW. "Packed rows" is the same code with every completion a tree of its own, in
 micro-batches of as many tokens. For TRL it is the peer's own padding, reference pass, shuffling, `training_step` and
 loss (`dapo`, its default: the mean over all tokens, as ours; without its correction of the penalty's gradient, which
 costs nothing), without its data loader, generation and logging.
 
 Before anything is timed, loss and gradients of the float32 variants must be equal to 1e-5, or the run stops.
 
-What a tree can save at most is the ratio of row tokens to tree tokens. The head computes every answer token either way,
-so less than that can be saved of the whole: "by FLOPs" is what the operations of backbone, attention and head come to.
+What a tree can save at most is the ratio of row tokens to tree tokens. The head computes every completion token either
+way, so less than that can be saved of the whole: "by FLOPs" is what the operations of backbone, attention and head come
+to.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.advantages import AdvantageSettings, advantages
-from treeward.rl.experience import Answer, AnswerGroup, Prompt, prompt_lengths
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.policy_loss import PolicyLossSettings
 from treeward.rl.update import PolicyUpdater, UpdateMetrics
 from treeward.tables import Column, results_table
@@ -53,7 +54,7 @@ from treeward.tree.batch import TreeBatch, plan_micro_batches
 from treeward.tree.token_tree import TokenIds
 
 GATE_SHARE, GATE_TRL = 0.9, 2.0
-"""Of the ratio of row tokens to tree tokens; x TRL at 8 answers and prompts as long as answers."""
+"""Of the ratio of row tokens to tree tokens; x TRL at 8 completions and prompts as long as completions."""
 
 EXACT = 1e-5
 BETA = 0.05
@@ -69,35 +70,38 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """G answers to each prompt, and tokens of prompts and (at most) of answers."""
+    """G completions to each prompt, and tokens of prompts and (at most) of completions."""
 
-    answers: int
+    completions: int
     prompt: int
-    answer: int
+    completion: int
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What one update learns from: P groups with their advantages (P, G)."""
 
-    groups: tuple[AnswerGroup, ...]
+    groups: tuple[CompletionGroup, ...]
     advantages_PG: Tensor
 
     @property
     def alone(self) -> Work:
-        """The same with every answer in a group of its own."""
-        groups = tuple(AnswerGroup(g.prompt, g.prompt_ids, (answer,)) for g in self.groups for answer in g.answers)
+        """The same with every completion in a group of its own."""
+        groups = tuple(
+            CompletionGroup(g.prompt, g.prompt_ids, (completion,)) for g in self.groups for completion in g.completions
+        )
         return Work(groups, self.advantages_PG.reshape(-1, 1))
 
     @property
     def num_tokens(self) -> int:
-        """Of the answers."""
-        return sum(len(answer.token_ids) for group in self.groups for answer in group.answers)
+        """Of the completions."""
+        return sum(len(completion.token_ids) for group in self.groups for completion in group.completions)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`log_probs`: of all answers without gradients (ours): the tokens computed. `update`: one step; gives the loss.
+    """`log_probs`: of all completions without gradients (ours): the tokens computed. `update`: one step; gives the
+    loss.
 
     `gradients`: of the policy as it is, before clipping, without a step; with the loss.
     """
@@ -108,7 +112,7 @@ class Variant:
 
 
 class PackedRows(PolicyModel):
-    """Every answer is a tree of its own: what packing without sharing costs."""
+    """Every completion is a tree of its own: what packing without sharing costs."""
 
     def _packed(self, groups: Sequence[Sequence[TokenIds]]) -> TreeBatch:
         return TreeBatch.from_groups([[sequence] for group in groups for sequence in group], min_shared=1 << 30)
@@ -117,13 +121,13 @@ class PackedRows(PolicyModel):
 def main() -> None:
     arguments = _parse()
     data, prompts = load_prompts()
-    texts = (text for prompt, answers in prompts for text in (prompt, *answers))
+    texts = (text for prompt, completions in prompts for text in (prompt, *completions))
     tokenizer = train_tokenizer(texts, vocab_size=arguments.vocabulary)
     print(f"{data}, Qwen3 {arguments.size}, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
     print(f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} computed tokens")
     rows = []
-    for prompt, answers in product(arguments.prompt_tokens, arguments.answers):
-        work = make_work(prompts, tokenizer, Setting(answers, prompt, 128), arguments.prompts)
+    for prompt, completions in product(arguments.prompt_tokens, arguments.completions):
+        work = make_work(prompts, tokenizer, Setting(completions, prompt, 128), arguments.prompts)
         rows.append(measure(arguments.size, tokenizer, work, arguments.rounds))
         if arguments.json is not None:  # after each: a run takes long
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -133,11 +137,11 @@ def main() -> None:
 def make_work(
     prompts: Sequence[tuple[str, list[str]]], tokenizer: PreTrainedTokenizerBase, setting: Setting, num_prompts: int
 ) -> Work:
-    """Answers cut where generation would have stopped; prompts with as many earlier turns as their length takes."""
+    """Completions cut where generation would have stopped; prompts with as many earlier turns as their length takes."""
     renderer = Renderer(tokenizer)
-    groups: list[AnswerGroup] = []
+    groups: list[CompletionGroup] = []
     for n, (prompt, texts) in enumerate(prompts):
-        if len(groups) == num_prompts or len(texts) < setting.answers:
+        if len(groups) == num_prompts or len(texts) < setting.completions:
             continue
         context: list[Message] = []
         prompt_ids: list[int] = []
@@ -148,10 +152,15 @@ def make_work(
             context = [*turn, *context]
             prompt_ids = _ids(renderer.encode([*context, {"role": "user", "content": prompt}]))
         kept = prompt_ids[-setting.prompt :]
-        answers = [_ids(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts[: setting.answers]]
-        cut = [Answer(tuple(ids[: setting.answer]), "", truncated=len(ids) > setting.answer) for ids in answers]
-        groups.append(AnswerGroup(Prompt(({"role": "user", "content": prompt},), {}), tuple(kept), tuple(cut)))
-    rewards_PG = torch.randn(len(groups), setting.answers, generator=torch.Generator().manual_seed(0))
+        completions = [
+            _ids(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts[: setting.completions]
+        ]
+        cut = [
+            SampledCompletion(tuple(ids[: setting.completion]), "", truncated=len(ids) > setting.completion)
+            for ids in completions
+        ]
+        groups.append(CompletionGroup(Prompt(({"role": "user", "content": prompt},), {}), tuple(kept), tuple(cut)))
+    rewards_PG = torch.randn(len(groups), setting.completions, generator=torch.Generator().manual_seed(0))
     known_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
     return Work(tuple(groups), advantages(rewards_PG, known_PG, AdvantageSettings()))
 
@@ -181,9 +190,9 @@ def measure(size: str, tokenizer: PreTrainedTokenizerBase, work: Work, rounds: i
     seconds = interleave(calls, rounds, warmup)
     counts = count_tokens(work, policy)
     row: dict[str, Any] = {
-        "answers": len(work.groups[0].answers),
+        "completions": len(work.groups[0].completions),
         "prompt": len(work.groups[0].prompt_ids),
-        "answer": work.num_tokens / sum(len(group.answers) for group in work.groups),
+        "completion": work.num_tokens / sum(len(group.completions) for group in work.groups),
         **counts,
         **{f"difference {name}": difference for name, difference in differences.items()},
         **{f"ms {name}": 1000 * statistics.median(values) for name, values in seconds.items()},
@@ -264,12 +273,12 @@ def _ours(
 def _trl(
     policy: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, work: Work, *, default: bool
 ) -> Variant:
-    """GRPOTrainer, handed the answers as if it had generated them. `default`: bfloat16, activation checkpointing."""
+    """TRL's trainer, given the completions as its own. `default`: bfloat16, activation checkpointing."""
     hf = deepcopy(policy)
     hf.set_attn_implementation("sdpa")
     hf.config._name_or_path = str(folder)  # where it reads its reference
-    num_answers = len(work.groups[0].answers)
-    rows = [(group, answer) for group in work.groups for answer in group.answers]
+    num_completions = len(work.groups[0].completions)
+    rows = [(group, completion) for group in work.groups for completion in group.completions]
     options: dict[str, Any] = {} if default else {"bf16": False, "gradient_checkpointing": False}
     batch_size = GRPOConfig.per_device_train_batch_size  # its default
     config = GRPOConfig(
@@ -278,7 +287,7 @@ def _trl(
         use_cpu=True,
         beta=BETA,
         use_bias_correction_kl=False,  # a differentiable weight on the penalty: another objective, at the same cost
-        num_generations=num_answers,
+        num_generations=num_completions,
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=len(rows) // batch_size,
         **options,
@@ -321,12 +330,12 @@ def _trl(
 
 @torch.no_grad()
 def _trl_batch(
-    trainer: GRPOTrainer, rows: Sequence[tuple[AnswerGroup, Answer]], advantages_S: Tensor, _: object
+    trainer: GRPOTrainer, rows: Sequence[tuple[CompletionGroup, SampledCompletion]], advantages_S: Tensor, _: object
 ) -> dict[str, Tensor]:
     """What GRPOTrainer makes of generated tokens, in its own way: its padding, its reference's log-probabilities."""
     padding = trainer._tokenizer.pad_token_id
     prompts = [torch.tensor(group.prompt_ids) for group, _ in rows]
-    completions = [torch.tensor(answer.token_ids) for _, answer in rows]
+    completions = [torch.tensor(completion.token_ids) for _, completion in rows]
     batch = {
         "prompt_ids": pad(prompts, padding_value=padding, padding_side="left"),
         "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left"),
@@ -377,16 +386,18 @@ def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
     rows = sum(group.num_row_tokens for group in work.groups)
     trees = sum(group.num_tree_tokens for group in work.groups)
     lengths = [len(sequence) for group in work.groups for sequence in group.sequences]
-    heads = trees - sum(len(group.prompt_ids) for group in work.groups)  # what answers share is predicted once
-    answers = [answer for group in work.groups for answer in group.answers]
-    padded = max(len(group.prompt_ids) for group in work.groups) + max(len(answer.token_ids) for answer in answers)
+    heads = trees - sum(len(group.prompt_ids) for group in work.groups)  # what completions share is predicted once
+    completions = [completion for group in work.groups for completion in group.completions]
+    padded = max(len(group.prompt_ids) for group in work.groups) + max(
+        len(completion.token_ids) for completion in completions
+    )
     batches = [TreeBatch.from_groups([group.sequences]) for group in work.groups]
     row_pairs = sum(length * (length + 1) // 2 for length in lengths)
     tree_pairs = sum(int((batch.layout.positions_T + 1).sum()) for batch in batches)
     found = {
         "row tokens": rows,
         "tree tokens": trees,
-        "padded tokens": len(answers) * padded,
+        "padded tokens": len(completions) * padded,
         "row head tokens": work.num_tokens,
         "tree head tokens": heads,
         "tokens": rows / trees,
@@ -427,7 +438,7 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
         ratios = {key: "{:.2f} ({:.2f}..{:.2f})".format(*value) for key, value in row.items() if " x " in key}
         shares = {f"{what} share": row[f"{what} x {PACKED}"][0] / row["tokens"] for what in ("log_probs", "update")}
         shown.append(row | ratios | shares)
-    setting = [Column("answers", title="G"), Column("prompt"), Column("answer", format=".0f")]
+    setting = [Column("completions", title="G"), Column("prompt"), Column("completion", format=".0f")]
     print("\nAgainst treeward's own packed rows (median over rounds, and least..most)\n")
     print(
         results_table(
@@ -470,13 +481,13 @@ def gates(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
     """What is promised, and whether it was kept."""
     found = []
     for row in rows:
-        setting = f"{row['answers']} answers, prompts of {row['prompt']}"
+        setting = f"{row['completions']} completions, prompts of {row['prompt']}"
         for what in ("log_probs", "update"):
             share = row[f"{what} x {PACKED}"][0] / row["tokens"]
             allowed = row[f"{what} by FLOPs"] / row["tokens"]
             gate = f"{what}, {setting}: {share:.0%} of the saving of tokens (by FLOPs at most {allowed:.0%})"
             found.append((f"{gate}; promised {GATE_SHARE:.0%}", share >= GATE_SHARE))
-        if row["answers"] == 8 and row["prompt"] <= 1.25 * row["answer"]:
+        if row["completions"] == 8 and row["prompt"] <= 1.25 * row["completion"]:
             for base in (TRL, TRL_DEFAULT):
                 times = row[f"update x {base}"][0]
                 found.append((f"update, {setting}: {times:.2f} x {base}; promised {GATE_TRL:.0f} x", times >= GATE_TRL))
@@ -487,10 +498,10 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="xs", choices=tuple(SIZES))
     parser.add_argument("--vocabulary", type=int, default=VOCAB_SIZE, help="of the tokenizer: how much the head costs")
-    parser.add_argument("--prompts", type=int, default=4, help="an update; with 4 answers each, an even number")
+    parser.add_argument("--prompts", type=int, default=4, help="an update; with 4 completions each, an even number")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--answers", type=int, nargs="+", default=[4, 8, 16], help="to each prompt")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512], help="answers have at most 128")
+    parser.add_argument("--completions", type=int, nargs="+", default=[4, 8, 16], help="to each prompt")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512], help="completions have at most 128")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     return parser.parse_args()
 

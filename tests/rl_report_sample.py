@@ -26,7 +26,7 @@ NUM_PROMPTS = 48
 
 @dataclass(frozen=True)
 class Scenario:
-    """How a run goes: its last d = sqrt(KL), gold = d (alpha - beta ln d), the factor by which answers grow."""
+    """How a run goes: its last d = sqrt(KL), gold = d (alpha - beta ln d), the factor by which completions grow."""
 
     name: str
     distance: float
@@ -138,7 +138,7 @@ def _samples(step: int, scenario: Scenario, proxy: float, gold: float, length: f
     for index, text in enumerate(asked):
         words = "Certainly! This is a great question, and I am happy to help. " * max(1, int(length / 25))
         said = text if index >= 2 else f"Step {step}: {words}"
-        answer = {
+        completion = {
             "text": said,
             "reward": proxy,
             "raw_reward": proxy * (1.25 if scenario.shaped else 1.0),
@@ -147,5 +147,7 @@ def _samples(step: int, scenario: Scenario, proxy: float, gold: float, length: f
             "num_tokens": int(length),
             "truncated": length > 150,
         }
-        found.append({"step": step, "prompt": [{"role": "user", "content": text}], "answers": [answer, answer]})
+        found.append(
+            {"step": step, "prompt": [{"role": "user", "content": text}], "completions": [completion, completion]}
+        )
     return found

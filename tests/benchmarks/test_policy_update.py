@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -35,15 +35,19 @@ def benchmark() -> Iterator[ModuleType]:
 
 
 def work_of(benchmark: ModuleType) -> Any:
-    """Two prompts of 6 tokens. Of the first the answers share 2 tokens, of the second none; 4 answers of each."""
+    """Two prompts of 6 tokens. Of the first the completions share 2 tokens, of the second none; 4 completions of
+    each.
+    """
     prompts = [tuple(range(10, 16)), tuple(range(20, 26))]
-    answers = [
+    completions = [
         [(1, 2, 3), (1, 2, 4, 5), (1, 2, 6), (1, 2, 7)],
         [(3, 1), (4, 1, 2), (5,), (6, 1)],
     ]
     groups = tuple(
-        AnswerGroup(Prompt(({"role": "user", "content": "?"},), {}), ids, tuple(Answer(a, "", False) for a in given))
-        for ids, given in zip(prompts, answers, strict=True)
+        CompletionGroup(
+            Prompt(({"role": "user", "content": "?"},), {}), ids, tuple(SampledCompletion(a, "", False) for a in given)
+        )
+        for ids, given in zip(prompts, completions, strict=True)
     )
     return benchmark.Work(groups, torch.tensor([[1.0, -1.0, 0.5, -0.5], [0.2, 1.0, -1.5, 0.3]]))
 
@@ -81,15 +85,15 @@ def test_packed_rows_share_nothing_however_long_the_prompt(
     assert policy.log_probs([[sequence], [sequence]], [[50], [50]]).num_computed_tokens == 120
 
 
-def test_prompts_and_answers_have_the_lengths_that_are_measured(
+def test_prompts_and_completions_have_the_lengths_that_are_measured(
     benchmark: ModuleType, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     _, prompts = benchmark.load_prompts()
     work = benchmark.make_work(prompts, tokenizer, benchmark.Setting(4, 40, 12), 2)
     assert [len(group.prompt_ids) for group in work.groups] == [40, 40]
-    assert {len(answer.token_ids) for group in work.groups for answer in group.answers} == {12}
+    assert {len(completion.token_ids) for group in work.groups for completion in group.completions} == {12}
     assert work.advantages_PG.shape == (2, 4) and work.alone.advantages_PG.shape == (8, 1)
-    assert [g.answers for g in work.alone.groups] == [(a,) for g in work.groups for a in g.answers]
+    assert [g.completions for g in work.alone.groups] == [(a,) for g in work.groups for a in g.completions]
 
 
 def test_it_runs_and_is_exact(

@@ -32,7 +32,7 @@ from treeward.model.lora import (
 )
 from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.policy_loss import PolicyLossSettings
 from treeward.rl.sampling import Row, sample, uniforms
 from treeward.rl.update import PolicyUpdater
@@ -325,7 +325,7 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
         load_adapters(other, tmp_path / "broken")
 
 
-def test_answers_are_sampled_with_the_adapters(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_completions_are_sampled_with_the_adapters(tmp_path: Path, tiny_tokenizer: Any) -> None:
     hf = causal()
     rows = [Row((5, 6, 7), 12, uniforms(0, 0, g, 12)) for g in range(3)] + [Row((9, 8), 12, uniforms(0, 1, 0, 12))]
     drawn = lambda model: sample(model, rows, ended=lambda _: False)  # noqa: E731
@@ -342,13 +342,15 @@ def test_answers_are_sampled_with_the_adapters(tmp_path: Path, tiny_tokenizer: A
         assert [one.token_ids for one in drawn(policy)] == of_base
 
 
-def experience(seed: int) -> tuple[list[AnswerGroup], Tensor, Tensor]:
+def experience(seed: int) -> tuple[list[CompletionGroup], Tensor, Tensor]:
     generator = np.random.default_rng(seed)
     draw = lambda n: tuple(int(i) for i in generator.integers(3, VOCABULARY, n))  # noqa: E731
     groups = []
     for _ in range(2):
         prompt = draw(int(generator.integers(4, 12)))
-        groups.append(AnswerGroup(Prompt(()), prompt, tuple(Answer(draw(int(n)), "", False) for n in (3, 8, 5))))
+        groups.append(
+            CompletionGroup(Prompt(()), prompt, tuple(SampledCompletion(draw(int(n)), "", False) for n in (3, 8, 5)))
+        )
     return groups, torch.from_numpy(generator.normal(size=(2, 3))).float(), torch.ones(2, 3, dtype=torch.bool)
 
 
@@ -368,11 +370,15 @@ def updater_of(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> PolicyU
     )
 
 
-def plain_steps(model: Any, optimizer: torch.optim.Optimizer, data: tuple[list[AnswerGroup], Tensor, Tensor]) -> float:
+def plain_steps(
+    model: Any, optimizer: torch.optim.Optimizer, data: tuple[list[CompletionGroup], Tensor, Tensor]
+) -> float:
     """Two updates from one batch written out, a row at a time, with peft's own switch for the reference."""
     groups, advantages, _ = data
     rows = [
-        (p, g, [*group.prompt_ids, *a.token_ids]) for p, group in enumerate(groups) for g, a in enumerate(group.answers)
+        (p, g, [*group.prompt_ids, *a.token_ids])
+        for p, group in enumerate(groups)
+        for g, a in enumerate(group.completions)
     ]
     starts = [len(group.prompt_ids) for group in groups]
     with torch.no_grad():

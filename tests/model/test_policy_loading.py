@@ -50,7 +50,7 @@ def save(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
 
 
 def plain_values(hf: Any) -> list[Tensor]:
-    """Of each answer, as plain transformers computes it."""
+    """Of each completion, as plain transformers computes it."""
     found = []
     if hf._can_set_attn_implementation():
         hf.set_attn_implementation("eager")  # a `PolicyModel` of it leaves its own

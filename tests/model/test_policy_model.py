@@ -27,14 +27,14 @@ def plain(model: PreTrainedModel, sequence: list[int], start: int, temperature: 
     return picked[start - 1 :], entropy[start - 1 :]
 
 
-def groups_of_answers(seed: int = 0) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Two prompts: answers that begin alike, that are equal, that are the beginning of another, and an empty one."""
+def groups_of_completions(seed: int = 0) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Two prompts: completions that begin alike, are equal, are the beginning of another, and an empty one."""
     generator = np.random.default_rng(seed)
     draw = lambda n: [int(i) for i in generator.integers(3, VOCABULARY, n)]  # noqa: E731
     first, second = draw(13), draw(5)
     start, tail = draw(4), draw(6)
-    answers = [start + tail, start + draw(3), draw(9), start + tail, start]
-    groups = [[first + answer for answer in answers], [second + draw(7), second, second + draw(2)]]
+    completions = [start + tail, start + draw(3), draw(9), start + tail, start]
+    groups = [[first + completion for completion in completions], [second + draw(7), second, second + draw(2)]]
     return groups, [[13] * 5, [5] * 3]
 
 
@@ -42,7 +42,7 @@ def groups_of_answers(seed: int = 0) -> tuple[list[list[list[int]]], list[list[i
 def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
     hf = causal_model(family)
     policy = PolicyModel(hf, chunk_tokens=5)
-    groups, starts = groups_of_answers()
+    groups, starts = groups_of_completions()
     got = policy.log_probs(groups, starts, entropies=True)
     weights = torch.linspace(-1, 1, got.values_SL.numel()).reshape(got.values_SL.shape)
     hf.zero_grad()
@@ -68,7 +68,7 @@ def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
 
 def test_each_token_of_a_tree_is_computed_once() -> None:
     policy = PolicyModel(causal_model("llama"))
-    groups, starts = groups_of_answers()
+    groups, starts = groups_of_completions()
     got = policy.log_probs(groups, starts)
     assert got.num_computed_tokens == (13 + 4 + 6 + 3 + 9) + (5 + 7 + 2)
 
@@ -76,7 +76,7 @@ def test_each_token_of_a_tree_is_computed_once() -> None:
 @pytest.mark.parametrize("layout", ["tree", "rows"])
 def test_layouts_and_temperature(layout: str) -> None:
     hf = causal_model("qwen3")
-    groups, starts = groups_of_answers(1)
+    groups, starts = groups_of_completions(1)
     policy = PolicyModel(hf, layout=layout)  # type: ignore[arg-type]
     with torch.no_grad():
         got = policy.log_probs(groups, starts, temperature=0.7)
@@ -90,14 +90,14 @@ def test_layouts_and_temperature(layout: str) -> None:
             assert not got.values_SL[s, len(values) :].any()
 
 
-def test_an_answer_without_a_prompt_is_refused() -> None:
+def test_an_completion_without_a_prompt_is_refused() -> None:
     with pytest.raises(ModelError, match="prompt"):
         PolicyModel(causal_model("llama")).log_probs([[[1, 2, 3]]], [[0]])
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_size_of_the_chunks_changes_nothing(grad: bool) -> None:
-    groups, starts = groups_of_answers(2)
+    groups, starts = groups_of_completions(2)
     ends = []
     for chunk_tokens in (1, 4, 1024):
         hf = causal_model("gemma2")  # tied, with a soft-cap behind the head

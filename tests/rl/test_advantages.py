@@ -1,4 +1,4 @@
-"""Advantages against the same formulas written out for one answer at a time."""
+"""Advantages against the same formulas written out for one completion at a time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_it_is_the_formula(settings: AdvantageSettings, given_rewards: tuple[Ten
             assert float(got[p, g]) == pytest.approx(want, abs=1e-6)
 
 
-def test_the_only_good_answer_is_not_blown_up() -> None:
+def test_the_only_good_completion_is_not_blown_up() -> None:
     """With the std of the others its advantage would be of the order 1 / floor."""
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1e-4]])
     settings = AdvantageSettings(use_leave_one_out_baseline=True)

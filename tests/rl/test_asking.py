@@ -14,14 +14,14 @@ from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import ModelError
 from treeward.rl.asking import Asker
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.rewarding import RewardSource
 
 SOON, NEVER = 0.05, 60.0
 
 
 class Hanging(Environment):
-    """Counts its samples and then waits for `go`, if the answers say "wait"; notes how many ask it at once."""
+    """Counts its samples and then waits for `go`, if the completions say "wait"; notes how many ask it at once."""
 
     name = "hanging"
 
@@ -61,8 +61,10 @@ def hanging() -> Iterator[Hanging]:
     environment.go.set()
 
 
-def group(*texts: str) -> AnswerGroup:
-    return AnswerGroup(Prompt(({"role": "user", "content": "?"},)), (1,), tuple(Answer((2,), t, False) for t in texts))
+def group(*texts: str) -> CompletionGroup:
+    return CompletionGroup(
+        Prompt(({"role": "user", "content": "?"},)), (1,), tuple(SampledCompletion((2,), t, False) for t in texts)
+    )
 
 
 def values(source: RewardSource, *texts: str, timeout: float) -> list[float | None]:
@@ -78,12 +80,12 @@ def ended(source: RewardSource) -> None:
             assert not asker._last.is_alive()
 
 
-def test_late_answers_are_dropped_and_undone(hanging: Hanging, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_completions_are_dropped_and_undone(hanging: Hanging, caplog: pytest.LogCaptureFixture) -> None:
     source = RewardSource({"hanging": hanging}, {"hanging": 1.0})
     assert values(source, "a", "b", timeout=NEVER) == [2, 2]
     with caplog.at_level(logging.WARNING):
         assert values(source, "wait", "b", "c", timeout=SOON) == [None, None, None]
-    assert "no answer within 0.05 seconds" in caplog.text
+    assert "no rewards within 0.05 seconds" in caplog.text
     assert hanging.begun.wait(NEVER) and hanging.count == 5
     assert source.state_dict() == {"hanging": {"count": 2}}  # at once, whatever it does
     hanging.go.set()
@@ -120,8 +122,8 @@ def test_after_some_hangs_in_succession_the_run_stops(hanging: Hanging) -> None:
 def test_the_others_keep_their_rewards(hanging: Hanging) -> None:
     quick = Hanging()
     source = RewardSource({"hanging": hanging, "quick": quick}, {"hanging": 1.0}, timeout_seconds=1.0)
-    chosen = AnswerGroup(
-        Prompt(({"role": "user", "content": "?"},), {"environment": "quick"}), (1,), group("x").answers
+    chosen = CompletionGroup(
+        Prompt(({"role": "user", "content": "?"},), {"environment": "quick"}), (1,), group("x").completions
     )
     found = source.reward([group("wait"), chosen])
     assert found.known_PG.tolist() == [[False], [True]] and found.rewards_PG[1].tolist() == [1]

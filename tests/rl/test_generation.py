@@ -1,4 +1,4 @@
-"""Sampled answers: their ends, their log-probabilities, their distribution, and that a seed determines them."""
+"""Sampled completions: their ends, their log-probabilities, their distribution, and that a seed determines them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.rl import continuous
-from treeward.rl.experience import Answer, AnswerGroup, Prompt, prompt_lengths
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.generation import (
-    AnswerReader,
+    CompletionReader,
     GenerationSettings,
     Generator,
     LocalGenerator,
@@ -31,7 +31,7 @@ from treeward.rl.setup import _make_generator
 
 PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "bb", "c d"))]
 IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
-ENDS = list(range(3, 120))  # so many that answers end soon
+ENDS = list(range(3, 120))  # so many that completions end soon
 
 
 def policy_of(family: str) -> PolicyModel:
@@ -50,30 +50,33 @@ def make(policy: PolicyModel, tokenizer: Any, *, end_ids: Any = ENDS, **settings
     return LocalGenerator(policy, tokenizer, GenerationSettings(**{"max_new_tokens": 12, **settings}), end_ids=end_ids)
 
 
-def answers_of(groups: list[AnswerGroup]) -> list[Answer]:
-    return [answer for group in groups for answer in group.answers]
+def completions_of(groups: list[CompletionGroup]) -> list[SampledCompletion]:
+    return [completion for group in groups for completion in group.completions]
 
 
-def assert_log_probs(policy: PolicyModel, groups: list[AnswerGroup], temperature: float = 1.0) -> None:
+def assert_log_probs(policy: PolicyModel, groups: list[CompletionGroup], temperature: float = 1.0) -> None:
     with torch.no_grad():
         found = policy.log_probs([g.sequences for g in groups], prompt_lengths(groups), temperature=temperature)
-    for s, answer in enumerate(answers_of(groups)):
-        assert answer.log_probs is not None and len(answer.log_probs) == len(answer.token_ids)
-        assert torch.allclose(found.values_SL[s][found.mask_SL[s]], torch.tensor(answer.log_probs), atol=1e-4)
+    for s, completion in enumerate(completions_of(groups)):
+        assert completion.log_probs is not None and len(completion.log_probs) == len(completion.token_ids)
+        assert torch.allclose(found.values_SL[s][found.mask_SL[s]], torch.tensor(completion.log_probs), atol=1e-4)
 
 
-def test_answers_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    groups = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_answers=8, seed=1)
+def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    groups = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=8, seed=1)
     assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
     assert [group.prompt for group in groups] == PROMPTS
-    answers = answers_of(groups)
-    assert len(answers) == 24
-    for answer in answers:
-        ends = [t for t, token in enumerate(answer.token_ids) if token in ENDS]
-        assert answer.truncated == (not ends)
-        assert ends in ([], [len(answer.token_ids) - 1])
-        assert len(answer.token_ids) == 12 if answer.truncated else len(answer.token_ids) <= 12
-    assert len({answer.truncated for answer in answers}) == 2 and len({len(a.token_ids) for a in answers}) > 3
+    completions = completions_of(groups)
+    assert len(completions) == 24
+    for completion in completions:
+        ends = [t for t, token in enumerate(completion.token_ids) if token in ENDS]
+        assert completion.truncated == (not ends)
+        assert ends in ([], [len(completion.token_ids) - 1])
+        assert len(completion.token_ids) == 12 if completion.truncated else len(completion.token_ids) <= 12
+    assert (
+        len({completion.truncated for completion in completions}) == 2
+        and len({len(a.token_ids) for a in completions}) > 3
+    )
 
 
 FAMILIES = ["llama", "qwen2_window", "mistral", "gemma2", "gemma3", "gpt2", "gpt_oss", "deepseek_v3", "bloom", "mamba"]
@@ -85,7 +88,7 @@ def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family:
     policy = policy_of(family)
     for temperature in (1.0, 0.6):
         generator = make(policy, tiny_tokenizer, temperature=temperature, top_k=50, batch_size=7)
-        groups = generator.generate(PROMPTS, IDS, num_answers=4, seed=2)
+        groups = generator.generate(PROMPTS, IDS, num_completions=4, seed=2)
         assert_log_probs(policy, groups, temperature)
 
 
@@ -94,8 +97,10 @@ def test_it_samples_in_the_precision_of_training(family: str, tiny_tokenizer: An
     policy = policy_of(family)
     policy.layout = "rows"  # whose attention is that of sampling: in bfloat16 another one rounds otherwise
     policy.compute_dtype = torch.bfloat16
-    groups = make(policy, tiny_tokenizer, temperature=0.8, end_ids=[0]).generate(PROMPTS, IDS, num_answers=4, seed=2)
-    said = torch.tensor([x for answer in answers_of(groups) for x in answer.log_probs or ()])
+    groups = make(policy, tiny_tokenizer, temperature=0.8, end_ids=[0]).generate(
+        PROMPTS, IDS, num_completions=4, seed=2
+    )
+    said = torch.tensor([x for completion in completions_of(groups) for x in completion.log_probs or ()])
 
     def apart(dtype: torch.dtype | None) -> torch.Tensor:
         policy.compute_dtype = dtype
@@ -110,10 +115,10 @@ def test_it_samples_in_the_precision_of_training(family: str, tiny_tokenizer: An
 
 
 def test_float32_is_computed_as_the_weights_are(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    want = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_answers=3, seed=3)
+    want = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=3, seed=3)
     try:
         policy.compute_dtype = torch.float32
-        assert make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_answers=3, seed=3) == want
+        assert make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=3, seed=3) == want
     finally:
         policy.compute_dtype = None
 
@@ -121,39 +126,39 @@ def test_float32_is_computed_as_the_weights_are(policy: PolicyModel, tiny_tokeni
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "gpt2"])
 def test_the_most_probable_tokens_are_those_of_transformers(family: str, tiny_tokenizer: Any) -> None:
     policy = policy_of(family)
-    groups = make(policy, tiny_tokenizer, temperature=0, end_ids=[0]).generate(PROMPTS, IDS, num_answers=2, seed=0)
+    groups = make(policy, tiny_tokenizer, temperature=0, end_ids=[0]).generate(PROMPTS, IDS, num_completions=2, seed=0)
     assert_log_probs(policy, groups)
     settings = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=0, pad_token_id=1)
     for ids, group in zip(IDS, groups, strict=True):
         with policy.plain_attention():
             want = policy.hf.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist()
-        assert [list(answer.token_ids) for answer in group.answers] == [want, want]
+        assert [list(completion.token_ids) for completion in group.completions] == [want, want]
 
 
-def test_a_seed_determines_the_answers_and_nothing_else_does(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_a_seed_determines_the_completions_and_nothing_else_does(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     generator = make(policy, tiny_tokenizer)
-    first = generator.generate(PROMPTS, IDS, num_answers=3, seed=3)
+    first = generator.generate(PROMPTS, IDS, num_completions=3, seed=3)
     torch.rand(5)
     state, policy.training = torch.random.get_rng_state(), True
-    assert generator.generate(PROMPTS, IDS, num_answers=3, seed=3) == first
+    assert generator.generate(PROMPTS, IDS, num_completions=3, seed=3) == first
     assert torch.equal(torch.random.get_rng_state(), state) and policy.training
     policy.eval()
-    assert generator.generate(PROMPTS, IDS, num_answers=3, seed=4) != first
-    tokens = [answer.token_ids for answer in answers_of(first)]
+    assert generator.generate(PROMPTS, IDS, num_completions=3, seed=4) != first
+    tokens = [completion.token_ids for completion in completions_of(first)]
     assert len(set(tokens)) == len(tokens)
-    same = generator.generate([PROMPTS[0]] * 2, [IDS[0]] * 2, num_answers=1, seed=3)
-    assert same[0].answers[0].token_ids == tokens[0] != same[1].answers[0].token_ids
+    same = generator.generate([PROMPTS[0]] * 2, [IDS[0]] * 2, num_completions=1, seed=3)
+    assert same[0].completions[0].token_ids == tokens[0] != same[1].completions[0].token_ids
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 1000])
 def test_the_batch_changes_nothing(policy: PolicyModel, tiny_tokenizer: Any, batch_size: int) -> None:
     prompts, ids = PROMPTS + PROMPTS[:2], [*IDS, [20] * 90, [21, 22]]
-    want = make(policy, tiny_tokenizer, batch_size=7).generate(prompts, ids, num_answers=3, seed=5)
-    got = make(policy, tiny_tokenizer, batch_size=batch_size).generate(prompts, ids, num_answers=3, seed=5)
-    assert [a.token_ids for a in answers_of(got)] == [a.token_ids for a in answers_of(want)]
-    assert [a.text for a in answers_of(got)] == [a.text for a in answers_of(want)]
-    alone = make(policy, tiny_tokenizer).generate(prompts[:1], ids[:1], num_answers=1, seed=5)
-    assert alone[0].answers[0].token_ids == want[0].answers[0].token_ids
+    want = make(policy, tiny_tokenizer, batch_size=7).generate(prompts, ids, num_completions=3, seed=5)
+    got = make(policy, tiny_tokenizer, batch_size=batch_size).generate(prompts, ids, num_completions=3, seed=5)
+    assert [a.token_ids for a in completions_of(got)] == [a.token_ids for a in completions_of(want)]
+    assert [a.text for a in completions_of(got)] == [a.text for a in completions_of(want)]
+    alone = make(policy, tiny_tokenizer).generate(prompts[:1], ids[:1], num_completions=1, seed=5)
+    assert alone[0].completions[0].token_ids == want[0].completions[0].token_ids
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, None, None), (0.5, None, 0.8), (2.0, 9, 0.9)])
@@ -162,7 +167,7 @@ def test_tokens_come_as_often_as_they_should(
 ) -> None:
     count = 6000
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": 1, "batch_size": count}
-    groups = make(policy, tiny_tokenizer, **settings).generate(PROMPTS[:1], IDS[:1], num_answers=count, seed=0)
+    groups = make(policy, tiny_tokenizer, **settings).generate(PROMPTS[:1], IDS[:1], num_completions=count, seed=0)
     with torch.no_grad():
         scores = policy.hf(torch.tensor(IDS[:1])).logits[:, -1] / temperature
     if top_k is not None:
@@ -170,35 +175,37 @@ def test_tokens_come_as_often_as_they_should(
     if top_p is not None:
         scores = TopPLogitsWarper(top_p)(None, scores)
     want = scores[0].softmax(-1)
-    tokens = torch.tensor([answer.token_ids[0] for answer in groups[0].answers])
+    tokens = torch.tensor([completion.token_ids[0] for completion in groups[0].completions])
     got = torch.bincount(tokens, minlength=VOCABULARY) / count
     assert not got[want == 0].any()
     # of so many draws the expected distance is the sum of sqrt(p (1 - p) * 2 / (pi n)) / 2
     expected = float((want * (1 - want) * 2 / (torch.pi * count)).sqrt().sum() / 2)
     assert float((got - want).abs().sum() / 2) < 1.3 * expected + 0.002
-    assert_log_probs(policy, [AnswerGroup(PROMPTS[0], tuple(IDS[0]), groups[0].answers[:50])], temperature)
+    assert_log_probs(policy, [CompletionGroup(PROMPTS[0], tuple(IDS[0]), groups[0].completions[:50])], temperature)
 
 
-def test_a_stop_string_ends_the_answer_that_it_completes(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_a_stop_string_ends_the_completion_that_it_completes(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     options: dict[str, Any] = {"end_ids": [0], "max_new_tokens": 40}
-    free = answers_of(make(policy, tiny_tokenizer, **options).generate(PROMPTS, IDS, num_answers=6, seed=6))
+    free = completions_of(make(policy, tiny_tokenizer, **options).generate(PROMPTS, IDS, num_completions=6, seed=6))
     stops = (free[0].text[9:13], free[7].text[20:21], "no such text")
-    groups = make(policy, tiny_tokenizer, stop_strings=stops, **options).generate(PROMPTS, IDS, num_answers=6, seed=6)
+    groups = make(policy, tiny_tokenizer, stop_strings=stops, **options).generate(
+        PROMPTS, IDS, num_completions=6, seed=6
+    )
     ended = 0
-    for whole, answer in zip(free, answers_of(groups), strict=True):
+    for whole, completion in zip(free, completions_of(groups), strict=True):
         found = [
             n
             for n in range(1, len(whole.token_ids) + 1)
             if any(stop in tiny_tokenizer.decode(whole.token_ids[:n]) for stop in stops)
         ]
         length = found[0] if found else len(whole.token_ids)
-        assert answer.token_ids == whole.token_ids[:length]
-        assert len(answer.log_probs or ()) == length
-        assert answer.truncated == (not found and whole.truncated)
-        assert not any(stop in answer.text for stop in stops) and whole.text.startswith(answer.text)
+        assert completion.token_ids == whole.token_ids[:length]
+        assert len(completion.log_probs or ()) == length
+        assert completion.truncated == (not found and whole.truncated)
+        assert not any(stop in completion.text for stop in stops) and whole.text.startswith(completion.text)
         ended += bool(found)
     assert ended > 3
-    assert free[0].text.startswith(answers_of(groups)[0].text) and answers_of(groups)[0].text != free[0].text
+    assert free[0].text.startswith(completions_of(groups)[0].text) and completions_of(groups)[0].text != free[0].text
 
 
 def test_a_stop_string_in_several_tokens_and_among_characters_of_several_bytes(tiny_tokenizer: Any) -> None:
@@ -208,31 +215,33 @@ def test_a_stop_string_in_several_tokens_and_among_characters_of_several_bytes(t
         ("中", "中", ""),
         ("a🦉b", "🦉", "a"),
     ]:
-        reader = AnswerReader(tiny_tokenizer, [0], GenerationSettings(stop_strings=(stop,)))
+        reader = CompletionReader(tiny_tokenizer, [0], GenerationSettings(stop_strings=(stop,)))
         ids = tiny_tokenizer(text, add_special_tokens=False).input_ids
         end = next(n for n in range(1, len(ids) + 1) if reader.has_ended(ids[:n]))
         assert stop in tiny_tokenizer.decode(ids[:end]) and stop not in tiny_tokenizer.decode(ids[: end - 1])
-        assert reader.answer(ids[:end], None) == Answer(tuple(ids[:end]), want, truncated=False)
-    assert reader.answer([], None, truncated=False) == Answer((), "", truncated=False) and not reader.has_ended([])
+        assert reader.completion(ids[:end], None) == SampledCompletion(tuple(ids[:end]), want, truncated=False)
+    assert reader.completion([], None, truncated=False) == SampledCompletion(
+        (), "", truncated=False
+    ) and not reader.has_ended([])
 
 
-def test_stop_tokens_end_an_answer_beside_the_model_s_own(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_stop_tokens_end_an_completion_beside_the_model_s_own(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     half = len(ENDS) // 2
-    want = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_answers=4, seed=1)
+    want = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=4, seed=1)
     generator = make(policy, tiny_tokenizer, end_ids=ENDS[:half], stop_token_ids=tuple(ENDS[half:]))
-    assert generator.generate(PROMPTS, IDS, num_answers=4, seed=1) == want
+    assert generator.generate(PROMPTS, IDS, num_completions=4, seed=1) == want
 
 
-def test_an_answer_has_the_room_that_its_prompt_leaves(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_an_completion_has_the_room_that_its_prompt_leaves(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     limit = policy.hf.config.max_position_embeddings
     ids = [[5], [5] * (limit - 1), [5] * (limit - 4)]
-    groups = make(policy, tiny_tokenizer, end_ids=[0]).generate(PROMPTS, ids, num_answers=2, seed=0)
-    assert [[len(a.token_ids) for a in group.answers] for group in groups] == [[12, 12], [1, 1], [4, 4]]
-    assert all(answer.truncated for answer in answers_of(groups))
+    groups = make(policy, tiny_tokenizer, end_ids=[0]).generate(PROMPTS, ids, num_completions=2, seed=0)
+    assert [[len(a.token_ids) for a in group.completions] for group in groups] == [[12, 12], [1, 1], [4, 4]]
+    assert all(completion.truncated for completion in completions_of(groups))
     with pytest.raises(ModelError, match="row 1"):
-        make(policy, tiny_tokenizer).generate(PROMPTS[:2], [[5], [5] * limit], num_answers=1, seed=0)
+        make(policy, tiny_tokenizer).generate(PROMPTS[:2], [[5], [5] * limit], num_completions=1, seed=0)
     with pytest.raises(ModelError, match="row 0.*no tokens"):
-        make(policy, tiny_tokenizer).generate(PROMPTS[:1], [[]], num_answers=1, seed=0)
+        make(policy, tiny_tokenizer).generate(PROMPTS[:1], [[]], num_completions=1, seed=0)
 
 
 def test_logits_that_are_not_finite_are_an_error(tiny_tokenizer: Any) -> None:
@@ -240,15 +249,15 @@ def test_logits_that_are_not_finite_are_an_error(tiny_tokenizer: Any) -> None:
     with torch.no_grad():
         policy.hf.get_output_embeddings().weight[7] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
-        make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_answers=2, seed=0)
+        make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=2, seed=0)
 
 
 def test_no_prompts_and_no_log_probs(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     generator: Generator = make(policy, tiny_tokenizer, log_probs=False)
     generator.load_weights(policy, 1)
     assert generator.metrics() == {}
-    assert generator.generate([], [], num_answers=2, seed=0) == []
-    assert all(a.log_probs is None for a in answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=0)))
+    assert generator.generate([], [], num_completions=2, seed=0) == []
+    assert all(a.log_probs is None for a in completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=0)))
     generator.close()
 
 
@@ -257,21 +266,21 @@ def test_continuous_batching_is_exact(family: str, tiny_tokenizer: Any) -> None:
     policy = policy_of(family)
     with policy.plain_attention():
         attention = policy.hf.config._attn_implementation
-    plain = make(policy, tiny_tokenizer, temperature=0).generate(PROMPTS, IDS, num_answers=2, seed=0)
+    plain = make(policy, tiny_tokenizer, temperature=0).generate(PROMPTS, IDS, num_completions=2, seed=0)
     paged = make(policy, tiny_tokenizer, temperature=0, continuous_batching=True)
-    assert [a.token_ids for a in answers_of(paged.generate(PROMPTS, IDS, num_answers=2, seed=0))] == [
-        a.token_ids for a in answers_of(plain)
+    assert [a.token_ids for a in completions_of(paged.generate(PROMPTS, IDS, num_completions=2, seed=0))] == [
+        a.token_ids for a in completions_of(plain)
     ]
     sampling = make(policy, tiny_tokenizer, temperature=3.0, continuous_batching=True)
     state = torch.random.get_rng_state()
-    first = sampling.generate(PROMPTS, IDS, num_answers=4, seed=1)
+    first = sampling.generate(PROMPTS, IDS, num_completions=4, seed=1)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert policy.hf.config._attn_implementation == attention
     assert_log_probs(policy, first, 3.0)
-    assert all(a.truncated == (a.token_ids[-1] not in ENDS) for a in answers_of(first))
-    tokens = [a.token_ids for a in answers_of(first)]
-    assert tokens == [a.token_ids for a in answers_of(sampling.generate(PROMPTS, IDS, num_answers=4, seed=1))]
-    assert tokens != [a.token_ids for a in answers_of(sampling.generate(PROMPTS, IDS, num_answers=4, seed=2))]
+    assert all(a.truncated == (a.token_ids[-1] not in ENDS) for a in completions_of(first))
+    tokens = [a.token_ids for a in completions_of(first)]
+    assert tokens == [a.token_ids for a in completions_of(sampling.generate(PROMPTS, IDS, num_completions=4, seed=1))]
+    assert tokens != [a.token_ids for a in completions_of(sampling.generate(PROMPTS, IDS, num_completions=4, seed=2))]
 
 
 def test_no_flash_kernel_is_given_weights_of_float32(
@@ -280,12 +289,12 @@ def test_no_flash_kernel_is_given_weights_of_float32(
     def available(**_: Any) -> bool:
         return True
 
-    want = make(policy, tiny_tokenizer, temperature=0).generate(PROMPTS, IDS, num_answers=2, seed=0)
+    want = make(policy, tiny_tokenizer, temperature=0).generate(PROMPTS, IDS, num_completions=2, seed=0)
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", available)
     monkeypatch.setattr(continuous, "is_flash_attn_2_available", available)
     paged = make(policy, tiny_tokenizer, temperature=0, continuous_batching=True)
-    found = paged.generate(PROMPTS, IDS, num_answers=2, seed=0)
-    assert [a.token_ids for a in answers_of(found)] == [a.token_ids for a in answers_of(want)]
+    found = paged.generate(PROMPTS, IDS, num_completions=2, seed=0)
+    assert [a.token_ids for a in completions_of(found)] == [a.token_ids for a in completions_of(want)]
 
     def fast(device: str, dtype: torch.dtype) -> bool:
         hf = SimpleNamespace(dtype=dtype, _supports_flash_attn=True)
@@ -302,7 +311,7 @@ CHATML = (
 
 
 @pytest.mark.parametrize("url", ["", "policy.generation.url=http://127.0.0.1:9/v1"])
-def test_the_template_s_end_of_turn_ends_an_answer_of_a_base_model(
+def test_the_template_s_end_of_turn_ends_an_completion_of_a_base_model(
     policy: PolicyModel, tiny_grpo: Callable[..., Any], url: str
 ) -> None:
     tokenizer = byte_bpe(eos="<|endoftext|>")  # as those of Qwen's base models name it
@@ -310,7 +319,7 @@ def test_the_template_s_end_of_turn_ends_an_answer_of_a_base_model(
     remote = ["policy.generation.backend=vllm", "policy.generation.model=m", url] if url else []
     generator = _make_generator(tiny_grpo(*remote), policy, tokenizer, Renderer(tokenizer, chat_template=CHATML))
     assert generator.reader.end_ids == {0, end, turn}  # type: ignore[attr-defined]
-    assert generator.reader.answer([5, turn], None).truncated is False  # type: ignore[attr-defined]
+    assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]
     generator.close()
     assert end_ids_of(policy, tokenizer, of_template=[turn, end]) == [0, end, turn]
     assert end_ids_of(policy, tokenizer, [7], of_template=[turn]) == [7]
@@ -325,12 +334,12 @@ def test_the_template_s_end_of_turn_ends_an_answer_of_a_base_model(
         ("qwen2_5", "<|im_end|>"), ("qwen3", "<|im_end|>"),
     ],
 )  # fmt: skip
-def test_what_real_templates_end_an_answer_with(name: str, end: str | None) -> None:
+def test_what_real_templates_end_an_completion_with(name: str, end: str | None) -> None:
     renderer = family_renderer(name)
     assert renderer.tokenizer.convert_ids_to_tokens(template_end_ids(renderer)) == ([] if end is None else [end])
 
 
-def test_a_template_that_ends_an_answer_with_plain_text_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_ends_an_completion_with_plain_text_is_told(caplog: pytest.LogCaptureFixture) -> None:
     each = "{{% for m in messages %}}{{{{ m['role'] + ': ' + m['content'] + '{end}' }}}}{{% endfor %}}"
     refusing = "{{ raise_exception('a system message must come first') }}"
     with caplog.at_level(logging.WARNING):
@@ -353,7 +362,7 @@ def test_settings_that_are_wrong_are_named(policy: PolicyModel, tiny_tokenizer: 
     for family in ("gemma2", "gpt_oss"):  # soft-caps and sinks
         with pytest.raises(ConfigError, match="attention"):
             make(policy_of(family), tiny_tokenizer, continuous_batching=True).generate(
-                PROMPTS, IDS, num_answers=1, seed=0
+                PROMPTS, IDS, num_completions=1, seed=0
             )
-    with pytest.raises(ConfigError, match="where an answer ends"):
+    with pytest.raises(ConfigError, match="where a completion ends"):
         LocalGenerator(policy, tiny_tokenizer, end_ids=[])

@@ -14,7 +14,7 @@ import pytest
 from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
 from treeward.rl import grpo as grpo_module
-from treeward.rl.experience import AnswerGroup
+from treeward.rl.experience import CompletionGroup
 from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.rl.rollouts import Rollouts
 from treeward.rl.update import PolicyUpdater
@@ -76,7 +76,7 @@ def test_the_exported_policy_is_one_that_transformers_loads(tiny_grpo: Make) -> 
     assert AutoTokenizer.from_pretrained(outcome.policy_folder).chat_template
 
 
-def nodes(groups: list[AnswerGroup]) -> int:
+def nodes(groups: list[CompletionGroup]) -> int:
     """Tokens of the trees, counted by hand: different beginnings."""
     return sum(len({tuple(s[: n + 1]) for s in group.sequences for n in range(len(s))}) for group in groups)
 
@@ -96,7 +96,7 @@ def test_prompts_are_computed_once_a_group(
 ) -> None:
     run(tiny_grpo(*SHORT, *options))
     for line, rollouts in zip(logged(tmp_path, "train/computed_tokens"), sampled, strict=True):
-        used = [g for g in rollouts.groups if all(answer.token_ids for answer in g.answers)]
+        used = [g for g in rollouts.groups if all(completion.token_ids for completion in g.completions)]
         assert len(used) == len(rollouts.groups) == 4
         rows = sum(len(sequence) for group in used for sequence in group.sequences)
         assert line["train/computed_tokens"] == passes * nodes(used) < passes * rows == line["train/row_tokens"]
@@ -107,12 +107,12 @@ def test_the_metrics_of_a_step(tiny_grpo: Make, tmp_path: Path, sampled: list[Ro
                   "grpo.environments=[planted]", "grpo.updates_per_batch=2"))  # fmt: skip
     lines = logged(tmp_path, "train/reward")
     for line, rollouts in zip(lines, sampled, strict=True):
-        texts = [answer.text for group in rollouts.groups for answer in group.answers]
+        texts = [completion.text for group in rollouts.groups for completion in group.completions]
         rewards = [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in texts]
         assert line["train/reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
         assert line["train/raw_reward"] == line["train/reward"]
         assert line["train/gold_reward"] == pytest.approx(sum(map(len, texts)) / len(texts) / 100, abs=1e-6)
-        lengths = [len(answer.token_ids) for group in rollouts.groups for answer in group.answers]
+        lengths = [len(completion.token_ids) for group in rollouts.groups for completion in group.completions]
         assert line["train/mean_gen_tokens_per_sample"] == pytest.approx(sum(lengths) / len(lengths))
         assert line["planted_env/num_samples"] == 16 and line["planted_env/num_failed"] == 0
         # the policy that samples is the one that learns: the same log-probabilities
@@ -120,7 +120,7 @@ def test_the_metrics_of_a_step(tiny_grpo: Make, tmp_path: Path, sampled: list[Ro
         assert line["train/lr"] == 0.01 and line["train/num_failed"] == line["train/num_masked"] == 0
     assert [line["train/prompts_drawn"] for line in lines] == [4, 8]
     assert lines[1]["epoch"] == pytest.approx(8 / 42)
-    for line in lines:  # of an answer, as in validations
+    for line in lines:  # of a completion, as in validations
         per_token, tokens = line["train/kl_per_token"], line["train/mean_gen_tokens_per_sample"]
         assert line["train/kl"] == pytest.approx(per_token * tokens, rel=1e-5) and per_token > 0
 
@@ -157,7 +157,7 @@ def test_kl_in_the_reward_is_subtracted(tiny_grpo: Make, tmp_path: Path) -> None
     assert len(lines) == 3 and lines[0]["train/kl_penalty"] == 0.0 != lines[2]["train/kl_penalty"]
 
 
-def test_answers_of_which_nothing_is_used(tiny_grpo: Make, tmp_path: Path) -> None:
+def test_completions_of_which_nothing_is_used(tiny_grpo: Make, tmp_path: Path) -> None:
     """All are cut off, and so masked: there is nothing to learn from, and the run goes on."""
     outcome = run(tiny_grpo(*SHORT, "policy.generation.max_new_tokens=1", "grpo.truncated=mask", "grpo.seed=3"))
     assert outcome.step == 2
@@ -172,9 +172,11 @@ def test_log_period_and_samples(tiny_grpo: Make, tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (tmp_path / "logs" / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [2, 2, 4, 4, 5, 5]
     assert samples[0]["prompt"] == samples[2]["prompt"] == samples[4]["prompt"]
-    assert all(len(sample["answers"]) == 2 for sample in samples)
-    answer = samples[0]["answers"][0]
-    assert answer["reward"] == answer["raw_reward"] and answer["gold_reward"] is None and answer["kl"] > 0
+    assert all(len(sample["completions"]) == 2 for sample in samples)
+    completion = samples[0]["completions"][0]
+    assert (
+        completion["reward"] == completion["raw_reward"] and completion["gold_reward"] is None and completion["kl"] > 0
+    )
 
 
 HACK = (

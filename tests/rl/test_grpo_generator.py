@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 
 
 class VllmServer:
-    """What vLLM answers, as far as the loop asks. It is dead from its `dies_at`-th request of the path `dies_in` on."""
+    """As much of vLLM as the loop asks. It is dead from its `dies_at`-th request of the path `dies_in` on."""
 
     def __init__(self) -> None:
         self.policy: PolicyModel | None = None
@@ -129,19 +129,19 @@ def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
     assert result_of(tmp_path) == uninterrupted
 
 
-def test_answers_that_came_as_text_are_counted_for_each_step(
+def test_completions_that_came_as_text_are_counted_for_each_step(
     start: Callable[..., GRPOOutcome], tmp_path: Path, result_of: Callable[[Path], dict[str, Any]]
 ) -> None:
     """Those of validations, which lie between the steps, are not among them."""
 
-    def answer(asked: Asked) -> Any:
+    def completion(asked: Asked) -> Any:
         choices = [
             {"index": g, "text": word, "finish_reason": "length", "logprobs": {"tokens": [word] * 50} if g else None}
             for g, word in enumerate(("sun", "moon", "rain", "a leaf")[: asked.json["n"]])
         ]
         return 200, {"choices": choices}
 
-    with Loopback(answer) as text_server:
+    with Loopback(completion) as text_server:
         options = f"backend: openai, url: {text_server.url}, model: m, max_new_tokens: 8, retokenize: true"
         assert start(f"policy.generation={{{options}}}").step == 4
     lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]

@@ -246,13 +246,13 @@ def test_an_environment_that_fails_stops_at_a_saved_state_and_is_mended(
     trouble: dict[str, float],
 ) -> None:
     orders(after=60, **trouble)  # in the middle of a step's draws
-    with pytest.raises(ModelError, match="too many answers have no reward") as caught:
+    with pytest.raises(ModelError, match="too many completions have no reward") as caught:
         start()
     assert "max_failed_share" in str(caught.value) and "told to fail" in str(caught.value) or "nan" in trouble
     (said,) = [r.getMessage() for r in caplog.records if "is saved: the same command" in r.getMessage()]
     step = int(said.split()[1])
     assert 0 < step < 6 and (tmp_path / "checkpoints" / f"step_{step}").is_dir()
-    with pytest.raises(ModelError, match="too many answers"):
+    with pytest.raises(ModelError, match="too many completions"):
         start()  # it was not mended
     orders()
     assert start().step == 6
@@ -263,9 +263,9 @@ def test_a_failure_before_anything_was_learnt_does_not_claim_a_checkpoint(
     start: Callable[..., GRPOOutcome], orders: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     orders(fail=1)
-    with pytest.raises(ModelError, match="too many answers"):
+    with pytest.raises(ModelError, match="too many completions"):
         start()
-    assert "Step 1 cannot be taken: too many answers have no reward" in caplog.text
+    assert "Step 1 cannot be taken: too many completions have no reward" in caplog.text
     assert "saved" not in caplog.text and not list((tmp_path / "checkpoints").glob("step_*"))
 
 

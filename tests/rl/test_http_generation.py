@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import Answer, AnswerGroup, Prompt, prompt_lengths
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.generation import GenerationError, GenerationSettings
 from treeward.rl.http_generation import HttpGenerator, ServerSettings
 from treeward.rl.sampling import Row, Sampled, sample, uniforms
@@ -30,7 +30,7 @@ ENDS = list(range(3, 120))
 
 
 class Served:
-    """A server with a policy of its own. `change(reply)` alters what it answers; `statuses` come before any answer."""
+    """A server with a policy of its own. `change(reply)` alters its responses; `statuses` come before any of them."""
 
     def __init__(self, policy: PolicyModel, tokenizer: Any, *, raw: bool = False) -> None:
         self.policy, self.tokenizer, self.raw = copy.deepcopy(policy), tokenizer, raw
@@ -51,14 +51,14 @@ class Served:
             if status is None:
                 return None
             if status != 200:
-                return status, {"error": {"message": f"told to answer {status}"}}
+                return status, {"error": {"message": f"told to say {status}"}}
             with self.lock:
-                return self._answer(asked)
+                return self._completion(asked)
         finally:
             with self.lock:
                 self._at_once -= 1
 
-    def _answer(self, asked: Asked) -> Any:
+    def _completion(self, asked: Asked) -> Any:
         body = asked.json
         if asked.path == "/v1/completions":
             return 200, self.change(self._completions(body))
@@ -123,7 +123,7 @@ class Served:
         return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": choices}
 
     def _generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        answers = []
+        completions = []
         for ids, sampling in zip(body["input_ids"], body["sampling_params"], strict=True):
             found, text, reason = self._sampled(ids, sampling["max_new_tokens"], sampling["sampling_seed"], sampling)
             length = {"type": "length", "length": len(found.token_ids)}
@@ -137,8 +137,8 @@ class Served:
             if body["return_logprob"]:
                 pairs = zip(found.log_probs, found.token_ids, strict=True)
                 meta["output_token_logprobs"] = [[x, i, None] for x, i in pairs]
-            answers.append({"text": text, "output_ids": found.token_ids, "meta_info": meta})
-        return answers
+            completions.append({"text": text, "output_ids": found.token_ids, "meta_info": meta})
+        return completions
 
 
 @pytest.fixture(scope="module")
@@ -177,13 +177,13 @@ def serving(
         made.close()
 
 
-def answers_of(groups: list[AnswerGroup]) -> list[Answer]:
-    return [answer for group in groups for answer in group.answers]
+def completions_of(groups: list[CompletionGroup]) -> list[SampledCompletion]:
+    return [completion for group in groups for completion in group.completions]
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_answers_are_the_tokens_that_the_server_sampled(
+def test_completions_are_the_tokens_that_the_server_sampled(
     policy: PolicyModel, tiny_tokenizer: Any, backend: str, temperature: float
 ) -> None:
     with serving(policy, tiny_tokenizer, backend=backend, temperature=temperature, max_new_tokens=6) as (
@@ -192,22 +192,22 @@ def test_answers_are_the_tokens_that_the_server_sampled(
         loopback,
     ):
         generator.load_weights(policy, 0)
-        groups = generator.generate(PROMPTS, IDS, num_answers=8, seed=1)
+        groups = generator.generate(PROMPTS, IDS, num_completions=8, seed=1)
         assert [group.prompt for group in groups] == PROMPTS
         assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
         found = policy.log_probs([g.sequences for g in groups], prompt_lengths(groups), temperature=temperature)
-        for s, answer in enumerate(answers_of(groups)):
+        for s, completion in enumerate(completions_of(groups)):
             own = found.values_SL[s][found.mask_SL[s]].detach()
-            assert torch.allclose(own, torch.tensor(answer.log_probs), atol=1e-4)
-            assert answer.truncated == (answer.token_ids[-1] not in ENDS)
-            kept = answer.token_ids if answer.truncated else answer.token_ids[:-1]
-            assert answer.text == tiny_tokenizer.decode(kept, skip_special_tokens=True)
-        tokens = [answer.token_ids for answer in answers_of(groups)]
-        assert len(set(tokens)) > 8 and len({a.truncated for a in answers_of(groups)}) == 2
-        assert generator.generate(PROMPTS, IDS, num_answers=8, seed=1) == groups
-        other = generator.generate(PROMPTS, IDS, num_answers=8, seed=2)
+            assert torch.allclose(own, torch.tensor(completion.log_probs), atol=1e-4)
+            assert completion.truncated == (completion.token_ids[-1] not in ENDS)
+            kept = completion.token_ids if completion.truncated else completion.token_ids[:-1]
+            assert completion.text == tiny_tokenizer.decode(kept, skip_special_tokens=True)
+        tokens = [completion.token_ids for completion in completions_of(groups)]
+        assert len(set(tokens)) > 8 and len({a.truncated for a in completions_of(groups)}) == 2
+        assert generator.generate(PROMPTS, IDS, num_completions=8, seed=1) == groups
+        other = generator.generate(PROMPTS, IDS, num_completions=8, seed=2)
         assert other != groups
-        for asked in loopback.requests[-3:]:  # the answers are in the server's order, by index
+        for asked in loopback.requests[-3:]:  # the completions are in the server's order, by index
             body = asked.json
             ids = body["prompt"] if backend == "vllm" else body["input_ids"][0]
             (group,) = (group for group in other if group.prompt_ids == tuple(ids))
@@ -216,12 +216,12 @@ def test_answers_are_the_tokens_that_the_server_sampled(
                 want = [tuple(choice["token_ids"]) for choice in choices]
             else:
                 want = [tuple(part["output_ids"]) for part in served._generate(body)]
-            assert [answer.token_ids for answer in group.answers] == want
+            assert [completion.token_ids for completion in group.completions] == want
 
 
 def test_what_a_server_has_defaults_of_its_own_for_is_said(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with serving(policy, tiny_tokenizer, stop_strings=("x y",)) as (generator, _, loopback):
-        generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
         body = loopback.requests[0].json
         assert body.items() >= {
             "prompt": IDS[0], "n": 2, "max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
@@ -230,10 +230,10 @@ def test_what_a_server_has_defaults_of_its_own_for_is_said(policy: PolicyModel, 
         }.items()  # fmt: skip
         assert loopback.requests[0].path == "/v1/completions"
     with serving(policy, tiny_tokenizer, top_p=0.9, top_k=7) as (generator, _, loopback):
-        generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
         assert loopback.requests[0].json.items() >= {"top_p": 0.9, "top_k": 7}.items()
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, _, loopback):
-        generator.generate(PROMPTS[:1], IDS[:1], num_answers=3, seed=1)
+        generator.generate(PROMPTS[:1], IDS[:1], num_completions=3, seed=1)
         body = loopback.requests[0].json
         assert body["input_ids"] == [IDS[0]] * 3 and body["return_logprob"] is True
         assert len({sampling["sampling_seed"] for sampling in body["sampling_params"]}) == 3
@@ -243,32 +243,32 @@ def test_what_a_server_has_defaults_of_its_own_for_is_said(policy: PolicyModel, 
 def test_stop_strings_and_the_room_that_is_left(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     limit = policy.hf.config.max_position_embeddings
     with serving(policy, tiny_tokenizer, max_new_tokens=30) as (generator, _, loopback):
-        free = answers_of(generator.generate(PROMPTS, IDS, num_answers=6, seed=3))
-        longest = max(free, key=lambda answer: len(answer.text))
-        generator.generate(PROMPTS[:1], [[5] * (limit - 3)], num_answers=1, seed=0)
+        free = completions_of(generator.generate(PROMPTS, IDS, num_completions=6, seed=3))
+        longest = max(free, key=lambda completion: len(completion.text))
+        generator.generate(PROMPTS[:1], [[5] * (limit - 3)], num_completions=1, seed=0)
         assert loopback.requests[-1].json["max_tokens"] == 3
         with pytest.raises(ModelError, match="row 0.*no room"):
-            generator.generate(PROMPTS[:1], [[5] * limit], num_answers=1, seed=0)
+            generator.generate(PROMPTS[:1], [[5] * limit], num_completions=1, seed=0)
     stop = longest.text[4:6]
     with serving(policy, tiny_tokenizer, max_new_tokens=30, stop_strings=(stop,)) as (generator, _, _):
-        answer = answers_of(generator.generate(PROMPTS, IDS, num_answers=6, seed=3))[free.index(longest)]
-        assert answer.token_ids == longest.token_ids[: len(answer.token_ids)] != longest.token_ids
-        assert answer.text == longest.text[: longest.text.index(stop)] and not answer.truncated
+        completion = completions_of(generator.generate(PROMPTS, IDS, num_completions=6, seed=3))[free.index(longest)]
+        assert completion.token_ids == longest.token_ids[: len(completion.token_ids)] != longest.token_ids
+        assert completion.text == longest.text[: longest.text.index(stop)] and not completion.truncated
 
 
 def test_no_more_requests_at_a_time_than_were_allowed(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with serving(policy, tiny_tokenizer, server={"max_concurrency": 2}) as (generator, served, loopback):
         served.delay = 0.05
-        generator.generate(PROMPTS * 3, IDS * 3, num_answers=1, seed=1)
+        generator.generate(PROMPTS * 3, IDS * 3, num_completions=1, seed=1)
         assert served.most_at_once == 2 and len(loopback.requests) == 9
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
 def test_a_busy_or_restarting_server_is_asked_again(policy: PolicyModel, tiny_tokenizer: Any, backend: str) -> None:
     with serving(policy, tiny_tokenizer, backend=backend) as (generator, served, loopback):
-        want = generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        want = generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
         served.statuses = [429, 503, 500, None]
-        assert generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1) == want
+        assert generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1) == want
         assert len(loopback.requests) == 6
         aborted = iter([True, False])
 
@@ -281,7 +281,7 @@ def test_a_busy_or_restarting_server_is_asked_again(policy: PolicyModel, tiny_to
             return reply
 
         served.change = abort_once
-        assert generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1) == want
+        assert generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1) == want
 
 
 def test_a_server_that_fails_is_named_in_time(policy: PolicyModel, tiny_tokenizer: Any) -> None:
@@ -289,29 +289,29 @@ def test_a_server_that_fails_is_named_in_time(policy: PolicyModel, tiny_tokenize
         served.delay = 5.0
         start = time.monotonic()
         with pytest.raises(GenerationError, match="not answered in time") as caught:
-            generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+            generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
         assert time.monotonic() - start < 4.0
-        assert loopback.url in str(caught.value) and "2 answers of at most 12 tokens" in str(caught.value)
+        assert loopback.url in str(caught.value) and "2 completions of at most 12 tokens" in str(caught.value)
         assert "resume" in str(caught.value)
     with serving(policy, tiny_tokenizer, server={"timeout_seconds": 0.5, "max_retries": 50}) as (generator, served, _):
         served.statuses = [500] * 1000
         with pytest.raises(GenerationError, match="500"):
-            generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+            generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
     with serving(policy, tiny_tokenizer, server={"max_retries": 1}) as (generator, served, loopback):
         served.statuses = [None] * 100
         with pytest.raises(GenerationError, match="cannot be reached"):
-            generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+            generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
     with pytest.raises(GenerationError, match="cannot be reached"):  # it is gone altogether
         HttpGenerator(policy, tiny_tokenizer, ServerSettings(loopback.url, max_retries=1), end_ids=ENDS).generate(
-            PROMPTS, IDS, num_answers=2, seed=1
+            PROMPTS, IDS, num_completions=2, seed=1
         )
 
 
 def test_a_refusal_is_told_at_once(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with serving(policy, tiny_tokenizer) as (generator, served, loopback):
         served.statuses = [400]
-        with pytest.raises(GenerationError, match=r"(?s)told to answer 400.*row 0.*longest sequence"):
-            generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+        with pytest.raises(GenerationError, match=r"(?s)told to say 400.*row 0.*longest sequence"):
+            generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
         assert len(loopback.requests) == 1
 
 
@@ -341,7 +341,7 @@ def _said(change: Callable[[list[float]], Any]) -> Callable[[Any], Any]:
         (lambda _: [], "object"),
         (lambda _: {"object": "error"}, "no list choices"),
         (lambda reply: reply | {"choices": ["text"] * 2}, "object"),
-        (_drop, "choices with the indices|1 answers instead of 2"),
+        (_drop, "choices with the indices|1 completions instead of 2"),
         (_each(index=0), "indices"),
         (_each(finish_reason="content_filter"), "content_filter"),
         (_each(token_ids=[VOCABULARY]), f"{VOCABULARY}"),
@@ -356,47 +356,49 @@ def _said(change: Callable[[list[float]], Any]) -> Callable[[Any], Any]:
         (_each(token_ids=None, logprobs=None), "which tokens it sampled"),
     ],
 )  # fmt: skip
-def test_an_answer_that_is_malformed_is_refused(
+def test_an_completion_that_is_malformed_is_refused(
     policy: PolicyModel, tiny_tokenizer: Any, change: Callable[[Any], Any], what: str
 ) -> None:
     with serving(policy, tiny_tokenizer) as (generator, served, loopback):
         served.change = change
         with pytest.raises(GenerationError, match=what) as caught:
-            generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+            generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
         assert loopback.url in str(caught.value) and "row 0" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda reply: reply[:1], "1 answers instead of 2"),
+        (lambda reply: reply[:1], "1 completions instead of 2"),
         (lambda reply: [part | {"output_ids": [7] * 9} for part in reply], "others than those"),
         (lambda reply: [part | {"meta_info": {"finish_reason": {"type": "stop"}}} for part in reply], "no list"),
         (lambda reply: [{"text": part["text"]} for part in reply], "object"),
     ],
 )
-def test_an_answer_of_sglang_that_is_malformed_is_refused(
+def test_an_completion_of_sglang_that_is_malformed_is_refused(
     policy: PolicyModel, tiny_tokenizer: Any, change: Callable[[Any], Any], what: str
 ) -> None:
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
         served.change = change
         with pytest.raises(GenerationError, match=what):
-            generator.generate(PROMPTS[:1], IDS[:1], num_answers=2, seed=1)
+            generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
 
 
 def test_older_forms_with_the_same_tokens(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with serving(policy, tiny_tokenizer) as (generator, served, _):
-        want = generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+        want = generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
         served.change = _each(token_ids=None, prompt_token_ids=None)  # vLLM before 0.10.2: names in logprobs
-        assert generator.generate(PROMPTS, IDS, num_answers=2, seed=1) == want
+        assert generator.generate(PROMPTS, IDS, num_completions=2, seed=1) == want
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
-        want = generator.generate(PROMPTS, IDS, num_answers=1, seed=1)
+        want = generator.generate(PROMPTS, IDS, num_completions=1, seed=1)
         served.change = lambda reply: reply[0] | {"output_ids": reply[0]["output_ids"][:-1]}  # a trimmed stop token
-        assert generator.generate(PROMPTS, IDS, num_answers=1, seed=1) == want
+        assert generator.generate(PROMPTS, IDS, num_completions=1, seed=1) == want
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_empty_answers_and_answers_without_log_probs(policy: PolicyModel, tiny_tokenizer: Any, backend: str) -> None:
+def test_empty_completions_and_completions_without_log_probs(
+    policy: PolicyModel, tiny_tokenizer: Any, backend: str
+) -> None:
     def empty(reply: Any) -> Any:
         for part in reply if backend == "sglang" else reply["choices"]:
             if backend == "sglang":
@@ -406,14 +408,18 @@ def test_empty_answers_and_answers_without_log_probs(policy: PolicyModel, tiny_t
         return reply
 
     with serving(policy, tiny_tokenizer, backend=backend) as (generator, served, _):
-        want = generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
+        want = generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
         served.change = empty
-        answers = answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1))
-        assert all((answer.token_ids, answer.text, answer.log_probs) == ((), "", ()) for answer in answers)
+        completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
+        assert all(
+            (completion.token_ids, completion.text, completion.log_probs) == ((), "", ()) for completion in completions
+        )
     with serving(policy, tiny_tokenizer, backend=backend, log_probs=False) as (generator, _, loopback):
-        answers = answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1))
-        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in answers_of(want)]
-        assert all(answer.log_probs is None for answer in answers)
+        completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
+        assert [completion.token_ids for completion in completions] == [
+            completion.token_ids for completion in completions_of(want)
+        ]
+        assert all(completion.log_probs is None for completion in completions)
         assert "logprobs" not in loopback.requests[0].json and not loopback.requests[0].json.get("return_logprob")
 
 
@@ -422,18 +428,18 @@ def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: Po
         serving(policy, tiny_tokenizer, backend="openai") as (generator, _, _),
         pytest.raises(GenerationError, match=r"(?s)which tokens it sampled.*retokenize"),
     ):
-        generator.generate(PROMPTS, IDS, num_answers=2, seed=1)
-    for text, apart in (("naïve é中🦉 answer", False), ("an answer", True)):
+        generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
+    for text, apart in (("naïve é中🦉 completion", False), ("a completion", True)):
         with serving(policy, tiny_tokenizer, backend="openai", server={"retokenize": True}) as (generator, served, _):
             ids = tiny_tokenizer(text, add_special_tokens=False).input_ids
             names = [tiny_tokenizer.decode([i]) for i in ids] + ["more"] * (3 * apart)
             served.change = _each(text=text, finish_reason="length", logprobs={"tokens": names, "token_logprobs": []})
-            answers = answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1))
-            assert {(answer.token_ids, answer.text, answer.log_probs) for answer in answers} == {
+            completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
+            assert {(completion.token_ids, completion.text, completion.log_probs) for completion in completions} == {
                 (tuple(ids), text, None)
             }
             assert generator.metrics() == {"num_retokenized": 6, "num_retokenized_apart": 6 * apart}
-            generator.generate(PROMPTS[:1], IDS[:1], num_answers=1, seed=1)
+            generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
             assert generator.metrics() == {"num_retokenized": 7, "num_retokenized_apart": 7 * apart}
     with pytest.raises(ConfigError, match="top_k"):
         HttpGenerator(
@@ -447,7 +453,7 @@ def test_the_key_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("POLICY_KEY", "secret-1")
     with serving(policy, tiny_tokenizer, server={"api_key_env": "POLICY_KEY"}) as (generator, _, loopback):
-        generator.generate(PROMPTS[:1], IDS[:1], num_answers=1, seed=1)
+        generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
         assert loopback.requests[0].headers["authorization"] == "Bearer secret-1"
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         HttpGenerator(policy, tiny_tokenizer, ServerSettings("http://x", api_key_env="NO_SUCH_KEY"), end_ids=ENDS)
@@ -477,9 +483,9 @@ def test_a_server_loads_the_weights_from_a_folder(
             generator.load_weights(changed, version)
             assert generator.version == version
             assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version-{version}"]
-            (group,) = generator.generate(PROMPTS[:1], IDS[:1], num_answers=1, seed=1)
+            (group,) = generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
             own = changed.log_probs([group.sequences], [[len(IDS[0])]]).values_SL[0].detach()
-            assert torch.allclose(own, torch.tensor(group.answers[0].log_probs), atol=1e-4)
+            assert torch.allclose(own, torch.tensor(group.completions[0].log_probs), atol=1e-4)
         paths = [asked.path for asked in loopback.requests]
         assert ("/update_weights_from_disk" in paths) == (backend == "sglang")
         assert ("/collective_rpc" in paths and "/reset_prefix_cache" in paths) == (backend == "vllm")
@@ -503,7 +509,7 @@ def test_weights_that_did_not_arrive_stop_the_run(
         with pytest.raises(GenerationError, match="the server says version 3"):
             generator.load_weights(policy, 4)
     with serving(policy, tiny_tokenizer, generator=sync) as (generator, served, _):
-        monkeypatch.setattr(served, "_answer", lambda asked: (404, {"detail": "Not Found"}))
+        monkeypatch.setattr(served, "_completion", lambda asked: (404, {"detail": "Not Found"}))
         with pytest.raises(GenerationError, match="VLLM_SERVER_DEV_MODE"):
             generator.load_weights(policy, 1)
 
@@ -517,7 +523,9 @@ def test_log_probs_at_another_temperature_are_found(policy: PolicyModel, tiny_to
         generator.load_weights(policy, 0)
     with serving(policy, tiny_tokenizer, raw=True, temperature=0.5, top_p=0.9) as (generator, _, _):
         generator.load_weights(policy, 0)  # neither of vLLM's are of use here
-        assert all(a.log_probs is None for a in answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1)))
+        assert all(
+            a.log_probs is None for a in completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
+        )
 
 
 @pytest.mark.parametrize(("backend", "unusable"), [("vllm", True), ("sglang", False)])
@@ -536,8 +544,8 @@ def test_log_probs_after_top_p_and_top_k_are_not_taken_for_those_before(
         serving(policy, tiny_tokenizer, backend=backend, temperature=1.0, **filters) as (generator, _, _),
     ):
         generator.load_weights(policy, 0)  # compared without filters, which every server can be
-        answers = answers_of(generator.generate(PROMPTS, IDS, num_answers=2, seed=1))
-        assert {answer.log_probs is None for answer in answers} == {unusable}
+        completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
+        assert {completion.log_probs is None for completion in completions} == {unusable}
         assert ("top_k or top_p" in caplog.text) == unusable
         with pytest.raises(GenerationError, match="not those of the policy"):
             generator._sync = lambda policy, version: None

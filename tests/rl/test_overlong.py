@@ -9,35 +9,39 @@ import pytest
 import torch
 
 from treeward.errors import ConfigError
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.overlong import (
-    answer_lengths,
+    completion_lengths,
     less_overlong_penalty,
     less_truncation_penalty,
     scaled,
-    truncated_answers,
-    used_answers,
+    truncated_completions,
+    used_completions,
 )
 
-GROUP = AnswerGroup(Prompt(()), (3, 4), (Answer((5, 6, 7), "", True), Answer((5,), "", False), Answer((), "", False)))
-GROUPS = [GROUP, replace(GROUP, answers=GROUP.answers[:1]), replace(GROUP, answers=())]
+GROUP = CompletionGroup(
+    Prompt(()),
+    (3, 4),
+    (SampledCompletion((5, 6, 7), "", True), SampledCompletion((5,), "", False), SampledCompletion((), "", False)),
+)
+GROUPS = [GROUP, replace(GROUP, completions=GROUP.completions[:1]), replace(GROUP, completions=())]
 
 
 def test_lengths_and_truncation_of_groups_of_different_sizes() -> None:
-    assert answer_lengths(GROUPS).tolist() == [[3, 1, 0], [3, 0, 0], [0, 0, 0]]
-    assert truncated_answers(GROUPS).tolist() == [[True, False, False], [True, False, False], [False] * 3]
-    assert answer_lengths([]).dtype == torch.int64 and truncated_answers([]).dtype == torch.bool
+    assert completion_lengths(GROUPS).tolist() == [[3, 1, 0], [3, 0, 0], [0, 0, 0]]
+    assert truncated_completions(GROUPS).tolist() == [[True, False, False], [True, False, False], [False] * 3]
+    assert completion_lengths([]).dtype == torch.int64 and truncated_completions([]).dtype == torch.bool
 
 
-def test_used_answers() -> None:
+def test_used_completions() -> None:
     known = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     for truncated in ("keep", "penalty"):
-        used = used_answers(GROUPS, known, truncated=truncated)  # type: ignore[arg-type]
+        used = used_completions(GROUPS, known, truncated=truncated)  # type: ignore[arg-type]
         assert used.tolist() == [[True, True, False], [True, False, False], [False] * 3]
-    masked = used_answers(GROUPS, known, truncated="mask")
+    masked = used_completions(GROUPS, known, truncated="mask")
     assert masked.tolist() == [[False, True, False], [False] * 3, [False] * 3]
     known[0, 1] = 0
-    assert not used_answers(GROUPS, known, truncated="mask").any()
+    assert not used_completions(GROUPS, known, truncated="mask").any()
 
 
 def test_a_truncation_penalty_lowers_every_reward_by_the_same() -> None:

@@ -35,12 +35,12 @@ def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyL
     for s in range(4):
         tokens = [t for t in range(4) if MASK[s, t]]
         a = float(ADVANTAGES[s])
-        by_answer = settings.sequence_level_importance_ratios
+        by_completion = settings.sequence_level_importance_ratios
         for t in tokens:
             weight = 1.0 if settings.reduction == "token" else 1.0 / len(tokens)
             ratio = math.exp(float(new[s, t] - old[s, t]))
             correction = math.exp(float(old[s, t] - said[s, t]))
-            if by_answer:
+            if by_completion:
                 ratio = math.exp(sum(float(new[s, u] - old[s, u]) for u in tokens) / len(tokens))
                 correction = math.exp(sum(float(old[s, u] - said[s, u]) for u in tokens))
             gain = min(ratio * a, min(max(ratio, 1 - settings.ratio_clip_min), 1 + settings.ratio_clip_max) * a)

@@ -1,4 +1,5 @@
-"""Groups of answers get the rewards that their environments say, each in its place; what is missing is never a number.
+"""Groups of completions get the rewards that their environments say, each in its place; what is missing is never a
+number.
 
 How environments that hang are contained is in `test_asking.py`.
 """
@@ -23,7 +24,7 @@ from treeward.data.preference import Message
 from treeward.environments.interface import Environment, EnvironmentReturn, Reward
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.rewarding import RewardSource, chosen_names, make_reward_source
 from treeward.scoring.scorer import Scorer
 
@@ -51,7 +52,7 @@ class Toy(Environment):
 
 
 class Lengths(Environment):
-    """By its dotted path: the length of the answer, and how many of it were made and shut down."""
+    """By its dotted path: the length of the completion, and how many of it were made and shut down."""
 
     made = 0
     shut = 0
@@ -72,7 +73,7 @@ class Lengths(Environment):
 
 
 class Counting(Environment):
-    """Rewards by how many samples it has rewarded before; raises where an answer says so, after it has counted."""
+    """Rewards by how many samples it has rewarded before; raises where a completion says so, after it has counted."""
 
     name = "counting"
 
@@ -105,11 +106,13 @@ def length(text: str, info: Mapping[str, Any]) -> float:
     return float(len(text))
 
 
-def group(*texts: str, environment: Any = None, where: str | None = None, **info: Any) -> AnswerGroup:
-    """A prompt with answers; one whose text ends in "..." was cut off."""
+def group(*texts: str, environment: Any = None, where: str | None = None, **info: Any) -> CompletionGroup:
+    """A prompt with completions; one whose text ends in "..." was cut off."""
     chosen = info if environment is None else {**info, "environment": environment}
     prompt = Prompt(({"role": "user", "content": "Say something."},), chosen, where)
-    return AnswerGroup(prompt, (1, 2), tuple(Answer((3,), text, truncated=text.endswith("...")) for text in texts))
+    return CompletionGroup(
+        prompt, (1, 2), tuple(SampledCompletion((3,), text, truncated=text.endswith("...")) for text in texts)
+    )
 
 
 def rows(values_PG: Tensor) -> list[list[float | None]]:
@@ -181,12 +184,12 @@ def test_missing_rewards_are_counted_by_their_reason(caplog: pytest.LogCaptureFi
         found = source.reward([group("good", "nan", "none"), group("none", "inf", "huge", where="rows.jsonl:7")])
     assert rows(found.rewards_PG) == [[1, None, None], [None, None, None]] == rows(found.raw_PG)
     assert {reason: (one.count, one.example) for reason, one in found.errors.items()} == {
-        "toy: the reward is nan": (1, "prompt 0, answer 1"),
-        "toy: too long": (2, "prompt 0, answer 2"),
-        "toy: the reward is -inf": (1, "rows.jsonl:7, answer 1"),
-        "toy: the reward is inf": (1, "rows.jsonl:7, answer 2"),  # in float32
+        "toy: the reward is nan": (1, "prompt 0, completion 1"),
+        "toy: too long": (2, "prompt 0, completion 2"),
+        "toy: the reward is -inf": (1, "rows.jsonl:7, completion 1"),
+        "toy: the reward is inf": (1, "rows.jsonl:7, completion 2"),  # in float32
     }
-    assert "5 of 6 answers have no reward: 2 x toy: too long (prompt 0, answer 2)" in caplog.text
+    assert "5 of 6 completions have no reward: 2 x toy: too long (prompt 0, completion 2)" in caplog.text
     assert found.metrics["toy/num_failed"] == 5 and found.metrics["toy/component/style"] == 4
     assert "toy/component/odd" not in found.metrics
     style = source.reward([group("good", "fine")]).metrics["toy/component/style"]
@@ -368,7 +371,7 @@ def test_validation_and_gold_leave_the_state() -> None:
         RewardSource({"counting": counting}, {"counting": 1.0}).gold(groups)
 
 
-def test_gold_is_that_of_every_answer_whatever_its_prompt_chose() -> None:
+def test_gold_is_that_of_every_completion_whatever_its_prompt_chose() -> None:
     gold = Toy(lambda text, _: None if text == "?" else 3.0 * len(text), "gold")
     source = RewardSource({"a": Toy(length)}, {"a": 1.0}, gold=gold)
     assert rows(source.gold([group("x", "yy", environment="a"), group("?", "z")])) == [[3, 6], [None, 3]]
@@ -441,12 +444,12 @@ def model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
     return write_signed_model(tmp_path_factory.mktemp("rewarding") / "model", tiny_tokenizer, seed=3, max_length=160)
 
 
-ANSWERS = [group("Bread.", "Bread, and a little salt.", "No."), group("Well...", "word " * 300, "Good morning!")]
+COMPLETIONS = [group("Bread.", "Bread, and a little salt.", "No."), group("Well...", "word " * 300, "Good morning!")]
 
 
 def scores(model: Path) -> list[list[float | None]]:
     scorer = Scorer.load(str(model), device="cpu", dtype=torch.float32)
-    return [[one.score for one in scorer.score(each.conversations, on_error="mask")] for each in ANSWERS]
+    return [[one.score for one in scorer.score(each.conversations, on_error="mask")] for each in COMPLETIONS]
 
 
 def assert_close(got: Tensor, want: Sequence[Sequence[float | None]]) -> None:
@@ -458,7 +461,7 @@ def test_a_reward_model_gives_the_scorers_numbers(model: Path) -> None:
     shaping = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.25}
     section = {"reward_model": {"model_name": str(model), "precision": "float32", "reward_shaping": shaping}}
     source = make_reward_source(section, {"reward_model": 1.0})
-    found = source.reward(ANSWERS)
+    found = source.reward(COMPLETIONS)
     want = scores(model)
     assert want[1][1] is None  # too long
     assert_close(found.raw_PG, want)
@@ -472,13 +475,13 @@ def test_running_statistics_are_saved(model: Path) -> None:
     shaping = {"normalize_rewards": True, "running": True}
     config = {"model_name": str(model), "precision": "float32", "reward_shaping": shaping}
     source = RewardSource({"reward_model": RewardModelEnvironment(config)}, {"reward_model": 1.0})
-    source.reward(ANSWERS)
+    source.reward(COMPLETIONS)
     state = source.state_dict()
     assert state["reward_model"]["reward_shaping"]["running"]["count"] == 5
-    want = source.reward(ANSWERS)
+    want = source.reward(COMPLETIONS)
     resumed = RewardSource({"reward_model": RewardModelEnvironment(config)}, {"reward_model": 1.0})
     resumed.load_state_dict(state)
-    assert torch.equal(resumed.reward(ANSWERS).rewards_PG.nan_to_num(9.0), want.rewards_PG.nan_to_num(9.0))
+    assert torch.equal(resumed.reward(COMPLETIONS).rewards_PG.nan_to_num(9.0), want.rewards_PG.nan_to_num(9.0))
     assert resumed.state_dict() == source.state_dict() != state
 
 
@@ -495,19 +498,19 @@ def test_a_ray_actor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         weights = {"reward_model": 1.0, "shape": 0.5}
         here = make_reward_source(section, weights)
         there = make_reward_source(section, weights, on_ray=["reward_model"])
-        want, found = here.reward(ANSWERS), there.reward(ANSWERS)
+        want, found = here.reward(COMPLETIONS), there.reward(COMPLETIONS)
         assert_close(found.rewards_PG, want.rewards_PG.tolist())
         assert_close(found.raw_PG, want.raw_PG.tolist())
         assert found.metrics == pytest.approx(dict(want.metrics), abs=1e-4)
         assert there.state_dict()["reward_model"]["reward_shaping"]["running"]["count"] == 5
         state = there.state_dict()
-        there.reward(ANSWERS)
+        there.reward(COMPLETIONS)
         there.load_state_dict(state)
-        assert_close(there.reward(ANSWERS).rewards_PG, here.reward(ANSWERS).rewards_PG.tolist())
+        assert_close(there.reward(COMPLETIONS).rewards_PG, here.reward(COMPLETIONS).rewards_PG.tolist())
         kept = there.state_dict()
         ray.kill(there._askers["reward_model"].environment._handle)  # type: ignore[union-attr]
         with pytest.raises(ModelError, match="actor of the environment is gone"):
-            there.reward(ANSWERS)
+            there.reward(COMPLETIONS)
         assert there.state_dict() == kept  # with which the run can be saved
         assert not there.shutdown()
     finally:

@@ -12,7 +12,7 @@ import torch
 
 from treeward.environments.interface import reward_metrics
 from treeward.errors import ModelError
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.rollouts import Rollouts, _over_draws, adjusted, collect, sampling_seed
 from treeward.rl.setup import GRPORun, set_up
 
@@ -33,11 +33,11 @@ def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPORun]]:
 
 
 ENDS = ("policy.generation.stop_strings=[a, e, i, o]",)
-"""Some answers end before they are cut off."""
+"""Some completions end before they are cut off."""
 
 
 def texts(rollouts: Rollouts) -> list[list[str]]:
-    return [[answer.text for answer in group.answers] for group in rollouts.groups]
+    return [[completion.text for completion in group.completions] for group in rollouts.groups]
 
 
 def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPORun]) -> None:
@@ -45,7 +45,7 @@ def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPORun]) 
     first, again = collect(run, step=3, drawn=12), collect(run, step=3, drawn=12)
     assert texts(first) == texts(again) and torch.equal(first.rewards_PG, again.rewards_PG)
     assert [g.prompt for g in first.groups] == [run.prompts[i].prompt for i in run.order.take(12, 4)]
-    other = collect(run, step=4, drawn=12)  # the same prompts, other answers
+    other = collect(run, step=4, drawn=12)  # the same prompts, other completions
     assert [g.prompt for g in other.groups] == [g.prompt for g in first.groups] and texts(other) != texts(first)
 
 
@@ -62,7 +62,7 @@ def test_dynamic_sampling_draws_until_there_is_enough(
 ) -> None:
     import planted
 
-    # Every second prompt's answers are all rewarded alike.
+    # Every second prompt's completions are all rewarded alike.
     monkeypatch.setattr(
         planted, "vowels", lambda prompt, response: 0.5 if "moon" in prompt else float(len(response)) + 0.01
     )
@@ -112,7 +112,7 @@ def test_too_many_failures_stop(opened: Callable[..., GRPORun], tmp_path: Path) 
     (tmp_path / "orders.json").write_text('{"fail": 0.5}')
     section = f"env={{planted: {{type: planted.Troubled, orders: {tmp_path}/orders.json}}}}"
     assert collect(opened(section), step=0, drawn=0).metrics["train/num_failed"] == 8
-    with pytest.raises(ModelError, match="too many answers have no reward") as caught:
+    with pytest.raises(ModelError, match="too many completions have no reward") as caught:
         collect(opened(section, "grpo.max_failed_share=0.49"), step=0, drawn=0)
     assert "50% of 16; 8 x planted: told to fail (" in str(caught.value) and "train.jsonl:" in str(caught.value)
     (tmp_path / "orders.json").write_text('{"fail": 1}')
@@ -122,8 +122,8 @@ def test_too_many_failures_stop(opened: Callable[..., GRPORun], tmp_path: Path) 
 
 def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., GRPORun]) -> None:
     found = collect(opened(*ENDS), step=0, drawn=0)
-    cut = torch.tensor([[answer.truncated for answer in group.answers] for group in found.groups])
-    lengths = torch.tensor([[len(answer.token_ids) for answer in group.answers] for group in found.groups])
+    cut = torch.tensor([[completion.truncated for completion in group.completions] for group in found.groups])
+    lengths = torch.tensor([[len(completion.token_ids) for completion in group.completions] for group in found.groups])
     assert cut.any() and not cut.all()
     penalised = opened(*ENDS, "grpo.truncated=penalty", "grpo.truncation_penalty=0.25")
     again = collect(penalised, step=0, drawn=0)
@@ -147,8 +147,8 @@ def test_the_overlong_penalty_ends_where_the_prompt_leaves_no_room(opened: Calla
     config = opened(*options, "policy.generation.max_new_tokens=null").config
     lengths = {20: (34, 39, 44), 62: (0, 1, 2), 4: (40, 45, 50)}
     groups = [
-        AnswerGroup(Prompt(()), (1,) * room, tuple(Answer((5,) * n, "", False) for n in answers))
-        for room, answers in lengths.items()
+        CompletionGroup(Prompt(()), (1,) * room, tuple(SampledCompletion((5,) * n, "", False) for n in completions))
+        for room, completions in lengths.items()
     ]
     assert adjusted(config, groups, torch.ones(3, 3)).tolist() == [[1.0, 0.0, -1.0]] * 3
 

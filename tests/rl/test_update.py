@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.policy_loss import PolicyLossSettings
 from treeward.rl.update import PolicyUpdater
 
-PROMPTS, ANSWERS = 3, 4
+PROMPTS, COMPLETIONS = 3, 4
 LR = 0.05
 
 
@@ -41,39 +41,43 @@ def moved(hf: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
-def experience(seed: int = 0) -> tuple[list[AnswerGroup], Tensor, Tensor]:
+def experience(seed: int = 0) -> tuple[list[CompletionGroup], Tensor, Tensor]:
     generator = np.random.default_rng(seed)
     draw = lambda n: tuple(int(i) for i in generator.integers(3, VOCABULARY, n))  # noqa: E731
     groups = []
     for _ in range(PROMPTS):
         prompt = draw(int(generator.integers(4, 12)))
-        answers = tuple(Answer(draw(int(generator.integers(1, 9))), "", False) for _ in range(ANSWERS))
-        groups.append(AnswerGroup(Prompt(()), prompt, answers))
-    used = torch.ones(PROMPTS, ANSWERS, dtype=torch.bool)
+        completions = tuple(
+            SampledCompletion(draw(int(generator.integers(1, 9))), "", False) for _ in range(COMPLETIONS)
+        )
+        groups.append(CompletionGroup(Prompt(()), prompt, completions))
+    used = torch.ones(PROMPTS, COMPLETIONS, dtype=torch.bool)
     used[0, 1] = False
-    return groups, torch.from_numpy(generator.normal(size=(PROMPTS, ANSWERS))).float(), used
+    return groups, torch.from_numpy(generator.normal(size=(PROMPTS, COMPLETIONS))).float(), used
 
 
-def row_log_probs(model: PreTrainedModel, group: AnswerGroup, g: int, temperature: float = 1.0) -> Tensor:
-    sequence = [*group.prompt_ids, *group.answers[g].token_ids]
+def row_log_probs(model: PreTrainedModel, group: CompletionGroup, g: int, temperature: float = 1.0) -> Tensor:
+    sequence = [*group.prompt_ids, *group.completions[g].token_ids]
     model.set_attn_implementation("eager")  # a `PolicyModel` of it leaves its own
     logits = (model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0] / temperature).log_softmax(-1)
     picked = logits[:-1].gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
     return picked[len(group.prompt_ids) - 1 :]
 
 
-def said_by(hf: PreTrainedModel, groups: Sequence[AnswerGroup], offset: float, noise: float = 0.0) -> list[AnswerGroup]:
+def said_by(
+    hf: PreTrainedModel, groups: Sequence[CompletionGroup], offset: float, noise: float = 0.0
+) -> list[CompletionGroup]:
     """The same groups, with log-probabilities of a generator that is off."""
     torch.manual_seed(0)
     said = []
     with torch.no_grad():
         for group in groups:
-            rows = [row_log_probs(hf, group, g) for g in range(len(group.answers))]
-            answers = [
+            rows = [row_log_probs(hf, group, g) for g in range(len(group.completions))]
+            completions = [
                 replace(a, log_probs=tuple((row + offset + noise * torch.randn(len(row))).tolist()))
-                for a, row in zip(group.answers, rows, strict=True)
+                for a, row in zip(group.completions, rows, strict=True)
             ]
-            said.append(replace(group, answers=tuple(answers)))
+            said.append(replace(group, completions=tuple(completions)))
     return said
 
 
@@ -90,9 +94,9 @@ class Recorded(torch.optim.SGD):
 
 
 def plain_row_loss(new: Tensor, old: Tensor, ref: Tensor, said: Tensor, a: Tensor, s: PolicyLossSettings) -> Tensor:
-    """The loss of each token of one answer, written out."""
-    by_answer = s.sequence_level_importance_ratios
-    ratio = (new - old).mean().exp() if by_answer else (new - old).exp()
+    """The loss of each token of one completion, written out."""
+    by_completion = s.sequence_level_importance_ratios
+    ratio = (new - old).mean().exp() if by_completion else (new - old).exp()
     if s.force_on_policy_ratio:
         ratio = (new - new.detach()).exp()
     bounded = ratio if s.force_on_policy_ratio else ratio.clamp(1 - s.ratio_clip_min, 1 + s.ratio_clip_max)
@@ -100,7 +104,7 @@ def plain_row_loss(new: Tensor, old: Tensor, ref: Tensor, said: Tensor, a: Tenso
     if s.dual_clip is not None and a < 0:
         gain = torch.maximum(gain, s.dual_clip * a)
     if s.use_importance_sampling_correction:
-        weight = (old - said).sum().exp() if by_answer else (old - said).exp()
+        weight = (old - said).sum().exp() if by_completion else (old - said).exp()
         gain = gain * weight.clamp(max=s.truncated_importance_sampling_ratio or math.inf)
     x = (new - ref).clamp(-(s.kl_input_clamp_value or math.inf), s.kl_input_clamp_value or math.inf)
     kl = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[s.kl_estimator]
@@ -123,21 +127,21 @@ def plain_updates(
     """Written out: passes over the batch, in parts of some prompts, one row at a time. Returns the losses."""
     groups, advantages, used = data
     with torch.no_grad():
-        old = [[row_log_probs(model, group, g) for g in range(len(group.answers))] for group in groups]
-        ref = [[row_log_probs(reference, group, g) for g in range(len(group.answers))] for group in groups]
+        old = [[row_log_probs(model, group, g) for g in range(len(group.completions))] for group in groups]
+        ref = [[row_log_probs(reference, group, g) for g in range(len(group.completions))] for group in groups]
     found = []
     for part in list(parts) * passes:
-        losses, tokens, answers = [], 0, 0
+        losses, tokens, completions = [], 0, 0
         for p in part:
-            for g, answer in enumerate(groups[p].answers):
-                if not used[p, g] or not answer.token_ids:
+            for g, completion in enumerate(groups[p].completions):
+                if not used[p, g] or not completion.token_ids:
                     continue
                 new = row_log_probs(model, groups[p], g)
-                said = new.detach() if answer.log_probs is None else torch.tensor(answer.log_probs)
+                said = new.detach() if completion.log_probs is None else torch.tensor(completion.log_probs)
                 term = plain_row_loss(new, old[p][g], ref[p][g], said, advantages[p, g], settings)
                 losses.append(term.sum() if settings.reduction == "token" else term.mean())
-                tokens, answers = tokens + len(new), answers + 1
-        loss = torch.stack(losses).sum() / (tokens if settings.reduction == "token" else answers)
+                tokens, completions = tokens + len(new), completions + 1
+        loss = torch.stack(losses).sum() / (tokens if settings.reduction == "token" else completions)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -210,11 +214,11 @@ def test_one_update_with_the_ratio_forced_and_a_temperature() -> None:
     ).learn(said, advantages, used)
     other, terms = causal(), []
     for p, group in enumerate(said):
-        for g, answer in enumerate(group.answers):
+        for g, completion in enumerate(group.completions):
             if used[p, g]:
                 new = row_log_probs(other, group, g, 0.7)
                 ref = row_log_probs(moved(other), group, g, 0.7).detach()
-                given = torch.tensor(answer.log_probs)
+                given = torch.tensor(completion.log_probs)
                 terms.append(plain_row_loss(new, new.detach(), ref, given, advantages[p, g], settings))
     torch.cat(terms).mean().backward()
     torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
@@ -222,13 +226,13 @@ def test_one_update_with_the_ratio_forced_and_a_temperature() -> None:
     assert float((optimizer.gradients[0] - plain).abs().max()) < 1e-5
 
 
-def test_groups_of_different_sizes_and_empty_answers() -> None:
+def test_groups_of_different_sizes_and_empty_completions() -> None:
     groups, advantages, used = experience()
     some, alone, none = groups
     groups = [
-        replace(some, answers=(*some.answers[:2], Answer((), "", False))),
-        replace(alone, answers=alone.answers[:1]),
-        replace(none, answers=()),
+        replace(some, completions=(*some.completions[:2], SampledCompletion((), "", False))),
+        replace(alone, completions=alone.completions[:1]),
+        replace(none, completions=()),
         *experience(1)[0][:2],
     ]
     used = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]])
@@ -243,7 +247,7 @@ def test_groups_of_different_sizes_and_empty_answers() -> None:
         )
         evaluated = updater.evaluate(groups, for_reward=True)
         assert evaluated.kl_PG is not None and evaluated.kl_PG.isfinite().tolist() == [
-            [p < len(groups) and g < len(groups[p].answers) for g in range(4)] for p in range(5)
+            [p < len(groups) and g < len(groups[p].completions) for g in range(4)] for p in range(5)
         ]
         metrics = updater.update(evaluated, advantages, used.bool())
         # the last part has nothing that is used, and so no step
@@ -260,7 +264,7 @@ def test_groups_of_different_sizes_and_empty_answers() -> None:
 
 def test_nothing_to_learn_from() -> None:
     groups, advantages, used = experience()
-    empty = [replace(group, answers=(Answer((), "", False),) * 2) for group in groups]
+    empty = [replace(group, completions=(SampledCompletion((), "", False),) * 2) for group in groups]
     hf = causal()
     start = weights(hf)
     steps: list[int] = []
@@ -321,7 +325,7 @@ def test_activations_are_computed_again_whatever_mode_the_policy_was_left_in() -
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_to_the_reference_and_entropy_of_each_answer(estimator: Any) -> None:
+def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> None:
     groups, advantages, used = experience()
     hf = causal()
     updater = PolicyUpdater(
@@ -338,12 +342,12 @@ def test_kl_to_the_reference_and_entropy_of_each_answer(estimator: Any) -> None:
     sums, tokens, entropy = [], 0, 0.0
     with torch.no_grad():
         for p, group in enumerate(groups):
-            for g, answer in enumerate(group.answers):
+            for g, completion in enumerate(group.completions):
                 x = (row_log_probs(hf, group, g, 0.8) - row_log_probs(moved(hf), group, g, 0.8)).double()
                 sums.append(float({"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[estimator].sum()))
                 assert float(evaluated.kl_PG[p, g]) == pytest.approx(sums[-1], abs=1e-5)
                 assert float(measured.kl_PG[p, g]) == pytest.approx(sums[-1], abs=1e-5)
-                sequence = torch.tensor([[*group.prompt_ids, *answer.token_ids]])
+                sequence = torch.tensor([[*group.prompt_ids, *completion.token_ids]])
                 logits = hf(input_ids=sequence, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1] / 0.8
                 own = torch.distributions.Categorical(logits=logits).entropy()
                 assert float(measured.entropy_PG[p, g]) == pytest.approx(float(own.mean()), abs=1e-5)
@@ -379,7 +383,10 @@ def test_a_policy_can_be_its_own_reference() -> None:
 
 def test_prompts_are_computed_once_and_not_more_often_than_needed() -> None:
     groups, advantages, used = experience()
-    kept = [replace(groups[0], answers=tuple(a for g, a in enumerate(groups[0].answers) if g != 1)), *groups[1:]]
+    kept = [
+        replace(groups[0], completions=tuple(a for g, a in enumerate(groups[0].completions) if g != 1)),
+        *groups[1:],
+    ]
     tree, learnt = (sum(group.num_tree_tokens for group in some) for some in (groups, kept))
     rows, learnt_rows = (sum(group.num_row_tokens for group in some) for some in (groups, kept))
     for updates, asked in ((1, 0), (2, 1)):  # from the second update on the old policy is another
@@ -391,7 +398,7 @@ def test_prompts_are_computed_once_and_not_more_often_than_needed() -> None:
         assert metrics.old_kl_sum == pytest.approx(0.0, abs=1e-6) and metrics.clipped == 0
 
 
-def test_answers_that_are_not_used_change_nothing() -> None:
+def test_completions_that_are_not_used_change_nothing() -> None:
     groups, advantages, used = experience()
     ends = []
     for value in (5.0, math.nan):
@@ -407,8 +414,8 @@ def test_the_mismatch_with_the_generator_is_measured() -> None:
     groups, advantages, used = experience()
     hf = causal()
     said = said_by(hf, groups, 0.1)
-    all_tokens = sum(len(a.token_ids) for group in groups for a in group.answers)
-    for updates, tokens in ((1, all_tokens - len(groups[0].answers[1].token_ids)), (2, all_tokens)):
+    all_tokens = sum(len(a.token_ids) for group in groups for a in group.completions)
+    for updates, tokens in ((1, all_tokens - len(groups[0].completions[1].token_ids)), (2, all_tokens)):
         updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), updates_per_batch=updates)
         metrics = updater.learn(said, advantages, used)
         assert metrics.means()["token_mult_prob_error"] == pytest.approx(math.exp(0.1), abs=1e-4)
@@ -423,8 +430,8 @@ def test_what_a_generator_must_say() -> None:
     with pytest.raises(ModelError, match="no log-probabilities of its own"):
         updater.evaluate(groups)
     said = said_by(hf, groups, 0.0)
-    short = replace(said[1].answers[0], log_probs=(*(said[1].answers[0].log_probs or ()), -1.0))
-    said[1] = replace(said[1], answers=(short, *said[1].answers[1:]))
+    short = replace(said[1].completions[0], log_probs=(*(said[1].completions[0].log_probs or ()), -1.0))
+    said[1] = replace(said[1], completions=(short, *said[1].completions[1:]))
     with pytest.raises(ModelError, match="not those of its tokens"):
         updater.learn(said, advantages, used)
 

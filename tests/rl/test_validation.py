@@ -52,14 +52,14 @@ def test_the_same_weights_give_the_same_numbers(opened: Callable[..., GRPORun]) 
     assert other.metrics["validation/entropy"] < first.metrics["validation/entropy"]
 
 
-def test_the_numbers_are_those_of_the_answers(opened: Callable[..., GRPORun]) -> None:
+def test_the_numbers_are_those_of_the_completions(opened: Callable[..., GRPORun]) -> None:
     run = opened(*GOLD, "grpo.num_val_generations=2", "grpo.num_logged_samples=100")
     found = measured(run)
-    answers = [answer for sample in found.samples for answer in sample["answers"]]
-    assert len(found.samples) == 6 and len(answers) == 12
+    completions = [completion for sample in found.samples for completion in sample["completions"]]
+    assert len(found.samples) == 6 and len(completions) == 12
 
     def mean(name: str) -> float:
-        return sum(answer[name] for answer in answers) / len(answers)
+        return sum(completion[name] for completion in completions) / len(completions)
 
     for metric, name in (
         ("reward", "reward"),
@@ -70,8 +70,8 @@ def test_the_numbers_are_those_of_the_answers(opened: Callable[..., GRPORun]) ->
         ("truncation_rate", "truncated"),
     ):
         assert found.metrics[f"validation/{metric}"] == pytest.approx(mean(name), abs=1e-6), metric
-    vowels = [sum(c in "aeiou" for c in a["text"]) / max(len(a["text"]), 1) for a in answers]
-    assert [a["reward"] for a in answers] == pytest.approx(vowels)
+    vowels = [sum(c in "aeiou" for c in a["text"]) / max(len(a["text"]), 1) for a in completions]
+    assert [a["reward"] for a in completions] == pytest.approx(vowels)
     assert found.watched["proxy_by_prompt"].tolist() == pytest.approx(
         [sum(vowels[i : i + 2]) / 2 for i in range(0, 12, 2)]
     )
@@ -83,7 +83,7 @@ def test_batches_leave_nothing_out(opened: Callable[..., GRPORun]) -> None:
     found = measured(run)
     asked = [sample["prompt"][-1]["content"] for sample in found.samples]
     assert asked == [one.prompt.messages[-1]["content"] for one in run.validation] and len(asked) == 14
-    texts = [sample["answers"][0]["text"] for sample in found.samples]
+    texts = [sample["completions"][0]["text"] for sample in found.samples]
     assert len(set(texts)) > 10  # each batch has seeds of its own
 
 
@@ -93,7 +93,7 @@ def test_metrics_by_set(opened: Callable[..., GRPORun], write_prompts: Callable[
         for name, asks in (("few", ["Hum."]), ("many", [f"Hum {n}." for n in range(3)]))
     )
     found = measured(opened(*GOLD, f"data.validation=[{sets}]", "grpo.num_logged_samples=100"))
-    rewards = [sample["answers"][0]["reward"] for sample in found.samples]
+    rewards = [sample["completions"][0]["reward"] for sample in found.samples]
     assert found.metrics["validation-few/reward"] == pytest.approx(rewards[0])
     assert found.metrics["validation-many/reward"] == pytest.approx(sum(rewards[1:]) / 3)
     assert {"validation-few/gold_reward", "validation-many/gold_reward"} <= found.metrics.keys()
@@ -109,7 +109,7 @@ def test_rewards_that_fail_are_in_no_mean(opened: Callable[..., GRPORun], tmp_pa
     )
     found = measured(run)
     assert found.metrics["validation/num_failed"] == 6 and "validation/reward" not in found.metrics
-    assert found.samples[0]["answers"][0]["reward"] is None
+    assert found.samples[0]["completions"][0]["reward"] is None
     assert run.watch.observe(1, **found.watched) == [] or run.watch.alarms
 
 

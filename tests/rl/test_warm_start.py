@@ -28,11 +28,11 @@ def policy() -> Any:
 
 
 def plain_loss(hf: Any) -> torch.Tensor:
-    """The mean over all tokens of answers, one row at a time."""
+    """The mean over all tokens of completions, one row at a time."""
     terms = []
-    for prompt, answers in GROUPS:
-        for answer in answers:
-            row = torch.tensor([[*prompt, *answer]])
+    for prompt, completions in GROUPS:
+        for completion in completions:
+            row = torch.tensor([[*prompt, *completion]])
             logits = hf(input_ids=row, use_cache=False).logits[0].log_softmax(-1)
             terms.append(-logits[:-1].gather(-1, row[0, 1:, None])[len(prompt) - 1 :, 0])
     return torch.cat(terms).mean()
@@ -56,7 +56,7 @@ def test_a_step_is_that_of_plain_rows(micro_batch_tokens: int) -> None:
         assert float((ours - theirs).detach().abs().quantile(0.99)) < 1e-5
 
 
-def test_answers_are_learnt_and_seeds_decide() -> None:
+def test_completions_are_learnt_and_seeds_decide() -> None:
     told: list[tuple[int, int]] = []
     runs = []
     for seed in (0, 0, 1):
@@ -68,5 +68,5 @@ def test_answers_are_learnt_and_seeds_decide() -> None:
         runs.append(losses)
     assert runs[0] == runs[1] != runs[2]
     assert len(runs[0]) == 80 and told[:80] == [(n, 80) for n in range(1, 81)]
-    # Two answers begin alike and part, so not everything can be known.
+    # Two completions begin alike and part, so not everything can be known.
     assert runs[0][0] > 3 and sum(runs[0][-4:]) / 4 < 0.8

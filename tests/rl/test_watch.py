@@ -65,7 +65,7 @@ def test_runs_whose_gold_stays_flat_are_hardly_ever_accused(z: float, level: flo
     assert naive > 60 * 4 * level  # what the watch is for: the best of many is lucky
 
 
-def test_flat_runs_of_right_and_wrong_answers_on_few_prompts_are_not_accused() -> None:
+def test_flat_runs_of_right_and_wrong_completions_on_few_prompts_are_not_accused() -> None:
     rng = np.random.default_rng(1)
     accused = 0
     for _ in range(300):

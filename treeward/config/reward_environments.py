@@ -19,7 +19,7 @@ from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
 __all__ = ["CustomEnvironmentConfig", "HybridEnvironmentConfig", "HybridMember", "JudgeEnvironmentConfig"]
-__all__ += ["MathEnvironmentConfig", "REQUIRED_PLACEHOLDERS", "RuleEnvironmentConfig"]
+__all__ += ["REQUIRED_PLACEHOLDERS", "MathEnvironmentConfig", "RuleEnvironmentConfig"]
 
 REQUIRED_PLACEHOLDERS = {"rating": ("{reply}",), "pairwise": ("{reply_a}", "{reply_b}")}
 """By mode, what a judge's template must have."""

@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from treeward.config.backends import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
-from treeward.model.policy_model import AnswerLogProbs, PolicyModel
+from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.tree.token_tree import TokenIds
 
 __all__ = [
@@ -121,7 +121,7 @@ class AdapterReference:
         *,
         temperature: float = 1.0,
         entropies: bool = False,
-    ) -> AnswerLogProbs:
+    ) -> CompletionLogProbs:
         """As `PolicyModel.log_probs`, of the frozen model and without gradients."""
         with without_adapters(self.policy):
             return self.policy.log_probs(groups, prompt_lengths, temperature=temperature, entropies=entropies)

@@ -162,7 +162,7 @@ def _check_is_causal(config: PreTrainedConfig, name: str) -> None:
     known: Any = AutoModelForCausalLM._model_mapping
     if type(config) in known and any("SequenceClassification" in text for text in config.architectures or ()):
         raise ModelError(
-            "this is a classifier, as reward models are: it cannot write answers",
+            "this is a classifier, as reward models are: it cannot write completions",
             where=name,
             got=", ".join(config.architectures or ()),
             need="a causal language model as policy.model_name",

@@ -1,15 +1,15 @@
-"""`PolicyModel`: the log-probabilities of answers, the prompt computed once for all of them.
+"""`PolicyModel`: the log-probabilities of completions, the prompt computed once for all of them.
 
     policy = PolicyModel(causal_lm)
-    logprobs = policy.log_probs([[prompt_ids + answer_ids, prompt_ids + other_answer_ids]], [[40, 40]])
-    logprobs.values_SL      # float32 (S, L): of each answer token, given what comes before it; with gradients
+    logprobs = policy.log_probs([[prompt_ids + completion_ids, prompt_ids + other_completion_ids]], [[40, 40]])
+    logprobs.values_SL      # float32 (S, L): of each completion token, given what comes before it; with gradients
     logprobs.mask_SL        # which of them there are
 
-It wraps a Hugging Face `...ForCausalLM`. The G answers to a prompt are one tree, as in `RewardModel`: what they share
-is computed once, and so is the vocabulary's row of logits behind every token, at most `chunk_tokens` of them at a time,
-so that logits of a whole batch never lie in memory. Each value, and each gradient, is that of the plain row.
+It wraps a Hugging Face `...ForCausalLM`. The G completions to a prompt are one tree, as in `RewardModel`: what they
+share is computed once, and so is the vocabulary's row of logits behind every token, at most `chunk_tokens` of them at a
+time, so that logits of a whole batch never lie in memory. Each value, and each gradient, is that of the plain row.
 
-Shapes: S sequences, L tokens of the longest answer, N tokens that are predicted, D hidden size, V vocabulary.
+Shapes: S sequences, L tokens of the longest completion, N tokens that are predicted, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import RowBatch, TreeBatch, TreeLayout
 from treeward.tree.token_tree import TokenIds
 
-__all__ = ["AnswerLogProbs", "PolicyModel"]
+__all__ = ["CompletionLogProbs", "PolicyModel"]
 
 DEFAULT_CHUNK_TOKENS = 1024
 """Predicted tokens whose logits are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerLogProbs:
-    """Of S answers with at most L tokens.
+class CompletionLogProbs:
+    """Of S completions with at most L tokens.
 
     `values_SL`: log p(token | what comes before it), float32 (S, L), 0 where `mask_SL` is not.
     `entropies_SL`: of the distribution that each token was predicted by, without gradients; None unless asked for.
@@ -80,7 +80,7 @@ class PolicyModel(WrappedModel):
                 where="policy.model_name",
                 got=f"{type(self.hf).__name__}, which has none or is no decoder",
                 need="a causal language model: one that transformers loads as ...ForCausalLM",
-                fix="give the model that answers, not a reward model or an encoder",
+                fix="give the generating model, not a reward model or an encoder",
             )
         return head
 
@@ -91,17 +91,17 @@ class PolicyModel(WrappedModel):
         *,
         temperature: float = 1.0,
         entropies: bool = False,
-    ) -> AnswerLogProbs:
+    ) -> CompletionLogProbs:
         """The log-probabilities of the tokens after each sequence's prompt.
 
-        `groups`: whole sequences, prompt and answer; those of a group share one tree. `prompt_lengths`: tokens of each
-        sequence's prompt, at least 1; an answer may be empty. `temperature`: logits are divided by it, as they were
-        for sampling. With `torch.no_grad` nothing is kept for a backward pass.
+        `groups`: whole sequences, prompt and completion; those of a group share one tree. `prompt_lengths`: tokens of
+        each sequence's prompt, at least 1; a completion may be empty. `temperature`: logits are divided by it, as they
+        were for sampling. With `torch.no_grad` nothing is kept for a backward pass.
         """
         sequences = [sequence for group in groups for sequence in group]
         starts = [length for group in prompt_lengths for length in group]
         if any(not 0 < start <= len(sequence) for sequence, start in zip(sequences, starts, strict=True)):
-            raise ModelError("an answer needs a prompt of at least one token", need="1 <= prompt length <= length")
+            raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
         batch = self._packed(groups)
         with self._autocast():
             if isinstance(batch, TreeBatch):
@@ -111,7 +111,7 @@ class PolicyModel(WrappedModel):
                 width = batch.tokens_SL.shape[1]
                 places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
                 hidden_TD, tokens_T = self._row_hidden(batch).flatten(0, 1), batch.tokens_SL.flatten()
-        predicted, index_SL, mask_SL = _answers(places, starts, self.device)
+        predicted, index_SL, mask_SL = _completions(places, starts, self.device)
         values_N, entropies_N = self._values(hidden_TD, tokens_T, predicted, temperature, entropies)
 
         def spread(values: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class PolicyModel(WrappedModel):
                 return values.new_zeros(mask_SL.shape)
             return torch.where(mask_SL, values[index_SL], values.new_zeros(()))
 
-        return AnswerLogProbs(
+        return CompletionLogProbs(
             spread(values_N),
             mask_SL,
             None if entropies_N is None else spread(entropies_N),
@@ -223,12 +223,12 @@ def _tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
     return places
 
 
-def _answers(
+def _completions(
     places: Sequence[np.ndarray], starts: Sequence[int], device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """What is predicted, each token of a tree once: (where its predecessor lies, where it lies), int64 (N,) each.
 
-    And for each answer which of them its tokens are, int64 (S, L), with the mask of those that there are.
+    And for each completion which of them its tokens are, int64 (S, L), with the mask of those that there are.
     """
     edges = [np.stack([place[start - 1 : -1], place[start:]]) for place, start in zip(places, starts, strict=True)]
     longest = max((edge.shape[1] for edge in edges), default=0)

@@ -1,13 +1,13 @@
-"""Advantages: how much better an answer is than could be expected, from the rewards of the answers beside it.
+"""Advantages: how much better a completion is than could be expected, from the rewards of the completions beside it.
 
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
     advantages(rewards_PG, known_PG, AdvantageSettings())      # (P, G): (r - mean) / (std + floor), within each group
     advantages(rewards_PG, known_PG, AdvantageSettings("leave_one_out"))           # r - mean of the others
     advantages(rewards_PG, known_PG, AdvantageSettings("reinforce_plus_plus"))     # scaled by the whole batch
 
-An answer without a reward is in no mean and no std, and its advantage is 0: nothing is learnt from it.
+A completion without a reward is in no mean and no std, and its advantage is 0: nothing is learnt from it.
 
-Shapes: P prompts, G answers to each.
+Shapes: P prompts, G completions to each.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ class AdvantageSettings:
 
 
 def advantages(rewards_PG: Tensor, known_PG: Tensor, settings: AdvantageSettings) -> Tensor:
-    """The advantage of each answer, float32 (P, G); 0 where `known_PG` (bool) is not, whatever the reward says there.
+    """The advantage of each completion, float32 (P, G); 0 where `known_PG` (bool) is not, whatever the reward says
+    there.
 
     With n known rewards r_i in a group, mean and std those of the group, std with n - 1 in its denominator:
 
     - grpo: (r_i - mean) / (std + floor) (Shao et al. 2024, arXiv 2402.03300). Without `normalize_rewards` it is not
       divided: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). With `use_leave_one_out_baseline` the mean is that of the
-      other n - 1 answers; the std is still that of all n. (NeMo RL takes the std of the others as well: it differs from
-      answer to answer, and is 0 for the only answer that is better than the rest.)
+      other n - 1 completions; the std is still that of all n. (NeMo RL takes the std of the others as well: it differs
+      from completion to completion, and is 0 for the only completion that is better than the rest.)
     - leave_one_out: r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean) n / (n - 1): RLOO (Kool et al. 2019; Ahmadian et
       al. 2024, arXiv 2402.14740).
     - reinforce_plus_plus: d_i / (std_batch + floor), with d_i = r_i - mean and std_batch = sqrt(sum d^2 / (N - 1)) over
-      the N known answers of the batch, so that a group of nearly equal rewards is not blown up: REINFORCE++ with a
-      baseline (Hu et al. 2025, arXiv 2501.03262). Without `minus_baseline`, d_i = r_i - mean of the batch. Answers
+      the N known completions of the batch, so that a group of nearly equal rewards is not blown up: REINFORCE++ with a
+      baseline (Hu et al. 2025, arXiv 2501.03262). Without `minus_baseline`, d_i = r_i - mean of the batch. Completions
       count the same in it, however long.
 
     Where the rewards that are compared (of the group; of the batch without `minus_baseline`) are all equal, every

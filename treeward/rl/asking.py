@@ -5,7 +5,7 @@
     outcome = asker.outcome(question, deadline)      # EnvironmentReturn, an exception, or None: the time is up
     asker.keep(question)                             # its statistics count from now on
 
-A thread cannot be killed. One that was given up goes on by itself; when it ends, its answer is dropped and the
+A thread cannot be killed. One that was given up goes on by itself; when it ends, its result is dropped and the
 environment gets back the state that it had before. Until then nobody else asks the environment: the next question waits
 for the thread, within its own time. `state` is always that of the last question that was kept, so that a run can be
 saved whatever its environments do.
@@ -34,7 +34,7 @@ STOPS = (ConfigError, ModelError, CheckpointError)
 logger = logging.getLogger(__name__)
 
 
-class _Answer(NamedTuple):
+class _Outcome(NamedTuple):
     result: EnvironmentReturn
     state: dict[str, Any]
 
@@ -52,7 +52,7 @@ class Question(threading.Thread):
     ) -> None:
         super().__init__(name=f"treeward-{asker.name}", daemon=True)
         self.conversations, self.infos, self.update = conversations, infos, update
-        self.answer: _Answer | BaseException | None = None
+        self.outcome: _Outcome | BaseException | None = None
         self.given_up = threading.Event()
         self._asker, self._after = asker, after
 
@@ -64,7 +64,7 @@ class Question(threading.Thread):
 
 
 class Asker:
-    """Asks one environment, one question at a time. `num_hangs`: how many in succession got no answer in time.
+    """Asks one environment, one question at a time. `num_hangs`: how many in succession got no rewards in time.
 
     Made of an actor's handle, it waits until the actor has its environment, and raises what is wrong with it.
     """
@@ -82,7 +82,7 @@ class Asker:
     def ask(
         self, conversations: Sequence[Sequence[Message]], infos: Sequence[Mapping[str, Any]], *, update: bool
     ) -> Question:
-        """Begin a step. Its answer is fetched by `outcome`, or it is given up by `give_up`."""
+        """Begin a step. Its rewards are fetched by `outcome`, or it is given up by `give_up`."""
         after = self._last if self._last is not None and self._last.is_alive() else None
         self._last = question = Question(self, conversations, infos, update, after)
         question.start()
@@ -92,19 +92,19 @@ class Asker:
         """What the step gave or raised; None where it has neither by `deadline` (monotonic clock), and is given up."""
         question.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         self.give_up(question)
-        self.num_hangs = self.num_hangs + 1 if question.answer is None else 0
-        return question.answer.result if isinstance(question.answer, _Answer) else question.answer
+        self.num_hangs = self.num_hangs + 1 if question.outcome is None else 0
+        return question.outcome.result if isinstance(question.outcome, _Outcome) else question.outcome
 
     def give_up(self, question: Question) -> None:
         """Drop what the question gives later, and what it does to the state."""
         with self._lock:
-            if question.answer is None:
+            if question.outcome is None:
                 question.given_up.set()
 
     def keep(self, question: Question) -> None:
         """The state after this question is the environment's from now on."""
-        if isinstance(question.answer, _Answer):
-            self._state = question.answer.state
+        if isinstance(question.outcome, _Outcome):
+            self._state = question.outcome.state
 
     @property
     def state(self) -> dict[str, Any]:
@@ -119,8 +119,8 @@ class Asker:
             self._state = copy.deepcopy(dict(state))
 
     def undo(self, question: Question) -> None:
-        """Bring back the state before a question that was answered and is not kept."""
-        if isinstance(question.answer, _Answer):
+        """Bring back the state before a question that was asked and is not kept."""
+        if isinstance(question.outcome, _Outcome):
             with self._lock:
                 self._restore()
 
@@ -130,21 +130,21 @@ class Asker:
             if question.given_up.is_set():
                 return
             self._running = True
-        answer: _Answer | BaseException
+        outcome: _Outcome | BaseException
         try:
             result = self.environment.step(question.conversations, question.infos, update=question.update)
-            answer = _Answer(result, copy.deepcopy(self.environment.state_dict()))
+            outcome = _Outcome(result, copy.deepcopy(self.environment.state_dict()))
         except BaseException as error:  # whatever it is, who asked waits for it
-            answer = error
+            outcome = error
         with self._lock:
             self._running = False
             failure = None
-            if question.given_up.is_set() or isinstance(answer, BaseException):
+            if question.given_up.is_set() or isinstance(outcome, BaseException):
                 failure = self._restore()
             if question.given_up.is_set():
                 logger.info("%s has finished a step that was given up; its rewards are dropped.", self.name)
             else:
-                question.answer = answer if failure is None or isinstance(answer, STOPS) else failure
+                question.outcome = outcome if failure is None or isinstance(outcome, STOPS) else failure
 
     def shutdown(self, seconds: float) -> bool:
         """Free what the environment holds; False where it does not manage to in time. An actor is then killed."""

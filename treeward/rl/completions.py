@@ -1,13 +1,13 @@
-"""What servers of completions are asked, and what is read of their answers: token ids, never text.
+"""What servers of completions are asked, and what is read of their responses: token ids, never text.
 
-    request = CompletionRequest((5, 7), num_answers=4, most=64, seed=1)
+    request = CompletionRequest((5, 7), num_completions=4, most=64, seed=1)
     path, body = request_of("vllm", "policy", request, settings, end_ids={2})
-    answers = answers_of("vllm", reply, request, vocabulary=32000)
+    completions = completions_of("vllm", reply, request, vocabulary=32000)
 
 vLLM: `/v1/completions` with `return_token_ids` (0.10.2 and later; before, `return_tokens_as_token_ids`, which is asked
-for too). An answer's seed is the request's plus its index. Log-probabilities are those of the raw logits, whatever the
-temperature, unless the server was started with `--logprobs-mode processed_logprobs`: then after temperature, top-k and
-top-p. SGLang: `/generate` with `input_ids`, one for each answer with a seed of its own, which it heeds with
+for too). A completion's seed is the request's plus its index. Log-probabilities are those of the raw logits, whatever
+the temperature, unless the server was started with `--logprobs-mode processed_logprobs`: then after temperature, top-k
+and top-p. SGLang: `/generate` with `input_ids`, one for each completion with a seed of its own, which it heeds with
 `--enable-deterministic-inference`; log-probabilities are at the temperature, before top-k and top-p, unless
 `SGLANG_RETURN_ORIGINAL_LOGPROB` is set. openai: `/v1/completions` as OpenAI describes it, which has no token ids: what
 was sampled cannot be had of it, only text to tokenize again.
@@ -29,8 +29,8 @@ __all__ = [
     "CompletionRequest",
     "Malformed",
     "NoTokenIds",
-    "ServedAnswer",
-    "answers_of",
+    "ServedCompletion",
+    "completions_of",
     "request_of",
 ]
 
@@ -42,32 +42,32 @@ _ROUNDING = 1e-2
 
 
 class Malformed(Exception):
-    """The server's answer is not what it should be."""
+    """The server's response is not what it should be."""
 
 
 class NoTokenIds(Malformed):
-    """The server's answer has text, and not the ids of the tokens that were sampled."""
+    """The server's completion has text, and not the ids of the tokens that were sampled."""
 
 
 class Aborted(Exception):
-    """The server has ended an answer for reasons of its own; it can be asked again."""
+    """The server has ended a completion for reasons of its own; it can be asked again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """`num_answers` answers of at most `most` tokens to one prompt."""
+    """`num_completions` completions of at most `most` tokens to one prompt."""
 
     prompt_ids: tuple[int, ...]
-    num_answers: int
+    num_completions: int
     most: int
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.num_answers} answers of at most {self.most} tokens to a prompt of {len(self.prompt_ids)}"
+        return f"{self.num_completions} completions of at most {self.most} tokens to a prompt of {len(self.prompt_ids)}"
 
 
 @dataclass(frozen=True, slots=True)
-class ServedAnswer:
+class ServedCompletion:
     """What a server gives. `token_ids`: None where it has but `text`, whose tokens it says `num_tokens` are.
 
     `version`: of the weights, where it says so.
@@ -104,14 +104,16 @@ def request_of(
             **stops,
         }
         return "/generate", {
-            "input_ids": [list(request.prompt_ids)] * request.num_answers,
-            "sampling_params": [{**sampling, "sampling_seed": request.seed + g} for g in range(request.num_answers)],
+            "input_ids": [list(request.prompt_ids)] * request.num_completions,
+            "sampling_params": [
+                {**sampling, "sampling_seed": request.seed + g} for g in range(request.num_completions)
+            ],
             "return_logprob": settings.log_probs,
         }
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(request.prompt_ids),
-        "n": request.num_answers,
+        "n": request.num_completions,
         "max_tokens": request.most,
         "temperature": settings.temperature,
         "top_p": top_p,
@@ -133,13 +135,13 @@ def request_of(
     return "/v1/completions", body
 
 
-def answers_of(
+def completions_of(
     backend: Backend, reply: Any, request: CompletionRequest, *, vocabulary: int, log_probs: bool = True
-) -> list[ServedAnswer]:
-    """The answers in order, whatever order the server gives them in. `vocabulary`: the policy's number of tokens.
+) -> list[ServedCompletion]:
+    """The completions in order, whatever order the server gives them in. `vocabulary`: the policy's number of tokens.
 
-    Raises `Malformed` for what is not the answer to the request, `NoTokenIds` where it holds text alone and the
-    backend should say more, `Aborted` for an answer that the server broke off.
+    Raises `Malformed` for what is not the completion to the request, `NoTokenIds` where it holds text alone and the
+    backend should say more, `Aborted` for a completion that the server broke off.
     """
     if backend == "sglang":
         parts = reply if isinstance(reply, list) else [reply]
@@ -151,20 +153,20 @@ def answers_of(
             if [choice["index"] for choice in choices] != list(range(len(choices))):
                 raise Malformed(f"choices with the indices {[choice['index'] for choice in choices]}")
         read = [_of_completions(choice, request, log_probs, strict=backend == "vllm") for choice in choices]
-    if len(read) != request.num_answers:
-        raise Malformed(f"{len(read)} answers instead of {request.num_answers}")
-    for answer in read:
-        _check(answer, request, vocabulary)
+    if len(read) != request.num_completions:
+        raise Malformed(f"{len(read)} completions instead of {request.num_completions}")
+    for completion in read:
+        _check(completion, request, vocabulary)
     return read
 
 
 def _of_completions(
     choice: Mapping[str, Any], request: CompletionRequest, log_probs: bool, *, strict: bool
-) -> ServedAnswer:
+) -> ServedCompletion:
     truncated = _truncated(choice.get("finish_reason"))
     asked = choice.get("prompt_token_ids")
     if asked is not None and list(asked) != list(request.prompt_ids):
-        raise Malformed("an answer to another prompt than was sent: prompt_token_ids differ")
+        raise Malformed("a completion to another prompt than was sent: prompt_token_ids differ")
     said = choice.get("logprobs")
     said = said if isinstance(said, Mapping) else {}
     names, numbers = said.get("tokens"), said.get("token_logprobs")
@@ -174,10 +176,10 @@ def _of_completions(
         ids = [int(name[1]) for name in named if name is not None] if all(named) and (named or not text) else None
     if ids is None:
         if strict or not isinstance(text, str):
-            raise NoTokenIds("an answer without token_ids")
+            raise NoTokenIds("a completion without token_ids")
         count = len(names) if isinstance(names, list) else None
-        return ServedAnswer(None, None, truncated, text, count)
-    return ServedAnswer(
+        return ServedCompletion(None, None, truncated, text, count)
+    return ServedCompletion(
         _list(ids, "token_ids"),
         _list(numbers, "logprobs.token_logprobs") if log_probs and (strict or numbers is not None) else None,
         truncated,
@@ -185,7 +187,7 @@ def _of_completions(
     )
 
 
-def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> ServedAnswer:
+def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> ServedCompletion:
     meta = _mapping(part.get("meta_info"))
     reason = meta.get("finish_reason")
     truncated = _truncated(reason.get("type") if isinstance(reason, Mapping) else reason)
@@ -200,10 +202,10 @@ def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> ServedAnswer:
             raise Malformed("output_ids are others than those of output_token_logprobs")
         ids = sampled
     if ids is None:
-        raise NoTokenIds("an answer without output_ids")
+        raise NoTokenIds("a completion without output_ids")
     version = meta.get("weight_version")
     text = part.get("text")
-    return ServedAnswer(
+    return ServedCompletion(
         _list(ids, "output_ids"),
         said,
         truncated,
@@ -220,8 +222,8 @@ def _truncated(reason: Any) -> bool:
     raise Malformed(f"finish_reason {reason!r}")
 
 
-def _check(answer: ServedAnswer, request: CompletionRequest, vocabulary: int) -> None:
-    ids, said = answer.token_ids, answer.log_probs
+def _check(completion: ServedCompletion, request: CompletionRequest, vocabulary: int) -> None:
+    ids, said = completion.token_ids, completion.log_probs
     if ids is None:
         return
     wrong = next((i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocabulary), None)

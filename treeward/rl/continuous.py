@@ -95,7 +95,7 @@ def sample_continuously(
     if error is not None or len(found) < len(rows):
         raise ModelError(
             "continuous batching has failed",
-            got=error or f"{len(found)} of {len(rows)} answers",
+            got=error or f"{len(found)} of {len(rows)} completions",
             fix="set continuous_batching to false",
         )
     return [Sampled(found[str(r)].generated_tokens, found[str(r)].logprobs) for r in range(len(rows))]

@@ -1,7 +1,7 @@
-"""`AnswerGroup`: the answers that a policy gave to one prompt, and what came of them.
+"""`CompletionGroup`: the completions that a policy gave to one prompt, and what came of them.
 
-    group = AnswerGroup(prompt, prompt_ids, (Answer((5, 7, 2), "Yes.", truncated=False), ...))
-    group.sequences         # prompt and answer, as the trainer computes them: one tree
+    group = CompletionGroup(prompt, prompt_ids, (SampledCompletion((5, 7, 2), "Yes.", truncated=False), ...))
+    group.sequences         # prompt and completion, as the trainer computes them: one tree
 
 Tokens are those that were sampled: they are never decoded and tokenized again, for that can give others.
 """
@@ -17,12 +17,12 @@ from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt
 
-__all__ = ["Answer", "AnswerGroup", "Prompt"]
+__all__ = ["CompletionGroup", "Prompt", "SampledCompletion"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A sampled answer. `token_ids`: up to and with the end of the turn, if it came; `truncated`: it did not.
+class SampledCompletion:
+    """A sampled completion. `token_ids`: up to and with the end of the turn, if it came; `truncated`: it did not.
 
     `log_probs`: of each token, as the generator says; None where it does not.
     """
@@ -34,22 +34,25 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerGroup:
-    """One prompt with G answers, which share its tokens."""
+class CompletionGroup:
+    """One prompt with G completions, which share its tokens."""
 
     prompt: Prompt
     prompt_ids: tuple[int, ...]
-    answers: tuple[Answer, ...]
+    completions: tuple[SampledCompletion, ...]
 
     @property
     def sequences(self) -> list[list[int]]:
-        """Prompt and answer of each, G lists of token ids."""
-        return [[*self.prompt_ids, *answer.token_ids] for answer in self.answers]
+        """Prompt and completion of each, G lists of token ids."""
+        return [[*self.prompt_ids, *completion.token_ids] for completion in self.completions]
 
     @property
     def conversations(self) -> list[list[Message]]:
         """The messages of each, for environments: they render them as their own model reads them."""
-        return [[*self.prompt.messages, {"role": "assistant", "content": answer.text}] for answer in self.answers]
+        return [
+            [*self.prompt.messages, {"role": "assistant", "content": completion.text}]
+            for completion in self.completions
+        ]
 
     @property
     def num_tree_tokens(self) -> int:
@@ -59,9 +62,9 @@ class AnswerGroup:
     @property
     def num_row_tokens(self) -> int:
         """Tokens as plain rows."""
-        return sum(len(self.prompt_ids) + len(answer.token_ids) for answer in self.answers)
+        return sum(len(self.prompt_ids) + len(completion.token_ids) for completion in self.completions)
 
 
-def prompt_lengths(groups: Sequence[AnswerGroup]) -> list[list[int]]:
-    """Of every sequence of every group, the tokens before the answer."""
-    return [[len(group.prompt_ids)] * len(group.answers) for group in groups]
+def prompt_lengths(groups: Sequence[CompletionGroup]) -> list[list[int]]:
+    """Of every sequence of every group, the tokens before the completion."""
+    return [[len(group.prompt_ids)] * len(group.completions) for group in groups]

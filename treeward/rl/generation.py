@@ -1,10 +1,10 @@
-"""`LocalGenerator`: answers sampled from the policy itself, in this process; and what every generator is.
+"""`LocalGenerator`: completions sampled from the policy itself, in this process; and what every generator is.
 
     generator = LocalGenerator(policy, tokenizer, GenerationSettings(max_new_tokens=256, temperature=1.0))
-    groups = generator.generate(prompts, prompt_ids, num_answers=8, seed=step)
+    groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=step)
 
-An answer's tokens are those that were sampled, with the token that ended it; `truncated` says that none did. The same
-seed gives the same answers, whatever was sampled before and however many at once.
+A completion's tokens are those that were sampled, with the token that ended it; `truncated` says that none did. The
+same seed gives the same completions, whatever was sampled before and however many at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.continuous import is_exact, is_fast, sample_continuously
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.sampling import Row, Sampled, sample, uniforms
 
 __all__ = [
-    "AnswerReader",
+    "CompletionReader",
     "GenerationError",
     "GenerationSettings",
     "Generator",
@@ -38,11 +38,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_PROBE_ANSWER = "Romam."
+_PROBE_COMPLETION = "Romam."
 _PROBE_NEXT = "Quando?"
 _PROBE: list[Message] = [
     {"role": "user", "content": "Quo vadis?"},
-    {"role": "assistant", "content": _PROBE_ANSWER},
+    {"role": "assistant", "content": _PROBE_COMPLETION},
     {"role": "user", "content": _PROBE_NEXT},
 ]
 _SLACK_TOKENS = 4
@@ -50,23 +50,23 @@ _SLACK_TOKENS = 4
 
 
 class GenerationError(ModelError):
-    """Answers could not be had: what was asked of whom, and what came instead."""
+    """Completions could not be had: what was asked of whom, and what came instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """How answers are sampled.
+    """How completions are sampled.
 
-    `max_new_tokens`: an answer has at most these, or what room its prompt leaves in the model's positions and in
+    `max_new_tokens`: a completion has at most these, or what room its prompt leaves in the model's positions and in
     `max_total_tokens`. `temperature`: 0 takes the most
-    probable token. `top_k`, `top_p`: None for all tokens. `stop_token_ids`, `stop_strings`: they end an answer, beside
-    the model's own end; it keeps the tokens that were sampled, and its text is what comes before. `log_probs`: keep
-    the generator's own, at the temperature, before `top_k` and `top_p`. `batch_size`: answers at once.
+    probable token. `top_k`, `top_p`: None for all tokens. `stop_token_ids`, `stop_strings`: they end a completion,
+    beside the model's own end; it keeps the tokens that were sampled, and its text is what comes before. `log_probs`:
+    keep the generator's own, at the temperature, before `top_k` and `top_p`. `batch_size`: completions at once.
 
-    `continuous_batching`: sample by transformers' paged batches, in which an answer starts when another has ended.
+    `continuous_batching`: sample by transformers' paged batches, in which a completion starts when another has ended.
     "auto": where there is CUDA with flash attention, which needs weights of half precision, no stop string, and
-    log-probabilities are those before `top_k` and `top_p`. A seed then determines the answers to the same prompts in
-    the same order only, and they are sampled in the dtype of the weights, whatever the policy's `compute_dtype`.
+    log-probabilities are those before `top_k` and `top_p`. A seed then determines the completions to the same prompts
+    in the same order only, and they are sampled in the dtype of the weights, whatever the policy's `compute_dtype`.
     """
 
     max_new_tokens: int = 256
@@ -102,7 +102,9 @@ class GenerationSettings:
         return not self.stop_strings and self.top_k is None and self.top_p in (None, 1.0)
 
     def is_continuous(self, policy: PolicyModel) -> bool:
-        """Whether this policy's answers come from continuous batching. Raises `ConfigError` where it is not exact."""
+        """Whether this policy's completions come from continuous batching. Raises `ConfigError` where it is not
+        exact.
+        """
         if self.continuous_batching == "auto":
             return self._can_be_continuous and is_fast(policy) and is_exact(policy)
         if self.continuous_batching and not is_exact(policy):
@@ -117,7 +119,7 @@ class GenerationSettings:
 
 
 class Generator(Protocol):
-    """Whatever samples answers: the policy in this process, or a server with its weights.
+    """Whatever samples completions: the policy in this process, or a server with its weights.
 
     A loop calls it in phases, one after the other and never two at once:
 
@@ -134,12 +136,12 @@ class Generator(Protocol):
     """
 
     def generate(
-        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_answers: int, seed: int
-    ) -> list[AnswerGroup]:
-        """`num_answers` answers to each prompt, sampled from the weights of the last version; in order.
+        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
+    ) -> list[CompletionGroup]:
+        """`num_completions` completions to each prompt, sampled from the weights of the last version; in order.
 
         `prompt_ids`: the tokens of each prompt, as the policy's template renders it. Raises `ModelError` for a prompt
-        that leaves no room, `GenerationError` where answers cannot be had.
+        that leaves no room, `GenerationError` where completions cannot be had.
         """
         ...
 
@@ -157,11 +159,11 @@ class Generator(Protocol):
 
 
 class LocalGenerator:
-    """Samples from `policy` itself, in its `compute_dtype`. `end_ids`: tokens that end an answer; None: those of
+    """Samples from `policy` itself, in its `compute_dtype`. `end_ids`: tokens that end a completion; None: those of
     the model's generation settings and the tokenizer's end of text.
 
-    Prompts of like length are sampled together, `batch_size` answers at a time, and each is computed once for all its
-    answers. Neither changes what is sampled: `treeward.rl.sampling` says why.
+    Prompts of like length are sampled together, `batch_size` completions at a time, and each is computed once for all
+    its completions. Neither changes what is sampled: `treeward.rl.sampling` says why.
     """
 
     def __init__(
@@ -173,17 +175,17 @@ class LocalGenerator:
         end_ids: Sequence[int] | None = None,
     ) -> None:
         self.policy, self.settings = policy, settings or GenerationSettings()
-        self.reader = AnswerReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), self.settings)
+        self.reader = CompletionReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), self.settings)
 
     def generate(
-        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_answers: int, seed: int
-    ) -> list[AnswerGroup]:
-        """See `Generator`. The p-th prompt's g-th answer depends on the seed, p and g, and on no other prompt."""
+        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
+    ) -> list[CompletionGroup]:
+        """See `Generator`. The p-th prompt's g-th completion depends on the seed, p and g, and on no other prompt."""
         most = rooms(prompts, prompt_ids, self.settings, self.policy)
         rows = [
             Row(tuple(ids), most[p], uniforms(seed, p, g, most[p]))
             for p, ids in enumerate(prompt_ids)
-            for g in range(num_answers)
+            for g in range(num_completions)
         ]
         training = self.policy.training
         self.policy.eval()
@@ -192,9 +194,9 @@ class LocalGenerator:
         finally:
             self.policy.train(training)
         keep = self.settings.log_probs
-        answers = [self.reader.answer(one.token_ids, one.log_probs if keep else None) for one in sampled]
+        completions = [self.reader.completion(one.token_ids, one.log_probs if keep else None) for one in sampled]
         return [
-            AnswerGroup(prompt, tuple(ids), tuple(answers[p * num_answers : (p + 1) * num_answers]))
+            CompletionGroup(prompt, tuple(ids), tuple(completions[p * num_completions : (p + 1) * num_completions]))
             for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
         ]
 
@@ -230,8 +232,10 @@ class LocalGenerator:
         return [found[r] for r in range(len(rows))]
 
 
-class AnswerReader:
-    """From sampled tokens to an `Answer`: where it ends, and its text. `end_ids`: the model's, beside the settings'."""
+class CompletionReader:
+    """From sampled tokens to a `SampledCompletion`: where it ends, and its text. `end_ids`: the model's, beside the
+    settings'.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], settings: GenerationSettings
@@ -243,19 +247,19 @@ class AnswerReader:
         self._tail = max((len(text.encode()) for text in self.stop_strings), default=0) + _SLACK_TOKENS
 
     def has_ended(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of the tokens ends the answer."""
+        """Whether the last of the tokens ends the completion."""
         if not tokens or tokens[-1] in self.end_ids:
             return bool(tokens)
         return bool(self.stop_strings) and self._stop(self._text(tokens[-self._tail :])) is not None
 
-    def answer(
+    def completion(
         self, tokens: Sequence[int], log_probs: Sequence[float] | None, *, truncated: bool | None = None
-    ) -> Answer:
-        """The answer with these tokens. `truncated`: as the generator says; None: no end and no stop string came."""
+    ) -> SampledCompletion:
+        """The completion with these tokens. `truncated`: None: no end and no stop string came."""
         ended = bool(tokens) and tokens[-1] in self.end_ids
         text = self._text(tokens[:-1] if ended else tokens)
         stop = self._stop(text)
-        return Answer(
+        return SampledCompletion(
             tuple(tokens),
             text if stop is None else text[:stop],
             truncated=(not ended and stop is None) if truncated is None else truncated,
@@ -273,7 +277,7 @@ class AnswerReader:
 def rooms(
     prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], settings: GenerationSettings, policy: PolicyModel
 ) -> list[int]:
-    """How many tokens an answer to each prompt may have. Raises `ModelError` for a prompt that leaves no room."""
+    """How many tokens a completion to each prompt may have. Raises `ModelError` for a prompt that leaves no room."""
     limits = [one for one in (policy.max_positions, settings.max_total_tokens) if one is not None]
     limit, max_new_tokens = min(limits, default=None), settings.max_new_tokens
     found = []
@@ -281,12 +285,12 @@ def rooms(
         found.append(max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)))
         if found[-1] <= 0 or not ids:
             raise ModelError(
-                "a prompt leaves no room for an answer" if ids else "a prompt has no tokens",
+                "a prompt leaves no room for a completion" if ids else "a prompt has no tokens",
                 where=prompt.where,
                 got=f"{len(ids)} tokens",
                 need="at least 1 token"
                 if limit is None
-                else f"1 to {limit - 1} tokens: prompt and answer have {limit} together",
+                else f"1 to {limit - 1} tokens: prompt and completion have {limit} together",
                 fix="leave out or shorten long prompts: data.max_input_seq_length" if ids else None,
             )
     return found
@@ -299,7 +303,7 @@ def end_ids_of(
     *,
     of_template: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens that end an answer: those `given`, or else the model's, the tokenizer's and the template's.
+    """The tokens that end a completion: those `given`, or else the model's, the tokenizer's and the template's.
 
     Raises `ConfigError` where nothing says which they are.
     """
@@ -308,11 +312,11 @@ def end_ids_of(
     for ids in (given,) if given is not None else (getattr(settings, "eos_token_id", None), tokenizer.eos_token_id):
         found += [ids] if isinstance(ids, int) else ids or []
     if added := [i for i in of_template if given is None and i not in found]:
-        logger.info("Answers also end with %s, as in the chat template.", tokenizer.convert_ids_to_tokens(added))
+        logger.info("Completions also end with %s, as in the chat template.", tokenizer.convert_ids_to_tokens(added))
         found += added
     if not found:
         raise ConfigError(
-            "nothing says where an answer ends",
+            "nothing says where a completion ends",
             field="end_ids",
             got="no end-of-sequence token in the model's generation settings or the tokenizer",
             need="at least one token id",
@@ -321,13 +325,15 @@ def end_ids_of(
 
 
 def template_end_ids(renderer: Renderer) -> list[int]:
-    """The special token that the chat template ends an answer with, which a base model's own ends may lack.
+    """The special token that the chat template ends a completion with, which a base model's own ends may lack.
 
     Empty where it writes nothing after one, or refuses the question that it is tried with. Where what it writes has no
     special token, the log warns.
     """
     try:
-        last, followed = (renderer.render(messages).rpartition(_PROBE_ANSWER)[2] for messages in (_PROBE[:2], _PROBE))
+        last, followed = (
+            renderer.render(messages).rpartition(_PROBE_COMPLETION)[2] for messages in (_PROBE[:2], _PROBE)
+        )
     except DataError:
         return []
     if not last.strip():
@@ -338,14 +344,14 @@ def template_end_ids(renderer: Renderer) -> list[int]:
         [int(i) for i in tokenizer(text.strip(), add_special_tokens=False)["input_ids"]]
         for text in (last, followed.partition(_PROBE_NEXT)[0])
     ]
-    # What the last answer alone has may end the text (Phi), and what a followed one alone has begins the next turn.
-    # gpt-oss ends its last answer otherwise.
+    # What the last completion alone has may end the text (Phi), and what a followed one alone has begins the next turn.
+    # gpt-oss ends its last completion otherwise.
     shared, whole = ([i for i in ids if i in special] for ids in (os.path.commonprefix(rows), rows[0]))
     ends = shared or whole
     if not ends:
         logger.warning(
-            "The chat template ends an answer with %r, which has no special token: a policy that writes it goes on. "
+            "The chat template ends a completion with %r, which has no special token: a policy that writes it goes on. "
             "policy.generation.stop_strings can name it.",
             last.strip(),
         )
-    return ends[-1:]  # those before it may close a part of the answer, as Cohere's do
+    return ends[-1:]  # those before it may close a part of the completion, as Cohere's do

@@ -4,9 +4,10 @@
     outcome.policy_folder     # a Hugging Face folder, None if the run was interrupted
     outcome.alarms            # what the watch has said
 
-A step is: sample G answers to each prompt, reward them, compare each with the others of its group, update the policy.
-A run that is stopped at any moment, kill -9 included, and started again with the same command goes on exactly as if it
-had not been: what is drawn and sampled follows from the step and the seed, and everything else is in the checkpoint.
+A step is: sample G completions to each prompt, reward them, compare each with the others of its group, update the
+policy. A run that is stopped at any moment, kill -9 included, and started again with the same command goes on exactly
+as if it had not been: what is drawn and sampled follows from the step and the seed, and everything else is in the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from treeward.config.load import save_config
 from treeward.errors import ConfigError, TreewardError
 from treeward.progress import ShownProgress
 from treeward.rl.advantages import advantages
-from treeward.rl.overlong import answer_lengths
+from treeward.rl.overlong import completion_lengths
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import SAMPLES_FILE, RLRun
 from treeward.rl.rollouts import Rollouts, collect
@@ -113,7 +114,9 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
 
 @dataclass(slots=True)
 class _SinceValidation:
-    """Means over the steps since the last validation, of what a validation with one answer a prompt cannot measure."""
+    """Means over the steps since the last validation, of what a validation with one completion a prompt cannot
+    measure.
+    """
 
     sums: dict[str, float] = field(default_factory=dict)
 
@@ -413,10 +416,10 @@ class _Loop:
 
 
 def _means(run: GRPORun, rollouts: Rollouts, metrics: UpdateMetrics) -> dict[str, float]:
-    """As the updater has them, but `kl` is that of an answer, as at validations; `kl_per_token` of a token."""
+    """As the updater has them, but `kl` is that of a completion, as at validations; `kl_per_token` of a token."""
     means = metrics.means()
     per_token = means.pop("kl", None)
-    lengths = answer_lengths(rollouts.groups)
+    lengths = completion_lengths(rollouts.groups)
     learnt = rollouts.used_PG & (lengths > 0)
     if per_token is None or run.updater.reference is None:
         return means

@@ -1,14 +1,14 @@
-"""`HttpGenerator`: answers sampled by a server of vLLM, of SGLang, or whatever speaks OpenAI's completions.
+"""`HttpGenerator`: completions sampled by a server of vLLM, of SGLang, or whatever speaks OpenAI's completions.
 
     server = ServerSettings("http://localhost:8000", backend="vllm", model="policy")
     generator = HttpGenerator(policy, tokenizer, server, GenerationSettings(max_new_tokens=1024), weight_sync="folder",
                               folder=Path("/shared/weights"))
     generator.load_weights(policy, 0)
-    groups = generator.generate(prompts, prompt_ids, num_answers=8, seed=1)
+    groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=1)
 
-Prompts go as token ids and answers come as token ids: the trainer learns from the tokens that were sampled.
-`treeward.rl.completions` says what is asked of which server. A server that fails, or answers with something else than
-was asked for, is a `GenerationError` within `timeout_seconds`, and no answer is ever made up.
+Prompts go as token ids and completions come as token ids: the trainer learns from the tokens that were sampled.
+`treeward.rl.completions` says what is asked of which server. A server that fails, or sends something else than
+was asked for, is a `GenerationError` within `timeout_seconds`, and no completion is ever made up.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from treeward.rl.completions import (
     CompletionRequest,
     Malformed,
     NoTokenIds,
-    ServedAnswer,
-    answers_of,
+    ServedCompletion,
+    completions_of,
     request_of,
 )
-from treeward.rl.experience import Answer, AnswerGroup, Prompt
-from treeward.rl.generation import AnswerReader, GenerationError, GenerationSettings, end_ids_of, rooms
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.rl.generation import CompletionReader, GenerationError, GenerationSettings, end_ids_of, rooms
 from treeward.rl.weight_sync import FolderSync, StaleWeights, WeightSync, sync_function
 
 __all__ = ["HttpGenerator", "ServerSettings"]
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _PROBE_TEXT, _PROBE_TOKENS = "The quick brown fox", 16
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _FIXES = {
-    400: "see what the server says; a prompt and its answer must fit into the server's own longest sequence",
+    400: "see what the server says; a prompt and its completion must fit into the server's own longest sequence",
     401: "name the environment variable with the server's key: policy.generation.api_key_env",
     403: "name the environment variable with the server's key: policy.generation.api_key_env",
     404: "check policy.generation.url, model and backend",
@@ -62,11 +62,11 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Where answers come from. `url`: with or without `/v1`. `model`: its name there. `api_key_env`: the environment
-    variable with the key. `timeout_seconds`: for one request, with all its repetitions. `max_concurrency`: requests at
-    a time, one for each prompt. `retokenize`: accept text without token ids and tokenize it, which can give other
-    tokens than were sampled; `HttpGenerator.retokenized` counts. `probe_tolerance`: mean difference of the server's
-    log-probabilities from the policy's own, in nats; None: they are not compared.
+    """Where completions come from. `url`: with or without `/v1`. `model`: its name there. `api_key_env`: the
+    environment variable with the key. `timeout_seconds`: for one request, with all its repetitions. `max_concurrency`:
+    requests at a time, one for each prompt. `retokenize`: accept text without token ids and tokenize it, which can give
+    other tokens than were sampled; `HttpGenerator.retokenized` counts. `probe_tolerance`: mean difference of the
+    server's log-probabilities from the policy's own, in nats; None: they are not compared.
     """
 
     url: str
@@ -87,7 +87,7 @@ class HttpGenerator:
     `/update_weights_from_disk`; vLLM by the worker's `reload_weights(weights_path=...)`, which only a server that was
     started with VLLM_SERVER_DEV_MODE=1 takes orders for (`/collective_rpc`). Else a function, or its dotted path.
 
-    After each of them, with "none" at first only, the server is asked for an answer, and the policy for its
+    After each of them, with "none" at first only, the server is asked for a completion, and the policy for its
     log-probabilities. That finds another model, or weights that were not loaded or loaded wrongly; one small step is
     less than what a server in bfloat16 rounds. Raises `ConfigError` for settings that contradict each other.
     """
@@ -106,11 +106,11 @@ class HttpGenerator:
     ) -> None:
         self.policy, self.tokenizer, self.server = policy, tokenizer, server
         self.settings = settings or GenerationSettings()
-        self.reader = AnswerReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), self.settings)
+        self.reader = CompletionReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), self.settings)
         self.version: int | None = None
         self._compared = False
         self.retokenized = self.retokenized_apart = 0
-        """Answers that came as text, and those of them that have another number of tokens than the server says."""
+        """Completions that came as text, and those of them that have another number of tokens than the server says."""
         _check(server, self.settings)
         self._comparable = _are_comparable(server, self.settings)
         self._vocabulary = int(policy.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
@@ -124,17 +124,17 @@ class HttpGenerator:
         self._sync = self._make_sync(weight_sync, folder, export)
 
     def generate(
-        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_answers: int, seed: int
-    ) -> list[AnswerGroup]:
-        """See `Generator`. A prompt's answers are one request. The seed is the server's to heed."""
+        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
+    ) -> list[CompletionGroup]:
+        """See `Generator`. A prompt's completions are one request. The seed is the server's to heed."""
         most = rooms(prompts, prompt_ids, self.settings, self.policy)
         requests = [
-            CompletionRequest(tuple(ids), num_answers, most[p], _seed(seed, p)) for p, ids in enumerate(prompt_ids)
+            CompletionRequest(tuple(ids), num_completions, most[p], _seed(seed, p)) for p, ids in enumerate(prompt_ids)
         ]
         served = self._background.run(self._all(requests, [prompt.where for prompt in prompts]))
         return [
-            AnswerGroup(prompt, request.prompt_ids, tuple(self._answer(one) for one in answers))
-            for prompt, request, answers in zip(prompts, requests, served, strict=True)
+            CompletionGroup(prompt, request.prompt_ids, tuple(self._completion(one) for one in completions))
+            for prompt, request, completions in zip(prompts, requests, served, strict=True)
         ]
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:
@@ -162,10 +162,10 @@ class HttpGenerator:
 
     async def _all(
         self, requests: Sequence[CompletionRequest], wheres: Sequence[str | None]
-    ) -> list[list[ServedAnswer]]:
+    ) -> list[list[ServedCompletion]]:
         slots = asyncio.Semaphore(self.server.max_concurrency)
 
-        async def one(request: CompletionRequest, where: str | None) -> list[ServedAnswer]:
+        async def one(request: CompletionRequest, where: str | None) -> list[ServedCompletion]:
             async with slots:
                 return await self._ask(request, where)
 
@@ -178,7 +178,7 @@ class HttpGenerator:
 
     async def _ask(
         self, request: CompletionRequest, where: str | None, settings: GenerationSettings | None = None
-    ) -> list[ServedAnswer]:
+    ) -> list[ServedCompletion]:
         settings = settings or replace(self.settings, log_probs=self.settings.log_probs and self._comparable)
         backend = self.server.backend
         path, body = request_of(backend, self.server.model, request, settings, self.reader.end_ids)
@@ -188,26 +188,28 @@ class HttpGenerator:
         while True:
             reply = await self._post(path, body, asked, until)
             try:
-                answers = answers_of(backend, reply, request, vocabulary=self._vocabulary, log_probs=settings.log_probs)
+                completions = completions_of(
+                    backend, reply, request, vocabulary=self._vocabulary, log_probs=settings.log_probs
+                )
             except Aborted as error:
                 pause = _pause(attempt)
                 attempt += 1
                 if attempt > self.server.max_retries or time.monotonic() + pause >= until:
-                    raise self._wrong(path, f"{error}, {attempt} times", asked, "answers that end") from None
+                    raise self._wrong(path, f"{error}, {attempt} times", asked, "completions that end") from None
                 await asyncio.sleep(pause)
                 continue
             except NoTokenIds as error:
                 raise self._without_ids(path, str(error), asked) from None
             except Malformed as error:
-                raise self._wrong(path, str(error), asked, f"the answers of a server of {backend}") from None
-            if any(answer.token_ids is None for answer in answers) and not self.server.retokenize:
+                raise self._wrong(path, str(error), asked, f"the completions of a server of {backend}") from None
+            if any(completion.token_ids is None for completion in completions) and not self.server.retokenize:
                 raise self._without_ids(path, "text without token ids", asked)
-            return answers
+            return completions
 
     async def _post(
         self, path: str, body: Mapping[str, Any], asked: str, until: float, *, may_be_empty: bool = False
     ) -> Any:
-        """The JSON that answers. `Connection` repeats what it can; 500 is an engine that may be restarting."""
+        """The JSON of the response. `Connection` repeats what it can; 500 is an engine that may be restarting."""
         content = json.dumps(body).encode()
         attempt = 0
         while True:
@@ -222,16 +224,16 @@ class HttpGenerator:
                 if again and time.monotonic() + pause < until:
                     await asyncio.sleep(pause)
                     continue
-                unanswered = error.status is None
+                no_response = error.status is None
                 raise GenerationError(
                     f"the generator has failed: {error.summary}",
                     where=error.where,
                     got=f"{error.got}; asked for {asked}",
-                    need=(unanswered and error.need)
-                    or f"a server of {self.server.backend} that answers in {self._seconds}",
+                    need=(no_response and error.need)
+                    or f"a server of {self.server.backend} that responds in {self._seconds}",
                     fix=_FIXES.get(
                         error.status or 0,
-                        "start the server again, and resume the run" if unanswered else "look at the server's log",
+                        "start the server again, and resume the run" if no_response else "look at the server's log",
                     ),
                 ) from error
 
@@ -245,7 +247,7 @@ class HttpGenerator:
 
     def _wrong(self, path: str, got: str, asked: str, need: str) -> GenerationError:
         return GenerationError(
-            "the generator answers with something else than it was asked for",
+            "the generator sends something else than it was asked for",
             where=self._connection.url + path,
             got=f"{got}; asked for {asked}",
             need=need,
@@ -261,10 +263,10 @@ class HttpGenerator:
             fix="serve with vLLM 0.10.2 or later (backend vllm) or SGLang (backend sglang), or accept it: retokenize",
         )
 
-    def _answer(self, served: ServedAnswer) -> Answer:
+    def _completion(self, served: ServedCompletion) -> SampledCompletion:
         if served.token_ids is not None:
             log_probs = served.log_probs if self.settings.log_probs else None
-            return self.reader.answer(served.token_ids, log_probs, truncated=served.truncated)
+            return self.reader.completion(served.token_ids, log_probs, truncated=served.truncated)
         tokens = list(self.tokenizer(served.text, add_special_tokens=False).input_ids)
         self.retokenized += 1
         # The server may count the end of the turn, which has no text.
@@ -273,7 +275,7 @@ class HttpGenerator:
         end = self.tokenizer.eos_token_id
         if not served.truncated and not self.settings.stop_strings and end in self.reader.end_ids:
             tokens.append(end)
-        return self.reader.answer(tokens, None, truncated=served.truncated)
+        return self.reader.completion(tokens, None, truncated=served.truncated)
 
     def _make_sync(
         self, sync: str | WeightSync, folder: Path | None, export: Callable[[PolicyModel, Path], None] | None
@@ -320,7 +322,7 @@ class HttpGenerator:
             ) from error
 
     def _compare(self, policy: PolicyModel) -> None:
-        """The server's log-probabilities of an answer of its own, with the policy's."""
+        """The server's log-probabilities of a completion of its own, with the policy's."""
         if not self._says_log_probs:
             logger.warning("Whether %s has the policy's weights is not known: it gives no log-probabilities.",
                            self._connection.url)  # fmt: skip
@@ -329,24 +331,24 @@ class HttpGenerator:
         request = CompletionRequest(tuple(ids), 1, _PROBE_TOKENS, seed=0)
         temperature = self.settings.temperature or 1.0
         settings = GenerationSettings(max_new_tokens=_PROBE_TOKENS, temperature=temperature)
-        (answer,) = self._background.run(self._ask(request, "the comparison of the weights", settings))
-        assert answer.token_ids is not None and answer.log_probs is not None
-        apart = self._apart(policy, ids, answer, temperature)
+        (completion,) = self._background.run(self._ask(request, "the comparison of the weights", settings))
+        assert completion.token_ids is not None and completion.log_probs is not None
+        apart = self._apart(policy, ids, completion, temperature)
         tolerance = self.server.probe_tolerance
         assert tolerance is not None
-        stale_version = answer.version not in (None, "default", str(self.version)) and isinstance(
+        stale_version = completion.version not in (None, "default", str(self.version)) and isinstance(
             self._sync, FolderSync
         )
         if apart <= tolerance and not stale_version:
             return
-        raw = temperature != 1.0 and self._apart(policy, ids, answer, 1.0) <= tolerance
+        raw = temperature != 1.0 and self._apart(policy, ids, completion, 1.0) <= tolerance
         if raw and not self._comparable:
             return
         error = GenerationError(
             "the server's log-probabilities are not those of the policy",
             where=self._connection.url,
             got=f"{apart:.3g} nats apart in the mean, after the weights of version {self.version}"
-            + (f"; the server says version {answer.version}" if stale_version else ""),
+            + (f"; the server says version {completion.version}" if stale_version else ""),
             need=f"at most {tolerance:g}",
             fix=_RAW_FIX if raw else "check that the server serves this model and has loaded these weights",
         )
@@ -355,17 +357,17 @@ class HttpGenerator:
             return
         raise error
 
-    def _apart(self, policy: PolicyModel, ids: list[int], answer: ServedAnswer, temperature: float) -> float:
+    def _apart(self, policy: PolicyModel, ids: list[int], completion: ServedCompletion, temperature: float) -> float:
         """Mean of |difference|."""
-        assert answer.token_ids is not None and answer.log_probs is not None
-        if not answer.token_ids:
+        assert completion.token_ids is not None and completion.log_probs is not None
+        if not completion.token_ids:
             return 0.0
         training = policy.training
         policy.eval()
         with torch.no_grad():
-            own = policy.log_probs([[ids + answer.token_ids]], [[len(ids)]], temperature=temperature).values_SL[0]
+            own = policy.log_probs([[ids + completion.token_ids]], [[len(ids)]], temperature=temperature).values_SL[0]
         policy.train(training)
-        return float((own.float().cpu() - torch.tensor(answer.log_probs)).abs().mean())
+        return float((own.float().cpu() - torch.tensor(completion.log_probs)).abs().mean())
 
 
 _RAW_FIX = (
@@ -419,7 +421,7 @@ def _key(variable: str | None) -> str | None:
 
 
 def _seed(seed: int, prompt: int) -> int:
-    """Of a prompt's request; the server adds the answer's index. A signed integer of 32 bits will hold it."""
+    """Of a prompt's request; the server adds the completion's index. A signed integer of 32 bits will hold it."""
     return int(np.random.SeedSequence([seed % 2**64, prompt]).generate_state(1)[0]) >> 2
 
 

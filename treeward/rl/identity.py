@@ -28,7 +28,7 @@ _NOT_OF_THE_RUN = {
     *("watch", "log_period", "num_logged_samples", "gold_environment"),
     *("environment_timeout_seconds", "max_failed_share", "environments_on_ray"),
 }
-"""Keys of `grpo` that a resumed run may change: no weight depends on them, nor how many prompts a validation answers
+"""Keys of `grpo` that a resumed run may change: no weight depends on them, nor how many prompts a validation completes
 and how often (`max_val_samples`, `num_val_generations`), without which its numbers could not be compared."""
 
 _RULES = ("workers", "num_workers", "timeout_seconds")

@@ -1,15 +1,15 @@
-"""What an answer's length does to its reward, and which answers are learnt from.
+"""What a completion's length does to its reward, and which completions are learnt from.
 
-    lengths_PG, truncated_PG = answer_lengths(groups), truncated_answers(groups)
+    lengths_PG, truncated_PG = completion_lengths(groups), truncated_completions(groups)
     rewards_PG = scaled(rewards_PG, source_min=-5, source_max=5, target_min=0, target_max=1)
     rewards_PG = less_truncation_penalty(rewards_PG, truncated_PG, penalty=1.0)
     rewards_PG = less_overlong_penalty(rewards_PG, lengths_PG, max_response_length=1024, buffer_length=128, penalty=1)
-    used_PG = used_answers(groups, known_PG, truncated="mask")
+    used_PG = used_completions(groups, known_PG, truncated="mask")
 
 Penalties are subtracted, never multiplied: a factor below 1 would raise a negative reward. A reward that is NaN, one
 that is not known, stays NaN.
 
-Shapes: P prompts, G answers to each (the most of any).
+Shapes: P prompts, G completions to each (the most of any).
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import torch
 from torch import Tensor
 
 from treeward.errors import ConfigError
-from treeward.rl.experience import Answer, AnswerGroup
+from treeward.rl.experience import CompletionGroup, SampledCompletion
 
 __all__ = [
     "Truncated",
-    "answer_lengths",
+    "completion_lengths",
     "less_overlong_penalty",
     "less_truncation_penalty",
     "scaled",
-    "truncated_answers",
-    "used_answers",
+    "truncated_completions",
+    "used_completions",
 ]
 
 Truncated = Literal["keep", "mask", "penalty"]
-"""What becomes of answers that hit the length limit: learnt from as they are, not learnt from, or penalised."""
+"""What becomes of completions that hit the length limit: learnt from as they are, not learnt from, or penalised."""
 
 
-def answer_lengths(groups: Sequence[AnswerGroup]) -> Tensor:
-    """Tokens of each answer, int64 (P, G); 0 where a group has no such answer."""
+def completion_lengths(groups: Sequence[CompletionGroup]) -> Tensor:
+    """Tokens of each completion, int64 (P, G); 0 where a group has no such completion."""
     return torch.tensor([[0 if a is None else len(a.token_ids) for a in row] for row in _table(groups)]).long()
 
 
-def truncated_answers(groups: Sequence[AnswerGroup]) -> Tensor:
-    """Which answers the length limit cut, bool (P, G), as their generator says."""
+def truncated_completions(groups: Sequence[CompletionGroup]) -> Tensor:
+    """Which completions the length limit cut, bool (P, G), as their generator says."""
     return torch.tensor([[a is not None and a.truncated for a in row] for row in _table(groups)]).bool()
 
 
 def less_truncation_penalty(rewards_PG: Tensor, truncated_PG: Tensor, *, penalty: float) -> Tensor:
-    """r - penalty for truncated answers, r for others, (P, G). Raises `ConfigError` for a penalty below 0."""
+    """r - penalty for truncated completions, r for others, (P, G). Raises `ConfigError` for a penalty below 0."""
     _check_penalty("grpo.truncation_penalty", penalty)
     return torch.where(truncated_PG.bool(), rewards_PG - penalty, rewards_PG)
 
@@ -92,22 +92,22 @@ def scaled(rewards_PG: Tensor, *, source_min: float, source_max: float, target_m
     return target_min + share * (target_max - target_min)
 
 
-def used_answers(groups: Sequence[AnswerGroup], known_PG: Tensor, *, truncated: Truncated = "keep") -> Tensor:
-    """Which answers are learnt from, bool (P, G): those with a reward and at least one token.
+def used_completions(groups: Sequence[CompletionGroup], known_PG: Tensor, *, truncated: Truncated = "keep") -> Tensor:
+    """Which completions are learnt from, bool (P, G): those with a reward and at least one token.
 
     With `truncated="mask"` only those that came to an end; their rewards still belong into the baseline of their group
     (overlong filtering, arXiv 2503.14476, section 3.4).
     """
-    used = known_PG.bool() & (answer_lengths(groups) > 0).to(known_PG.device)
+    used = known_PG.bool() & (completion_lengths(groups) > 0).to(known_PG.device)
     if truncated == "mask":
-        used &= ~truncated_answers(groups).to(known_PG.device)
+        used &= ~truncated_completions(groups).to(known_PG.device)
     return used
 
 
-def _table(groups: Sequence[AnswerGroup]) -> list[list[Answer | None]]:
-    """(P, G), None where a group has no such answer."""
-    width = max((len(group.answers) for group in groups), default=0)
-    return [[*group.answers, *[None] * (width - len(group.answers))] for group in groups]
+def _table(groups: Sequence[CompletionGroup]) -> list[list[SampledCompletion | None]]:
+    """(P, G), None where a group has no such completion."""
+    width = max((len(group.completions) for group in groups), default=0)
+    return [[*group.completions, *[None] * (width - len(group.completions))] for group in groups]
 
 
 def _check_penalty(where: str, penalty: float) -> None:

@@ -6,7 +6,7 @@
 Sums travel and denominators are global: a micro-batch's own mean would give the tokens of a short micro-batch more
 weight than those of a long one.
 
-Shapes: S sequences, L tokens of the longest answer.
+Shapes: S sequences, L tokens of the longest completion.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class PolicyLossSettings:
     the most that a negative advantage counts; None for no limit. `kl_coefficient` (`reference_policy_kl_penalty`),
     `kl_estimator` (`reference_policy_kl_type`): of the penalty in the loss. `kl_input_clamp_value`,
     `kl_output_clamp_value`: bounds of the log-ratio and of the estimate in it, None for none. `reduction`
-    (`token_level_loss`): "token", every token of the batch counts the same; "sequence", every answer does.
+    (`token_level_loss`): "token", every token of the batch counts the same; "sequence", every completion does.
     `use_importance_sampling_correction`: weight the policy term by exp(old - generator's log-probability), at most
     `truncated_importance_sampling_ratio`. `sequence_level_importance_ratios`: one ratio, and one such weight, for each
-    answer. `use_on_policy_kl_approximation`: weight the penalty by exp(new - generator's). `force_on_policy_ratio`: the
-    ratio is 1 whatever the old policy was, with the gradient of the log-probability.
+    completion. `use_on_policy_kl_approximation`: weight the penalty by exp(new - generator's). `force_on_policy_ratio`:
+    the ratio is 1 whatever the old policy was, with the gradient of the log-probability.
 
     Raises `ConfigError` for values out of range.
     """
@@ -137,7 +137,8 @@ def kl_estimate(
 def token_weights(mask_SL: Tensor, reduction: Reduction) -> tuple[Tensor, Tensor]:
     """What each token counts, float32 (S, L), and what these sum to: the denominator, to be added up over the batch.
 
-    "token": 1 each. "sequence": 1 / (tokens of the answer), so that the denominator is the number of answers with any.
+    "token": 1 each. "sequence": 1 / (tokens of the completion), so that the denominator is the number of completions
+    with any.
     """
     mask = mask_SL.float()
     if reduction == "sequence":
@@ -162,13 +163,13 @@ def policy_loss(
 
     - With `dual_clip` c and A < 0 the policy term is at most -c A (Ye et al. 2020, arXiv 1912.09729). Asymmetric
       bounds: Yu et al. 2025 (arXiv 2503.14476).
-    - `sequence_level_importance_ratios`: rho_t = exp(mean over the answer's tokens of log pi - log pi_old) for each of
-      its tokens (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7). With reduction "sequence" that is GSPO's objective;
-      with "token" each answer counts as often as it has tokens.
+    - `sequence_level_importance_ratios`: rho_t = exp(mean over the completion's tokens of log pi - log pi_old) for each
+      of its tokens (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7). With reduction "sequence" that is GSPO's
+      objective; with "token" each completion counts as often as it has tokens.
     - `force_on_policy_ratio`: rho_t = exp(log pi - its own value): 1, with the gradient of log pi; nothing is clipped.
-    - `use_importance_sampling_correction`: c_t = exp(old_t - gen_t), with sequence-level ratios exp(sum over the answer
-      of old_t - gen_t), and min(c_t, limit) with `truncated_importance_sampling_ratio` (Yao et al. 2025, "Your
-      efficient RL framework secretly brings you off-policy RL training"). It does not weight the penalty.
+    - `use_importance_sampling_correction`: c_t = exp(old_t - gen_t), with sequence-level ratios exp(sum over the
+      completion of old_t - gen_t), and min(c_t, limit) with `truncated_importance_sampling_ratio` (Yao et al. 2025,
+      "Your efficient RL framework secretly brings you off-policy RL training"). It does not weight the penalty.
     - `use_on_policy_kl_approximation`: k_t = exp(log pi - gen_t), without a gradient of its own.
 
     As in NeMo RL's `ClippedPGLossFn`, a weight that is not finite counts as 0. `old_SL`, `reference_SL`,

@@ -1,4 +1,4 @@
-"""`RewardSource`: from groups of answers to their rewards, by one environment or several.
+"""`RewardSource`: from groups of completions to their rewards, by one environment or several.
 
     source = make_reward_source(env_section, {"reward_model": 1.0}, gold="judge", timeout_seconds=600)
     source.check(prompts)                                # every row names environments that there are
@@ -6,13 +6,15 @@
     source.gold(groups)                                  # (P, G), for watching; never trained on
 
 A prompt may choose for itself: `info["environment"]` is a name, or a mapping from names to weights; the reward is then
-the weighted sum. Each environment is asked once a step, with all of its answers, while the others are asked too. It is
-given raw messages and, as `env_infos`, copies of the prompt's `info` with `truncated`, whether the answer was cut off.
+the weighted sum. Each environment is asked once a step, with all of its completions, while the others are asked too. It
+is given raw messages and, as `env_infos`, copies of the prompt's `info` with `truncated`, whether the completion was
+cut off.
 
-An answer that has no reward is NaN and counted with its reason; it is never a number that trains. An environment that
-is wrong itself (`ConfigError`, `ModelError`) stops the run, and the statistics of all are then those before the step.
+A completion that has no reward is NaN and counted with its reason; it is never a number that trains. An environment
+that is wrong itself (`ConfigError`, `ModelError`) stops the run, and the statistics of all are then those before the
+step.
 
-Shapes: P prompts, G answers to each.
+Shapes: P prompts, G completions to each.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from treeward.environments.interface import DETAILS, Environment, EnvironmentRet
 from treeward.environments.registry import make_named, sections_of
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
 from treeward.rl.asking import STOPS, Asker, Question
-from treeward.rl.experience import AnswerGroup, Prompt
+from treeward.rl.experience import CompletionGroup, Prompt
 
 __all__ = ["GroupRewards", "MissingReward", "RewardSource", "chosen_names", "make_reward_source"]
 
@@ -53,7 +55,7 @@ Missing = Literal["mask", "renormalise"]
 
 @dataclass(frozen=True, slots=True)
 class MissingReward:
-    """How many answers have no reward for one reason, and which is the first: its prompt and place in the group."""
+    """How many completions have no reward for one reason, and which is the first: its prompt and place in the group."""
 
     count: int
     example: str
@@ -62,7 +64,7 @@ class MissingReward:
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
     """What came of a step. `rewards_PG`: float32, NaN where there is none. `raw_PG`: the same before the environments'
-    own shaping; NaN where it is not known. `known_PG`: bool, which answers have a reward. `errors`: by reason.
+    own shaping; NaN where it is not known. `known_PG`: bool, which completions have a reward. `errors`: by reason.
 
     `metrics`: of each environment that was asked, `reward_metrics` and `<name>/component/<component>`, means.
     """
@@ -77,7 +79,7 @@ class GroupRewards:
 class RewardSource:
     """Asks `environments`, by name: each an `Environment`, or the handle of a Ray actor of one.
 
-    `weights`: of prompts that choose none; may be empty where every prompt does. `missing`: what an answer gets that
+    `weights`: of prompts that choose none; may be empty where every prompt does. `missing`: what a completion gets that
     one of several environments could not reward: nothing (`mask`), or the sum of the others, scaled up (`renormalise`).
     `timeout_seconds`: of a step; an environment that takes longer gives no rewards, and `ModelError` stops the run
     when it has done so `max_hangs` times in succession. None: it has all the time.
@@ -117,10 +119,10 @@ class RewardSource:
         for prompt in prompts:
             self._weights(prompt)
 
-    def reward(self, groups: Sequence[AnswerGroup], *, update: bool = True) -> GroupRewards:
-        """Rewards of every answer of every group, all groups of one size.
+    def reward(self, groups: Sequence[CompletionGroup], *, update: bool = True) -> GroupRewards:
+        """Rewards of every completion of every group, all groups of one size.
 
-        `update`: off in validation, whose answers then count in no running statistics. Raises `ConfigError`,
+        `update`: off in validation, whose completions then count in no running statistics. Raises `ConfigError`,
         `ModelError` or `CheckpointError` for an environment that is wrong itself or hangs again and again, and
         `DataError` for a prompt that chooses an unknown one.
         """
@@ -128,7 +130,7 @@ class RewardSource:
         chosen: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for p, group in enumerate(groups):
             for name in weights_P[p]:
-                chosen[name] += [(p, g) for g in range(len(group.answers))]
+                chosen[name] += [(p, g) for g in range(len(group.completions))]
         found = self._ask({self._askers[name]: places for name, places in chosen.items()}, groups, update=update)
         parts: dict[tuple[int, int], dict[str, Reward]] = defaultdict(dict)
         metrics: dict[str, float] = {}
@@ -138,19 +140,21 @@ class RewardSource:
                 parts[place][name] = reward
         return self._summed(groups, weights_P, parts, metrics)
 
-    def gold(self, groups: Sequence[AnswerGroup]) -> Tensor:
+    def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         """What the gold environment says, float32 (P, G), NaN where it says nothing. It learns no statistics from it.
 
         Raises `ConfigError` where there is none, and what `reward` raises.
         """
         if self._gold is None:
             raise ConfigError("there is no gold environment", field="gold_environment", got=None, need="a name")
-        places = [(p, g) for p, group in enumerate(groups) for g in range(len(group.answers))]
+        places = [(p, g) for p, group in enumerate(groups) for g in range(len(group.completions))]
         found = self._ask({self._gold: places}, groups, update=False)[self._gold.name]
         values = [_number(reward.value) for reward in found]
         missing = [reward.error for reward in found if reward.value is None]
         if missing:
-            logger.warning("%d of %d answers have no gold reward; the first: %s", len(missing), len(values), missing[0])
+            logger.warning(
+                "%d of %d completions have no gold reward; the first: %s", len(missing), len(values), missing[0]
+            )
         return torch.tensor(values, dtype=torch.float32).reshape(_shape(groups))
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +182,7 @@ class RewardSource:
         return all([asker.shutdown(_SHUTDOWN_SECONDS) for asker in askers.values()])
 
     def _ask(
-        self, chosen: Mapping[Asker, Sequence[tuple[int, int]]], groups: Sequence[AnswerGroup], *, update: bool
+        self, chosen: Mapping[Asker, Sequence[tuple[int, int]]], groups: Sequence[CompletionGroup], *, update: bool
     ) -> dict[str, list[Reward]]:
         """By the asker's name, a reward for each of its places, in order. What raises leaves every state as it was."""
         if self._closed:
@@ -215,7 +219,7 @@ class RewardSource:
             reason = f"it raised {type(outcome).__name__}: {outcome}"
             logger.warning("%s has no rewards in this step: %s", asker.name, reason, exc_info=outcome)
             return [Reward(None, error=reason)] * count
-        reason = f"no answer within {self.timeout_seconds:g} seconds"
+        reason = f"no rewards within {self.timeout_seconds:g} seconds"
         if asker.num_hangs >= self.max_hangs:
             raise ModelError(
                 f"the environment {asker.name} hangs",
@@ -229,14 +233,14 @@ class RewardSource:
 
     def _summed(
         self,
-        groups: Sequence[AnswerGroup],
+        groups: Sequence[CompletionGroup],
         weights_P: Sequence[Mapping[str, float]],
         parts: Mapping[tuple[int, int], Mapping[str, Reward]],
         metrics: Mapping[str, float],
     ) -> GroupRewards:
         values, raws, errors = [], [], dict[str, MissingReward]()
         for p, group in enumerate(groups):
-            for g in range(len(group.answers)):
+            for g in range(len(group.completions)):
                 by_name = parts[p, g]
                 reward = weighted_sum(by_name, weights_P[p], missing=self.missing)
                 before = {name: Reward(one.raw, error="") for name, one in by_name.items()}
@@ -245,7 +249,7 @@ class RewardSource:
                 if math.isnan(values[-1]):
                     reason = reward.error or "the weighted sum is not finite"
                     known = errors.get(reason)
-                    example = known.example if known else f"{group.prompt.where or f'prompt {p}'}, answer {g}"
+                    example = known.example if known else f"{group.prompt.where or f'prompt {p}'}, completion {g}"
                     errors[reason] = MissingReward(known.count + 1 if known else 1, example)
         rewards_PG = torch.tensor(values, dtype=torch.float32).reshape(_shape(groups))
         if errors:
@@ -379,12 +383,13 @@ def _unknown(name: str, sections: Mapping[str, Any], env_section: Mapping[str, A
 
 
 def _samples(
-    groups: Sequence[AnswerGroup], places: Sequence[tuple[int, int]]
+    groups: Sequence[CompletionGroup], places: Sequence[tuple[int, int]]
 ) -> tuple[list[list[Any]], list[dict[str, Any]]]:
     """Conversations and env_infos. Copies: what an environment does to them is nobody else's concern."""
     conversations = {p: groups[p].conversations for p in dict.fromkeys(p for p, _ in places)}
     infos = [
-        {**copy.deepcopy(dict(groups[p].prompt.info)), "truncated": groups[p].answers[g].truncated} for p, g in places
+        {**copy.deepcopy(dict(groups[p].prompt.info)), "truncated": groups[p].completions[g].truncated}
+        for p, g in places
     ]
     return [copy.deepcopy(conversations[p][g]) for p, g in places], infos
 
@@ -420,14 +425,14 @@ def _number(value: float | None) -> float:
     return math.nan if value is None or not abs(value) <= _LARGEST else value
 
 
-def _shape(groups: Sequence[AnswerGroup]) -> tuple[int, int]:
-    sizes = {len(group.answers) for group in groups}
+def _shape(groups: Sequence[CompletionGroup]) -> tuple[int, int]:
+    sizes = {len(group.completions) for group in groups}
     assert len(sizes) <= 1, "groups of different sizes"
     return len(groups), next(iter(sizes), 0)
 
 
-def _log_missing(errors: Mapping[str, MissingReward], num_answers: int) -> None:
+def _log_missing(errors: Mapping[str, MissingReward], num_completions: int) -> None:
     most = sorted(errors.items(), key=lambda item: -item[1].count)
     shown = "; ".join(f"{one.count} x {reason} ({one.example})" for reason, one in most[:_MOST_LOGGED])
     total = sum(one.count for one in errors.values())
-    logger.warning("%d of %d answers have no reward: %s", total, num_answers, shown)
+    logger.warning("%d of %d completions have no reward: %s", total, num_completions, shown)

@@ -1,13 +1,13 @@
-"""`collect`: what a step learns from; prompts are drawn and answered, answers are rewarded.
+"""`collect`: what a step learns from; prompts are drawn, completions are sampled and rewarded.
 
     rollouts = collect(run, step=17, drawn=544)
     rollouts.groups, rollouts.rewards_PG, rollouts.used_PG
     rollouts.prompts_drawn                  # more than the groups where dynamic sampling left some out
 
 Everything follows from the seed, the step and how many prompts were drawn before: a step that is taken again, after a
-kill, samples the same answers from the same weights.
+kill, samples the same completions from the same weights.
 
-Shapes: P prompts, G answers to each.
+Shapes: P prompts, G completions to each.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.prompt_encoding import EncodedPrompt
 from treeward.errors import ModelError
 from treeward.rl.advantages import informative_groups
-from treeward.rl.experience import AnswerGroup
+from treeward.rl.experience import CompletionGroup
 from treeward.rl.overlong import (
-    answer_lengths,
+    completion_lengths,
     less_overlong_penalty,
     less_truncation_penalty,
     scaled,
-    truncated_answers,
-    used_answers,
+    truncated_completions,
+    used_completions,
 )
 from treeward.rl.rewarding import GroupRewards
 from treeward.rl.watch import length_correlation
@@ -50,10 +50,10 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """The groups of a step. `rewards_PG`: what is optimised, NaN where there is no reward; `raw_PG`: before any
-    shaping; `used_PG`: which answers are learnt from. `metrics`: of all that was sampled. `seconds`: by phase.
+    shaping; `used_PG`: which completions are learnt from. `metrics`: of all that was sampled. `seconds`: by phase.
     """
 
-    groups: list[AnswerGroup]
+    groups: list[CompletionGroup]
     rewards_PG: Tensor
     raw_PG: Tensor
     known_PG: Tensor
@@ -69,7 +69,7 @@ class Rollouts:
 class _Draws:
     """What came of the draws of a step so far."""
 
-    groups: list[AnswerGroup] = field(default_factory=list)
+    groups: list[CompletionGroup] = field(default_factory=list)
     found: list[GroupRewards] = field(default_factory=list)
     adjusted: list[Tensor] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"generation": 0.0, "rewards": 0.0})
@@ -78,7 +78,7 @@ class _Draws:
 def collect(run: GRPORun, *, step: int, drawn: int) -> Rollouts:
     """The rollouts of the step after `step` steps, in which `drawn` prompts were drawn.
 
-    Raises what generator and environments raise, and `ModelError` where too many answers have no reward or no group
+    Raises what generator and environments raise, and `ModelError` where too many completions have no reward or no group
     has two rewards that differ.
     """
     grpo = run.config.grpo
@@ -109,9 +109,9 @@ def collect(run: GRPORun, *, step: int, drawn: int) -> Rollouts:
     draws.seconds["rewards"] += time.monotonic() - started
     if gold_PG is not None and bool(gold_PG.isfinite().any()):
         metrics["train/gold_reward"] = float(gold_PG.nanmean())
-    used_PG = used_answers(groups, known_PG[kept], truncated=grpo.truncated)
+    used_PG = used_completions(groups, known_PG[kept], truncated=grpo.truncated)
     metrics["train/num_masked"] = float((known_PG[kept] & ~used_PG).sum())
-    lengths = answer_lengths(draws.groups)
+    lengths = completion_lengths(draws.groups)
     return Rollouts(
         groups,
         rewards_PG[kept],
@@ -126,28 +126,28 @@ def collect(run: GRPORun, *, step: int, drawn: int) -> Rollouts:
     )
 
 
-def adjusted(config: GRPORunConfig, groups: Sequence[AnswerGroup], rewards_PG: Tensor) -> Tensor:
-    """Rewards scaled, less what the length of an answer costs, as `grpo` says; NaN stays NaN.
+def adjusted(config: GRPORunConfig, groups: Sequence[CompletionGroup], rewards_PG: Tensor) -> Tensor:
+    """Rewards scaled, less what the length of a completion costs, as `grpo` says; NaN stays NaN.
 
-    The overlong penalty is measured from where an answer is cut: after what its own prompt leaves room for, if that is
-    less than `max_response_length`.
+    The overlong penalty is measured from where a completion is cut: after what its own prompt leaves room for, if that
+    is less than `max_response_length`.
     """
     grpo = config.grpo
     if grpo.reward_scaling.enabled:
         rewards_PG = scaled(rewards_PG, **grpo.reward_scaling.model_dump(exclude={"enabled"}))
     if grpo.truncated == "penalty":
-        rewards_PG = less_truncation_penalty(rewards_PG, truncated_answers(groups), penalty=grpo.truncation_penalty)
+        rewards_PG = less_truncation_penalty(rewards_PG, truncated_completions(groups), penalty=grpo.truncation_penalty)
     if grpo.reward_shaping.enabled and groups:
         rewards_PG = torch.stack(
             [
                 _less_overlong(config, group, rewards_G, lengths_G)
-                for group, rewards_G, lengths_G in zip(groups, rewards_PG, answer_lengths(groups), strict=True)
+                for group, rewards_G, lengths_G in zip(groups, rewards_PG, completion_lengths(groups), strict=True)
             ]
         )
     return rewards_PG
 
 
-def _less_overlong(config: GRPORunConfig, group: AnswerGroup, rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
+def _less_overlong(config: GRPORunConfig, group: CompletionGroup, rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
     shaping = config.grpo.reward_shaping
     room = config.policy.max_total_sequence_length - len(group.prompt_ids)
     longest = min(config.max_response_length, room)
@@ -170,7 +170,7 @@ def _draw(run: GRPORun, prompts: Sequence[EncodedPrompt], seed: int, draws: _Dra
     groups = run.generator.generate(
         [one.prompt for one in prompts],
         [one.token_ids for one in prompts],
-        num_answers=run.config.grpo.num_generations_per_prompt,
+        num_completions=run.config.grpo.num_generations_per_prompt,
         seed=seed,
     )
     sampled = time.monotonic()
@@ -181,7 +181,7 @@ def _draw(run: GRPORun, prompts: Sequence[EncodedPrompt], seed: int, draws: _Dra
     if failed > run.config.grpo.max_failed_share:
         first = next(iter(found.errors.items()), None)
         raise ModelError(
-            "too many answers have no reward",
+            "too many completions have no reward",
             got=f"{failed:.0%} of {found.known_PG.numel()}"
             + ("" if first is None else f"; {first[1].count} x {first[0]} ({first[1].example})"),
             need=f"at most {run.config.grpo.max_failed_share:.0%} (grpo.max_failed_share)",
@@ -194,20 +194,20 @@ def _draw(run: GRPORun, prompts: Sequence[EncodedPrompt], seed: int, draws: _Dra
 
 def _metrics(
     config: GRPORunConfig,
-    groups: Sequence[AnswerGroup],
+    groups: Sequence[CompletionGroup],
     rewards_PG: Tensor,
     raw_PG: Tensor,
     known_PG: Tensor,
     has_signal_P: Tensor,
 ) -> dict[str, float]:
-    lengths = answer_lengths(groups).float()
+    lengths = completion_lengths(groups).float()
     rewards = rewards_PG[known_PG]
     found = {
         "train/reward": float(rewards.mean()) if len(rewards) else math.nan,
         "train/reward_std": float(rewards.std(unbiased=False)) if len(rewards) else math.nan,
         "train/raw_reward": float(raw_PG.nanmean()),
         "train/mean_gen_tokens_per_sample": float(lengths.mean()),
-        "train/truncation_rate": float(truncated_answers(groups).float().mean()),
+        "train/truncation_rate": float(truncated_completions(groups).float().mean()),
         "train/mean_prompt_length": sum(len(group.prompt_ids) for group in groups) / len(groups),
         "train/groups_without_signal": 1 - float(has_signal_P.float().mean()),
         "train/num_failed": float((~known_PG).sum()),
@@ -244,8 +244,8 @@ def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
         raise ModelError(
             "no group has two rewards that differ: there is nothing to learn from",
             where="grpo.use_dynamic_sampling",
-            got=f"{num_draws} batches of prompts whose answers are all rewarded alike",
-            need="a prompt with a better and a worse answer",
+            got=f"{num_draws} batches of prompts whose completions are all rewarded alike",
+            need="a prompt with a better and a worse completion",
             fix="raise policy.generation.temperature, or look at the rewards: they may be saturated",
         )
     if len(kept) < wanted:

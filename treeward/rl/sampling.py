@@ -33,7 +33,7 @@ _PADDING = 0  # masked, so that any token will do
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One answer to be. `most`: tokens it may have, at least 1. `uniforms`: `most` numbers in [0, 1)."""
+    """One completion to be. `most`: tokens it may have, at least 1. `uniforms`: `most` numbers in [0, 1)."""
 
     prompt_ids: tuple[int, ...]
     most: int
@@ -48,9 +48,9 @@ class Sampled:
     log_probs: list[float] = field(default_factory=list)
 
 
-def uniforms(seed: int, prompt: int, answer: int, count: int) -> np.ndarray:
-    """The numbers that choose the tokens of an answer, float64 (count,); a longer count begins with the same."""
-    return np.random.default_rng([seed % 2**64, prompt, answer]).random(count)
+def uniforms(seed: int, prompt: int, completion: int, count: int) -> np.ndarray:
+    """The numbers that choose the tokens of a completion, float64 (count,); a longer count begins with the same."""
+    return np.random.default_rng([seed % 2**64, prompt, completion]).random(count)
 
 
 @torch.no_grad()

@@ -58,7 +58,8 @@ class GRPORun:
     """A run that is ready to take its next step. `state.step` steps are done already.
 
     `total_steps`: at most so many; a run also ends when `prompt_limit` prompts are drawn, which dynamic sampling does
-    earlier. `validation`: the prompts that every validation answers, and `validation_sets` the name of the set of each.
+    earlier. `validation`: the prompts that every validation completions, and `validation_sets` the name of the set of
+    each.
     """
 
     config: GRPORunConfig

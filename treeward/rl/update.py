@@ -1,4 +1,4 @@
-"""`PolicyUpdater`: from groups of answers with their advantages to new weights, each prompt computed once a group.
+"""`PolicyUpdater`: from groups of completions with their advantages to new weights, each prompt computed once a group.
 
     updater = PolicyUpdater(policy, optimizer, reference=reference, settings=PolicyLossSettings(kl_coefficient=0.01))
     evaluated = updater.evaluate(groups)                # nothing is learnt yet; rewards may depend on evaluated.kl_PG
@@ -7,10 +7,11 @@
 
 Old and reference log-probabilities are computed by the trainer itself, in the numerics of the update, whatever the
 generator says. A batch may be updated from several times, in parts of some prompts each; every part's sums are divided
-by the part's own denominators, however it is cut into micro-batches. Answers that are not used are in no update; what
-is computed before the first one is computed of all.
+by the part's own denominators, however it is cut into micro-batches. Completions that are not used are in no update;
+what is computed before the first one is computed of all.
 
-Shapes: P prompts, G answers to each (the most of any), L tokens of a group's longest answer, S answers side by side.
+Shapes: P prompts, G completions to each (the most of any), L tokens of a group's longest completion, S completions side
+by side.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor
 
 from treeward.errors import ConfigError, ModelError
-from treeward.model.policy_model import AnswerLogProbs, PolicyModel
-from treeward.rl.experience import AnswerGroup, prompt_lengths
+from treeward.model.policy_model import CompletionLogProbs, PolicyModel
+from treeward.rl.experience import CompletionGroup, prompt_lengths
 from treeward.rl.policy_loss import KLEstimator, PolicyLossSettings, kl_estimate, policy_loss
 from treeward.tree.batch import plan_micro_batches
 from treeward.tree.token_tree import TokenIds
@@ -43,7 +44,7 @@ class Reference(Protocol):
         *,
         temperature: float = 1.0,
         entropies: bool = False,
-    ) -> AnswerLogProbs: ...
+    ) -> CompletionLogProbs: ...
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class UpdateMetrics:
 
     `tokens`: predicted ones that were learnt from, counted once for each update. `mismatch_sum`: exp |trainer's less
     generator's log-probability| of the `mismatch_tokens` whose generator said one, before the first update: of all
-    answers where the batch is updated from several times, else of those that are used. `correction_sum`: of the
+    completions where the batch is updated from several times, else of those that are used. `correction_sum`: of the
     weights against that mismatch, over tokens; `not_finite`: tokens whose weight was not and counts as 0.
     """
 
@@ -98,12 +99,13 @@ class UpdateMetrics:
 class Evaluated:
     """Groups with what was computed of them before the first update.
 
-    `old`, `reference`: log-probabilities of each group's answers, float32 (G, L) each; None where they are not needed.
-    `kl_PG`: float32 (P, G) on the CPU, the estimate of KL(policy || reference) summed over an answer's tokens, for the
-    reward; NaN where a group has no such answer; None unless it was asked for and there is a reference.
+    `old`, `reference`: log-probabilities of each group's completions, float32 (G, L) each; None where they are not
+    needed. `kl_PG`: float32 (P, G) on the CPU, the estimate of KL(policy || reference) summed over a completion's
+    tokens, for the reward; NaN where a group has no such completion; None unless it was asked for and there is a
+    reference.
     """
 
-    groups: tuple[AnswerGroup, ...]
+    groups: tuple[CompletionGroup, ...]
     old: tuple[Tensor, ...] | None = None
     reference: tuple[Tensor, ...] | None = None
     kl_PG: Tensor | None = None
@@ -111,15 +113,15 @@ class Evaluated:
 
     @property
     def mean_kl(self) -> float | None:
-        """Of an answer, not of a token."""
+        """Of a completion, not of a token."""
         return None if self.kl_PG is None else float(self.kl_PG.nanmean())
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of each answer, float32 (P, G) on the CPU: KL to the reference, summed over tokens (None without one), and the
-    mean entropy of the distributions that its tokens were drawn from; `num_tokens_PG`: int64. NaN where a group has no
-    such answer, and for the entropy of an answer without tokens.
+    """Of each completion, float32 (P, G) on the CPU: KL to the reference, summed over tokens (None without one), and
+    the mean entropy of the distributions that its tokens were drawn from; `num_tokens_PG`: int64. NaN where a group has
+    no such completion, and for the entropy of a completion without tokens.
     """
 
     kl_PG: Tensor | None
@@ -128,7 +130,7 @@ class Measured:
 
     @property
     def mean_kl(self) -> float | None:
-        """Of an answer: the mean of the sums, as over-optimisation is drawn over its root."""
+        """Of a completion: the mean of the sums, as over-optimisation is drawn over its root."""
         return None if self.kl_PG is None else float(self.kl_PG.nanmean())
 
     @property
@@ -147,16 +149,16 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is fixed of a group while it is learnt from, of its used answers alone: (G, L), (G, L), (G,)."""
+    """What is fixed of a group while it is learnt from, of its used completions alone: (G, L), (G, L), (G,)."""
 
-    group: AnswerGroup
+    group: CompletionGroup
     old_GL: Tensor | None
     reference_GL: Tensor | None
     advantages_G: Tensor
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(answer.token_ids) for answer in self.group.answers)
+        return sum(len(completion.token_ids) for completion in self.group.completions)
 
 
 class PolicyUpdater:
@@ -200,7 +202,7 @@ class PolicyUpdater:
         self.steps_begun = 0
 
     @torch.no_grad()
-    def evaluate(self, groups: Sequence[AnswerGroup], *, for_reward: bool = False) -> Evaluated:
+    def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
         """What an update must know of the policy as it sampled. `for_reward`: `kl_PG` as well, at the cost of asking
         the policy once more where one update would not need it.
 
@@ -215,7 +217,7 @@ class PolicyUpdater:
             raise ConfigError(
                 "a ratio of 1 is right for the first update only",
                 where="loss_fn.force_on_policy_ratio",
-                got="several updates of the policy for each batch of answers",
+                got="several updates of the policy for each batch of completions",
                 need="one",
                 fix="policy.train_global_batch_size=null grpo.updates_per_batch=1, or force_on_policy_ratio=false",
             )
@@ -238,7 +240,7 @@ class PolicyUpdater:
         return Evaluated(groups, old, reference, kl_PG, metrics)
 
     def update(self, evaluated: Evaluated, advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
-        """Learn from groups in the order given. `used_PG`: which answers are learnt from, bool (P, G).
+        """Learn from groups in the order given. `used_PG`: which completions are learnt from, bool (P, G).
 
         The result has the sums of `evaluated` too. Raises `ModelError` for a loss or gradient that is not finite; the
         weights are then those before that step.
@@ -256,13 +258,13 @@ class PolicyUpdater:
                 self.on_step()
         return metrics
 
-    def learn(self, groups: Sequence[AnswerGroup], advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
+    def learn(self, groups: Sequence[CompletionGroup], advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
         """`evaluate` and `update` at once, for advantages that are known beforehand."""
         return self.update(self.evaluate(groups), advantages_PG, used_PG)
 
     @torch.no_grad()
-    def measure(self, groups: Sequence[AnswerGroup], *, estimator: KLEstimator = "k3") -> Measured:
-        """Of each answer the KL to the reference and the entropy, at the temperature of the sampling; no update."""
+    def measure(self, groups: Sequence[CompletionGroup], *, estimator: KLEstimator = "k3") -> Measured:
+        """Of each completion the KL to the reference and the entropy, at the temperature of the sampling; no update."""
         groups = tuple(groups)
         self.policy.eval()
         found = self._ask(self.policy, groups, UpdateMetrics(), entropies=True)
@@ -270,8 +272,8 @@ class PolicyUpdater:
         if self.reference is not None:
             reference = [values for values, _ in self._ask(self.reference, groups, UpdateMetrics())]
             kl_PG = _kl_sums([values for values, _ in found], reference, estimator)
-        lengths = [torch.tensor([len(a.token_ids) for a in group.answers]) for group in groups]
-        # An answer without tokens has no entropy: 0 / 0.
+        lengths = [torch.tensor([len(a.token_ids) for a in group.completions]) for group in groups]
+        # A completion without tokens has no entropy: 0 / 0.
         means = [entropies.sum(dim=1) / n.to(entropies) for (_, entropies), n in zip(found, lengths, strict=True)]
         return Measured(kl_PG, _stacked(means), _stacked(lengths, missing=0))
 
@@ -279,16 +281,16 @@ class PolicyUpdater:
         size = self.prompts_per_update or max(num_groups, 1)
         return [range(start, min(start + size, num_groups)) for start in range(0, num_groups, size)]
 
-    def _plan(self, groups: Sequence[AnswerGroup]) -> Iterator[list[int]]:
-        """Groups for each micro-batch; those without answers are in none."""
-        some = [i for i, group in enumerate(groups) if group.answers]
+    def _plan(self, groups: Sequence[CompletionGroup]) -> Iterator[list[int]]:
+        """Groups for each micro-batch; those without completions are in none."""
+        some = [i for i, group in enumerate(groups) if group.completions]
         tree = self.policy.layout == "tree"
         sizes = [groups[i].num_tree_tokens if tree else groups[i].num_row_tokens for i in some]
         for members in plan_micro_batches(sizes, max_tokens=self.micro_batch_tokens):
             yield [some[i] for i in members]
 
     def _ask(
-        self, model: Reference, groups: Sequence[AnswerGroup], metrics: UpdateMetrics, *, entropies: bool = False
+        self, model: Reference, groups: Sequence[CompletionGroup], metrics: UpdateMetrics, *, entropies: bool = False
     ) -> list[tuple[Tensor, Tensor]]:
         """Of each group its log-probabilities and (empty unless asked for) entropies, float32 (G, L), 0 beyond ends."""
         nothing = torch.zeros(0, 0, device=self.policy.device)
@@ -303,20 +305,20 @@ class PolicyUpdater:
             )
             metrics.computed_tokens += found.num_computed_tokens
             metrics.row_tokens += sum(group.num_row_tokens for group in chosen)
-            sizes = [len(group.answers) for group in chosen]
+            sizes = [len(group.completions) for group in chosen]
             values = found.values_SL.split(sizes)
             others = [nothing] * len(sizes) if found.entropies_SL is None else found.entropies_SL.split(sizes)
             for i, one, other in zip(members, values, others, strict=True):
-                width = max(len(answer.token_ids) for answer in groups[i].answers)
+                width = max(len(completion.token_ids) for completion in groups[i].completions)
                 known[i] = (one[:, :width], other[:, :width])
         return known
 
     def _used(self, evaluated: Evaluated, p: int, advantages_G: Tensor, used_G: Sequence[bool]) -> _Known:
-        """A group with the answers that are learnt from; those without a token are not."""
+        """A group with the completions that are learnt from; those without a token are not."""
         group = evaluated.groups[p]
-        kept = [g for g, answer in enumerate(group.answers) if used_G[g] and answer.token_ids]
+        kept = [g for g, completion in enumerate(group.completions) if used_G[g] and completion.token_ids]
         return _Known(
-            replace(group, answers=tuple(group.answers[g] for g in kept)),
+            replace(group, completions=tuple(group.completions[g] for g in kept)),
             None if evaluated.old is None else evaluated.old[p][kept],
             None if evaluated.reference is None else evaluated.reference[p][kept],
             advantages_G[kept].to(self.policy.device),
@@ -328,7 +330,7 @@ class PolicyUpdater:
             return UpdateMetrics()  # nothing to learn from
         metrics = UpdateMetrics(updates=1)
         by_token = self.settings.reduction == "token"
-        denominator = sum(one.num_tokens if by_token else len(one.group.answers) for one in known)
+        denominator = sum(one.num_tokens if by_token else len(one.group.completions) for one in known)
         total = 0.0
         for members in self._plan([one.group for one in known]):
             loss, more = self._loss([known[i] for i in members])
@@ -388,7 +390,7 @@ class PolicyUpdater:
 
 
 def _kl_sums(policy: Sequence[Tensor], reference: Sequence[Tensor], estimator: KLEstimator) -> Tensor:
-    """(P, G). Beyond an answer's end both are 0, which every estimator makes 0."""
+    """(P, G). Beyond a completion's end both are 0, which every estimator makes 0."""
     return _stacked([kl_estimate(x, y, estimator).sum(dim=1) for x, y in zip(policy, reference, strict=True)])
 
 
@@ -404,12 +406,12 @@ def _side_by_side(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
     there = [part for part in parts if part is not None]
     if not there:
         return None
-    # A group's own width counts answers that are not used: only zeros are cut off.
+    # A group's own width counts completions that are not used: only zeros are cut off.
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in there])
 
 
-def _require_generated(group: AnswerGroup) -> None:
-    if any(answer.token_ids and answer.log_probs is None for answer in group.answers):
+def _require_generated(group: CompletionGroup) -> None:
+    if any(completion.token_ids and completion.log_probs is None for completion in group.completions):
         raise ModelError(
             "the generator gave no log-probabilities of its own",
             where=group.prompt.where,
@@ -419,27 +421,27 @@ def _require_generated(group: AnswerGroup) -> None:
         )
 
 
-def _generated(groups: Sequence[AnswerGroup], like_SL: Tensor) -> tuple[Tensor, Tensor]:
+def _generated(groups: Sequence[CompletionGroup], like_SL: Tensor) -> tuple[Tensor, Tensor]:
     """The generator's log-probabilities, and which there are, (S, L)."""
     values = torch.zeros(like_SL.shape)
     known = torch.zeros(like_SL.shape, dtype=torch.bool)
-    answers = [(group, answer) for group in groups for answer in group.answers]
-    for s, (group, answer) in enumerate(answers):
-        if answer.log_probs is None:
+    completions = [(group, completion) for group in groups for completion in group.completions]
+    for s, (group, completion) in enumerate(completions):
+        if completion.log_probs is None:
             continue
-        length = len(answer.log_probs)
-        if length != len(answer.token_ids):
+        length = len(completion.log_probs)
+        if length != len(completion.token_ids):
             raise ModelError(
                 "the generator's log-probabilities are not those of its tokens",
                 where=group.prompt.where,
-                got=f"{length} for an answer of {len(answer.token_ids)} tokens",
+                got=f"{length} for a completion of {len(completion.token_ids)} tokens",
             )
-        values[s, :length] = torch.tensor(answer.log_probs)
+        values[s, :length] = torch.tensor(completion.log_probs)
         known[s, :length] = True
     return values.to(like_SL), known.to(like_SL.device)
 
 
-def _add_mismatch(metrics: UpdateMetrics, groups: Sequence[AnswerGroup], values_SL: Tensor) -> None:
+def _add_mismatch(metrics: UpdateMetrics, groups: Sequence[CompletionGroup], values_SL: Tensor) -> None:
     """How far the generator's own log-probabilities are off, as NeMo RL's `token_mult_prob_error`."""
     said, known = _generated(groups, values_SL)
     metrics.mismatch_sum += float((values_SL - said).abs().exp()[known].sum())

@@ -2,15 +2,15 @@
 
     result = validate(run, should_stop=lambda: stop.reason)
     result.metrics["validation/reward"], result.metrics["validation/kl"]
-    result.samples                  # answers to the first prompts, for people
+    result.samples                  # completions to the first prompts, for people
 
-The answers are sampled with the same seeds every time, so that two validations of the same weights are the same, and
-differences from one to the next are of the weights and not of luck.
+The completions are sampled with the same seeds every time, so that two validations of the same weights are the same,
+and differences from one to the next are of the weights and not of luck.
 
 `validation/proxy` is the reward on a scale that stays the same over the run: `validation/reward`, or where running
 statistics move that, `validation/raw_reward`. The watch and the report look at this one.
 
-Shapes: P prompts, G answers to each.
+Shapes: P prompts, G completions to each.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treeward.rl.experience import AnswerGroup
-from treeward.rl.overlong import answer_lengths, truncated_answers
+from treeward.rl.experience import CompletionGroup
+from treeward.rl.overlong import completion_lengths, truncated_completions
 from treeward.rl.rollouts import adjusted, sampling_seed
 from treeward.rl.watch import length_correlation
 
@@ -57,7 +57,7 @@ def ranking_remark(run: GRPORun) -> str | None:
 
 
 def validate(run: GRPORun, *, should_stop: Callable[[], str | None] = lambda: None) -> Validation | None:
-    """Answer, reward and measure every validation prompt, or None where it is told to stop."""
+    """Complete, reward and measure every validation prompt, or None where it is told to stop."""
     grpo = run.config.grpo
     size = grpo.val_batch_size or len(run.validation)
     parts: list[_Part] = []
@@ -68,7 +68,7 @@ def validate(run: GRPORun, *, should_stop: Callable[[], str | None] = lambda: No
         groups = run.generator.generate(
             [one.prompt for one in chosen],
             [one.token_ids for one in chosen],
-            num_answers=grpo.num_val_generations,
+            num_completions=grpo.num_val_generations,
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
         found = run.rewards.reward(groups, update=False)
@@ -88,7 +88,7 @@ def validate(run: GRPORun, *, should_stop: Callable[[], str | None] = lambda: No
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    groups: list[AnswerGroup]
+    groups: list[CompletionGroup]
     rewards_PG: Tensor
     raw_PG: Tensor
     gold_PG: Tensor | None
@@ -115,7 +115,7 @@ def _joined(parts: Sequence[_Part]) -> _Part:
 
 
 def _summed_up(run: GRPORun, part: _Part) -> Validation:
-    lengths_PG = answer_lengths(part.groups)
+    lengths_PG = completion_lengths(part.groups)
     known_PG = part.rewards_PG.isfinite()
     proxy_PG = part.raw_PG if run.rewards_move else part.rewards_PG
     means = {
@@ -126,7 +126,7 @@ def _summed_up(run: GRPORun, part: _Part) -> Validation:
         "kl": None if part.kl_PG is None else _mean(part.kl_PG),
         "entropy": _weighted_mean(part.entropy_PG, lengths_PG),
         "mean_gen_tokens_per_sample": float(lengths_PG.float().mean()),
-        "truncation_rate": float(truncated_answers(part.groups).float().mean()),
+        "truncation_rate": float(truncated_completions(part.groups).float().mean()),
         "num_failed": float((~known_PG).sum()),
     }
     metrics = {f"validation/{name}": value for name, value in means.items() if value is not None}
@@ -158,17 +158,17 @@ def _sample(part: _Part, p: int) -> dict[str, Any]:
 
     return {
         "prompt": [dict(message) for message in group.prompt.messages],
-        "answers": [
+        "completions": [
             {
-                "text": answer.text,
+                "text": completion.text,
                 "reward": value(part.rewards_PG, g),
                 "raw_reward": value(part.raw_PG, g),
                 "gold_reward": value(part.gold_PG, g),
                 "kl": value(part.kl_PG, g),
-                "num_tokens": len(answer.token_ids),
-                "truncated": answer.truncated,
+                "num_tokens": len(completion.token_ids),
+                "truncated": completion.truncated,
             }
-            for g, answer in enumerate(group.answers)
+            for g, completion in enumerate(group.completions)
         ],
     }
 
@@ -179,7 +179,7 @@ def _mean(values: Tensor) -> float | None:
 
 
 def _weighted_mean(values_PG: Tensor, weights_PG: Tensor) -> float | None:
-    """The mean over tokens of means over answers."""
+    """The mean over tokens of means over completions."""
     weights = torch.where(values_PG.isfinite(), weights_PG, 0).double()
     total = float(weights.sum())
     return float((values_PG.nan_to_num().double() * weights).sum()) / total if total else None

@@ -1,10 +1,10 @@
-"""`warm_start`: a policy that imitates given answers, so that reinforcement has something to choose from.
+"""`warm_start`: a policy that imitates given completions, so that reinforcement has something to choose from.
 
-    groups = [(prompt_ids, [answer_ids, other_answer_ids]), ...]
+    groups = [(prompt_ids, [completion_ids, other_completion_ids]), ...]
     losses = warm_start(policy, groups, num_epochs=3, learning_rate=3e-3, groups_per_step=64, seed=0)
 
-Supervised learning, the least of it: each token of every answer counts the same, the prompt is computed once for all
-its answers. A policy that has been instructed already needs none of this.
+Supervised learning, the least of it: each token of every completion counts the same, the prompt is computed once for
+all its completions. A policy that has been instructed already needs none of this.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from treeward.tree.batch import plan_micro_batches
 
 __all__ = ["warm_start"]
 
-AnswersTo = tuple[Sequence[int], Sequence[Sequence[int]]]
-"""The tokens of a prompt, and those of each answer to it."""
+CompletionsOf = tuple[Sequence[int], Sequence[Sequence[int]]]
+"""The tokens of a prompt, and those of each completion to it."""
 
 
 def warm_start(
     policy: PolicyModel,
-    groups: Sequence[AnswersTo],
+    groups: Sequence[CompletionsOf],
     *,
     num_epochs: int,
     learning_rate: float,
@@ -35,7 +35,7 @@ def warm_start(
     micro_batch_tokens: int = 4096,
     on_step: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> list[float]:
-    """Minimise the mean of -log p over the tokens of the answers; returns it for each step, in nats.
+    """Minimise the mean of -log p over the tokens of the completions; returns it for each step, in nats.
 
     AdamW with a warm-up of a twentieth and a cosine decay to a tenth. `on_step` is told the step, how many there are,
     and the loss.
@@ -61,10 +61,10 @@ def warm_start(
     return losses
 
 
-def _step(policy: PolicyModel, groups: Sequence[AnswersTo], micro_batch_tokens: int) -> float:
+def _step(policy: PolicyModel, groups: Sequence[CompletionsOf], micro_batch_tokens: int) -> float:
     """The gradient of one step, left in the parameters; returns the loss."""
-    sequences = [[[*prompt, *answer] for answer in answers] for prompt, answers in groups]
-    num_tokens = sum(len(answer) for _, answers in groups for answer in answers)
+    sequences = [[[*prompt, *completion] for completion in completions] for prompt, completions in groups]
+    num_tokens = sum(len(completion) for _, completions in groups for completion in completions)
     total = 0.0
     for members in plan_micro_batches([count_tree_tokens(s) for s in sequences], max_tokens=micro_batch_tokens):
         found = policy.log_probs(

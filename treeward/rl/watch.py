@@ -7,8 +7,8 @@
 
 It is told of every validation, always on the same prompts. With a gold reward it is a test: gold is lower than at its
 best while the proxy, which is what is optimised, is higher (Gao, Schulman, Hilton 2022, arXiv 2210.10760). Without one
-there are only signs, and the sentences say so: answers grow longer (Singhal et al. 2023, arXiv 2310.03716), entropy
-collapses (Cui et al. 2025, arXiv 2505.22617), KL leaves its budget, answers are cut, groups carry no signal.
+there are only signs, and the sentences say so: completions grow longer (Singhal et al. 2023, arXiv 2310.03716), entropy
+collapses (Cui et al. 2025, arXiv 2505.22617), KL leaves its budget, completions are cut, groups carry no signal.
 
 Each kind is raised once, at the first validation where it holds; `active` has those that hold now. A value that is
 None or not finite is passed over.
@@ -58,10 +58,10 @@ class WatchSettings:
     `z`: how sure the test of gold is, over the whole run: a run whose gold never changes is accused with probability
     1 - Phi(z) at most, 0.00135 for 3, however many validations it has. `min_validations`: no test before so many.
     `max_kl`: budget for KL(policy || reference), in the unit in which it is observed; None for no budget.
-    `max_length_growth`: mean length of the answers as a multiple of that at the first validation, and
+    `max_length_growth`: mean length of the completions as a multiple of that at the first validation, and
     `min_length_correlation`: of reward and length within a group, where it is known. `min_entropy_share`: entropy as a
-    share of that at the first validation. `max_truncation_rate`, `max_groups_without_signal`: shares of answers and of
-    groups. None for any of these: never. `stop`: end the run at an alarm of a kind in `stop_on`.
+    share of that at the first validation. `max_truncation_rate`, `max_groups_without_signal`: shares of completions and
+    of groups. None for any of these: never. `stop`: end the run at an alarm of a kind in `stop_on`.
     """
 
     enabled: bool = True
@@ -194,9 +194,9 @@ class OverOptimisationWatch:
 
         `proxy`, `gold`: mean rewards, on a scale that stays the same over the run (so before a shaping by running
         statistics); `*_by_prompt` (P,): of each prompt, in the same order every time, NaN where scoring failed; then
-        means and errors may be left out. `*_error`: standard errors of the means. `length`: mean tokens of an answer;
-        `length_correlation`: of reward and length within groups, see the function of that name. `kl` and `entropy`: in
-        nats. A gold reward without error and without values by prompt cannot be tested.
+        means and errors may be left out. `*_error`: standard errors of the means. `length`: mean tokens of a
+        completion; `length_correlation`: of reward and length within groups, see the function of that name. `kl` and
+        `entropy`: in nats. A gold reward without error and without values by prompt cannot be tested.
         """
         if not self.settings.enabled:
             return []
@@ -209,11 +209,11 @@ class OverOptimisationWatch:
             self._entropy_collapse(entropy),
             self._too_many(
                 "truncation", _known(truncation_rate), self.settings.max_truncation_rate,
-                "of the answers reach the length limit and are cut",
+                "of the completions reach the length limit and are cut",
             ),
             self._too_many(
                 "no_signal", _known(groups_without_signal), self.settings.max_groups_without_signal,
-                "of the groups have answers with equal rewards, which teach nothing",
+                "of the groups have completions with equal rewards, which teach nothing",
             ),
         ]  # fmt: skip
         holding = [one for one in found if one is not None]
@@ -320,7 +320,7 @@ class OverOptimisationWatch:
             return None
         sentence = (
             f"KL to the reference is {kl:.3g}, above the budget of {budget:.3g}. This is a sign, no proof: the further "
-            "from the reference, the less the reward model knows of the answers."
+            "from the reference, the less the reward model knows of the completions."
         )
         return "kl_budget", sentence, {"kl": kl, "budget": budget}
 
@@ -334,7 +334,7 @@ class OverOptimisationWatch:
             return None
         related = "" if correlation is None else f" Within groups reward and length correlate by {correlation:.2f}."
         sentence = (
-            f"Answers have {length:.0f} tokens on average, {length / start:.1f} times those of the first validation, "
+            f"Completions have {length:.0f} tokens on average, {length / start:.1f} times as many as at first, "
             f"and the proxy rose by {rise.value:.3g}.{related} This is a sign, no proof: the reward model may pay for "
             "length."
         )
@@ -347,7 +347,7 @@ class OverOptimisationWatch:
             return None
         sentence = (
             f"The policy's entropy is {entropy:.3g}, {entropy / start:.0%} of that at the first validation. This is a "
-            "sign, no proof: it gives nearly the same answer every time and explores no more."
+            "sign, no proof: it gives nearly the same completion every time and explores no more."
         )
         return "entropy_collapse", sentence, {"entropy": entropy, "first_entropy": start}
 
@@ -361,8 +361,8 @@ class OverOptimisationWatch:
 def length_correlation(rewards: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> float | None:
     """How reward and length go together within groups: Pearson's correlation of both less their group's means.
 
-    `rewards`, `lengths`: of each group, of each of its answers; answers whose reward is not finite are left out.
-    None where nothing varies within any group.
+    `rewards`, `lengths`: of each group, of each of its completions; completions whose reward is not finite are left
+    out. None where nothing varies within any group.
     """
     rs, ls = [], []
     for group_rewards, group_lengths in zip(rewards, lengths, strict=True):

@@ -28,7 +28,7 @@ _VERSION = re.compile(r"version-\d+(\.partial)?")
 
 
 class WeightSync(Protocol):
-    """Called after each change of the weights, before the next answers."""
+    """Called after each change of the weights, before the next completions."""
 
     def __call__(self, policy: PolicyModel, version: int) -> None: ...
 
@@ -46,9 +46,9 @@ class StaleWeights:
         elif version != self._first and not self._told:
             self._told = True
             logger.warning(
-                "The server still samples from the weights of version %d, and the policy is at version %d: answers are "
-                "off-policy, more with every update. Set loss_fn.use_importance_sampling_correction=true, or give the "
-                "server the weights (weight_sync: folder).",
+                "The server still samples from the weights of version %d, and the policy is at version %d: completions "
+                "are off-policy, more with every update. Set loss_fn.use_importance_sampling_correction=true, or give "
+                "the server the weights (weight_sync: folder).",
                 self._first,
                 version,
             )

@@ -40,7 +40,7 @@ from treeward.progress import ShownProgress
 from treeward.scoring.scorer import Scorer
 from treeward.training.setup import Run
 
-__all__ = ["Report", "ReportPlan", "ValidationSuite", "ReportedSet", "check_report", "plan_report", "report_findings"]
+__all__ = ["Report", "ReportPlan", "ReportedSet", "ValidationSuite", "check_report", "plan_report", "report_findings"]
 __all__ += ["reported_sets"]
 
 logger = logging.getLogger(__name__)

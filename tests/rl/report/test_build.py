@@ -56,7 +56,7 @@ def test_a_folder_without_metrics_and_lines_that_are_no_samples_are_refused(tmp_
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 1.0}\n{"step": 1, "train/kl": 2.0}\n{"st')
     run = RLRun.read("r", tmp_path)
     assert dict(run.steps) == {1: {"train/reward": 1.0, "train/kl": 2.0}}
-    for wrong in ('{"step": 3}', '{"step": 3, "prompt": [], "answers": [{"reward": 1}]}'):
+    for wrong in ('{"step": 3}', '{"step": 3, "prompt": [], "completions": [{"reward": 1}]}'):
         (tmp_path / "samples.jsonl").write_text(wrong + "\n")
         with pytest.raises(DataError, match="not a logged sample") as raised:
             RLRun.read("r", tmp_path)
@@ -116,7 +116,7 @@ def test_without_gold_there_are_signs_at_most(tmp_path: Path) -> None:
     assert summary.gold is None and summary.outcome == "unknown"
     said = opening([summary])
     assert "there is no gold reward" in said and "signs of over-optimisation in **blind**" in said
-    assert "answers grow with the reward" in summary.sentence()
+    assert "completions grow with the reward" in summary.sentence()
     blocks = report_blocks([run])
     assert "Proxy over the distance moved" in titles(blocks) and "Gold reward" not in titles(blocks)
     assert any("grpo.gold_environment" in text for text in advice(summary))
@@ -166,7 +166,7 @@ def test_a_sign_and_another_alarm_are_told_apart() -> None:
     both = measured(1.0, alarms=(Alarm("truncation", 0, "Cut.", {}), Alarm("kl_budget", 10, "Far.", {})))
     cut = replace(both, name="cut", alarms=both.alarms[:1])
     said = opening([sum_up(both), sum_up(cut)])
-    assert "signs of over-optimisation in **r**. The watch found in **r** and **cut** that answers are cut." in said
+    assert "signs of over-optimisation in **r**. The watch found in **r** and **cut** that completions are cut." in said
     assert "budget" not in said
 
 
@@ -178,9 +178,9 @@ def test_where_the_proxy_fell_too_the_policy_broke() -> None:
     assert first.startswith(broke) and "lr` (it was 1000.0)" in first and "kl_penalty` (it was 0.01)" in first
     assert others == []
     rose = advice(sum_up(measured(4.0, -0.4, tokens=60.0)))
-    assert [any(word in one for one in rose) for word in (broke, "Answers grew", "ensemble")] == [False, True, True]
+    assert [any(word in one for one in rose) for word in (broke, "Completions grew", "ensemble")] == [False, True, True]
     level = advice(sum_up(measured(-4.0, -0.4, error=2.1, tokens=60.0, alarms=(Alarm("kl_budget", 10, "Far.", {}),))))
-    assert [any(word in one for one in level) for word in (broke, "Answers grew", "ensemble")] == [False] * 3
+    assert [any(word in one for one in level) for word in (broke, "Completions grew", "ensemble")] == [False] * 3
     assert level[0].startswith("Hold the policy nearer")
     assert advice(sum_up(measured(-4.0)))[0].startswith(broke)  # without gold
     of_level_gold = advice(sum_up(measured(-4.0, 0.0)))
@@ -211,12 +211,12 @@ def silent(shares: list[float], config: dict[str, Any] | None = None, **metrics:
     return run_of(rows, config=config or {})
 
 
-def test_a_run_whose_answers_were_rewarded_alike_learnt_nothing() -> None:
+def test_a_run_whose_completions_were_rewarded_alike_learnt_nothing() -> None:
     run = silent([1.0] * 4)
     summary = sum_up(run)
     assert opening([summary]).startswith("**r** learnt nothing from rewards: at every step no group")
     assert "cannot be said" not in opening([summary])
-    nothing = "**Nothing was learnt from rewards: at every step all answers of a group were rewarded alike"
+    nothing = "**Nothing was learnt from rewards: at every step all completions of a group were rewarded alike"
     assert f"{nothing}.**" in summary.sentence()
     assert "have to differ in reward" in advice(summary)[0]
     check_blocks(report_blocks([run]), ())
@@ -410,23 +410,27 @@ def test_bands_are_of_the_logged_errors(runs: list[RLRun]) -> None:
 
 
 def test_samples_are_first_best_and_last_of_the_same_prompt(runs: list[RLRun]) -> None:
-    samples = block(report_blocks(runs), "Prompts and answers")
+    samples = block(report_blocks(runs), "Prompts and completions")
     assert len(samples["items"]) == 7
     for item in samples["items"]:
         assert [row["name"] for row in item["rows"]] == ["clean", "no KL", "length calibrated"]
     hacked = samples["items"][0]["rows"][1]["answers"]
-    assert [answer["label"] for answer in hacked] == ["step 0", "step 50", "step 200"]
+    assert [completion["label"] for completion in hacked] == ["step 0", "step 50", "step 200"]
     assert hacked[1]["flags"] == ["gold is best on average"] and hacked[2]["flags"] == ["cut"]
     assert [number["label"] for number in hacked[2]["numbers"]] == ["reward", "gold", "KL", "tokens"]
     cured = samples["items"][0]["rows"][2]["answers"]
-    assert [answer["label"] for answer in cured] == ["step 0", "step 100", "step 200"]  # best at the end: the middle
+    assert [completion["label"] for completion in cured] == [
+        "step 0",
+        "step 100",
+        "step 200",
+    ]  # best at the end: the middle
     assert "before shaping" in [number["label"] for number in cured[2]["numbers"]]
 
 
 def test_a_reward_that_failed_shows_as_a_dash() -> None:
-    answer = {"text": "", "reward": None, "gold_reward": None}
-    run = run_of({1: {"train/reward": 1.0}}, samples=({"step": 1, "prompt": [], "answers": [answer]},))
-    (item,) = block(report_blocks([run]), "Prompts and answers")["items"]
+    completion = {"text": "", "reward": None, "gold_reward": None}
+    run = run_of({1: {"train/reward": 1.0}}, samples=({"step": 1, "prompt": [], "completions": [completion]},))
+    (item,) = block(report_blocks([run]), "Prompts and completions")["items"]
     assert item["rows"][0]["answers"] == [
         {
             "label": "step 1",

@@ -5,7 +5,7 @@
 
 The page and its blocks are those of `treeward.evaluation.report`: the verdict in sentences, proxy and gold over the
 square root of KL, with the law of Gao et al. 2022 (arXiv 2210.10760, section 3.1) where it describes them, the runs
-side by side, what to do next, every metric over the steps, the same prompts answered at the first, a middle and the
+side by side, what to do next, every metric over the steps, the same prompts completed at the first, a middle and the
 last validation, and the settings. Beside it is a JSON file of the same name with all numbers. A metric that no run has
 takes no place; steps are thinned to means of neighbours.
 """
@@ -67,14 +67,14 @@ _FIGURES = (
     ),
     _Figure("Proxy, before shaping", "raw_reward", "score", "What the reward model says itself."),
     _Figure("KL to the reference", "kl", "nats", "How far the policy has moved.", marked=True, closer=True),
-    _Figure("Length of the answers", "mean_gen_tokens_per_sample", "tokens", marked=True),
+    _Figure("Length of the completions", "mean_gen_tokens_per_sample", "tokens", marked=True),
     _Figure("Entropy of the policy", "entropy", "nats", "Near 0 it says the same every time and learns no more."),
-    _Figure("Answers that were cut", "truncation_rate", "share", "At the length limit.", format="percent"),
+    _Figure("Completions that were cut", "truncation_rate", "share", "At the length limit.", format="percent"),
     _Figure(
         "Groups without signal", "groups_without_signal", "share",
-        "All answers of a group have one reward: nothing is learnt from it.", format="percent",
+        "All completions of a group have one reward: nothing is learnt from it.", format="percent",
     ),
-    _Figure("Rewards that failed", "num_failed", "answers", "Masked, and in no mean.", format="number"),
+    _Figure("Rewards that failed", "num_failed", "completions", "Masked, and in no mean.", format="number"),
     _Figure("Spread of rewards", "reward_std", "standard deviation", folded=True),
     _Figure("Loss", "loss", "loss", folded=True),
     _Figure("Gradient norm", "grad_norm", "norm", folded=True),
@@ -153,7 +153,7 @@ def _headline(summaries: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
         yield {"label": "KL to the reference", "value": one.kl, "note": "in nats, at the last measurement"}
     if one.length is not None:
         note = f"tokens; {format_number(one.length.first, 'integer')} at first"
-        yield {"label": "Length of the answers", "value": one.length.last, "format": "integer", "note": note}
+        yield {"label": "Length of the completions", "value": one.length.last, "format": "integer", "note": note}
 
 
 def _comparison(summaries: Sequence[RunSummary]) -> dict[str, Any]:
@@ -327,24 +327,24 @@ def _sample_blocks(summaries: Sequence[RunSummary]) -> list[dict[str, Any]]:
     for colour, one in enumerate(summaries):
         by_prompt: dict[str, list[Mapping[str, Any]]] = {}
         for line in one.run.samples:
-            if line["answers"]:
+            if line["completions"]:
                 by_prompt.setdefault(json.dumps(line["prompt"], sort_keys=True), []).append(line)
         for key, lines in by_prompt.items():
             item = items.setdefault(key, {"prompt": lines[0]["prompt"], "rows": []})
             item["rows"].append({
                 "name": one.run.name if len(summaries) > 1 else "",
                 "colour": colour,
-                "answers": [_answer(line, one) for line in _three(lines, one.best_step)],
+                "answers": [_completion(line, one) for line in _three(lines, one.best_step)],
             })  # fmt: skip
     if not items:
         return []
     dropped = len(items) - _MOST_PROMPTS
-    note = "The first answer that was sampled to each prompt, not a chosen one."
+    note = "The first completion that was sampled to each prompt, not a chosen one."
     if dropped > 0:
         note += f" {dropped} more prompts are in samples.jsonl."
     return [
-        {"kind": "text", "title": "Answers over time", "markdown": note},
-        {"kind": "samples", "title": "Prompts and answers", "items": list(items.values())[:_MOST_PROMPTS]},
+        {"kind": "text", "title": "Completions over time", "markdown": note},
+        {"kind": "samples", "title": "Prompts and completions", "items": list(items.values())[:_MOST_PROMPTS]},
     ]
 
 
@@ -356,26 +356,26 @@ def _three(lines: Sequence[Mapping[str, Any]], best_step: int | None) -> list[Ma
     return [of_step[step] for step in dict.fromkeys([steps[0], *middle, steps[-1]])]
 
 
-_OF_ANSWER = (
+_OF_COMPLETION = (
     ("reward", "reward", "signed"), ("raw_reward", "before shaping", "signed"), ("gold_reward", "gold", "number"),
     ("kl", "KL", "number"), ("num_tokens", "tokens", "integer"),
 )  # fmt: skip
 
 
-def _answer(line: Mapping[str, Any], summary: RunSummary) -> dict[str, Any]:
-    answer = line["answers"][0]
-    known = {key: value for key, value in answer.items() if isinstance(value, int | float)}
+def _completion(line: Mapping[str, Any], summary: RunSummary) -> dict[str, Any]:
+    completion = line["completions"][0]
+    known = {key: value for key, value in completion.items() if isinstance(value, int | float)}
     if known.get("raw_reward") == known.get("reward"):
         known.pop("raw_reward", None)
     numbers = [
         {"label": label, "value": known.get(key), "format": form}
-        for key, label, form in _OF_ANSWER
+        for key, label, form in _OF_COMPLETION
         if key in known or key == "reward"  # a reward that failed shows as a dash
     ]
-    flags = ["cut"] if answer.get("truncated") else []
+    flags = ["cut"] if completion.get("truncated") else []
     if line["step"] == summary.best_step:
         flags.append("gold is best on average")
-    return {"label": f"step {line['step']:,}", "text": answer["text"], "numbers": numbers, "flags": flags}
+    return {"label": f"step {line['step']:,}", "text": completion["text"], "numbers": numbers, "flags": flags}
 
 
 def _setting_blocks(runs: Sequence[RLRun]) -> list[dict[str, Any]]:

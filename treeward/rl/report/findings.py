@@ -23,9 +23,9 @@ Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
 KINDS: dict[AlarmKind, str] = {
     "gold_falls": "gold falls while the proxy rises",
     "kl_budget": "KL is above its budget",
-    "length_growth": "answers grow with the reward",
+    "length_growth": "completions grow with the reward",
     "entropy_collapse": "entropy collapses",
-    "truncation": "answers are cut",
+    "truncation": "completions are cut",
     "no_signal": "groups carry no signal",
 }
 """What each kind of alarm is, in a few words."""
@@ -145,7 +145,7 @@ class RunSummary:
             parts.append(f"Gold was best, {format_number(self.best_gold)}, at step {self.best_step:,}.")
         if self.length is not None:
             first, last = (format_number(value, "integer") for value in (self.length.first, self.length.last))
-            parts.append(f"Answers went from {first} to {last} tokens.")
+            parts.append(f"Completions went from {first} to {last} tokens.")
         if self.run.is_mostly_silent:
             parts.append(self._silence())
         parts += [f"**Alarm at step {alarm.step:,}: {KINDS[alarm.kind]}.**" for alarm in self.run.alarms]
@@ -156,7 +156,7 @@ class RunSummary:
     def _silence(self) -> str:
         silent, known = self.run.silent_steps, self.run.curve(SILENCE).steps
         failed = any(self.run.curve("train/num_failed").at(step) for step in silent)
-        why = f"all answers of a group were rewarded alike{', or their rewards failed' if failed else ''}"
+        why = f"all completions of a group were rewarded alike{', or their rewards failed' if failed else ''}"
         if len(silent) == len(known):
             return f"**Nothing was learnt from rewards: at every step {why}.**"
         return f"**At {len(silent):,} of {len(known):,} steps nothing was learnt from rewards: {why}.**"
@@ -212,7 +212,7 @@ def opening(summaries: Sequence[RunSummary]) -> str:
     untold = [one for one in summaries if one.outcome == "unknown"]
     silent = [one for one in untold if one.run.is_silent]
     if silent:
-        alike = "at every step no group had answers that were rewarded differently"
+        alike = "at every step no group had completions that were rewarded differently"
         parts.append(f"{_names(silent)} learnt nothing from rewards: {alike}.")
     unknown = [one for one in untold if not one.run.is_silent]
     for why in dict.fromkeys(one.why_unknown for one in unknown):
@@ -255,30 +255,30 @@ def advice(summary: RunSummary) -> list[str]:
             found.append(f"Or go slower: lower `{_LR}`{_now(run, _LR)}.")
         if summary.proxy_rose and (grown or "length_growth" in kinds):
             found.append(
-                "Answers grew with the reward: calibrate it for length (`treeward calibrate`, then "
+                "Completions grew with the reward: calibrate it for length (`treeward calibrate`, then "
                 "`reward_shaping.length_calibration: true`) or set `reward_shaping.length_penalty`."
             )
         if summary.proxy_rose:
             found.append(
-                "Score with an ensemble of reward models, or train the reward model on answers of this policy."
+                "Score with an ensemble of reward models, or train the reward model on completions of this policy."
             )
     if "entropy_collapse" in kinds:
         found.append(f"Entropy collapsed: lower `{_LR}`{_now(run, _LR)} or raise `loss_fn.ratio_clip_max`.")
     if "truncation" in kinds:
         key = "policy.generation.max_new_tokens"
-        found.append(f"Answers are cut: raise `{key}`{_now(run, key)}, or set `grpo.truncated` to mask or penalty.")
+        found.append(f"Completions are cut: raise `{key}`{_now(run, key)}, or set `grpo.truncated` to mask or penalty.")
     if run.is_silent:
         key = "policy.generation.temperature"
         found.append(
-            "Answers of one group have to differ in reward: prompts that are neither always nor never solved, a reward "
-            f"with degrees, or a higher `{key}`{_now(run, key)}."
+            "Completions of one group have to differ in reward: prompts that are neither always nor never solved, a "
+            f"reward with degrees, or a higher `{key}`{_now(run, key)}."
         )
     elif "no_signal" in kinds or run.is_mostly_silent:
         found.append("Most groups teach nothing: `grpo.use_dynamic_sampling: true`, or prompts of other difficulty.")
     if run.gold_failed:
         found.append(
             f"Find out why the gold reward, `grpo.gold_environment: {run.setting('grpo.gold_environment')}`, gave no "
-            "value: these logs do not say, but the run printed it, as a warning that answers have no gold reward."
+            "value: these logs do not say, but the run printed it, as a warning that completions have no gold reward."
         )
     elif not run.has_gold:
         found.append("Give a gold reward (`grpo.gold_environment`): without one, signs are all that can be seen.")

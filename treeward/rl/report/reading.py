@@ -25,7 +25,7 @@ __all__ = ["SAMPLES_FILE", "SILENCE", "Curve", "RLRun"]
 
 SAMPLES_FILE = "samples.jsonl"
 SILENCE = "train/groups_without_signal"
-"""The metric that says in which share of a step's groups no two answers had different rewards."""
+"""The metric that says in which share of a step's groups no two completions had different rewards."""
 _MOSTLY = 0.9
 _OF_REWARDS = ("env.", "grpo.environments", "grpo.reward_scaling.", "grpo.reward_shaping.", "grpo.truncat")
 
@@ -138,9 +138,9 @@ class RLRun:
 
     @property
     def silent_steps(self) -> tuple[int, ...]:
-        """The steps at which no group had two answers of different reward, so that nothing was learnt from them.
+        """The steps at which no group had two completions of different reward, so that nothing was learnt from them.
 
-        Empty where an answer is compared with the whole batch, not with its group.
+        Empty where a completion is compared with the whole batch, not with its group.
         """
         of_batch = self.setting("grpo.adv_estimator.name") == "reinforce_plus_plus"
         if of_batch and self.setting("grpo.adv_estimator.minus_baseline") is False:
@@ -198,18 +198,20 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked(line: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    prompt, answers = line.get("prompt"), line.get("answers")
+    prompt, completions = line.get("prompt"), line.get("completions")
     if (
         not isinstance(prompt, list)
-        or not isinstance(answers, list)
-        or not all(isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in answers)
+        or not isinstance(completions, list)
+        or not all(
+            isinstance(completion, dict) and isinstance(completion.get("text"), str) for completion in completions
+        )
         or not all(isinstance(message, dict) for message in prompt)
     ):
         raise DataError(
             "a line is not a logged sample",
             where=f"{path}, step {line['step']}",
             got=repr(dict(line)),
-            need='{"step": 10, "prompt": [messages], "answers": [{"text": ..., "reward": ...}]}',
+            need='{"step": 10, "prompt": [messages], "completions": [{"text": ..., "reward": ...}]}',
             fix="remove the line",
         )
     return line
