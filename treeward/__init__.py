@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from treeward.version import VERSION
 
 if TYPE_CHECKING:
-    from treeward.client.http import RewardServerError as RewardServerError
     from treeward.client.rewards import AsyncRewardClient as AsyncRewardClient
     from treeward.client.rewards import RewardClient as RewardClient
     from treeward.config.load import load_config as load_config
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from treeward.errors import DataError as DataError
     from treeward.errors import ModelError as ModelError
     from treeward.errors import TreewardError as TreewardError
+    from treeward.http import RewardServerError as RewardServerError
     from treeward.losses import bradley_terry as bradley_terry
     from treeward.losses import ranked_pairs as ranked_pairs
     from treeward.model.loading import load_reward_model as load_reward_model
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
-    "client.http": ("RewardServerError",),
     "client.rewards": ("AsyncRewardClient", "RewardClient"),
     "config.load": ("load_config", "load_grpo_config"),
     "data.datasets": ("open_dataset", "register_dataset"),
@@ -72,6 +71,7 @@ _HOMES = {
     "environments.registry": ("make_environment", "register_environment"),
     "environments.reward_model": ("RewardModelEnvironment",),
     "errors": ("CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"),
+    "http": ("RewardServerError",),
     "losses": ("bradley_terry", "ranked_pairs"),
     "model.loading": ("load_reward_model",),
     "model.policy_loading": ("load_policy",),

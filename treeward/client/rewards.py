@@ -4,8 +4,8 @@
         client.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
         client.score_completions([{"role": "user", "content": "2 + 2?"}], ["4", "5"])
 
-A call ends within `timeout_seconds`: with a score for every conversation, or with an error. Requests are repeated where
-the server is busy or away, never for longer than that. Needs httpx, and neither torch nor the server's packages.
+A call ends within `timeout_seconds`, with a score for each conversation or with an error. Needs neither torch nor the
+server's packages.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ import os
 import re
 import threading
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from treeward.client.http import Background, Connection, Reply, RewardServerError
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
 from treeward.data.preference import check_messages
 from treeward.errors import ConfigError, DataError
+from treeward.http import Connection, Reply, RewardServerError
 from treeward.scoring.score import Conversation, OnError, Score
 
 __all__ = ["AsyncRewardClient", "RewardClient"]
@@ -32,47 +37,38 @@ __all__ = ["AsyncRewardClient", "RewardClient"]
 _Value = TypeVar("_Value")
 
 _BODY_BYTES = 2**23
-"""Conversations of more bytes go in several requests; servers limit bodies."""
+"""Larger bodies are split, for servers limit them."""
 _ROW = re.compile(r"(?:conversations|completions|reference_answers)\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A conversation, or a completion, as JSON. `place`: in the list that was given; `name`: in errors."""
+    """A conversation or completion to send. `place`: its index in the caller's list; `name`: for errors."""
 
     place: int
     name: str
-    content: bytes
-    references: bytes | None = None
+    messages: Conversation
+    reference: Any
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """`value`: the reward; `error`: why it is None."""
+class _Scored:
+    """The server's row: the reward, the score behind it, and why either is missing."""
 
-    value: float | None
+    reward: float | None
     score: Score
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What the requests of one call have in common. `context`: that of completions, as JSON."""
-
-    until: float
-    on_error: OnError
-    is_shaped: bool = False
-    context: bytes | None = None
-
-
 class AsyncRewardClient:
-    """A client for coroutines; `RewardClient` has the same methods for code that waits.
+    """A client for coroutines; `RewardClient` has the same methods for synchronous code.
 
-    `url`: of the server, as http://host:8000. `token`: what it asks for. `model`: which of its models; None is its
-    first. `timeout_seconds`: of one call, whatever it takes. `max_retries`: of one request. `verify_tls`: as in
+    `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for. `model`: one of its
+    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. `verify_tls`: as in
     `Connection`. A call with more than `max_conversations` makes several requests, `max_concurrency` at a time.
 
-    Raises `ConfigError` for arguments that cannot be; methods raise `RewardServerError` where there is no answer.
+    Raises `ConfigError` for arguments that cannot be; methods raise `RewardServerError` for a server that fails.
     """
 
     def __init__(
@@ -87,11 +83,12 @@ class AsyncRewardClient:
         max_conversations: int = 256,
         max_concurrency: int = 8,
     ) -> None:
-        for name, number in (
-            ("timeout_seconds", timeout_seconds),
-            ("max_conversations", max_conversations),
-            ("max_concurrency", max_concurrency),
-        ):
+        positive = {
+            "timeout_seconds": timeout_seconds,
+            "max_conversations": max_conversations,
+            "max_concurrency": max_concurrency,
+        }
+        for name, number in positive.items():
             if not (math.isfinite(number) and number > 0):
                 raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
         self.model, self.timeout_seconds, self.max_conversations = model, timeout_seconds, max_conversations
@@ -105,28 +102,24 @@ class AsyncRewardClient:
     ) -> list[Score]:
         """Scores in order, as `Scorer.score` gives them: raw, whatever shaping the model is served with.
 
-        `where` names each conversation in errors. One that cannot be scored, as it is too long, raises; with
-        `on_error="mask"` its score is None, and `Score.error` says why. Raises `DataError` for what is no conversation.
+        `where` names the conversations in errors. A conversation that cannot be scored raises `RewardServerError`; with
+        `on_error="mask"` its score is None, and `Score.error` says why. Raises `DataError` for a malformed one.
         """
-        ask = self._ask(on_error)
-        rows, answers = _rows(conversations, where, on_error)
-        await self._answer(ask, rows, answers)
-        return [answers[i].score for i in range(len(conversations))]
+        return [one.score for one in await self._all(conversations, {"shaped": False}, where, on_error)]
 
     async def score_completions(
         self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
     ) -> list[Score]:
-        """Scores of several completions of one context, which is sent once; a completion is messages, or the text of
+        """Scores of several completions of one context, which is sent once. A completion is messages, or the text of
         an assistant's message.
         """
         if isinstance(completions, str) or not completions:
-            raise DataError("there is no list of answers", got=completions, need='a list, as ["an answer", "another"]')
+            need = 'a list, as ["a completion", "another"]'
+            raise DataError("completions is not a list of completions", got=completions, need=need)
         ends = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in completions]
-        before = _as_json(check_messages(context, "context", None, may_be_empty=True), "context")
-        ask = replace(self._ask(on_error), context=before)
-        rows, answers = _rows(ends, [f"completion {i}" for i in range(len(ends))], on_error)
-        await self._answer(ask, rows, answers)
-        return [answers[i].score for i in range(len(ends))]
+        _num_bytes(check_messages(context, "context", None, may_be_empty=True), "context")
+        names = [f"completion {i}" for i in range(len(ends))]
+        return [one.score for one in await self._all(ends, {"shaped": False, "context": context}, names, on_error)]
 
     async def rewards(
         self,
@@ -136,28 +129,26 @@ class AsyncRewardClient:
         where: Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> list[float | None]:
-        """Rewards in order: what the shaping that the model is served with makes of the scores, or the scores.
+        """Rewards in order: the scores after the shaping that the model is served with.
 
-        `reference_answers`: for shaping that compares with them; of each conversation a text, a list, or None. With
-        `on_error="mask"` a reward that cannot be had is None, otherwise it raises.
+        `reference_answers`: for shaping that compares with them; for each conversation a text, a list, or None. A
+        conversation without a reward raises `RewardServerError`; with `on_error="mask"` its reward is None.
         """
-        ask = replace(self._ask(on_error), is_shaped=True)
-        rows, answers = _rows(conversations, where, on_error, reference_answers)
-        await self._answer(ask, rows, answers)
-        return [answers[i].value for i in range(len(conversations))]
+        scored = await self._all(conversations, {"shaped": True}, where, on_error, reference_answers)
+        return [one.reward for one in scored]
 
     async def models(self) -> list[dict[str, Any]]:
-        """The models of the server, the first of which answers where none is named: id, contract, ..."""
-        reply = await self._connection.get("/v1/models", until=self._ask("raise").until)
+        """The models of the server (id, contract, ...); the first is the default."""
+        reply = await self._connection.get("/v1/models", until=self._until())
         listed = reply.json.get("data") if isinstance(reply.json, dict) else None
         if not isinstance(listed, list) or not all(isinstance(one, dict) and "id" in one for one in listed):
             raise reply.error("the answer lists no models", field="data", got=listed, need="a list of models")
         return listed
 
     async def ready(self) -> bool:
-        """Whether the server accepts requests now; it is asked once. Raises for an answer of another kind of server."""
+        """Whether the server accepts requests now; one attempt. Raises for an answer of another kind of server."""
         try:
-            reply = await self._connection.get("/ready", until=self._ask("raise").until, max_retries=0)
+            reply = await self._connection.get("/ready", until=self._until(), max_retries=0)
         except RewardServerError as error:
             if error.status in (None, 502, 503):
                 return False
@@ -176,85 +167,89 @@ class AsyncRewardClient:
     ) -> None:
         await self.aclose()
 
-    def _ask(self, on_error: OnError) -> _Ask:
-        return _Ask(time.monotonic() + self.timeout_seconds, on_error)
+    def _until(self) -> float:
+        return time.monotonic() + self.timeout_seconds
 
-    async def _answer(self, ask: _Ask, rows: Sequence[_Row], answers: dict[int, _Answer]) -> None:
-        """Ask for all rows, in parts; `answers` has those of each place."""
-        room = asyncio.Semaphore(self._max_concurrency)
+    async def _all(
+        self,
+        conversations: Sequence[Conversation],
+        fields: Mapping[str, Any],
+        where: Sequence[str] | None,
+        on_error: OnError,
+        references: Sequence[Any] | None = None,
+    ) -> list[_Scored]:
+        """What the server says of each conversation. `fields`: of every request."""
+        scored: dict[int, _Scored] = {}
+        rows = _rows(conversations, where, on_error, references, scored)
+        until = self._until()
+        slots = asyncio.Semaphore(self._max_concurrency)
 
         async def one(part: list[_Row]) -> None:
-            async with room:
-                await self._answer_part(ask, part, answers)
+            async with slots:
+                await self._part(part, fields, until, on_error, scored)
 
-        tasks = [asyncio.ensure_future(one(part)) for part in self._parts(rows)]
         try:
-            await asyncio.gather(*tasks)
-        finally:  # the first error ends the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                for part in self._parts(rows):
+                    group.create_task(one(part))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [scored[i] for i in range(len(conversations))]
 
     def _parts(self, rows: Sequence[_Row]) -> list[list[_Row]]:
         parts: list[list[_Row]] = []
         size = 0
         for row in rows:
-            length = len(row.content) + len(row.references or b"")
-            if not parts or len(parts[-1]) >= self.max_conversations or size + length > _BODY_BYTES:
+            if not parts or len(parts[-1]) >= self.max_conversations or size + row.num_bytes > _BODY_BYTES:
                 parts.append([])
                 size = 0
             parts[-1].append(row)
-            size += length
+            size += row.num_bytes
         return parts
 
-    async def _answer_part(self, ask: _Ask, part: list[_Row], answers: dict[int, _Answer]) -> None:
-        """One request, or more: where the server says which row it cannot read, that is masked and the others sent."""
+    async def _part(
+        self, part: list[_Row], fields: Mapping[str, Any], until: float, on_error: OnError, scored: dict[int, _Scored]
+    ) -> None:
+        """One request; several where the body is too large for the server, or where it names a row it cannot read."""
         while part:
             try:
-                reply = await self._connection.post("/v1/rewards", self._body(ask, part), until=ask.until)
+                reply = await self._connection.post("/v1/rewards", self._body(part, fields), until=until)
             except RewardServerError as error:
                 if error.status == 413 and len(part) > 1:
                     half = len(part) // 2
-                    await self._answer_part(ask, part[:half], answers)
+                    await self._part(part[:half], fields, until, on_error, scored)
                     part = part[half:]
                     continue
-                row = _row_of(error, part)
+                row = _refused_row(error, part)
                 if row is None:
                     raise
-                if ask.on_error == "raise":
-                    raise _of_row(error, row) from error
-                answers[row.place] = _missing(str(error.got))
+                if on_error == "raise":
+                    raise _with_name(error, row.name) from error
+                scored[row.place] = _missing(str(error.got))
                 part = [other for other in part if other is not row]
             else:
-                for row, answer in zip(part, _read(reply, len(part)), strict=True):
-                    failed = answer.value is None if ask.is_shaped else answer.score.score is None
-                    if failed and ask.on_error == "raise":
-                        raise reply.error(f"{row.name} has no score", got=answer.error)
-                    answers[row.place] = answer
+                for row, one in zip(part, _read(reply, len(part)), strict=True):
+                    value = one.reward if fields["shaped"] else one.score.score
+                    if value is None and on_error == "raise":
+                        raise reply.error(f"{row.name} has no score", got=one.error)
+                    scored[row.place] = one
                 return
 
-    def _body(self, ask: _Ask, part: Sequence[_Row]) -> bytes:
-        fields = {
-            "model": json.dumps(self.model).encode(),
-            "on_error": b'"mask"',  # which row failed is known then
-            "shaped": b"true" if ask.is_shaped else b"false",
-        }
-        rows = b"[" + b",".join(row.content for row in part) + b"]"
-        if ask.context is None:
-            fields["conversations"] = rows
-        else:
-            fields |= {"context": ask.context, "completions": rows}
-        references = [row.references for row in part]
-        if any(references):
-            fields["reference_answers"] = b"[" + b",".join(one or b"null" for one in references) + b"]"
-        return b"{" + b",".join(b'"%s":%s' % (name.encode(), value) for name, value in fields.items()) + b"}"
+    def _body(self, part: Sequence[_Row], fields: Mapping[str, Any]) -> bytes:
+        messages = [row.messages for row in part]
+        # Masked, so that the answer says which row failed.
+        body = {"model": self.model, "on_error": "mask", **fields}
+        body["completions" if "context" in fields else "conversations"] = messages
+        if any(row.reference is not None for row in part):
+            body["reference_answers"] = [row.reference for row in part]
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 class RewardClient:
-    """A client of `treeward serve` for code that waits; a `ConversationScorer`, so it can stand for a `Scorer`.
+    """A client of `treeward serve` for synchronous code; a `ConversationScorer`, so it can stand for a `Scorer`.
 
-    Arguments and methods are those of `AsyncRewardClient`. Requests are made in a thread, several at a time. It may be
-    used from several threads, and after a fork.
+    Arguments and methods are those of `AsyncRewardClient`, which runs in a thread. It may be used from several threads,
+    and after a fork.
     """
 
     def __init__(
@@ -279,8 +274,8 @@ class RewardClient:
             max_conversations=max_conversations,
             max_concurrency=max_concurrency,
         )
-        self._background: tuple[int, Background] | None = None
         self._lock = threading.Lock()
+        self._thread: tuple[int, BlockingPortal, ExitStack] | None = None
 
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
@@ -317,10 +312,10 @@ class RewardClient:
 
     def close(self) -> None:
         """Close the connections and end the thread; another request starts them again."""
-        if self._background is not None and self._background[0] == os.getpid():
+        if self._thread is not None and self._thread[0] == os.getpid():
             self._run(self._client.aclose())
-            self._background[1].close()
-        self._background = None
+            self._thread[2].close()
+        self._thread = None
 
     def __enter__(self) -> RewardClient:
         return self
@@ -332,81 +327,85 @@ class RewardClient:
 
     def _run(self, coroutine: Coroutine[Any, Any, _Value]) -> _Value:
         with self._lock:
-            if self._background is None or self._background[0] != os.getpid():  # threads stay behind in a fork
-                self._background = os.getpid(), Background()
-            background = self._background[1]
-        return background.run(coroutine)
+            if self._thread is None or self._thread[0] != os.getpid():  # threads do not survive a fork
+                stack = ExitStack()
+                self._thread = os.getpid(), stack.enter_context(start_blocking_portal()), stack
+                weakref.finalize(self, stack.close)
+            portal = self._thread[1]
+        future: Future[_Value] = portal.start_task_soon(lambda: coroutine)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after an interrupt
 
 
 def _rows(
     conversations: Sequence[Conversation],
     where: Sequence[str] | None,
     on_error: OnError,
-    references: Sequence[Any] | None = None,
-) -> tuple[list[_Row], dict[int, _Answer]]:
-    """The conversations to send, and the answers of those that cannot be."""
+    references: Sequence[Any] | None,
+    scored: dict[int, _Scored],
+) -> list[_Row]:
+    """The conversations to send; with `on_error="mask"` malformed ones are put into `scored`."""
     names = where if where is not None else [f"conversation {i}" for i in range(len(conversations))]
     for what, given in (("names", names), ("reference answers", references)):
         if given is not None and len(given) != len(conversations):
             got = f"{len(given)} {what} for {len(conversations)} conversations"
             raise DataError(f"{what} and conversations do not belong together", got=got, need="one for each")
-    rows, answers = [], {}
+    rows = []
     for i, (conversation, name) in enumerate(zip(conversations, names, strict=True)):
+        reference = None if references is None else references[i]
         try:
-            content = _as_json(check_messages(conversation, "messages", name), name)
-            reference = None if references is None or references[i] is None else _as_json(references[i], name)
+            messages = check_messages(conversation, "messages", name)
+            rows.append(_Row(i, name, messages, reference, _num_bytes([messages, reference], name)))
         except DataError as error:
             if on_error == "raise":
                 raise
-            answers[i] = _missing(" ".join(str(error).split()))
-        else:
-            rows.append(_Row(i, name, content, reference))
-    return rows, answers
+            scored[i] = _missing(" ".join(str(error).split()))
+    return rows
 
 
-def _as_json(value: Any, name: str) -> bytes:
+def _num_bytes(value: Any, name: str) -> int:
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return len(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode())
     except (ValueError, TypeError) as error:  # NaN, lone surrogates, objects
-        raise DataError(
-            "this cannot be written as JSON", where=name, got=str(error), need="text, and finite numbers"
-        ) from error
+        need = "text, and finite numbers"
+        raise DataError("this cannot be written as JSON", where=name, got=str(error), need=need) from error
 
 
-def _missing(why: str) -> _Answer:
-    return _Answer(None, Score(None, error=why), why)
+def _missing(why: str) -> _Scored:
+    return _Scored(None, Score(None, error=why), why)
 
 
-def _row_of(error: RewardServerError, part: Sequence[_Row]) -> _Row | None:
-    """The row that a refusal is about."""
+def _refused_row(error: RewardServerError, part: Sequence[_Row]) -> _Row | None:
     match = _ROW.match(error.param or "") if error.status == 422 else None
     place = int(match[1]) if match else len(part)
     return part[place] if place < len(part) else None
 
 
-def _of_row(error: RewardServerError, row: _Row) -> RewardServerError:
+def _with_name(error: RewardServerError, name: str) -> RewardServerError:
     return RewardServerError(
         error.summary,
         status=error.status,
         code=error.code,
         param=error.param,
         request_id=error.request_id,
-        where=row.name,
+        where=name,
         got=error.got,
         fix=error.fix,
     )
 
 
-def _read(reply: Reply, number: int) -> list[_Answer]:
-    """The answers, which must be as many as were asked for, and numbers or reasons."""
+def _read(reply: Reply, number: int) -> list[_Scored]:
+    """The rows of the answer: as many as were sent, each with finite numbers or a reason."""
     data = reply.json.get("data") if isinstance(reply.json, dict) else None
     if not isinstance(data, list) or len(data) != number:
         got = f"{len(data)} rows" if isinstance(data, list) else data
-        raise reply.error("the answer is not what was asked for", field="data", got=got, need=f"{number} rows")
+        raise reply.error("the answer has another form", field="data", got=got, need=f"{number} rows")
     return [_read_row(reply, row, i) for i, row in enumerate(data)]
 
 
-def _read_row(reply: Reply, row: Any, place: int) -> _Answer:
+def _read_row(reply: Reply, row: Any, place: int) -> _Scored:
     try:
         score, reward, why = row["score"], row["reward"], row["error"]
         heads, members = tuple(row.get("heads", ())), tuple(row.get("members", ()))
@@ -415,11 +414,9 @@ def _read_row(reply: Reply, row: Any, place: int) -> _Answer:
             raise ValueError(f"row {place} has another index, or no finite numbers")
         if (score is None or reward is None) and not isinstance(why, str):
             raise ValueError(f"row {place} has no score and does not say why")
-        kept = Score(
-            score, int(row["num_tokens"]), bool(row["truncated"]), heads, members, why if score is None else None
-        )
-        return _Answer(reward, kept, why)
+        reason = why if score is None else None
+        kept = Score(score, int(row["num_tokens"]), bool(row["truncated"]), heads, members, reason)
+        return _Scored(reward, kept, why)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise reply.error(
-            "the answer cannot be read", field=f"data[{place}]", got=row, need=f"a score, or why there is none: {error}"
-        ) from error
+        need = f"a score, or why there is none: {error}"
+        raise reply.error("the answer cannot be read", field=f"data[{place}]", got=row, need=need) from error

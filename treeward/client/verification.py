@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treeward.client.dialects import DIALECTS, Asked, Dialect, Form, Given
-from treeward.client.http import Connection, Reply, RewardServerError
 from treeward.data.preference import last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
+from treeward.http import Connection, Reply, RewardServerError
 from treeward.model.contract import CONTRACT_FILE, GoldenExample, ScoringContract, read_contract
 from treeward.model.pretrained import load_tokenizer, quiet_transformers
 from treeward.scoring.diagnosis import PARTS, Check, Part, close, diagnose
