@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from loopback import Asked, Loopback
 
-from treeward.http import RewardServerError
 from treeward.client.rewards import AsyncRewardClient, RewardClient
 from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.http import RewardServerError
 from treeward.scoring.score import ConversationScorer, Score
 
 
