@@ -27,15 +27,16 @@ from families import (
     score_error,
     tiny_model,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel
-from treeward.tree import attention
-from treeward.tree.attention import PositionMask, dense_mask
+from treeward.tree import attention, mask
 from treeward.tree.batch import TreeBatch, TreeLayout
+from treeward.tree.mask import PositionMask, dense_mask
 
 PATHS = ("slices", "small_masks", "dense")
 
@@ -43,7 +44,7 @@ PATHS = ("slices", "small_masks", "dense")
 @contextlib.contextmanager
 def computed_by(path: str, model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices alone; one small mask per tree; or the dense reference."""
-    monkeypatch.setattr(attention, "CALL_COST", 0 if path == "slices" else 10**12)
+    monkeypatch.setattr(mask, "CALL_COST", 0 if path == "slices" else 10**12)
     with model.reference_attention() if path == "dense" else contextlib.nullcontext():
         yield
 
@@ -251,8 +252,8 @@ def test_slices_equal_masked_attention(
     heads: tuple[int, int], function: Callable[..., Any], call_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward of the fast path, of one masked call per tree (what a GPU runs) and of the dense one."""
-    monkeypatch.setattr(attention, "CALL_COST", call_cost)
-    layout, mask = layout_of(forest()), PositionMask(function)
+    monkeypatch.setattr(mask, "CALL_COST", call_cost)
+    layout, positions = layout_of(forest()), PositionMask(function)
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (
         torch.randn(1, n, layout.num_tokens, 8, generator=generator) for n in (heads[0], heads[1], heads[1], heads[0])
@@ -260,14 +261,49 @@ def test_slices_equal_masked_attention(
     inputs = [x.requires_grad_() for x in (query, key, value)]
 
     outs = [
-        attention._SlicedAttention.apply(*inputs, mask.fast_parts(layout), 0.3),
-        attention._masked_attention(*inputs, mask, layout, 0.3),
-        attention._arithmetic(*inputs, dense_mask(mask, layout), 0.3, None, None),
+        attention._SlicedAttention.apply(*inputs, positions.parts(layout), 0.3),
+        attention._masked_attention(*inputs, positions, layout, 0.3),
+        attention._arithmetic(*inputs, dense_mask(positions, layout), 0.3, None, None),
     ]
     fast, per_tree, dense = [(out, *torch.autograd.grad(out, inputs, grad)) for out in outs]
     for tensors in (fast, per_tree):
         for got, want in zip(tensors, dense, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+def test_memory_follows_the_window(family: str) -> None:
+    """Sliding layers with plain scores, soft-capped scores and sinks: nothing has the square of the row's length."""
+    layers = {} if family == "mistral" else {"layer_types": ["sliding_attention"] * 2}
+    hf = tiny_model(family, sliding_window=32, max_position_embeddings=4096, **layers)
+    tokens = torch.randint(3, 600, (2300,), generator=torch.Generator().manual_seed(0)).tolist()
+    model = RewardModel(hf)
+    with Largest() as largest:
+        batch = model.make_batch([[tokens[:2000] + tokens[2000:2100], tokens[:2000] + tokens[2100:]]])
+        model(batch).sum().backward()
+    assert largest.elements < 2300 * 2300 / 4
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize("block", [1, 2, 5, 16])
+def test_windows_in_blocks_of_any_size(family: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask, "BLOCK", block)
+    model = RewardModel(tiny_model(family))
+    with computed_by("slices", model, monkeypatch):
+        assert_tree_equals_rows(model, forest())
 
 
 def test_what_cannot_be_served_exactly_is_refused() -> None:
@@ -279,14 +315,14 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
     with pytest.raises(ModelError, match="holes"):  # nothing sees itself
         PositionMask(lambda b, h, q, k: k < q).parts(layout)
     module, x = torch.nn.Linear(1, 1), torch.zeros(1, 2, layout.num_tokens, 4)
-    mask = PositionMask(causal)
+    positions = PositionMask(causal)
     with pytest.raises(ModelError, match="without a tree"):
-        attention._tree_attention(module, x, x, x, mask)
+        attention._tree_attention(module, x, x, x, positions)
     with pytest.raises(ModelError, match="attention mask by itself"):
         attention._dense_attention(module, x, x, x, torch.zeros(1, 1, 4, 4), tree_layout=layout)
     for name in ("position_bias", "indices"):
         with pytest.raises(ModelError, match=name):
-            attention._tree_attention(module, x, x, x, mask, tree_layout=layout, **{name: x})
+            attention._tree_attention(module, x, x, x, positions, tree_layout=layout, **{name: x})
 
 
 def test_registering_twice_is_safe() -> None:

@@ -8,9 +8,8 @@ transformers' interface works unchanged:
   tree is small, one call with a small mask is quicker. Elsewhere it runs one masked SDPA call per tree.
 - `treeward_dense`: the reference. One mask over the whole row and plain arithmetic; slow, and easy to believe.
 
-Which positions may see each other (causal, sliding window, chunks) is not assumed: transformers hands each layer's own
-mask function to `PositionMask`, and it is evaluated on the positions within the conversation. Soft-capped scores and
-attention sinks are computed as the model defines them, tree by tree.
+transformers hands each layer's own mask function (causal, sliding window, chunks) to `mask.PositionMask`. Soft-capped
+scores and attention sinks are computed as the model defines them, tree by tree.
 
 Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, D head dimension.
 """
@@ -18,7 +17,6 @@ Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,145 +26,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeward.errors import ModelError
 from treeward.tree.batch import TreeLayout, TreeSpan
-from treeward.tree.token_tree import Segment
+from treeward.tree.mask import MaskFunction, Part, PositionMask, dense_mask
 
-__all__ = ["DENSE", "TREE", "PositionMask", "dense_mask", "register"]
+__all__ = ["DENSE", "TREE", "register"]
 
 TREE = "treeward_tree"
 DENSE = "treeward_dense"
 
-CALL_COST = 4000
-"""What one more flash call costs, in mask elements per head: measured on 2 CPU cores (forward and backward, 4 heads of
-64), where a call takes about 0.15 ms and a masked element about 34 ns. It decides between slices and a small mask."""
-
-MaskFunction = Callable[[Any, Any, Any, Any], Any]
-
 Prefixes = Sequence[tuple[Tensor, Tensor] | None]
 """For each tree the keys and values (J, P, D) of its prefix in one layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Queries [q_start, q_end) against keys [k_start, k_end) of the row, or of a tree's prefix.
-
-    `causal`: query i sees keys up to i (the two ranges are one). `mask_QK`: which keys are seen, or None for all.
-    `first`: no earlier part wrote these queries. `prefix_of`: the index of the tree whose prefix holds the keys.
-    """
-
-    q_start: int
-    q_end: int
-    k_start: int
-    k_end: int
-    causal: bool
-    mask_QK: Tensor | None
-    first: bool
-    prefix_of: int | None = None
-
-    @property
-    def area(self) -> int:
-        """The query-key products that are computed."""
-        area = (self.q_end - self.q_start) * (self.k_end - self.k_start)
-        return area // 2 if self.causal else area
-
-
-class PositionMask:
-    """One layer type's mask: which position sees which, and what follows from it for the trees of a row.
-
-    transformers passes it from a model's mask creation to its attention layers in place of a tensor. It lives for one
-    forward (and its backward); what it works out for a layout is kept for the other layers.
-    """
-
-    def __init__(self, mask_function: MaskFunction) -> None:
-        self.mask_function = mask_function
-        self._layout: TreeLayout | None = None
-        self._parts: list[tuple[Part, ...]] = []
-        self._fast_parts: list[Part] = []
-        self._masks: dict[tuple[int, torch.device], Tensor] = {}
-
-    def allowed(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
-        """Which of the key positions each query position sees, bool (Q, K)."""
-        zero = torch.zeros((), dtype=torch.long)
-        allowed = self.mask_function(zero, zero, queries_Q[:, None], keys_K[None, :])
-        return torch.as_tensor(allowed).expand(len(queries_Q), len(keys_K))
-
-    def parts(self, layout: TreeLayout) -> list[tuple[Part, ...]]:
-        """For each tree, the parts that cover exactly what its tokens may see."""
-        if self._layout is not layout:
-            self._layout, self._masks, self._fast_parts = layout, {}, []
-            self._parts = [
-                (*self._tree_parts(tree), *self._prefix_parts(t, tree)) for t, tree in enumerate(layout.trees)
-            ]
-        return self._parts
-
-    def fast_parts(self, layout: TreeLayout) -> list[Part]:
-        """The parts of all trees for slice-wise attention; small trees become one masked part."""
-        all_parts = self.parts(layout)
-        if not self._fast_parts:
-            for tree, parts in zip(layout.trees, all_parts, strict=True):
-                above = [part for part in parts if part.prefix_of is not None]
-                own = [part for part in parts if part.prefix_of is None]
-                if len(own) > 1 and len(tree) ** 2 <= sum(part.area for part in own) + CALL_COST * (len(own) - 1):
-                    mask = _mask_of(own, tree.start, tree.end)
-                    own = [Part(tree.start, tree.end, tree.start, tree.end, False, mask, first=True)]
-                self._fast_parts += own + above
-        return self._fast_parts
-
-    def tree_mask(self, layout: TreeLayout, tree: TreeSpan, device: torch.device) -> Tensor:
-        """What the tokens of one tree see of its prefix and of each other, bool (N, P + N)."""
-        key = (tree.start, device)
-        if key not in self._masks:
-            parts = self.parts(layout)[layout.trees.index(tree)]
-            self._masks[key] = _mask_of(parts, tree.start, tree.end, tree.num_prefix_tokens).to(device)
-        return self._masks[key]
-
-    def _tree_parts(self, tree: TreeSpan) -> Iterator[Part]:
-        last = torch.tensor([tree.depth - 1])
-        if tree.depth > 1 and bool(self.allowed(torch.tensor([0]), last).any()):
-            raise ModelError(
-                "this model's attention sees later tokens, so its conversations cannot share a prefix",
-                where="policy.attention",
-                fix="policy.attention=rows",
-            )
-        return self._causal_parts(tree) if self._sees_all(tree) else self._patterned_parts(tree)
-
-    def _sees_all(self, tree: TreeSpan) -> bool:
-        """Whether nothing is out of the last token's sight."""
-        return bool(self.allowed(torch.tensor([tree.depth - 1]), torch.arange(tree.depth)).all())
-
-    def _prefix_parts(self, t: int, tree: TreeSpan) -> Iterator[Part]:
-        """The parts of a tree's tokens against its prefix; each comes after the tokens' first part."""
-        before = tree.num_prefix_tokens
-        if before and self._sees_all(tree):
-            yield Part(tree.start, tree.end, 0, before, False, None, first=False, prefix_of=t)
-        elif before:
-            root = Segment(0, before, before, 0, None)
-            for own in tree.segments:
-                queries = torch.arange(own.depth, own.depth + len(own))
-                for part in _trimmed(own, root, self.allowed(queries, torch.arange(before))):
-                    yield replace(part, prefix_of=t)
-
-    @staticmethod
-    def _causal_parts(tree: TreeSpan) -> Iterator[Part]:
-        for segment in tree.segments:
-            yield Part(segment.start, segment.end, segment.start, segment.end, True, None, first=True)
-        for segment in tree.segments:
-            if segment.subtree_end > segment.end:
-                yield Part(segment.end, segment.subtree_end, segment.start, segment.end, False, None, first=False)
-
-    def _patterned_parts(self, tree: TreeSpan) -> Iterator[Part]:
-        for own in tree.segments:
-            queries = torch.arange(own.depth, own.depth + len(own))
-            above: Segment | None = own
-            while above is not None:
-                allowed = self.allowed(queries, torch.arange(above.depth, above.depth + len(above)))
-                yield from _trimmed(own, above, allowed)
-                above = None if above.parent is None else tree.segments[above.parent]
-
-
-def dense_mask(mask: PositionMask, layout: TreeLayout) -> Tensor:
-    """What every token of the row sees, bool (T, T)."""
-    parts = [part for tree_parts in mask.parts(layout) for part in tree_parts]
-    return _mask_of(parts, 0, layout.num_tokens)
 
 
 def register() -> None:
@@ -203,12 +71,12 @@ def _tree_attention(
             key_BJTD,
             value_BJTD,
             layout,
-            lambda q, k, v, tree: _arithmetic(q, k, v, mask.tree_mask(layout, tree, q.device), scale, softcap, s_aux),
+            lambda q, k, v, tree: _written_out(q, k, v, mask, layout, tree, scale, softcap, s_aux),
             prefixes,
         )
     elif query_BHTD.device.type == "cpu" and query_BHTD.shape[-1] == value_BJTD.shape[-1]:
         query_BHTD, key_BJTD, value_BJTD = _in_one_dtype(query_BHTD, key_BJTD, value_BJTD)
-        parts = mask.fast_parts(layout)
+        parts = mask.parts(layout)
         if prefixes is None:
             out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, parts, scale)  # type: ignore[no-untyped-call]
         else:
@@ -316,6 +184,35 @@ def _masked_attention(
         )
 
     return _by_tree(query_BHTD, key_BJTD, value_BJTD, layout, attend, prefixes)
+
+
+def _written_out(
+    query_BHND: Tensor,
+    key_BJKD: Tensor,
+    value_BJKD: Tensor,
+    mask: PositionMask,
+    layout: TreeLayout,
+    tree: TreeSpan,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """`_arithmetic` of one tree, whose K = P + N keys are its prefix's and its own; by windows if it has them."""
+    windows = mask.windows(layout, tree)
+    if windows is None:
+        seen = mask.tree_mask(layout, tree, query_BHND.device)
+        return _arithmetic(query_BHND, key_BJKD, value_BJKD, seen, scale, softcap, sinks_H)
+    before, outs = tree.num_prefix_tokens - tree.start, []
+    for window in windows:
+        places = [
+            (low, high) if in_prefix else (low + before, high + before) for low, high, _, in_prefix in window.keys
+        ]
+        key, value = (torch.cat([x[:, :, a:b] for a, b in places], dim=2) for x in (key_BJKD, value_BJKD))
+        query = query_BHND[:, :, window.q_start - tree.start : window.q_end - tree.start]
+        positions = torch.arange(window.low, window.start + query.shape[2])
+        seen = mask.allowed(positions[window.start - window.low :], positions).to(query.device)
+        outs.append(_arithmetic(query, key, value, seen, scale, softcap, sinks_H))
+    return torch.cat(outs, dim=2)
 
 
 def _arithmetic(
@@ -441,41 +338,3 @@ def _additive(mask_QK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask_QK is None:
         return None
     return torch.zeros(mask_QK.shape, dtype=dtype).masked_fill_(~mask_QK, float("-inf"))
-
-
-def _mask_of(parts: Sequence[Part], start: int, end: int, num_prefix_tokens: int = 0) -> Tensor:
-    """What the tokens `start` to `end` see of a prefix of P tokens and of each other, bool (N, P + N)."""
-    mask = torch.zeros(end - start, num_prefix_tokens + end - start, dtype=torch.bool)
-    for part in parts:
-        offset = num_prefix_tokens - start if part.prefix_of is None else 0
-        block = mask[part.q_start - start : part.q_end - start, part.k_start + offset : part.k_end + offset]
-        if part.causal:
-            block |= torch.ones_like(block).tril()
-        else:
-            block |= torch.ones_like(block) if part.mask_QK is None else part.mask_QK
-    return mask
-
-
-def _trimmed(own: Segment, above: Segment, allowed_QK: Tensor) -> Iterator[Part]:
-    """The part of one segment's tokens against one segment above it (or itself), cut to what is seen at all."""
-    rows, columns = allowed_QK.any(dim=1).nonzero().flatten(), allowed_QK.any(dim=0).nonzero().flatten()
-    if len(rows) == 0 and own is not above:
-        return
-    r, c = (slice(int(x[0]), int(x[-1]) + 1) if len(x) else slice(0) for x in (rows, columns))
-    mask = allowed_QK[r, c]
-    # Flash attention has no answer for a query that sees no key, and every token's first part is its own segment.
-    if not bool(mask.any(dim=1).all()) or (own is above and len(mask) < len(own)):
-        raise ModelError(
-            "this model's attention pattern has holes that tree attention cannot follow",
-            where="policy.attention",
-            fix="policy.attention=rows",
-        )
-    yield Part(
-        own.start + r.start,
-        own.start + r.stop,
-        above.start + c.start,
-        above.start + c.stop,
-        False,
-        None if bool(mask.all()) else mask.contiguous(),
-        first=own is above,
-    )
