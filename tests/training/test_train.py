@@ -16,6 +16,7 @@ from treeward.config.checkpointing import METRICS
 from treeward.errors import ModelError
 from treeward.evaluation.gates import GATE_METRICS
 from treeward.metrics import METRIC_NAMES
+from treeward.model.reward_model import RewardModel
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
@@ -151,6 +152,21 @@ def test_how_a_step_is_computed_does_not_change_the_trajectory(trained: Trained,
         assert column(lines, name) == pytest.approx(column(expected, name), rel=1e-3, abs=1e-4), name
     # The first step differs by rounding alone; Adam, which divides by tiny numbers, lets it grow.
     assert losses(lines)[0] == pytest.approx(losses(expected)[0], rel=1e-5)
+
+
+def test_a_comparison_larger_than_the_budget_is_computed_in_parts(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, forward = [], RewardModel.forward
+
+    def counted(model: RewardModel, batch: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            sizes.append((batch.num_computed_tokens, len(batch.reads_S)))
+        return forward(model, batch)
+
+    monkeypatch.setattr(RewardModel, "forward", counted)
+    trained("policy.train_micro_batch_tokens=70", "rm.max_num_steps=2")
+    assert sizes and all(tokens <= 70 or sequences == 1 for tokens, sequences in sizes)
 
 
 def test_the_trajectory_is_that_of_a_plain_loop(trained: Trained, tiny_run: Callable[..., Any]) -> None:

@@ -97,7 +97,7 @@ class TrainedModelConfig(Strict):
     train_micro_batch_size: PositiveInt | None = None
     """Most comparisons in one forward pass. None: only `train_micro_batch_tokens` limits it."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """Most tokens in one forward pass, counted after sharing prefixes; one comparison alone may exceed it.
+    """Most tokens in one forward pass, counted after sharing prefixes; one conversation alone may exceed it.
     None: 4096, unless `train_micro_batch_size` is given."""
     max_total_sequence_length: PositiveInt = 4096
     """Longest conversation, in tokens."""

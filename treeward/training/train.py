@@ -15,7 +15,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 
 from treeward.config.load import save_config
 from treeward.config.run import RewardModelRunConfig
+from treeward.data.encoded import Comparison
 from treeward.errors import ConfigError, ModelError
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
@@ -39,6 +40,7 @@ from treeward.training.state import TrainingState, read_state, save_state
 from treeward.training.stopping import REPORTING, StopRequest
 from treeward.training.tracking import TrackerGroup, log_folder, open_trackers
 from treeward.training.validation import SetValidation, pooled, robust_accuracy, validate, values_of
+from treeward.tree.parts import backward_in_parts, split_group
 
 __all__ = ["TrainingOutcome", "train"]
 
@@ -174,15 +176,9 @@ class _Loop:
         num_groups = run.pairs_of(comparisons).num_groups
         total, computed_tokens, row_tokens = RewardMetrics(), 0, 0
         for members in run.plan(comparisons):
-            batch = run.model.make_batch([comparisons[i].token_ids for i in members])
-            pairs = run.pairs_of([comparisons[i] for i in members]).to(run.model.device)
-            with _memory_error_explained(batch.num_computed_tokens, len(members)):
-                scores_S = run.model(batch)
-                loss_sum = run.loss_of(scores_S, pairs)
-                (loss_sum / max(num_groups, 1)).backward()
-            total += RewardMetrics.of(scores_S, pairs, loss_sum)
-            computed_tokens += batch.num_computed_tokens
-            row_tokens += batch.num_row_tokens
+            chosen = [comparisons[i] for i in members]
+            sums, computed, rows = _backward(run, chosen, num_groups)
+            total, computed_tokens, row_tokens = total + sums, computed_tokens + computed, row_tokens + rows
         learning_rate = run.optimizer.param_groups[0]["lr"]
         grad_norm = self._update_weights(total)
         step = self.state.step + 1
@@ -373,6 +369,29 @@ class _Loop:
             assert hub.repo_id is not None  # the schema sees to it
             push_folder(final, hub.repo_id, private=hub.private)
         return replace(outcome, validation=validation, model_folder=final, model_step=best.step, choice=choice)
+
+
+def _backward(run: Run, comparisons: Sequence[Comparison], num_groups: int) -> tuple[RewardMetrics, int, int]:
+    """The gradient of one micro-batch, for a step of `num_groups`; its metrics, computed tokens and row tokens.
+
+    A single comparison that is larger than the budget of tokens goes through the model in parts.
+    """
+    policy, groups = run.config.policy, [one.token_ids for one in comparisons]
+    pairs = run.pairs_of(comparisons).to(run.model.device)
+    members: list[Sequence[int]] = [range(sum(map(len, groups)))]
+    batches = [run.model.make_batch(groups)]
+    if len(groups) == 1 and policy.micro_batch_tokens is not None:
+        share = run.model.layout == "tree"
+        members = [part.members for part in split_group(groups[0], max_tokens=policy.micro_batch_tokens, share=share)]
+        batches = [run.model.make_batch([[groups[0][i] for i in part]]) for part in members]
+    with _memory_error_explained(max(batch.num_computed_tokens for batch in batches), len(groups)):
+        scores_S, loss_sum = backward_in_parts(
+            list(zip(members, [partial(run.model, batch) for batch in batches], strict=True)),
+            lambda scores: run.loss_of(scores, pairs),
+            scale=1 / max(num_groups, 1),
+        )
+    metrics = RewardMetrics.of(scores_S, pairs, loss_sum)
+    return metrics, sum(one.num_computed_tokens for one in batches), sum(one.num_row_tokens for one in batches)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,116 @@
+"""Groups that do not fit a budget of tokens, in parts: which sequences go together, and an exact gradient.
+
+    for micro_batch in plan_parts(groups, max_tokens=4096):
+        for part in micro_batch:
+            part.group, part.members         # some sequences of one group; they share their prefix
+
+A loss that separates by sequence, as that of a policy, is computed part by part. One that compares the sequences of a
+group, as Bradley and Terry's, needs all scores of the group at once: `backward_in_parts`.
+
+Shapes: S sequences of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treeward.tree.batch import plan_micro_batches, plan_padded
+from treeward.tree.token_tree import TokenIds, common_prefix_length
+
+__all__ = ["GroupPart", "backward_in_parts", "plan_parts", "split_group"]
+
+
+class GroupPart(NamedTuple):
+    """Sequences `members` of the group number `group`. `num_tokens`: tokens to compute: of their tree, or padded."""
+
+    group: int
+    members: tuple[int, ...]
+    num_tokens: int
+
+
+def split_group(
+    sequences: Sequence[TokenIds], *, max_tokens: int, share: bool = True, group: int = 0
+) -> list[GroupPart]:
+    """Cut one group into as few parts of at most `max_tokens` as its order gives; one part where all fit.
+
+    `share`: a part is a tree, and sequences that begin alike stay together; otherwise it is padded rows, and those of
+    like length do. A sequence that is larger than `max_tokens` is a part of its own.
+    """
+    arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
+    if share:
+        order = sorted(range(len(arrays)), key=lambda i: arrays[i].astype(">i8").tobytes())
+    else:
+        order = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
+    parts: list[GroupPart] = []
+    members: list[int] = []
+    used = 0
+    for i in order:
+        if not members:
+            needed = len(arrays[i])
+        elif share:  # neighbours in lexicographic order share the longest prefix
+            needed = used + len(arrays[i]) - common_prefix_length(arrays[members[-1]], arrays[i])
+        else:
+            needed = (len(members) + 1) * len(arrays[members[0]])
+        if members and needed > max_tokens:
+            parts.append(GroupPart(group, tuple(members), used))
+            members, needed = [], len(arrays[i])
+        members.append(i)
+        used = needed
+    return [*parts, GroupPart(group, tuple(members), used)] if members else parts
+
+
+def plan_parts(groups: Sequence[Sequence[TokenIds]], *, max_tokens: int, share: bool = True) -> list[list[GroupPart]]:
+    """The micro-batches of groups: each has at most `max_tokens`, unless a single sequence is larger.
+
+    A group that fits stays whole. Groups without sequences are in no micro-batch.
+    """
+    parts = [
+        part
+        for g, sequences in enumerate(groups)
+        for part in split_group(sequences, max_tokens=max_tokens, share=share, group=g)
+    ]
+    if share:
+        plan = plan_micro_batches([part.num_tokens for part in parts], max_tokens=max_tokens)
+    else:
+        shapes = [(len(part.members), part.num_tokens // len(part.members)) for part in parts]
+        plan = plan_padded(shapes, max_tokens=max_tokens)
+    return [[parts[i] for i in members] for members in plan]
+
+
+def backward_in_parts(
+    parts: Sequence[tuple[Sequence[int], Callable[[], Tensor]]],
+    loss_of: Callable[[Tensor], Tensor],
+    *,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Add the gradient of `scale * loss_of(scores_S)` to the parameters behind the scores.
+
+    `parts`: which sequences a part has, and a function that computes their scores, deterministic. Returns the scores
+    (S,), in the order of the sequences, and the loss without `scale`; both detached.
+
+    One part takes one forward and one backward pass. With several, first the scores of all are computed without a
+    graph, then the gradient of the loss with respect to them, and then each part goes forward again and backward with
+    its share of it: by the chain rule the same gradient, for one more forward pass, in the memory of one part (Gao et
+    al. 2021, arXiv 2101.06983).
+    """
+    members = torch.tensor([i for part, _ in parts for i in part])
+    order = members.argsort()
+    if len(parts) == 1:
+        scores_S = parts[0][1]()[order]
+        loss = loss_of(scores_S)
+        (scale * loss).backward()
+        return scores_S.detach(), loss.detach()
+    with torch.no_grad():
+        scores_S = torch.cat([score() for _, score in parts])[order]
+    scores_S.requires_grad_(True)
+    loss = loss_of(scores_S)
+    (scale * loss).backward()
+    assert scores_S.grad is not None
+    for part, score in parts:
+        score().backward(scores_S.grad[list(part)])
+    return scores_S.detach(), loss.detach()
