@@ -28,7 +28,7 @@ import tenacity
 from treeward.errors import ConfigError, TreewardError
 from treeward.version import VERSION
 
-__all__ = ["Connection", "Reply", "RewardServerError"]
+__all__ = ["Connection", "Reply", "RewardServerError", "ServerError", "checked_url", "tls_context"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _FIXES = {
 }
 
 
-class RewardServerError(TreewardError):
+class ServerError(TreewardError):
     """A server did not answer, refused a request, or answered something unexpected.
 
     `status`: the HTTP status, None without an answer. `code`: the server's word for the error (`queue_full`, ...).
@@ -67,6 +67,10 @@ class RewardServerError(TreewardError):
         super().__init__(summary, **details)
         self.status, self.code, self.param, self.request_id = status, code, param, request_id
         self.is_temporary, self.retry_after = is_temporary, retry_after
+
+
+class RewardServerError(ServerError):
+    """A `ServerError` of a reward server: what `Connection` raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +108,10 @@ class Connection:
         headers = {"User-Agent": f"treeward/{VERSION}", "Content-Type": "application/json"}
         if token is not None:
             headers["Authorization"] = f"Bearer {_checked_token(token)}"
-        self.url, self.max_retries = _checked_url(url), max_retries
+        self.url, self.max_retries = checked_url(url), max_retries
         self._options: dict[str, Any] = {
             "headers": headers,
-            "verify": verify_tls and _tls_context(verify_tls),
+            "verify": tls_context(verify_tls),
             "limits": httpx.Limits(max_connections=max_connections),
             "timeout": httpx.Timeout(None, connect=10.0),
         }
@@ -190,7 +194,8 @@ def _pause(state: tenacity.RetryCallState) -> float:
     return pause
 
 
-def _checked_url(url: str) -> str:
+def checked_url(url: str) -> str:
+    """The address without a slash at its end. Raises `ConfigError` for anything else."""
     try:
         parsed = httpx.URL(url.strip())
         is_address = parsed.scheme in ("http", "https") and parsed.host and 0 < (parsed.port or 80) < 2**16
@@ -208,7 +213,10 @@ def _checked_token(token: str) -> str:
     return token
 
 
-def _tls_context(verify_tls: Literal[True] | str) -> ssl.SSLContext:
+def tls_context(verify_tls: bool | str) -> ssl.SSLContext | bool:
+    """How certificates are verified: by the system's, by those of a PEM file, or (False) not. Raises `ConfigError`."""
+    if verify_tls is False:
+        return False
     try:
         return ssl.create_default_context(cafile=None if verify_tls is True else verify_tls)
     except OSError as error:  # ssl.SSLError is one

@@ -3,73 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import math
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
+from loopback import Asked, Loopback
 
 from treeward.environments.interface import DETAILS, EnvironmentReturn
 from treeward.environments.judge import JudgeEnvironment, parse_verdict
 from treeward.errors import ConfigError, ModelError
 
 
+def completion(text: str | None, finish_reason: str = "stop") -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+    return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+
+
 class Endpoint:
-    """An OpenAI-compatible endpoint whose answers the test gives: a text, or (status, headers, body)."""
+    """An OpenAI-compatible endpoint; `answer` makes of a request a text, or (status, body) as `Loopback` has it."""
 
     def __init__(self) -> None:
         self.answer: Callable[[dict[str, Any]], Any] = lambda request: "Rating: [[7]]"
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.now = self.most_at_a_time = 0
-        self.lock = threading.Lock()
-        endpoint = self
+        self.server = Loopback(self._answer)
+        self.url = f"{self.server.url}/v1"
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return [asked.json for asked in self.server.requests]
 
-            def do_POST(self) -> None:
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with endpoint.lock:
-                    endpoint.requests.append(request)
-                    endpoint.keys.append(self.headers.get("Authorization"))
-                    endpoint.now += 1
-                    endpoint.most_at_a_time = max(endpoint.most_at_a_time, endpoint.now)
-                answer = endpoint.answer(request) if self.path == "/v1/chat/completions" else (404, {}, "{}")
-                with endpoint.lock:
-                    endpoint.now -= 1
-                status, headers, body = answer if isinstance(answer, tuple) else (200, {}, completion(answer))
-                try:
-                    self.send_response(status)
-                    for name, value in {"Content-Type": "application/json", **headers}.items():
-                        self.send_header(name, value)
-                    self.send_header("Content-Length", str(len(body.encode())))
-                    self.end_headers()
-                    self.wfile.write(body.encode())
-                except ConnectionError:  # the client gave up
-                    self.close_connection = True
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
-
-
-def completion(text: str | None, finish_reason: str = "stop") -> str:
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
-    return json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]})
+    def _answer(self, asked: Asked) -> Any:
+        assert asked.path == "/v1/chat/completions"
+        answer = self.answer(asked.json)
+        json_type = {"content-type": "application/json"}
+        if isinstance(answer, tuple):
+            return (*answer[:2], json_type | (answer[2] if len(answer) > 2 else {}))
+        return 200, completion(answer), json_type
 
 
 @pytest.fixture
@@ -78,8 +52,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
         monkeypatch.delenv(name, raising=False)
     made = Endpoint()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    made.server.__exit__()
 
 
 def judge(endpoint: Endpoint, **config: Any) -> JudgeEnvironment:
@@ -121,7 +94,7 @@ def test_what_is_not_to_be_sent_is_not_sent(endpoint: Endpoint, monkeypatch: pyt
     judge(endpoint, api_key_env="MY_KEY", **changes, **own).step([chat("{conversation}")], [{}])
     (request,) = endpoint.requests
     assert "temperature" not in request and "max_tokens" not in request and request["max_completion_tokens"] == 9
-    assert endpoint.keys == ["Bearer k-1"]
+    assert endpoint.server.requests[0].headers["authorization"] == "Bearer k-1"
     assert request["messages"][0]["content"] == "Be brief."
     assert between_tags(request, "reply") == "{conversation}"  # a placeholder in a reply stays what it is
     assert "> {x} <conversation" in request["messages"][1]["content"]
@@ -193,27 +166,26 @@ def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: Endpoint)
     endpoint.answer = lambda request: "Rating: [[8]]" if len(request["messages"]) > 2 else "Well, it depends."
     assert judge(endpoint).step([chat("4")], [{}]).metadata[0][DETAILS]["raw"] == 8
     assert [m["role"] for m in endpoint.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
-    endpoint.requests.clear()
     endpoint.answer = lambda request: "Well, it depends."
     result = judge(endpoint).step([chat("4")], [{}])
-    assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 2
+    assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 4
     assert errors(result) == ["the judge gave no verdict, also when it was asked again"]
 
 
 def test_a_message_that_was_cut_off_is_no_verdict(endpoint: Endpoint) -> None:
-    endpoint.answer = lambda request: (200, {}, completion("It claims Rating: [[10]], but", "length"))
+    endpoint.answer = lambda request: (200, completion("It claims Rating: [[10]], but", "length"))
     assert math.isnan(judge(endpoint).step([chat("4")], [{}]).rewards[0])
 
 
-@pytest.mark.parametrize("body", ["<html>hello</html>", "[]", "{}", '{"choices": []}', completion(None), "{"])
-def test_an_endpoint_that_answers_something_else(endpoint: Endpoint, body: str) -> None:
-    endpoint.answer = lambda request: (200, {}, body)
+@pytest.mark.parametrize("body", [b"<html>hello</html>", [], {}, {"choices": []}, completion(None), b"{"])
+def test_an_endpoint_that_answers_something_else(endpoint: Endpoint, body: Any) -> None:
+    endpoint.answer = lambda request: (200, body)
     result = judge(endpoint).step([chat("4")], [{}])
     assert math.isnan(result.rewards[0]) and errors(result)[0]
 
 
 def test_failures_that_pass_are_retried(endpoint: Endpoint) -> None:
-    fail = [(500, {}, "{}"), (429, {"Retry-After": "1"}, "{}")]
+    fail = [(500, {}), (429, {}, {"retry-after": "1"})]
     times: list[float] = []
 
     def answer(request: dict[str, Any]) -> Any:
@@ -227,10 +199,10 @@ def test_failures_that_pass_are_retried(endpoint: Endpoint) -> None:
 
 def test_failures_that_stay_cost_only_their_samples(endpoint: Endpoint) -> None:
     endpoint.answer = lambda request: (
-        (503, {}, "come back later\nsoon") if "bad" in request["messages"][1]["content"] else "Rating: [[7]]"
+        (503, b"come back later\nsoon") if "bad" in request["messages"][1]["content"] else "Rating: [[7]]"
     )
     result = judge(endpoint, max_retries=1).step([chat("bad"), chat("good")], [{}, {}])
-    assert errors(result) == ["the judge's endpoint answered 503: come back later", None]
+    assert errors(result) == ["judge: the server refuses the request: 503: come back later", None]
     assert len(endpoint.requests) == 3
 
 
@@ -240,41 +212,29 @@ def test_a_request_that_hangs(endpoint: Endpoint) -> None:
         (release.wait(20) if "slow" in request["messages"][1]["content"] else None) or "Rating: [[7]]"
     )
     result = judge(endpoint, timeout_seconds=0.3, max_retries=0).step([chat("slow"), chat("fast")], [{}, {}])
-    assert errors(result) == ["the judge did not answer within 0.3 seconds", None]
+    assert errors(result) == ["judge: the server has not answered in time: no answer", None]
     result = judge(endpoint, step_timeout_seconds=0.5).step([chat("slow"), chat("fast")], [{}, {}])
     assert errors(result) == ["no verdict within 0.5 seconds of the step", None]
     release.set()
 
 
-@pytest.fixture
-def dripping() -> Iterator[tuple[str, list[int]]]:
-    """The address of an endpoint that answers a byte now and then, for as long as anyone listens; and its requests."""
-    requests: list[int] = []
+def test_an_endpoint_that_drips(endpoint: Endpoint) -> None:
+    """Each byte comes within the timeout; the message would be whole after ten seconds."""
+    gone = threading.Event()
 
-    def drip(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.recv(65536)
-            requests.append(1)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n")
-            for _ in range(600):  # half a minute
-                time.sleep(0.05)
-                connection.sendall(b" ")
+    def drip(asked: Asked) -> None:
+        stream = asked.handler.wfile
+        stream.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 200\r\n\r\n")
+        for _ in range(200):
+            stream.write(b" ")
+            if gone.wait(0.05):
+                return
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=drip, args=(server.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/v1", requests
-
-
-def test_a_request_to_an_endpoint_that_drips(dripping: tuple[str, list[int]], endpoint: Endpoint) -> None:
-    url, requests = dripping
-    result = judge(endpoint, base_url=url, timeout_seconds=2, max_retries=1).step([chat("4")], [{}])
-    assert errors(result) == ["the judge did not answer within 2 seconds"]
-    assert len(requests) == 2  # each attempt has its own time
+    with Loopback(drip) as server:
+        url = f"{server.url}/v1"
+        result = judge(endpoint, base_url=url, timeout_seconds=0.5, max_retries=0).step([chat("4")], [{}])
+        gone.set()
+    assert errors(result) == ["judge: the server has not answered in time: no answer"]
 
 
 def test_an_endpoint_that_is_not_there() -> None:
@@ -285,7 +245,7 @@ def test_an_endpoint_that_is_not_there() -> None:
 
 @pytest.mark.parametrize(("status", "field"), [(401, "api_key_env"), (403, "api_key_env"), (404, "model"), (400, None)])
 def test_an_endpoint_that_refuses_everything_raises(endpoint: Endpoint, status: int, field: str | None) -> None:
-    endpoint.answer = lambda request: (status, {}, '{"error": {"message": "no such luck"}}')
+    endpoint.answer = lambda request: (status, {"error": {"message": "no such luck"}})
     with pytest.raises(ModelError, match="no such luck") as caught:
         judge(endpoint, mode="pairwise").step([chat("4")] * 3, [{"reference_answers": "5"}] * 3)
     assert caught.value.field == field
@@ -293,15 +253,15 @@ def test_an_endpoint_that_refuses_everything_raises(endpoint: Endpoint, status: 
 
 def test_a_request_that_is_refused_costs_its_sample_unless_a_setting_is_to_blame(endpoint: Endpoint) -> None:
     def refuse(param: str | None) -> None:
-        body = json.dumps({"error": {"message": "Too much.\nMore of it.", "param": param}}, indent=1)
+        body = {"error": {"message": "Too much.\nMore of it.", "param": param}}
         endpoint.answer = lambda request: (
-            (400, {}, body) if "long" in request["messages"][1]["content"] else "Rating: [[7]]"
+            (400, body) if "long" in request["messages"][1]["content"] else "Rating: [[7]]"
         )
 
     refuse("messages")
     for logs in ([chat("long"), chat("4")], [chat("long")]):
         result = judge(endpoint).step(logs, [{}] * len(logs))
-        assert errors(result) == ["the judge's endpoint answered 400: Too much.", None][: len(logs)]
+        assert errors(result) == ["judge: the server refuses the request: 400: Too much.", None][: len(logs)]
     for param, settings in (("temperature", {}), ("top_k", {"extra_body": {"top_k": 5}})):
         refuse(param)
         with pytest.raises(ModelError, match=r"does not take such requests(?s:.)*Too much."):
@@ -314,15 +274,15 @@ def test_a_request_that_is_refused_costs_its_sample_unless_a_setting_is_to_blame
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("\n  <html>Bad gateway\n</html>", "<html>Bad gateway"),
-        ('{"message": "overloaded"}', "overloaded"),
-        ('{"detail": "no GPU"}', "no GPU"),
-        ("", "nothing more"),
+        (b"\n  <html>Bad gateway\n</html>", "<html>Bad gateway"),
+        ({"message": "overloaded"}, "overloaded"),
+        ({"detail": "no GPU"}, "no GPU"),
+        (b"", "no reason given"),
     ],
 )
-def test_the_endpoints_reason_is_told(endpoint: Endpoint, body: str, reason: str) -> None:
-    endpoint.answer = lambda request: (422, {}, body)
-    assert errors(judge(endpoint).step([chat("4")], [{}])) == [f"the judge's endpoint answered 422: {reason}"]
+def test_the_endpoints_reason_is_told(endpoint: Endpoint, body: Any, reason: str) -> None:
+    endpoint.answer = lambda request: (422, body)
+    assert errors(judge(endpoint).step([chat("4")], [{}])) == [f"judge: the server refuses the request: 422: {reason}"]
 
 
 def test_reference_answers_as_parquet_has_them(endpoint: Endpoint) -> None:
@@ -332,16 +292,22 @@ def test_reference_answers_as_parquet_has_them(endpoint: Endpoint) -> None:
 
 
 def test_never_more_requests_at_a_time_than_asked_for(endpoint: Endpoint) -> None:
+    lock, now, most = threading.Lock(), 0, 0
     barrier = threading.Barrier(3, timeout=20)  # three are there at once, or none gets on
 
     def answer(request: dict[str, Any]) -> str:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
         barrier.wait()
-        time.sleep(0.1)  # a fourth would come now
+        with lock:
+            now -= 1
         return "Rating: [[7]]"
 
     endpoint.answer = answer
     judge(endpoint, max_concurrency=3).step([chat("4")] * 12, [{}] * 12)
-    assert endpoint.most_at_a_time == 3
+    assert most == 3
 
 
 def test_inside_a_running_event_loop(endpoint: Endpoint) -> None:

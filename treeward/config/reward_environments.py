@@ -143,7 +143,7 @@ class JudgeEnvironmentConfig(Strict):
     max_concurrency: PositiveInt = 16
     """Most requests at a time."""
     timeout_seconds: PositiveFloat = 60.0
-    """The time that one attempt at a request may take, the whole answer included."""
+    """Timeout of one attempt at a request."""
     max_retries: NonNegativeInt = 4
     """Further attempts of a request after 408, 409, 429, 5xx, timeouts and broken connections: exponential backoff, or
     as long as Retry-After says."""

@@ -1,0 +1,121 @@
+"""OpenAI-compatible servers, asked through the `openai` client, which repeats requests itself.
+
+    async with openai_client("http://localhost:8000/v1", timeout_seconds=60, max_retries=5) as client:
+        reply = await post(client, "/chat/completions", {"model": "policy", "messages": messages})
+        reply["choices"][0]["message"]["content"]
+
+`post` sends and returns plain JSON, for servers extend OpenAI's schema. The package is imported on use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from treeward.errors import ConfigError
+from treeward.http import ServerError, checked_url, tls_context
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+__all__ = ["check_openai", "key_from", "openai_client", "post"]
+
+_LONGEST_REASON = 300
+
+
+def check_openai() -> None:
+    """Raises `ConfigError` without the package openai."""
+    try:
+        import openai  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "this needs the package openai", got=str(error), fix="pip install 'treeward[judge]', or openai alone"
+        ) from error
+
+
+def key_from(variable: str | None, *, where: str | None = None, field: str | None = None) -> str | None:
+    """The key in an environment variable; None for no variable. Raises `ConfigError` where it is not set."""
+    key = os.environ.get(variable, "").strip() if variable is not None else None
+    if key == "":
+        raise ConfigError(
+            "the server's key is not in the environment",
+            where=where,
+            field=field,
+            got=f"{variable} is empty or not set",
+            fix=f"export {variable}=..., or leave the key out for a server without keys",
+        )
+    return key
+
+
+def openai_client(
+    base_url: str,
+    *,
+    api_key: str | None = None,
+    timeout_seconds: float = 600.0,
+    max_retries: int = 5,
+    verify_tls: bool | str = True,
+) -> AsyncOpenAI:
+    """A client of one event loop. `timeout_seconds`: for one attempt. `verify_tls`: as in `Connection`."""
+    import openai
+
+    http_client = None if verify_tls is True else openai.DefaultAsyncHttpxClient(verify=tls_context(verify_tls))
+    return openai.AsyncOpenAI(
+        base_url=checked_url(base_url),
+        api_key=api_key or "none",
+        timeout=openai.Timeout(timeout_seconds, connect=min(timeout_seconds, 10.0)),
+        max_retries=max_retries,
+        http_client=http_client,
+    )
+
+
+async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total_seconds: float | None = None) -> Any:
+    """The JSON that answers. `total_seconds`: for all attempts. Raises `ServerError`, with the reason in `got`."""
+    import openai
+
+    url = f"{str(client.base_url).rstrip('/')}{path}"
+    try:
+        async with asyncio.timeout(total_seconds):
+            text: str = await client.post(path, cast_to=str, body=body)
+    except openai.APIStatusError as error:
+        reason = _reason(error)
+        raise ServerError(
+            "the server refuses the request",
+            status=error.status_code,
+            where=url,
+            got=f"{error.status_code}: {reason}",
+            param=error.param,
+        ) from error
+    except (TimeoutError, openai.APITimeoutError) as error:
+        raise ServerError("the server has not answered in time", where=url, got="no answer") from error
+    except openai.APIConnectionError as error:
+        need = "a server that listens there; over https, one whose certificate is trusted"
+        raise ServerError("the server cannot be reached", where=url, got=_cause(error), need=need) from error
+    return _json(text, url)
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__
+
+
+def _json(text: str, url: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ServerError("the server's answer is not JSON", status=200, where=url, got=f"{text[:150]!r}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _reason(error: Any) -> str:
+    """The first line of the server's message."""
+    body = error.body if isinstance(error.body, Mapping) else {}
+    said = body.get("message") or body.get("detail") or error.response.text
+    lines = [line.strip() for line in str(said).splitlines() if line.strip()]
+    return lines[0][:_LONGEST_REASON] if lines else "no reason given"
