@@ -37,9 +37,7 @@ def test_two_folders_become_one(members: list[Path], tmp_path: Path, caplog: pyt
     output = tmp_path / "new" / "merged"
     with caplog.at_level(logging.INFO, logger="treeward"):
         assert main(["merge", *map(str, members), "--output", str(output), "--weights", "0.25,0.75"]) == 0
-    assert (
-        "0.75 of b, cosines 1.0000 (backbone) and 1.0000 (head) with" in caplog.text and f"into {output}" in caplog.text
-    )
+    assert "b, cosines 1.0000 (backbone) and 1.0000 (head) with" in caplog.text and f"into {output}" in caplog.text
     held = [load_file(folder / WEIGHTS) for folder in members]
     for name, tensor in load_file(output / WEIGHTS).items():
         want = 0.25 * held[0][name].double() + 0.75 * held[1][name].double()
@@ -58,8 +56,8 @@ def test_the_number_format(members: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--weights", "0.5,0.6"], "no shares of a whole"),
-        (["--weights", "1"], "1 weights, 2 models"),
+        (["--weights", "0.5,0.6"], "not shares of these"),
+        (["--weights", "1"], "1 for 2 models"),
         (["--output", "{here}/a"], "exists already"),
     ],
 )

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     pretrained = importlib.import_module("treeward.model.pretrained")
     merging = importlib.import_module("treeward.scoring.merging")
-    merge = merging.merge_and_sign(
+    merge = merging.merge_models(
         arguments.models,
         arguments.output,
         weights=arguments.weights,
