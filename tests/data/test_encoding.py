@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import json
+import itertools
 import logging
 import os
 import pickle
@@ -17,18 +16,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from templates import byte_bpe
 
+from treeward.config.data import DatasetConfig
 from treeward.data import encoding
-from treeward.data.encoded import Comparison, EncodedDataset, EncodingCounts
-from treeward.data.encoding import DropReason, count_tree_tokens, encode_comparison, encode_dataset
-from treeward.data.preference import Completion, Preference, last_text
+from treeward.data.datasets import open_dataset
+from treeward.data.encoding import Comparison, EncodedDataset, EncodingCounts, count_tree_tokens, encode_dataset
+from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
-from treeward.scoring.shaping import reply_length
 
 SHARED = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 CHATML = (
@@ -38,36 +36,14 @@ CHATML = (
 )
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+def renderer_of(max_length: int | None = None, truncation: Any = "drop", template: str = CHATML) -> Renderer:
+    return Renderer(byte_bpe(), chat_template=template, max_length=max_length, truncation=truncation)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(["What is the capital of France? Paris is the capital of France, number 1234567890."], 300)
-
-
-@pytest.fixture(scope="module")
-def renderer(tokenizer: PreTrainedTokenizerFast) -> Renderer:
-    return Renderer(tokenizer, chat_template=CHATML)
-
-
-def preference(
-    *answers: str, ranks: tuple[int, ...] | None = None, prompt: str = "Capital?", **extra: Any
-) -> Preference:
+def preference(*texts: str, ranks: tuple[int, ...] | None = None, prompt: str = "Capital?", **extra: Any) -> Preference:
     completions = tuple(
-        Completion(rank, ({"role": "assistant", "content": answer},))
-        for answer, rank in zip(answers, ranks or range(len(answers)), strict=True)
+        Completion(rank, ({"role": "assistant", "content": text},))
+        for text, rank in zip(texts, ranks or range(len(texts)), strict=True)
     )
     return Preference(({"role": "user", "content": prompt},), completions, **extra)
 
@@ -87,7 +63,7 @@ class Rows:
 
 
 def varied(number: int) -> list[Preference]:
-    """Rows with two to four answers, some ties, some duplicates, some long, some with a margin."""
+    """Rows with two to four completions, some ties, some duplicates, some long, some with a margin."""
     return [
         preference(
             *(f"Answer {i * j % (7 - i % 5)} of row {i}" for j in range(2 + i % 3)),
@@ -100,36 +76,38 @@ def varied(number: int) -> list[Preference]:
     ]
 
 
+OTHER = preference("Sure.", "No.", prompt="Other?")
+
+
+@pytest.fixture
+def encode(tmp_path: Path) -> Any:
+    numbers = itertools.count()
+
+    def encode(*rows: Preference, ties: Any = "drop", renderer: Renderer | None = None) -> EncodedDataset:
+        """The comparisons of the rows, and of one more that is always kept."""
+        cache = tmp_path / str(next(numbers))
+        return encode_dataset(Rows([*rows, OTHER]), renderer or renderer_of(), ties=ties, cache_dir=cache)
+
+    return encode
+
+
 def assert_same(a: Comparison, b: Comparison) -> None:
-    assert (a.ranks, a.margin, a.where, a.tree_tokens) == (b.ranks, b.margin, b.where, b.tree_tokens)
-    assert (a.lengths, a.subset) == (b.lengths, b.subset)
+    assert replace(a, token_ids=()) == replace(b, token_ids=())
     assert [ids.tolist() for ids in a.token_ids] == [ids.tolist() for ids in b.token_ids]
 
 
-def test_a_comparison_is_its_plain_rows(renderer: Renderer) -> None:
-    row = preference("Paris.", "Lyon.", "Paris it is.", ranks=(0, 2, 1), margin=0.5)
-    comparison = encode_comparison(row, renderer, "a.jsonl:1", "drop")
-    assert isinstance(comparison, Comparison)
-    rows = [renderer.encode([*row.context, *c.messages]) for c in row.completions]
+def test_a_comparison_is_its_plain_rows(encode: Any) -> None:
+    turns = ({"role": "assistant", "content": "Let me see."}, {"role": "assistant", "content": "Paris!"})
+    row = preference("Paris.", "Lyon", "Paris it is.", ranks=(0, 2, 1), margin=0.5, task_name="capitals")
+    row = replace(row, completions=(*row.completions, Completion(3, turns)))
+    comparison = encode(row)[0]
+    rows = [renderer_of().encode([*row.context, *c.messages]) for c in row.completions]
     assert [ids.tolist() for ids in comparison.token_ids] == rows
-    assert all(ids.dtype == np.int32 for ids in comparison.token_ids)
-    assert (comparison.ranks, comparison.margin, comparison.where) == ((0, 2, 1), 0.5, "a.jsonl:1")
+    assert all(ids.dtype == np.int32 and not ids.flags.writeable for ids in comparison.token_ids)
+    assert (comparison.ranks, comparison.margin, comparison.where) == ((0, 2, 1, 3), 0.5, "rows.jsonl:1")
+    assert (comparison.lengths, comparison.subset) == ((6, 4, 12, 6), "capitals")
     assert comparison.num_tokens == sum(map(len, rows))
     assert comparison.tree_tokens == count_tree_tokens(rows) < comparison.num_tokens
-
-
-def test_a_comparison_keeps_the_lengths_of_its_replies_and_its_subset(renderer: Renderer) -> None:
-    turns = ({"role": "assistant", "content": "Let me see."}, {"role": "assistant", "content": "Paris!"})
-    two_messages = Completion(2, turns)
-    row = preference("Paris.", "Lyon", "Paris.", ranks=(1, 0, 3), task_name="capitals")
-    row = replace(row, completions=(*row.completions, two_messages))
-    comparison = encode_comparison(row, renderer, "a.jsonl:1", "drop")
-    assert isinstance(comparison, Comparison)
-    assert comparison.ranks == (1, 0, 2)
-    assert comparison.lengths == (6, 4, 6), "characters of the last message; the duplicate is gone"
-    assert comparison.subset == "capitals"
-    for one in (row.completions[0].messages, turns):
-        assert len(last_text(one)) == reply_length(one, "characters", None) == 6
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=6))
@@ -139,69 +117,58 @@ def test_tree_tokens_is_the_number_of_distinct_prefixes(sequences: list[list[int
     assert count_tree_tokens([np.array(s, np.int32) for s in sequences]) == len(prefixes)
 
 
-def test_ties(renderer: Renderer) -> None:
+def test_ties(encode: Any) -> None:
     tied = preference("Paris.", "Lyon.", ranks=(1, 1))
-    assert encode_comparison(tied, renderer, "a.jsonl:1", "drop") is DropReason.TIES
-    kept = encode_comparison(tied, renderer, "a.jsonl:1", "half")
-    assert isinstance(kept, Comparison) and kept.ranks == (1, 1)
-    with pytest.raises(DataError, match=r"a\.jsonl:1(?s:.*)ranks \[1, 1\](?s:.*)data\.ties"):
-        encode_comparison(tied, renderer, "a.jsonl:1", "error")
+    assert encode(tied).counts.dropped_ties == 1 and len(encode(tied)) == 1
+    assert encode(tied, ties="half")[0].ranks == (1, 1)
     partly = preference("Paris.", "Lyon.", "Nice.", ranks=(0, 1, 1))
-    with pytest.raises(DataError, match=r"ranks \[0, 1, 1\]"):
-        encode_comparison(partly, renderer, "a.jsonl:1", "error")
+    for row, ranks in ((tied, r"\[1, 1\]"), (partly, r"\[0, 1, 1\]")):
+        with pytest.raises(DataError, match=rf"rows\.jsonl:1(?s:.*)ranks {ranks}(?s:.*)data\.ties"):
+            encode(row, ties="error")
     for policy in ("drop", "half"):
-        comparison = encode_comparison(partly, renderer, "a.jsonl:1", policy)  # type: ignore[arg-type]
-        assert isinstance(comparison, Comparison) and comparison.ranks == (0, 1, 1)
+        assert encode(partly, ties=policy)[0].ranks == (0, 1, 1)
 
 
-def test_identical_completions(renderer: Renderer) -> None:
-    assert encode_comparison(preference("Paris.", "Paris."), renderer, "", "drop") is DropReason.IDENTICAL
-    assert encode_comparison(preference("Paris.", "Paris.", ranks=(0, 0)), renderer, "", "half") is DropReason.IDENTICAL
-    contradictory = preference("Paris.", "Lyon.", "Paris.", "Paris.", ranks=(2, 1, 0, 3))
-    comparison = encode_comparison(contradictory, renderer, "", "drop")
-    assert isinstance(comparison, Comparison) and comparison.ranks == (0, 1)
-    # What is left when the copies are gone is a tie: nothing to learn, unless ties count.
-    left_tied = preference("Lyon.", "Paris.", "Paris.", ranks=(0, 1, 0))
-    assert encode_comparison(left_tied, renderer, "", "drop") is DropReason.IDENTICAL
-    kept = encode_comparison(left_tied, renderer, "", "half")
-    assert isinstance(kept, Comparison) and kept.ranks == (0, 0)
+@pytest.mark.parametrize(
+    ("texts", "ranks", "ties", "kept"),
+    [
+        (("Paris.", "Paris."), (0, 1), "drop", None),
+        (("Paris.", "Paris."), (0, 0), "half", None),
+        (("Paris.", "Lyon.", "Paris.", "Paris."), (2, 1, 0, 3), "drop", (0, 1)),
+        (("Lyon.", "Paris.", "Paris."), (0, 1, 0), "drop", None),  # without the copy a tie is left
+        (("Lyon.", "Paris.", "Paris."), (0, 1, 0), "half", (0, 0)),
+    ],
+)
+def test_identical_completions(encode: Any, texts: Any, ranks: Any, ties: str, kept: Any) -> None:
+    dataset = encode(preference(*texts, ranks=ranks), ties=ties)
+    assert dataset.counts.dropped_identical == (kept is None)
+    if kept is not None:
+        assert dataset[0].ranks == kept and dataset.counts.deduplicated == len(texts) - 2
 
 
-def test_identical_only_once_the_context_is_cut(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_identical_only_once_the_context_is_cut(encode: Any) -> None:
     # A template that shows the words only while there are more than two messages.
-    hides = Renderer(
-        tokenizer,
-        chat_template="{% for m in messages %}{{ m['content'] if messages | length > 2 else 'x' }}{% endfor %}",
-        max_length=8,
-        truncation="truncate_left",
-    )
-    long = Preference(
-        ({"role": "user", "content": "What is the capital of France? " * 9}, {"role": "user", "content": "Well?"}),
-        preference("Paris.", "Lyon.").completions,
-    )
-    assert encode_comparison(long, hides, "", "drop") is DropReason.IDENTICAL
+    template = "{% for m in messages %}{{ m['content'] if messages | length > 2 else 'x' }}{% endfor %}"
+    context = [{"role": "user", "content": text} for text in ("What is the capital of France? " * 9, "Well?")]
+    long, short = (Preference(tuple(context[n:]), preference("Paris.", "Lyon.").completions) for n in (0, 1))
+    renderer = renderer_of(8, "truncate_left", template)
+    with pytest.raises(DataError, match=r"0 of 3 comparisons kept \(dropped: 3 identical"):
+        encode(long, short, renderer=renderer)
 
 
-def test_too_long(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_too_long(encode: Any) -> None:
     long = preference("Paris.", "Lyon.", prompt="Capital? " * 50)
-    limited = Renderer(tokenizer, chat_template=CHATML, max_length=60)
-    assert encode_comparison(long, limited, "", "drop") is DropReason.TOO_LONG
-    cutting = Renderer(tokenizer, chat_template=CHATML, max_length=60, truncation="truncate_left")
-    comparison = encode_comparison(long, cutting, "", "drop")
-    assert isinstance(comparison, Comparison) and 50 < max(map(len, comparison.token_ids)) <= 60
-    with pytest.raises(DataError, match=r"a\.jsonl:9: a conversation is too long"):
-        encode_comparison(long, Renderer(tokenizer, chat_template=CHATML, max_length=60, truncation="error"),
-                          "a.jsonl:9", "drop")  # fmt: skip
+    assert encode(long, renderer=renderer_of(60)).counts.dropped_too_long == 1
+    cut = encode(long, renderer=renderer_of(60, "truncate_left"))
+    assert cut.counts.truncated == 1 and 50 < max(map(len, cut[0].token_ids)) <= 60 < cut.counts.longest
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: a conversation is too long"):
+        encode(long, renderer=renderer_of(60, "error"))
 
 
-counts_strategy = st.builds(EncodingCounts, *[st.integers(0, 1000)] * 10)
-
-
-@given(counts_strategy, counts_strategy, counts_strategy)
-def test_counts_add_up(a: EncodingCounts, b: EncodingCounts, c: EncodingCounts) -> None:
-    assert (a + b) + c == a + (b + c) and a + b == b + a and a + EncodingCounts() == a
-    assert (a + b).tokens == a.tokens + b.tokens and (a + b).longest == max(a.longest, b.longest)
-    assert a.as_metrics()["dropped_ties"] == float(a.dropped_ties)
+def test_a_huge_row_is_dropped_and_counted(encode: Any) -> None:
+    huge = preference("Paris.", "Lyon.", prompt="Capital? " * 1_000_000)
+    counts = encode(huge, renderer=renderer_of(60)).counts
+    assert (counts.read, counts.kept, counts.dropped_too_long) == (2, 1, 1) and counts.longest > 60_000
 
 
 def test_the_summary_names_every_loss() -> None:
@@ -214,181 +181,116 @@ def test_the_summary_names_every_loss() -> None:
         "out or cut"
     )
     assert EncodingCounts(2, 2, longest=40).summary().endswith("longest conversation 40 tokens")
-    assert "before any" in EncodingCounts(2, 2, truncated=1, longest=40).summary()
 
 
-def test_dataset_equals_its_rows_one_by_one(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_ROWS", 16)
-    renderer = Renderer(tokenizer, chat_template=CHATML, max_length=120, truncation="drop")
-    rows = Rows(varied(150))
-    dataset = encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path, num_workers=1)
-    outcomes = [encode_comparison(row, renderer, where, "drop") for row, where in rows]
-    kept = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
-    assert len(dataset) == len(kept)
-    for ours, theirs in zip(dataset, kept, strict=True):
-        assert_same(ours, theirs)
+    rows, renderer = varied(150), renderer_of(120)
+    dataset = encode(*rows, renderer=renderer)
     counts = dataset.counts
-    assert counts.read == 150 == counts.kept + counts.dropped_too_long + counts.dropped_identical + counts.dropped_ties
-    assert counts.dropped_ties == outcomes.count(DropReason.TIES) > 0
-    assert counts.dropped_identical == outcomes.count(DropReason.IDENTICAL) > 0
-    assert counts.dropped_too_long == outcomes.count(DropReason.TOO_LONG) > 0
-    assert counts.deduplicated > 0
-    assert dataset.num_tokens.tolist() == [c.num_tokens for c in kept] and counts.tokens == dataset.num_tokens.sum()
-    assert dataset.tree_tokens.tolist() == [c.tree_tokens for c in kept]
-    assert counts.tree_tokens == dataset.tree_tokens.sum()
-    assert_same(dataset[-1], kept[-1])
-    assert [c.where for c in dataset[3:9:2]] == [c.where for c in kept[3:9:2]]
+    assert counts.read == 151 == counts.kept + counts.dropped_too_long + counts.dropped_identical + counts.dropped_ties
+    assert min(counts.dropped_ties, counts.dropped_identical, counts.dropped_too_long, counts.deduplicated) > 0
+    assert counts.dropped_ties == sum(len({c.rank for c in row.completions}) == 1 for row in rows)
+    assert dataset.num_tokens.tolist() == [c.num_tokens for c in dataset] and counts.tokens == dataset.num_tokens.sum()
+    assert dataset.tree_tokens.tolist() == [count_tree_tokens(c.token_ids) for c in dataset]
+    assert counts.tree_tokens == dataset.tree_tokens.sum() and counts.as_metrics()["kept"] == len(dataset)
+    assert dataset.highest_token == max(int(ids.max()) for c in dataset for ids in c.token_ids)
+    for comparison in dataset:
+        row = [*rows, OTHER][int(comparison.where.partition(":")[2]) - 1]
+        own = {tuple(renderer.encode([*row.context, *c.messages])) for c in row.completions}
+        assert {tuple(ids.tolist()) for ids in comparison.token_ids} == own
+        assert (comparison.margin, comparison.subset) == (row.margin, row.task_name)
+    assert [c.where for c in dataset[3:9:2]] == [dataset[i].where for i in (3, 5, 7)]
     with pytest.raises(IndexError):
-        dataset[len(kept)]
+        dataset[len(dataset)]
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy.counts == counts and copy.fingerprint == dataset.fingerprint
-    assert_same(copy[5], kept[5])
+    assert_same(copy[-1], dataset[-1])
 
 
-def test_the_cache_is_reused_for_the_same_content_only(
-    tokenizer: PreTrainedTokenizerFast, renderer: Renderer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_digests_find_the_same_comparison_in_any_order(encode: Any) -> None:
+    dataset = encode(
+        preference("Paris.", "Lyon."),
+        preference("Lyon.", "Paris.", ranks=(1, 0), task_name="other"),
+        preference("Lyon.", "Paris."),
+        preference("Paris.", "Lyon.", prompt="?"),
+    )
+    first, same, *others = dataset.digests.tolist()
+    assert first == same and len({first, *others}) == 4
+
+
+def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = Rows(varied(20))
-    first = encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path)
+    first = encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)
     with caplog.at_level(logging.INFO):
-        again = encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path)
+        again = encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)
     assert rows.times_read == 1 and "reusing" in caplog.text and first.counts.summary() in caplog.text
     assert again.counts == first.counts and again.fingerprint == first.fingerprint
-    limited = Renderer(tokenizer, chat_template=CHATML, max_length=400)
     others = [
-        encode_dataset(rows, renderer, ties="half", cache_dir=tmp_path),
-        encode_dataset(rows, limited, ties="drop", cache_dir=tmp_path),
-        encode_dataset(Rows(varied(21), fingerprint="b"), renderer, ties="drop", cache_dir=tmp_path),
+        encode_dataset(rows, renderer_of(), ties="half", cache_dir=tmp_path),
+        encode_dataset(rows, renderer_of(400), ties="drop", cache_dir=tmp_path),
+        encode_dataset(Rows(varied(21), fingerprint="b"), renderer_of(), ties="drop", cache_dir=tmp_path),
     ]
     assert rows.times_read == 3
     assert len({dataset.fingerprint for dataset in [first, *others]}) == 4
     assert len(list(tmp_path.iterdir())) == 4  # and no temporary file
 
 
-def test_a_damaged_cache_is_noticed_and_made_again(
-    renderer: Renderer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cut_cache_is_noticed_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = Rows(varied(40))
-    (path,) = [encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path).path]
+    path = encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path).path
     sound = path.read_bytes()
-    tokens = encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path)[7].token_ids[0].tobytes()
-    place = sound.index(tokens)
-    flipped = sound[: place + 4] + bytes([sound[place + 4] ^ 1]) + sound[place + 5 :]
-    for damage in (
-        b"",
-        sound[:100],
-        sound[: len(sound) // 2],
-        sound[:-1],
-        flipped,
-        sound.replace(b'"kept"', b'"kepx"'),
-    ):
+    for damage in (b"", sound[:100], sound[: len(sound) // 2], sound[:-1]):
         path.write_bytes(damage)
         with pytest.raises(DataError, match="damaged"):
             EncodedDataset(path, "rows")
         caplog.clear()
-        assert len(encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path)) > 0
+        assert len(encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)) > 0
         assert "damaged" in caplog.text and "tokenizing again" in caplog.text
         assert path.read_bytes() == sound
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_no_flipped_bit_changes_what_is_learnt(
-    data: st.DataObject, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("flip")
-    dataset = encode_dataset(Rows(varied(6)), renderer, ties="drop", cache_dir=folder)
-    content = bytearray(dataset.path.read_bytes())
-    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    damaged = folder / "damaged.arrow"
-    damaged.write_bytes(content)
-    try:
-        found = EncodedDataset(damaged, "rows")
-    except DataError:
-        return
-    assert len(found) == len(dataset)  # a flip in padding, or in a part of the format that nothing reads
-    for ours, theirs in zip(found, dataset, strict=True):
-        assert_same(ours, theirs)
-
-
-def test_a_changed_length_or_subset_is_noticed(renderer: Renderer, tmp_path: Path) -> None:
-    row = preference("P" * 101, "L" * 203, task_name="capitals")
-    sound = encode_dataset(Rows([row]), renderer, ties="drop", cache_dir=tmp_path).path.read_bytes()
-    damaged = tmp_path / "damaged.arrow"
-    for was, becomes in ((np.int32([101, 203]).tobytes(), np.int32([101, 202]).tobytes()), (b"capitals", b"capitole")):
-        assert sound.count(was) == 1
-        damaged.write_bytes(sound.replace(was, becomes))
-        with pytest.raises(DataError, match="its checksum differs"):
-            EncodedDataset(damaged, "rows")
-
-
-def test_a_broken_row_stops_the_encoding_and_leaves_no_file(renderer: Renderer, tmp_path: Path) -> None:
+def test_a_broken_row_stops_the_encoding_and_leaves_no_file(tmp_path: Path) -> None:
     broken = Preference(({"role": "broken", "content": ""},), preference("Paris.", "Lyon.").completions)
     with pytest.raises(DataError, match=r"rows\.jsonl:6: the chat template refused(?s:.*)unknown role"):
-        encode_dataset(Rows([*varied(5), broken]), renderer, ties="drop", cache_dir=tmp_path)
+        encode_dataset(Rows([*varied(5), broken]), renderer_of(), ties="drop", cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_left_is_an_error(renderer: Renderer, tmp_path: Path) -> None:
+def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     tied = Rows([preference("Paris.", "Lyon.", ranks=(0, 0))] * 3)
     for _ in range(2):  # fresh, and from the cache
         with pytest.raises(DataError, match=r"no comparison is left(?s:.*)0 of 3 comparisons kept \(dropped: 3 ties\)"):
-            encode_dataset(tied, renderer, ties="drop", cache_dir=tmp_path)
+            encode_dataset(tied, renderer_of(), ties="drop", cache_dir=tmp_path)
     with pytest.raises(DataError, match="no comparison is left"):
-        encode_dataset(Rows([], fingerprint="none"), renderer, ties="drop", cache_dir=tmp_path)
+        encode_dataset(Rows([], fingerprint="none"), renderer_of(), ties="drop", cache_dir=tmp_path)
 
 
-def test_a_folder_that_cannot_be_written(renderer: Renderer, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"cannot be written(?s:.*)data\.cache_dir"):
-        encode_dataset(Rows(varied(3)), renderer, ties="drop", cache_dir=tmp_path / "file")
-
-
-def test_a_full_disk_is_named_and_leaves_no_file(renderer: Renderer, tmp_path: Path) -> None:
-    rows = Rows(varied(300))
+        encode_dataset(Rows(varied(3)), renderer_of(), ties="drop", cache_dir=tmp_path / "file")
+    (tmp_path / "full").mkdir()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(ConfigError, match=r"cannot be written(?s:.*)data\.cache_dir"):
-            encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path)
+            encode_dataset(Rows(varied(300)), renderer_of(), ties="drop", cache_dir=tmp_path / "full")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "full").iterdir()) == []
 
 
-def test_several_processes_write_the_same_file(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_ROWS", 20)
-    renderer = Renderer(tokenizer, chat_template=CHATML, max_length=150, truncation="truncate_left")
-    rows = Rows(varied(400))
+    renderer, rows = renderer_of(150, "truncate_left"), Rows(varied(400))
     one, two = (encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path / str(n), num_workers=n) for n in (1, 2))
     assert one.counts == two.counts and one.counts.truncated > 0
     assert one.path.read_bytes() == two.path.read_bytes()
 
 
 @pytest.mark.slow
-def test_processes_start_by_themselves_for_a_large_stream(
-    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(encoding, "_MIN_CORES", 2)
-    if encoding._num_cores() < 2:
-        pytest.skip("one core")
-    with caplog.at_level(logging.INFO):
-        small = encode_dataset(Rows(varied(4000)), renderer, ties="drop", cache_dir=tmp_path)
-        assert "processes" not in caplog.text and small.counts.read == 4000
-        large = encode_dataset(Rows(varied(4500), fingerprint="b"), renderer, ties="drop", cache_dir=tmp_path)
-    assert "processes" in caplog.text and large.counts.read == 4500
-    for i in range(0, len(small), 100):
-        assert_same(large[i], small[i])
-
-
-@pytest.mark.slow
-def test_an_error_in_a_process_is_the_error_of_one_process(
-    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_process_is_the_error_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_ROWS", 10)
     broken = Preference(({"role": "broken", "content": ""},), preference("Paris.", "Lyon.").completions)
 
@@ -402,17 +304,17 @@ def test_an_error_in_a_process_is_the_error_of_one_process(
     messages = []
     for workers in (1, 2):
         with pytest.raises(DataError) as caught:
-            encode_dataset(Unreadable(preferences), renderer, ties="drop", cache_dir=tmp_path, num_workers=workers)
+            encode_dataset(Unreadable(preferences), renderer_of(), ties="drop", cache_dir=tmp_path, num_workers=workers)
         messages.append((str(caught.value), caught.value.where))
     assert messages[0] == messages[1] and messages[0][1] == "rows.jsonl:116"
     with pytest.raises(DataError, match=r"rows\.jsonl:141: not JSON"):
-        encode_dataset(Unreadable(varied(140)), renderer, ties="drop", cache_dir=tmp_path, num_workers=2)
+        encode_dataset(Unreadable(varied(140)), renderer_of(), ties="drop", cache_dir=tmp_path, num_workers=2)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_memory_does_not_grow_with_the_stream(renderer: Renderer, tmp_path: Path, num_workers: int) -> None:
+def test_memory_does_not_grow_with_the_stream(tmp_path: Path, num_workers: int) -> None:
     held: list[int] = []
 
     class Generated:
@@ -426,43 +328,22 @@ def test_memory_does_not_grow_with_the_stream(renderer: Renderer, tmp_path: Path
 
     tracemalloc.start()
     try:
-        dataset = encode_dataset(Generated(), renderer, ties="drop", cache_dir=tmp_path, num_workers=num_workers)
+        dataset = encode_dataset(Generated(), renderer_of(), ties="drop", cache_dir=tmp_path, num_workers=num_workers)
     finally:
         tracemalloc.stop()
     written = dataset.path.stat().st_size
-    assert written > 15e6
+    assert written > 10e6
     assert max(held[10:]) - max(held[:10]) < 0.5 * written / 2  # of what was written in that time
-
-
-def hh_rows(name: str) -> Rows:
-    def messages(transcript: str) -> list[dict[str, Any]]:
-        turns = []
-        for part in transcript.split("\n\nHuman:")[1:]:
-            asked, *answers = part.split("\n\nAssistant:")
-            turns.append({"role": "user", "content": asked.strip()})
-            turns.extend({"role": "assistant", "content": answer.strip()} for answer in answers)
-        return turns
-
-    rows = []
-    with gzip.open(SHARED / "hh_harmless" / name, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            chosen, rejected = (messages(json.loads(line)[key]) for key in ("chosen", "rejected"))
-            same = 0
-            while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
-                same += 1
-            completions = tuple(Completion(rank, tuple(side[same:])) for rank, side in enumerate((chosen, rejected)))
-            rows.append(Preference(tuple(chosen[:same]), completions))
-    return Rows(rows)
 
 
 @pytest.mark.skipif(not (SHARED / "hh_harmless").is_dir(), reason=f"no real data in {SHARED}")
 def test_real_dialogues(tmp_path: Path) -> None:
-    rows = hh_rows("validation.jsonl.gz")
-    texts = [m["content"] for row in rows.preferences for m in [*row.context, *row.completions[0].messages]]
-    renderer = Renderer(train_tokenizer(texts, 2048), chat_template=CHATML, max_length=512, truncation="truncate_left")
-    dataset = encode_dataset(rows, renderer, ties="error", cache_dir=tmp_path)
+    path = str(SHARED / "hh_harmless" / "validation.jsonl.gz")
+    stream = open_dataset(DatasetConfig(dataset_name="HHTranscripts", data_path=path))
+    renderer = renderer_of(512, "truncate_left")
+    dataset = encode_dataset(stream, renderer, ties="error", cache_dir=tmp_path)
     counts = dataset.counts
     assert counts.read == 300 == counts.kept + counts.dropped_too_long + counts.dropped_identical
-    assert counts.kept > 290 and counts.truncated > 0
-    assert counts.tokens / counts.tree_tokens > 1.4
+    assert counts.kept > 250 and counts.truncated > 0
+    assert counts.tokens / counts.tree_tokens > 1.2
     assert all(renderer.end_of_turn(ids.tolist()) == "newline" for c in dataset for ids in c.token_ids)

@@ -11,8 +11,7 @@ import pytest
 from treeward.config.data import DatasetConfig
 from treeward.data import non_contextual
 from treeward.data.datasets import open_dataset
-from treeward.data.encoded import EncodedDataset
-from treeward.data.encoding import encode_dataset
+from treeward.data.encoding import EncodedDataset, encode_dataset
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 
@@ -110,10 +109,10 @@ def test_the_rows_own_completions_decide(encoded: Any, ties: str) -> None:
     same = ("read", "kept", "dropped_ties", "dropped_identical", "tied_pairs", "deduplicated", "contradictory")
     assert [getattr(with_one.counts, name) for name in same] == [getattr(without.counts, name) for name in same]
     assert with_one.counts.non_contextual == len(with_one) == len(without) and without.counts.non_contextual == 0
-    assert f"{len(with_one)} with an answer to another prompt" in with_one.counts.summary()
-    assert with_one.own_sizes.tolist() == without.own_sizes.tolist()
+    assert f"{len(with_one)} with a completion of another prompt" in with_one.counts.summary()
+    assert with_one.digests.tolist() == without.digests.tolist()
     for one, plain in zip(with_one, without, strict=True):
-        assert one.non_contextual and one.num_own == len(plain.token_ids) == len(one.token_ids) - 1
+        assert one.non_contextual and len(plain.token_ids) == len(one.token_ids) - 1
         assert one.ranks == (*plain.ranks, max(plain.ranks) + 1) and one.margin == plain.margin
         assert all((a == b).all() for a, b in zip(one.token_ids, plain.token_ids, strict=False))
         assert one.num_tokens == sum(map(len, one.token_ids)) and one.tree_tokens > plain.tree_tokens

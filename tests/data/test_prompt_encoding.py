@@ -97,7 +97,7 @@ def test_a_bos_of_the_prompt_itself_is_not_doubled() -> None:
 def test_an_encoder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = Renderer(byte_bpe(), chat_template=CHATML)
     monkeypatch.setattr(renderer, "kind", "encoder")
-    with pytest.raises(ModelError, match="cannot be asked"):
+    with pytest.raises(ModelError, match="cannot complete"):
         renderer.encode_prompt([user("Hi")])
 
 
@@ -181,7 +181,7 @@ def test_a_template_that_asks_in_another_form_is_said(caplog: pytest.LogCaptureF
 
     assert said(WITH_GENERATION_PROMPT) == []
     (thinking,) = said(WITH_GENERATION_PROMPT.replace("assistant\\n' }}", "assistant\\n<think>' }}"))
-    assert "asks for an answer with '<think>'" in thinking and "'Romam." in thinking
+    assert "generation prompt is '<think>'" in thinking and "'Romam." in thinking
     (silent,) = said(CHATML)
     assert "no generation prompt" in silent and "<|im_start|>assistant" in silent
     instruct = (

@@ -15,7 +15,9 @@ from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from treeward.data.rendering import _STRFTIME, DEFAULT_CHAT_TEMPLATE, Renderer
+from treeward.data import templates
+from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
+from treeward.data.templates import _STRFTIME
 from treeward.errors import ConfigError, DataError
 
 # LLaVA writes a space after `</s>`, GLM-4 writes no end of turn.
@@ -419,3 +421,72 @@ def test_values_nested_too_deep_are_the_conversations_fault(tiny_tokenizer: Any)
     renderer = Renderer(tiny_tokenizer, chat_template=template)
     with pytest.raises(DataError, match="refused the conversation"):
         renderer.render([{"role": "user", "content": "a", "extra": deep}])
+
+
+FAILING = {
+    "division": "{{ 1 / 0 }}",
+    "range": "{% for i in range(10 ** 9) %}x{% endfor %}",
+    "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x",
+    "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}x",
+}
+REASONS = {
+    "division": "division by zero",
+    "range": "Range too big",
+    "endless": "runs for more than",
+    "calls": "runs for more than",
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_template_that_fails_is_an_error_with_its_reason(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=f"the chat template fails: .*{REASONS[kind]}"):
+        Renderer(byte_bpe(), chat_template=FAILING[kind])
+    later = CHATML + "{% if messages | length > 2 %}" + FAILING[kind] + "{% endif %}"
+    renderer = Renderer(byte_bpe(), chat_template=later)
+    with pytest.raises(DataError, match=f"a.jsonl:7: the chat template refused the conversation.*{REASONS[kind]}"):
+        renderer.encode(CHAT, where="a.jsonl:7")
+
+
+def test_loops_of_templates_know_their_lengths() -> None:
+    template = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last }}{% endfor %}"
+    assert Renderer(byte_bpe(), chat_template=template + CHATML).render(CHAT[:2]).startswith("1/22/2.<|im_start|>")
+
+
+class Counting:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer, self.characters = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, texts: list[str] | str, **options: Any) -> Any:
+        self.characters += len(texts) if isinstance(texts, str) else sum(map(len, texts))
+        return self.tokenizer(texts, **options)
+
+
+@pytest.mark.parametrize("truncation", ["drop", "truncate_left", "error"])
+def test_a_huge_text_does_not_reach_the_tokenizer(truncation: Any) -> None:
+    tokenizer: Any = Counting(byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True))
+    renderer = Renderer(tokenizer, chat_template=CHATML, max_length=100, truncation=truncation)
+    huge, question = "flour and water " * 100_000, [user("What is the capital of France?"), assistant("Paris.")]
+    tokenizer.characters = 0
+    if truncation == "error":
+        with pytest.raises(DataError, match=r"a.jsonl:3: .*too long(?s:.*)more than 12\d+ tokens"):
+            renderer.fit([user(huge), assistant("Paris.")], where="a.jsonl:3")
+        return
+    conversations = [[user(huge), assistant("Paris.")], [user(huge), assistant("Hm."), *question], question]
+    (first, tokens), (second, _), (third, _) = renderer.fit_many(conversations)
+    assert tokenizer.characters < 50_000 and 100 < tokens < len(huge)
+    assert renderer.fit([user("Hi"), assistant(huge)]) is None
+    assert third is not None and not third.truncated
+    if truncation == "drop":
+        assert first is second is None
+        return
+    assert first is not None and second is not None and first.truncated and second.truncated
+    assert second.token_ids == renderer.encode([assistant("Hm."), *question])
+    text = tokenizer.decode(first.token_ids)
+    assert 80 < len(first.token_ids) <= 100
+    assert text.startswith("<s>") and "flour and water <|im_end|>" in text and text.endswith("Paris.<|im_end|>\n")

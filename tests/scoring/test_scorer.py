@@ -14,7 +14,7 @@ from families import plain_scores, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.data.encoded import Comparison
+from treeward.data.encoding import Comparison
 from treeward.data.encoding import encode_comparison
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer

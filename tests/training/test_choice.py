@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treeward.data.encoded import Comparison
+from treeward.data.encoding import Comparison
 from treeward.training.card import model_card, result_columns
 from treeward.training.choice import choice_of
 from treeward.training.setup import set_up

@@ -1,15 +1,16 @@
-"""`encode_dataset`: comparisons as token ids, in a file that is written once per content.
+"""`encode_dataset`: comparisons as token ids, in an Arrow file that is written once per content.
 
     dataset = encode_dataset(open_dataset(config), renderer, ties="drop", cache_dir=Path("cache"))
     dataset[0].token_ids      # K int32 arrays, each a whole conversation
-    dataset.counts.summary()  # what was read, kept, dropped and why, and how many tokens sharing saves
+    dataset.counts.summary()  # rows that were read, kept and dropped (and why), and the tokens that sharing saves
 
-Every row that is read is kept or counted as dropped, and a row that is wrong raises. Several processes give the same
-file as one.
+The file has a row for every row of the data, with its outcome: kept, or the reason why it was dropped. The counts are
+sums of its columns. A row that is wrong raises. Several processes write the same file as one.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -21,81 +22,237 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, replace
-from enum import Enum
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute
 from tqdm import tqdm
 
-from treeward.data.encoded import (
-    CHECKSUM_KEY,
-    COUNTS_KEY,
-    SCHEMA,
-    Block,
-    CacheFile,
-    Comparison,
-    EncodedDataset,
-    EncodingCounts,
-    open_if_sound,
-)
 from treeward.data.preference import Message, Preference, last_text
 from treeward.errors import ConfigError, DataError
+from treeward.storage import atomic_file
 
 if TYPE_CHECKING:
     from treeward.data.datasets import PreferenceStream
-    from treeward.data.rendering import Renderer
+    from treeward.data.rendering import Fitted, Renderer
 
-__all__ = [
-    "DropReason",
-    "Ties",
-    "count_tree_tokens",
-    "encode_comparison",
-    "encode_dataset",
-]
+__all__ = ["Comparison", "EncodedDataset", "EncodingCounts", "Ties", "count_tree_tokens", "encode_dataset"]
 
 logger = logging.getLogger(__name__)
 
 Ties = Literal["drop", "half", "error"]
-Row = tuple[Preference, str]
-"""A preference and where it stands, as `train.jsonl:17`."""
+"""What becomes of a comparison none of whose completions outranks another: it is left out, it is kept (the loss counts
+half a win for either side), or it is an error, as any two equal ranks are then."""
 
-_FORMAT_VERSION = 4  # raise it when the file's layout or the rules for keeping a comparison change
+_FORMAT_VERSION = 5  # raise it when the file's layout or the rules for keeping a comparison change
 _CHUNK_ROWS = 1000
 _CHUNK_CHARACTERS = 4_000_000
-_SERIAL_ROWS = 4000  # starting a process costs as much as encoding about so many rows
+_SERIAL_CHUNKS = 4  # starting a process costs as much as encoding about so many chunks
 _MIN_CORES = 4  # fast tokenizers use all cores already: with fewer, processes only help templates and cost their start
 _MAX_WORKERS = 8
 
+_SCHEMA = pa.schema(
+    [
+        ("where", pa.string()),
+        ("outcome", pa.int8()),
+        ("token_ids", pa.list_(pa.list_(pa.int32()))),
+        ("ranks", pa.list_(pa.int64())),
+        ("lengths", pa.list_(pa.int32())),
+        ("subset", pa.string()),
+        ("margin", pa.float64()),
+        ("non_contextual", pa.int8()),
+        ("num_tokens", pa.int64()),
+        ("tree_tokens", pa.int64()),
+        ("digest", pa.int64()),
+        ("longest", pa.int64()),
+        *((name, pa.int64()) for name in ("truncated", "deduplicated", "tied_pairs", "contradictory")),
+    ]
+)
 
-class DropReason(Enum):
-    """Why a comparison was left out."""
 
-    TOO_LONG = "too_long"
-    IDENTICAL = "identical"
-    TIES = "ties"
+class _Outcome(IntEnum):
+    """`IDENTICAL`: no pair of different completions is left; `TIES`: no completion outranks another."""
+
+    KEPT = 0
+    TOO_LONG = 1
+    IDENTICAL = 2
+    TIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A tokenized `Preference`: K conversations that begin with the same prompt.
+
+    `token_ids`: K int32 arrays, read-only. `ranks`: lower is better. `lengths`: characters of the last message of each
+    completion. `subset`: the preference's `task_name`. `tree_tokens`: tokens when common beginnings are held once. No
+    two conversations are identical. `non_contextual`: the last of them is a completion of another prompt.
+    """
+
+    token_ids: tuple[npt.NDArray[np.int32], ...]
+    ranks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    subset: str
+    margin: float | None
+    where: str
+    tree_tokens: int
+    non_contextual: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens as plain rows."""
+        return sum(map(len, self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingCounts:
+    """The outcomes of the comparisons that were read: `read` = `kept` + the three `dropped_*`.
+
+    `tied_pairs`: pairs of equal rank in kept comparisons, which the loss leaves out unless `ties` is "half".
+    `contradictory`: completions of kept comparisons that another, differently ranked one equals.
+    `truncated`: kept comparisons that lost context. `deduplicated`: completions removed from kept comparisons because
+    another has the same tokens. `non_contextual`: kept comparisons with a completion of another prompt, if the config
+    asks for them; the rest has none that fits. `tokens` (plain rows) and `tree_tokens`: tokens of the kept ones.
+    `longest`: tokens of the longest conversation that was read, before truncation; at least so many for one that was
+    too long to be tokenized.
+    """
+
+    read: int = 0
+    kept: int = 0
+    dropped_too_long: int = 0
+    dropped_identical: int = 0
+    dropped_ties: int = 0
+    truncated: int = 0
+    deduplicated: int = 0
+    tied_pairs: int = 0
+    contradictory: int = 0
+    tokens: int = 0
+    tree_tokens: int = 0
+    longest: int = 0
+    non_contextual: int = 0
+
+    def summary(self) -> str:
+        """One line for a person."""
+        dropped = {
+            "too long": self.dropped_too_long,
+            "identical completions": self.dropped_identical,
+            "ties": self.dropped_ties,
+        }
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items() if number)
+        parts = [f"{self.kept:,} of {self.read:,} comparisons kept" + (f" (dropped: {reasons})" if reasons else "")]
+        notes = {
+            "with truncated context": self.truncated,
+            "duplicate completions removed": self.deduplicated,
+            "of them ranked differently, the better rank kept": self.contradictory,
+            "tied pairs within them": self.tied_pairs,
+            "with a completion of another prompt": self.non_contextual,
+        }
+        parts += [f"{number:,} {note}" for note, number in notes.items() if number]
+        if self.tree_tokens:
+            shared = 1 - self.tree_tokens / self.tokens
+            parts.append(f"{self.tokens:,} tokens, {self.tree_tokens:,} on prefix trees ({shared:.0%} shared)")
+        before = ", before any was left out or cut" if self.dropped_too_long or self.truncated else ""
+        parts.append(f"longest conversation {self.longest:,} tokens{before}")
+        return "; ".join(parts)
+
+    def as_metrics(self) -> dict[str, float]:
+        """The counts by name, for trackers."""
+        return {name: float(value) for name, value in asdict(self).items()}
+
+
+class EncodedDataset(Sequence[Comparison]):
+    """The kept comparisons of a file of `encode_dataset`, memory-mapped: token ids are views of the file.
+
+    `tree_tokens`, `num_tokens`: int64 arrays (N,), the cost of each comparison. `digests`: int64 (N,), equal for
+    comparisons with the same conversations and ranks, in any order and without completions of other prompts. Pickles
+    as its path. Raises `DataError` if the file cannot be read.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self.fingerprint = path.stem  # the digest of everything that the content follows from
+        try:
+            self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"the token cache {path} is damaged: {error}", fix="delete the file; it is made again"
+            ) from error
+        self._outcomes = self._table["outcome"].to_numpy()
+        self._kept = np.flatnonzero(self._outcomes == _Outcome.KEPT)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Comparison: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Comparison]: ...
+    def __getitem__(self, index: int | slice) -> Comparison | list[Comparison]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row, table = int(self._kept[index]), self._table
+        return Comparison(
+            token_ids=tuple(ids.values.to_numpy() for ids in table["token_ids"][row]),
+            ranks=tuple(table["ranks"][row].as_py()),
+            lengths=tuple(table["lengths"][row].as_py()),
+            subset=sys.intern(table["subset"][row].as_py()),  # there are few, and a validation keeps one per comparison
+            margin=table["margin"][row].as_py(),
+            where=table["where"][row].as_py(),
+            tree_tokens=table["tree_tokens"][row].as_py(),
+            non_contextual=bool(table["non_contextual"][row].as_py()),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EncodedDataset, (self.path, self.name)
+
+    def _of_kept(self, column: str) -> npt.NDArray[np.int64]:
+        values: npt.NDArray[np.int64] = self._table[column].to_numpy()[self._kept]
+        return values
+
+    @cached_property
+    def tree_tokens(self) -> npt.NDArray[np.int64]:
+        return self._of_kept("tree_tokens")
+
+    @cached_property
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        return self._of_kept("num_tokens")
+
+    @cached_property
+    def digests(self) -> npt.NDArray[np.int64]:
+        return self._of_kept("digest")
+
+    @cached_property
+    def highest_token(self) -> int:
+        """The largest token id, for comparison with a model's vocabulary."""
+        tokens = pa.compute.list_flatten(pa.compute.list_flatten(self._table["token_ids"]))
+        return int(pa.compute.max(tokens).as_py() or 0)
+
+    @cached_property
+    def counts(self) -> EncodingCounts:
+        outcome = np.bincount(self._outcomes, minlength=len(_Outcome)).tolist()
+        summed = ("truncated", "deduplicated", "tied_pairs", "contradictory", "tree_tokens", "non_contextual")
+        return EncodingCounts(
+            read=len(self._table),
+            kept=outcome[_Outcome.KEPT],
+            dropped_too_long=outcome[_Outcome.TOO_LONG],
+            dropped_identical=outcome[_Outcome.IDENTICAL],
+            dropped_ties=outcome[_Outcome.TIES],
+            tokens=int(self.num_tokens.sum()),
+            longest=int(self._table["longest"].to_numpy().max(initial=0)),
+            **{name: int(self._of_kept(name).sum()) for name in summed},
+        )
 
 
 def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]) -> int:
     """The size of the trie of the sequences: in sorted order each adds what it does not share with its neighbour."""
     in_order = sorted(s.tolist() if isinstance(s, np.ndarray) else list(s) for s in sequences)
     arrays = [np.array(s, dtype=np.int32) for s in in_order]
-    return sum(map(len, arrays)) - sum(_common_prefix(a, b) for a, b in zip(arrays, arrays[1:], strict=False))
-
-
-def encode_comparison(preference: Preference, renderer: Renderer, where: str, ties: Ties) -> Comparison | DropReason:
-    """Encode one comparison within the renderer's `max_length`, or say why it is left out.
-
-    `ties` is about a comparison none of whose completions outranks another: "drop" leaves it out, "half" keeps it (the
-    loss counts half a win for either side) and "error" raises. Completions that have the same tokens, as some have only
-    once their context was cut, are kept once with the best of their ranks; a comparison without a pair left to compare
-    is dropped. Raises `DataError` for a conversation that the chat template refuses.
-    """
-    outcomes, _ = _encode_rows([(preference, where)], renderer, ties)
-    return outcomes[0]
+    return sum(map(len, arrays)) - sum(_common_prefix(a, b) for a, b in itertools.pairwise(arrays))
 
 
 def encode_dataset(
@@ -109,6 +266,10 @@ def encode_dataset(
 ) -> EncodedDataset:
     """Encode every comparison of a `PreferenceStream`, or open the file that an earlier call made of the same content.
 
+    Completions with the same tokens, as some have only once their context was cut, are kept once with the best of
+    their ranks; a comparison without a pair left to compare is dropped, and so is one with a conversation that does
+    not fit in the renderer's `max_length`.
+
     `num_workers`: processes; 1 is this process alone, None starts some for a large dataset on four cores or more.
     They are started afresh ("spawn"), so a script must guard its entry with `if __name__ == "__main__"`. `progress`
     shows a bar on a terminal.
@@ -117,7 +278,7 @@ def encode_dataset(
     """
     content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
-    dataset = open_if_sound(path, stream.name)
+    dataset = _open_if_sound(path, stream.name)
     if dataset is None:
         _write(path, stream, renderer, ties, num_workers, progress)
         dataset = EncodedDataset(path, stream.name)
@@ -133,75 +294,38 @@ def encode_dataset(
     return dataset
 
 
-def _encode_rows(
-    rows: Sequence[Row], renderer: Renderer, ties: Ties
-) -> tuple[list[Comparison | DropReason], EncodingCounts]:
+# --- from preferences to rows of the file ----------------------------------------------------------------------------
+
+
+def _encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, ties: Ties) -> pa.RecordBatch:
     """All rows with one call of the tokenizer."""
-    wanted = [_has_order(p, where, ties) for p, where in rows]
-    conversations = [
-        ([*p.context, *messages], where)
-        for (p, where), is_wanted in zip(rows, wanted, strict=True)
-        if is_wanted
-        for messages in _answers(p)
-    ]
-    encoded = iter(renderer.encode_many([c for c, _ in conversations], where=[where for _, where in conversations]))
-    outcomes: list[Comparison | DropReason] = []
-    counts = EncodingCounts()
-    for (preference, where), is_wanted in zip(rows, wanted, strict=True):
-        if not is_wanted:
-            outcomes.append(DropReason.TIES)
-            counts += EncodingCounts(read=1, dropped_ties=1)
-            continue
-        own = [next(encoded) for _ in preference.completions]
-        outcome, of_row = _encode_row(preference, own, renderer, where, ties)
-        if preference.non_contextual is not None:
-            outcome, of_row = _extended(outcome, of_row, next(encoded), preference.non_contextual, renderer)
-        outcomes.append(outcome)
-        counts += of_row
-    return outcomes, counts
-
-
-def _answers(preference: Preference) -> list[tuple[Message, ...]]:
-    own = [completion.messages for completion in preference.completions]
-    return own if preference.non_contextual is None else [*own, preference.non_contextual]
-
-
-def _extended(
-    outcome: Comparison | DropReason,
-    counts: EncodingCounts,
-    encoded: list[int],
-    messages: tuple[Message, ...],
-    renderer: Renderer,
-) -> tuple[Comparison | DropReason, EncodingCounts]:
-    """With an answer to another prompt as the worst, unless it is too long or says what one of the row's own says."""
-    is_too_long = renderer.max_length is not None and len(encoded) > renderer.max_length
-    if not isinstance(outcome, Comparison) or is_too_long or any(encoded == ids.tolist() for ids in outcome.token_ids):
-        return outcome, counts
-    token_ids = (*outcome.token_ids, np.array(encoded, dtype=np.int32))
-    extended = replace(
-        outcome,
-        token_ids=token_ids,
-        ranks=(*outcome.ranks, max(outcome.ranks) + 1),
-        lengths=(*outcome.lengths, len(last_text(messages))),
-        tree_tokens=count_tree_tokens(token_ids),
-        non_contextual=True,
+    ordered = [_has_order(preference, where, ties) for preference, where in rows]
+    wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
+    fitted = iter(
+        renderer.fit_many(
+            [[*p.context, *completion.messages] for p, _ in wanted for completion in p.completions],
+            where=[where for p, where in wanted for _ in p.completions],
+        )
     )
-    sizes = {"tokens": extended.num_tokens, "tree_tokens": extended.tree_tokens}
-    return extended, replace(counts, non_contextual=1, longest=max(counts.longest, len(encoded)), **sizes)
+    others = _non_contextual(wanted, renderer)
+    records = []
+    for (preference, where), has_order in zip(rows, ordered, strict=True):
+        record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "outcome": _Outcome.TIES}
+        record |= {"token_ids": [], "ranks": [], "lengths": [], "subset": "", "margin": None}
+        if has_order:
+            record |= _encode_row(preference, [next(fitted) for _ in preference.completions], next(others), ties)
+        records.append(record)
+    return pa.RecordBatch.from_pylist(records, schema=_SCHEMA)
 
 
 def _encode_row(
-    preference: Preference, encoded: list[list[int]], renderer: Renderer, where: str, ties: Ties
-) -> tuple[Comparison | DropReason, EncodingCounts]:
-    longest = max(map(len, encoded))
-    fitted = [
-        renderer.fit([*preference.context, *completion.messages], encoded=ids, where=where)
-        for completion, ids in zip(preference.completions, encoded, strict=True)
-    ]
-    kept = [one for one in fitted if one is not None]
+    preference: Preference, fitted: Sequence[tuple[Fitted | None, int]], other: list[int] | None, ties: Ties
+) -> dict[str, Any]:
+    longest = max(num_tokens for _, num_tokens in fitted)
+    kept = [one for one, _ in fitted if one is not None]
     if len(kept) < len(fitted):
-        return DropReason.TOO_LONG, EncodingCounts(read=1, dropped_too_long=1, longest=longest)
-    best: dict[tuple[int, ...], int] = {}  # in the order of the completions
+        return {"outcome": _Outcome.TOO_LONG, "longest": longest}
+    best: dict[tuple[int, ...], int] = {}  # ranks, in the order of the completions
     lengths: dict[tuple[int, ...], int] = {}
     contradictory = 0
     for ids, completion in zip((tuple(one.token_ids) for one in kept), preference.completions, strict=True):
@@ -209,27 +333,41 @@ def _encode_row(
         best[ids] = min(completion.rank, best.get(ids, completion.rank))
         lengths.setdefault(ids, len(last_text(completion.messages)))
     if len(best) < 2 or (ties != "half" and len(set(best.values())) < 2):
-        return DropReason.IDENTICAL, EncodingCounts(read=1, dropped_identical=1, longest=longest)
-    comparison = Comparison(
-        token_ids=tuple(np.array(ids, dtype=np.int32) for ids in best),
-        ranks=tuple(best.values()),
-        lengths=tuple(lengths.values()),
-        subset=preference.task_name,
-        margin=preference.margin,
-        where=where,
-        tree_tokens=count_tree_tokens(list(best)),
-    )
-    return comparison, EncodingCounts(
-        read=1,
-        kept=1,
-        truncated=int(any(one.truncated for one in kept)),
-        deduplicated=len(encoded) - len(best),
-        tied_pairs=sum(a == b for a, b in itertools.combinations(best.values(), 2)),
-        contradictory=contradictory,
-        tokens=comparison.num_tokens,
-        tree_tokens=comparison.tree_tokens,
-        longest=longest,
-    )
+        return {"outcome": _Outcome.IDENTICAL, "longest": longest}
+    counts = {
+        "digest": _digest(best),
+        "truncated": int(any(one.truncated for one in kept)),
+        "deduplicated": len(kept) - len(best),
+        "tied_pairs": sum(a == b for a, b in itertools.combinations(best.values(), 2)),
+        "contradictory": contradictory,
+    }
+    if other is not None and preference.non_contextual is not None and tuple(other) not in best:
+        best[tuple(other)] = max(best.values()) + 1
+        lengths[tuple(other)] = len(last_text(preference.non_contextual))
+        counts["non_contextual"], longest = 1, max(longest, len(other))
+    return counts | {
+        "outcome": _Outcome.KEPT,
+        "token_ids": [np.array(ids, dtype=np.int32) for ids in best],
+        "ranks": list(best.values()),
+        "lengths": list(lengths.values()),
+        "subset": preference.task_name,
+        "margin": preference.margin,
+        "num_tokens": sum(map(len, best)),
+        "tree_tokens": count_tree_tokens(list(best)),
+        "longest": longest,
+    }
+
+
+def _non_contextual(rows: Sequence[tuple[Preference, str]], renderer: Renderer) -> Iterator[list[int] | None]:
+    """The ids of each row's completion of another prompt; None where there is none, or none that fits uncut."""
+    dropping = copy.copy(renderer)
+    dropping.truncation = "drop"
+    given = [(p, other, where) for p, where in rows if (other := p.non_contextual) is not None]
+    conversations: list[list[Message]] = [[*p.context, *other] for p, other, _ in given]
+    fitted = iter(dropping.fit_many(conversations, where=[where for _, _, where in given]))
+    for preference, _ in rows:
+        one = None if preference.non_contextual is None else next(fitted)[0]
+        yield None if one is None else one.token_ids
 
 
 def _has_order(preference: Preference, where: str, ties: Ties) -> bool:
@@ -238,7 +376,7 @@ def _has_order(preference: Preference, where: str, ties: Ties) -> bool:
         return True
     ranks = [completion.rank for completion in preference.completions]
     if ties == "drop" or len(set(ranks)) == len(ranks):
-        return preference.num_ordered_pairs > 0
+        return len(set(ranks)) > 1
     raise DataError(
         "completions have equal ranks",
         where=where,
@@ -249,39 +387,60 @@ def _has_order(preference: Preference, where: str, ties: Ties) -> bool:
     )
 
 
-def _encode_chunk(rows: Sequence[Row], renderer: Renderer, ties: Ties) -> tuple[pa.RecordBatch, EncodingCounts]:
-    outcomes, counts = _encode_rows(rows, renderer, ties)
-    kept = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
-    sequences = [ids for comparison in kept for ids in comparison.token_ids]
-    per_row = _offsets(len(comparison.token_ids) for comparison in kept)
-    tokens = pa.array(np.concatenate([np.zeros(0, np.int32), *sequences]))
-    columns = [
-        pa.ListArray.from_arrays(per_row, pa.ListArray.from_arrays(_offsets(map(len, sequences)), tokens)),
-        pa.ListArray.from_arrays(per_row, pa.array([r for c in kept for r in c.ranks], pa.int64())),
-        pa.ListArray.from_arrays(per_row, pa.array([n for c in kept for n in c.lengths], pa.int32())),
-        pa.array([c.subset for c in kept], pa.string()),
-        pa.array([c.margin for c in kept], pa.float64()),
-        pa.array([c.where for c in kept], pa.string()),
-        pa.array([c.tree_tokens for c in kept], pa.int64()),
-        pa.array([int(c.non_contextual) for c in kept], pa.int8()),
-        pa.array([_own_tree_tokens(c) for c in kept], pa.int64()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA), counts
+def _digest(rank_of: dict[tuple[int, ...], int]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(repr(sorted(rank_of.items())).encode())
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _own_tree_tokens(comparison: Comparison) -> int:
-    own = comparison.token_ids[: comparison.num_own]
-    return count_tree_tokens(own) if comparison.non_contextual else comparison.tree_tokens
+def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
-def _chunks(stream: Iterable[Row]) -> Iterator[list[Row]]:
+# --- the file, and the processes that make it ------------------------------------------------------------------------
+
+
+def _open_if_sound(path: Path, name: str) -> EncodedDataset | None:
+    if not path.exists():
+        return None
+    try:
+        dataset = EncodedDataset(path, name)
+    except DataError as error:
+        logger.warning("%s; tokenizing again", error.summary)
+        return None
+    logger.info("%s: tokenized before, reusing %s", name, path)
+    return dataset
+
+
+def _write(
+    path: Path, stream: PreferenceStream, renderer: Renderer, ties: Ties, num_workers: int | None, progress: bool
+) -> None:
+    bar = tqdm(desc=f"tokenizing {stream.name}", unit=" rows", disable=not (progress and sys.stderr.isatty()))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with bar, atomic_file(path, "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
+            for batch in _batches(stream, renderer, ties, num_workers):
+                writer.write_batch(batch)
+                bar.update(batch.num_rows)
+    except OSError as error:
+        raise ConfigError(
+            f"the token cache cannot be written: {error.strerror or error}",
+            where=str(path.parent),
+            field="data.cache_dir",
+            fix="make room, or set data.cache_dir to a folder that can be written",
+        ) from error
+
+
+def _chunks(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Preference, str]]]:
     """Rows in bounded portions: few rows where they are long."""
-    chunk: list[Row] = []
+    chunk: list[tuple[Preference, str]] = []
     characters = 0
     for preference, where in stream:
         chunk.append((preference, where))
-        context = sum(map(_num_characters, preference.context))
-        characters += sum(context + sum(map(_num_characters, c.messages)) for c in preference.completions)
+        characters += sum(len(str(m.get("content"))) for c in preference.completions for m in c.messages)
+        characters += len(preference.completions) * sum(len(str(m.get("content"))) for m in preference.context)
         if len(chunk) == _CHUNK_ROWS or characters > _CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
@@ -289,32 +448,38 @@ def _chunks(stream: Iterable[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def _encoded_chunks(
-    stream: Iterable[Row], renderer: Renderer, ties: Ties, num_workers: int | None
-) -> Iterator[tuple[pa.RecordBatch, EncodingCounts]]:
-    """The chunks in the order of the stream, however many processes make them."""
+def _batches(
+    stream: Iterable[tuple[Preference, str]], renderer: Renderer, ties: Ties, num_workers: int | None
+) -> Iterator[pa.RecordBatch]:
+    """The encoded chunks in the order of the stream, however many processes make them."""
     chunks = _chunks(stream)
     if num_workers is None:
-        num_workers = min(_num_cores(), _MAX_WORKERS) if _num_cores() >= _MIN_CORES else 1
-        num_rows = 0
-        while num_workers > 1 and (chunk := next(chunks, None)) is not None:
-            if num_rows >= _SERIAL_ROWS:
-                chunks = itertools.chain([chunk], chunks)
-                break
-            num_rows += len(chunk)
-            yield _encode_chunk(chunk, renderer, ties)
-        else:
-            num_workers = 1  # nothing is left, or there are too few cores
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_workers = min(num_cores, _MAX_WORKERS) if num_cores >= _MIN_CORES else 1
+        for chunk in itertools.islice(chunks, _SERIAL_CHUNKS):
+            yield _encode_rows(chunk, renderer, ties)
     if num_workers <= 1:
-        yield from (_encode_chunk(chunk, renderer, ties) for chunk in chunks)
-        return
-    logger.info("tokenizing in %d processes", num_workers)
-    pending: deque[Future[tuple[pa.RecordBatch, EncodingCounts]]] = deque()
+        yield from (_encode_rows(chunk, renderer, ties) for chunk in chunks)
+    else:
+        yield from _in_processes(chunks, renderer, ties, num_workers)
+
+
+def _in_processes(
+    chunks: Iterator[list[tuple[Preference, str]]], renderer: Renderer, ties: Ties, num_workers: int
+) -> Iterator[pa.RecordBatch]:
+    pending: deque[Future[pa.RecordBatch]] = deque()
     pool = ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(renderer, ties)
     )
+    unread: Exception | None = None
     try:
-        while (chunk := _next_chunk(chunks, pending)) is not None:
+        while unread is None:
+            try:
+                chunk = next(chunks, None)
+            except DataError as error:  # an error in an earlier row, which is still being encoded, comes first
+                chunk, unread = None, error
+            if chunk is None:
+                break
             pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) > 2 * num_workers:
                 yield pending.popleft().result()
@@ -330,15 +495,8 @@ def _encoded_chunks(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _next_chunk(chunks: Iterator[list[Row]], pending: Iterable[Future[Any]]) -> list[Row] | None:
-    try:
-        return next(chunks, None)
-    except Exception:
-        for future in pending:  # reading runs ahead of encoding: an earlier row's error is raised instead, as in one
-            future.result()  # process
-        raise
+    if unread is not None:
+        raise unread
 
 
 _worker: tuple[Renderer, Ties] | None = None
@@ -350,41 +508,6 @@ def _start_worker(renderer: Renderer, ties: Ties) -> None:
     _worker = renderer, ties
 
 
-def _encode_in_worker(rows: list[Row]) -> tuple[pa.RecordBatch, EncodingCounts]:
+def _encode_in_worker(rows: list[tuple[Preference, str]]) -> pa.RecordBatch:
     assert _worker is not None
-    return _encode_chunk(rows, *_worker)
-
-
-def _write(
-    path: Path, stream: PreferenceStream, renderer: Renderer, ties: Ties, num_workers: int | None, progress: bool
-) -> None:
-    counts, checksum = EncodingCounts(), 0
-    bar = tqdm(desc=f"tokenizing {stream.name}", unit=" rows", disable=not (progress and sys.stderr.isatty()))
-    with bar, CacheFile(path) as file:
-        for batch, of_chunk in _encoded_chunks(stream, renderer, ties, num_workers):
-            if batch.num_rows:
-                checksum = Block(batch).checksum(checksum)
-                file.write(batch)
-            counts += of_chunk
-            bar.update(of_chunk.read)
-        ending = {COUNTS_KEY: json.dumps(asdict(counts)).encode(), CHECKSUM_KEY: str(checksum).encode()}
-        file.write(pa.RecordBatch.from_pylist([], schema=SCHEMA), ending)
-
-
-def _offsets(lengths: Iterable[int]) -> pa.Array:
-    return pa.array(np.cumsum([0, *lengths]).astype(np.int32))
-
-
-def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    length = min(len(a), len(b))
-    differs = a[:length] != b[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
-def _num_characters(message: dict[str, Any]) -> int:
-    content = message.get("content")
-    return len(content) if isinstance(content, str) else len(str(content))
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _encode_rows(rows, *_worker)

@@ -1,8 +1,8 @@
-"""`EncodedPrompts`: prompts as the token ids that a policy is asked.
+"""`EncodedPrompts`: prompts as token ids for a policy.
 
     encoded = encode_prompts([open_prompts(config)], renderer, max_length=1024)
     encoded[0].prompt, encoded[0].token_ids
-    encoded.counts.summary()                      # what was read, kept, held out and too long
+    encoded.counts.summary()                      # prompts that were read, kept, held out and too long
 
 The policy's own template renders them, with its generation prompt. A prompt is never cut: one that is too long is left
 out and counted.
@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
-from treeward.errors import DataError
+from treeward.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from treeward.data.rendering import Renderer
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS_AT_ONCE = 512
 _PROBE = "Romam."
-_ANSWER: Message = {"role": "assistant", "content": _PROBE}
+_COMPLETION: Message = {"role": "assistant", "content": _PROBE}
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt, and its token ids up to where the answer begins."""
+    """A prompt, and its token ids up to where the completion begins."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
@@ -49,8 +49,8 @@ class EncodedPrompt(NamedTuple):
 class EncodedPrompts(Sequence[EncodedPrompt]):
     """The prompts of one or several sets that are short enough, set after set, N in all.
 
-    `token_ids`: N int32 arrays. `sizes`, `weights`: of each set its prompts, and the passes over it per epoch.
-    `longest`: tokens of the longest prompt that was read, too long or not.
+    `token_ids`: N int32 arrays. `sizes`, `weights`: the number of prompts of each set, and the passes over it per
+    epoch. `longest`: tokens of the longest prompt that was read, too long or not.
     """
 
     prompts: tuple[Prompt, ...]
@@ -76,11 +76,11 @@ class EncodedPrompts(Sequence[EncodedPrompt]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when what the policy is asked does, or what environments are told of it, or the order."""
+        """Changes with the policy's prompts, their order, and the info that environments read."""
         digest = hashlib.blake2b(repr((self.sizes, self.weights)).encode(), digest_size=16)
         for prompt, ids in zip(self.prompts, self.token_ids, strict=True):
-            told = json.dumps([prompt.messages, prompt.info], sort_keys=True, default=repr)
-            digest.update(told.encode() + ids.tobytes())
+            content = json.dumps([prompt.messages, prompt.info], sort_keys=True, default=repr)
+            digest.update(content.encode() + ids.tobytes())
         return digest.hexdigest()
 
 
@@ -92,19 +92,22 @@ def encode_prompts(
     too_long: Literal["drop", "error"] = "drop",
     progress: bool = False,
 ) -> EncodedPrompts:
-    """Render and tokenize the prompts as the policy is asked them: see `Renderer.encode_prompt`.
+    """Render and tokenize the prompts for a policy: see `Renderer.encode_prompt`.
 
     Prompts of more than `max_length` tokens are left out and counted, or with `too_long="error"` refused. Raises
-    `DataError` for a set of which none is left, and for a prompt that the chat template refuses.
+    `DataError` for a set of which none is left, and for a prompt that the chat template refuses; `ModelError` for an
+    encoder, which completes nothing.
     """
+    if renderer.kind == "encoder":
+        raise ModelError("an encoder cannot complete a prompt", got=type(renderer.tokenizer).__name__, need="a decoder")
     prompts: list[Prompt] = []
     token_ids: list[npt.NDArray[np.int32]] = []
     sizes, counts, longest = [], PromptCounts(), 0
     for one in sets:
         kept, first = 0, None
-        for prompt, ids in _encoded(one, renderer, progress):
-            longest = max(longest, len(ids))
-            if max_length is None or len(ids) <= max_length:
+        for prompt, ids, num_tokens in _encoded(one, renderer, max_length, progress):
+            longest = max(longest, num_tokens)
+            if ids is not None and (max_length is None or num_tokens <= max_length):
                 kept += 1
                 prompts.append(prompt)
                 token_ids.append(np.asarray(ids, dtype=np.int32))
@@ -112,7 +115,7 @@ def encode_prompts(
             first = first or DataError(
                 "the prompt is too long",
                 where=prompt.where,
-                got=f"{len(ids)} tokens",
+                got=f"{num_tokens} tokens" if ids is not None else f"more than {num_tokens} tokens",
                 need=f"at most {max_length} (data.max_input_seq_length)",
                 fix="raise the limit, or remove the row",
             )
@@ -128,41 +131,44 @@ def encode_prompts(
                 raise DataError("no prompt is short enough", where=one.name, got=first.got, need=first.need) from first
         sizes.append(kept)
         counts += replace(one.counts, kept=kept, too_long=left_out)
-        _check_form(one, renderer)
+        _warn_of_form(one, renderer)
     weights = tuple(one.weight for one in sets)
     return EncodedPrompts(tuple(prompts), tuple(token_ids), tuple(sizes), weights, counts, longest)
 
 
-def _encoded(one: PromptSet, renderer: Renderer, progress: bool) -> Iterator[tuple[Prompt, list[int]]]:
+def _encoded(
+    one: PromptSet, renderer: Renderer, max_length: int | None, progress: bool
+) -> Iterator[tuple[Prompt, list[int] | None, int]]:
     with tqdm(total=len(one), desc=f"Tokenizing {one.name}", unit=" prompts", disable=not progress) as bar:
         for start in range(0, len(one), _PROMPTS_AT_ONCE):
             some = one[start : start + _PROMPTS_AT_ONCE]
-            asked = [prompt.messages for prompt in some]
-            yield from zip(some, renderer.encode_prompts(asked, where=[prompt.where for prompt in some]), strict=True)
+            texts = [renderer.render(p.messages, where=p.where, generation_prompt=True) for p in some]
+            encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in some])
+            yield from ((prompt, *ids) for prompt, ids in zip(some, encoded, strict=True))
             bar.update(len(some))
 
 
-def _check_form(one: PromptSet, renderer: Renderer) -> None:
-    """Warn where the template writes a finished answer in another way than it asks for one.
+def _warn_of_form(one: PromptSet, renderer: Renderer) -> None:
+    """Warn where the template begins a finished completion in another way than its generation prompt does.
 
-    The policy learns from the tokens that it was asked and has sampled, so training is sound; but what the template
+    The policy learns from the tokens of its prompt and of its samples, so training is sound; but what the template
     renders later, as an earlier turn or for a reward model of the same family, has another beginning.
     """
     messages = one[0].messages
     try:
-        answered, plain = renderer.render([*messages, _ANSWER]), renderer.render(messages)
-        whole = renderer.encode_texts([answered])[0]
+        completed, plain = renderer.render([*messages, _COMPLETION]), renderer.render(messages)
+        whole = renderer.encode_texts([completed])[0]
     except DataError:
         return  # a template that refuses one of them: nothing can be compared
-    asked = renderer.encode_prompt(messages, where=one[0].where)
-    if whole[: len(asked)] != asked:
-        same = next((i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(whole))
+    prompt = renderer.encode_prompt(messages, where=one[0].where)
+    if whole[: len(prompt)] != prompt:
+        same = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
         logger.warning(
-            "%s: the chat template asks for an answer with %r, and writes a finished one as %r",
-            *(one.name, renderer.tokenizer.decode(asked[same:]), renderer.tokenizer.decode(whole[same:])),
+            "%s: the chat template's generation prompt is %r, and a finished completion begins with %r",
+            *(one.name, renderer.tokenizer.decode(prompt[same:]), renderer.tokenizer.decode(whole[same:])),
         )
         return
-    beginning = answered.removeprefix(plain).partition(_PROBE)[0].strip()
+    beginning = completed.removeprefix(plain).partition(_PROBE)[0].strip()
     if beginning and plain == renderer.render(messages, generation_prompt=True):
         logger.warning(
             "%s: the chat template has no generation prompt, so the policy must begin its turn with %r by itself; "

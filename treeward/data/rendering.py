@@ -5,10 +5,9 @@
 
 The whole conversation is rendered once with the model's own chat template and tokenized as one text, without a
 generation prompt. Rendering turn by turn and joining would differ for templates that drop earlier thoughts and for
-SentencePiece, which adds a space at every beginning. Whatever the template writes, the ids begin with exactly one BOS
-where the tokenizer has one and adds it by default, and an encoder's ids are framed by exactly one CLS and one SEP.
+SentencePiece, which adds a space at every beginning. The ids begin with exactly one BOS where the tokenizer has one and
+adds it by default, whatever the template writes; an encoder's ids have exactly one CLS and one SEP around them.
 
-Nothing in a score depends on the day: a template that writes today's date (Llama 3.2, gpt-oss) is given `FIXED_DATE`.
 `Renderer.chat_template` is the template as it is used, so saved with a model it renders the same text everywhere.
 """
 
@@ -20,12 +19,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
-from treeward.data.preference import Message
+from treeward.data.preference import Message, last_text
+from treeward.data.templates import (
+    DEFAULT_CHAT_TEMPLATE,
+    FIXED_DATE,
+    SETTING,
+    apply_template,
+    find_template,
+    without_clock,
+)
 from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -37,27 +43,7 @@ logger = logging.getLogger(__name__)
 
 Truncation = Literal["drop", "truncate_left", "error"]
 
-DEFAULT_CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|' + message['role'] + '|>\\n' + message['content'] -}}
-{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}
-{%- if not loop.last -%}{{- '\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '\\n<|assistant|>\\n' -}}{%- endif -%}"""
-"""For tokenizers without a template: each role as a header on its own line, then the text; the EOS token (where there
-is one) after each assistant message, and nothing after the last, so that a score is read at EOS."""
-
-FIXED_DATE = "26 Jul 2024"
-"""What `strftime_now` gives: the date that Llama 3's templates fall back to (a Friday)."""
-
 _FORMAT_VERSION = 2  # raise it when the same messages would give other ids: token caches are keyed by it
-_SETTING = "policy.tokenizer.chat_template"
-_DATE_VARIABLES = ("date_string", "current_date")
-_STRFTIME = {
-    "%Y": "2024", "%y": "24", "%m": "07", "%-m": "7", "%B": "July", "%b": "Jul", "%d": "26", "%-d": "26", "%e": "26",
-    "%A": "Friday", "%a": "Fri", "%j": "208", "%H": "00", "%I": "12", "%p": "AM", "%M": "00", "%S": "00",
-    "%D": "07/26/24", "%F": "2024-07-26", "%T": "00:00:00", "%x": "07/26/24", "%X": "00:00:00", "%Z": "", "%z": "",
-}  # fmt: skip
 _OWN_ARGUMENTS = frozenset(
     {
         *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -65,10 +51,9 @@ _OWN_ARGUMENTS = frozenset(
         *("tokenizer_kwargs", "sanitize_control_tokens"),
     }
 )
+_MIN_CHARACTERS_PER_TOKEN = 128
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_MOST_UNKNOWN_ROLES, _LONGEST_ROLE = 32, 60  # what a server is sent must fill neither memory nor log
-_CLOCK = "{% macro strftime_now(format) %}"
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, RecursionError)  # the last: values nested too deep
+_MOST_UNKNOWN_ROLES, _LONGEST_ROLE = 32, 60  # a server's requests must fill neither memory nor log
 _PROBE_QUESTION, _PROBE_ANSWER = "Quo vadis?", "Romam."
 _PROBE_MESSAGES: list[Message] = [
     {"role": "user", "content": _PROBE_QUESTION},
@@ -88,12 +73,12 @@ class Fitted:
 class Renderer:
     """Renders and tokenizes conversations for one tokenizer and one chat template.
 
-    `chat_template`: None or "default" is the tokenizer's own (`DEFAULT_CHAT_TEMPLATE` where it has none); otherwise the
-    name of one of the tokenizer's templates, a file, or the template's text. `chat_template_kwargs` reach the template
-    (`enable_thinking`, `date_string`, `tools`, ...). `max_length` is in tokens, None for no limit, and `truncation` is
-    what `fit` does about longer conversations. Raises `ConfigError` for a template that cannot be found or parsed.
+    `chat_template`: see `find_template`. `chat_template_kwargs` reach the template (`enable_thinking`, `date_string`,
+    `tools`, ...). `max_length` is in tokens, None for no limit, and `truncation` is what `fit` does about longer
+    conversations. Raises `ConfigError` for a template that cannot be found or parsed, or that fails whatever it is
+    given.
 
-    A Renderer can be pickled, and says what it decided (default template, fixed date) once, when it is made.
+    A Renderer can be pickled. It logs its decisions (default template, fixed date) once, when it is made.
     """
 
     def __init__(
@@ -112,13 +97,13 @@ class Renderer:
         self._unknown_roles: set[str] = set()
         if taken := sorted(_OWN_ARGUMENTS & self.chat_template_kwargs.keys()):
             raise ConfigError(
-                "chat_template_kwargs sets what the renderer decides itself",
+                "chat_template_kwargs sets an argument of the renderer",
                 field=f"chat_template_kwargs.{taken[0]}",
                 got=self.chat_template_kwargs[taken[0]],
-                fix="remove the key; only what a policy is asked is rendered with a generation prompt",
+                fix="remove the key; only a policy's prompts are rendered with a generation prompt",
             )
-        source, name = _find_template(tokenizer, chat_template)
-        self.chat_template = self._without_clock(source)
+        source, name = find_template(tokenizer, chat_template)
+        self.chat_template = without_clock(source, self.chat_template_kwargs)
         self._reads_text, self._reads_parts = self._probe_content(name)
         probe: list[int] = tokenizer("a probe", add_special_tokens=True)["input_ids"]
         cls, sep, bos = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id
@@ -132,19 +117,21 @@ class Renderer:
     def render(self, messages: Sequence[Message], *, where: str | None = None, generation_prompt: bool = False) -> str:
         """The text of a whole conversation; with `generation_prompt`, of one that the assistant is to continue.
 
-        Raises `DataError` where the template refuses it or writes nothing, and for text that is not valid Unicode.
+        Raises `DataError` where the template refuses it, fails, or writes nothing, and for text that is not valid
+        Unicode.
         """
-        self._notice_roles(messages, where)
+        self._warn_of_unknown_roles(messages, where)
         contents = [self._content(message, where) for message in messages]
         try:
             text = self._apply(contents, generation_prompt=generation_prompt)
-        except _TEMPLATE_ERRORS as error:
+        except Exception as error:  # a template is a program: it can raise anything
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             raise DataError(
-                f"the chat template refused the conversation: {error or type(error).__name__}",
+                f"the chat template refused the conversation: {reason or type(error).__name__}",
                 where=where,
                 got="roles " + (" > ".join(str(message.get("role")) for message in messages) or "(no messages)"),
                 need="messages in the order and form that the model's chat template accepts",
-                fix=f"change or remove the row, or set {_SETTING} to a template that accepts it",
+                fix=f"change or remove the row, or set {SETTING} to a template that accepts it",
             ) from error
         if not _is_unicode(text):
             raise DataError(
@@ -160,7 +147,7 @@ class Renderer:
                 where=where,
                 got=list(messages),
                 need="text to tokenize",
-                fix=f"remove the row, or check the template ({_SETTING})",
+                fix=f"remove the row, or check the template ({SETTING})",
             )
         return text
 
@@ -177,25 +164,17 @@ class Renderer:
         return self.encode_texts(texts, where=places)
 
     def encode_prompt(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
-        """The token ids of what a policy is asked: the conversation and the template's generation prompt, as one text.
+        """The token ids of a policy's prompt: the conversation and the template's generation prompt, as one text.
 
-        There is exactly one BOS. Raises `ModelError` for an encoder, which answers nothing.
+        There is exactly one BOS. Raises `ModelError` for an encoder, which completes nothing.
         """
-        return self.encode_prompts([messages], where=[where])[0]
-
-    def encode_prompts(
-        self, prompts: Sequence[Sequence[Message]], *, where: Sequence[str | None] | None = None
-    ) -> list[list[int]]:
-        """`encode_prompt` for many prompts with one call of the tokenizer; `where` names each for errors."""
         if self.kind == "encoder":
             got = type(self.tokenizer).__name__
-            raise ModelError("an encoder cannot be asked for an answer", got=got, need="a decoder")
-        places = where if where is not None else [None] * len(prompts)
-        texts = [self.render(p, where=place, generation_prompt=True) for p, place in zip(prompts, places, strict=True)]
-        return self.encode_texts(texts, where=places)
+            raise ModelError("an encoder cannot complete a prompt", got=got, need="a decoder")
+        return self.encode_texts([self.render(messages, where=where, generation_prompt=True)], where=[where])[0]
 
     def encode_texts(self, texts: Sequence[str], *, where: Sequence[str | None] | None = None) -> list[list[int]]:
-        """The token ids of texts that are rendered already; of what `render` gives, those of `encode`.
+        """The token ids of rendered texts: for those of `render`, the ids of `encode`.
 
         A BOS (or CLS and SEP) that a text has is not doubled, and one that is missing is added. Raises `DataError` for
         a text without a token.
@@ -210,7 +189,7 @@ class Renderer:
             truncation=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # longer than the model's limit is the truncation policy's business
+            verbose=False,  # the truncation policy looks after texts beyond the model's limit
         )["input_ids"]
         for row, text, place in zip(rows, texts, places, strict=True):
             if not row:
@@ -224,31 +203,47 @@ class Renderer:
 
         Too long under "error" raises `DataError`; under "drop" gives None. "truncate_left" removes the oldest messages,
         whole, keeping a leading system message and the last two; if that does not suffice, or the template refuses
-        what is left, it cuts tokens after BOS, out of what precedes the last message; None if that is too short. The
+        the rest, it cuts tokens after BOS, out of the context of the last message; None if that is too short. The
         last message and its end of turn are never touched. `encoded`: the ids of the uncut conversation, if known.
 
-        The cut depends on the conversation alone, so that its score is the same alone and among other answers. Tokens
-        are cut in steps of an eighth of `max_length`: answers of similar length keep the same context, and share it.
+        The cut depends on the conversation alone, so that its score is the same alone and among other completions.
+        Tokens are cut in steps of an eighth of `max_length`: completions of similar length keep the same context, and
+        share it.
         """
-        ids = self.encode(conversation, where=where) if encoded is None else encoded
-        if self.max_length is None or len(ids) <= self.max_length:
-            return Fitted(ids, truncated=False)
-        if self.truncation == "drop":
-            return None
-        if self.truncation == "error":
-            raise DataError(
-                "a conversation is too long",
-                where=where,
-                got=f"{len(ids)} tokens",
-                need=f"at most {self.max_length} (data.max_input_seq_length)",
-                fix="raise the limit, or set data.truncation to drop or truncate_left",
-            )
-        *context, last = conversation
-        shortened = self._drop_messages(context, last) or self._cut_tokens(context, ids)
-        return None if shortened is None else Fitted(shortened, truncated=True)
+        if encoded is None:
+            return self.fit_many([conversation], where=[where])[0][0]
+        return self._fitted(conversation, encoded, len(encoded), where)
+
+    def fit_many(
+        self, conversations: Sequence[Sequence[Message]], *, where: Sequence[str | None] | None = None
+    ) -> list[tuple[Fitted | None, int]]:
+        """`fit` for many conversations with one call of the tokenizer; and the tokens of each, uncut, as `encode_short`
+        counts them."""
+        places = where if where is not None else [None] * len(conversations)
+        texts = [self.render(messages, where=place) for messages, place in zip(conversations, places, strict=True)]
+        encoded = self.encode_short(texts, self.max_length, where=places)
+        return [
+            (self._fitted(conversation, ids, num_tokens, place), num_tokens)
+            for conversation, (ids, num_tokens), place in zip(conversations, encoded, places, strict=True)
+        ]
+
+    def encode_short(
+        self, texts: Sequence[str], max_length: int | None, *, where: Sequence[str | None]
+    ) -> list[tuple[list[int] | None, int]]:
+        """`encode_texts`, but a text of more characters than `max_length` tokens can have is not tokenized, so that
+        memory does not follow it: it has None for its ids. Also the number of tokens, at least so many for such a text.
+        """
+        most = float("inf") if max_length is None else max_length * self._characters_per_token
+        short = [(text, place) for text, place in zip(texts, where, strict=True) if len(text) <= most]
+        encoded = iter(self.encode_texts([text for text, _ in short], where=[place for _, place in short]))
+        found: list[tuple[list[int] | None, int]] = []
+        for text in texts:
+            ids = next(encoded) if len(text) <= most else None
+            found.append((ids, -(-len(text) // self._characters_per_token) if ids is None else len(ids)))
+        return found
 
     def end_of_turn(self, token_ids: Sequence[int]) -> Literal["eos", "newline", "other"]:
-        """What the last token of a conversation is, where its score is read."""
+        """The kind of a conversation's last token, where its score is read."""
         last = int(token_ids[-1])
         if last == self.tokenizer.eos_token_id:
             return "eos"
@@ -257,7 +252,7 @@ class Renderer:
 
     @cached_property
     def read_token(self) -> Literal["eos", "newline", "other"] | None:
-        """What ends a conversation of one question and one answer; None where the template refuses such a one."""
+        """The last token of one question with its completion; None where the template refuses such a conversation."""
         try:
             return self.end_of_turn(self.encode(_PROBE_MESSAGES))
         except DataError:
@@ -265,7 +260,7 @@ class Renderer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What to give another `Renderer` of the same tokenizer so that it renders the same; JSON."""
+        """The arguments of a `Renderer` that renders the same with the same tokenizer; JSON."""
         return {
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -276,18 +271,20 @@ class Renderer:
     @cached_property
     def fingerprint(self) -> str:
         """Changes when the same messages could give other ids: template, variables, tokenizer, limit or policy."""
-        parts = {
+        parts = self.settings | {
             "version": _FORMAT_VERSION,
-            "template": self.chat_template,
-            "kwargs": self.chat_template_kwargs,
             "tokenizer": _tokenizer_contents(self.tokenizer),
             "special": self.tokenizer.special_tokens_map,
-            "max_length": self.max_length,
-            "truncation": self.truncation,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _notice_roles(self, messages: Sequence[Message], where: str | None) -> None:
+    @cached_property
+    def _characters_per_token(self) -> int:
+        """Most characters of a token. A floor covers tokenizers that drop white space or have a token for unknown
+        words: with them a longer text counts as too long however few its tokens."""
+        return max(_MIN_CHARACTERS_PER_TOKEN, *map(len, self.tokenizer.get_vocab()))
+
+    def _warn_of_unknown_roles(self, messages: Sequence[Message], where: str | None) -> None:
         for message in messages:
             role = str(message.get("role"))
             if role in _ROLES or role in self._unknown_roles or len(self._unknown_roles) >= _MOST_UNKNOWN_ROLES:
@@ -303,46 +300,29 @@ class Renderer:
                 )
 
     def _apply(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
-        text = self.tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=self.chat_template,
-            tokenize=False,
+        return apply_template(
+            self.tokenizer,
+            messages,
+            self.chat_template,
             add_generation_prompt=generation_prompt,
             **self.chat_template_kwargs,
         )
-        assert isinstance(text, str)
-        return text
-
-    def _without_clock(self, template: str) -> str:
-        if "strftime_now" not in template or template.startswith(_CLOCK):
-            return template
-        pinned = [name for name in _DATE_VARIABLES if name in self.chat_template_kwargs and name in template]
-        if not pinned:
-            logger.warning(
-                "the chat template writes today's date; it is rendered with %s so that scores do not depend on the day "
-                "(chat_template_kwargs.date_string sets another where the template reads it)",
-                FIXED_DATE,
-            )
-        # transformers passes only plain values to a template, so its clock is shadowed by a macro. The macro stands on
-        # a line of its own: transformers trims the newline after a block, which leaves the rest as it was.
-        replaced = "".join(f" | replace({code!r}, {value!r})" for code, value in _STRFTIME.items())
-        return _CLOCK + "{{ format" + replaced + " }}{% endmacro %}\n" + template
 
     def _with_frame(self, source: str) -> str:
         """The template with the BOS (or CLS and SEP) that it does not write itself.
 
         `_frame` makes sure of them in any case; the template saved with a model makes plain transformers do so too.
         """
-        text = self._try_probe(_PROBE_MESSAGES, _SETTING) or self._try_probe(
-            [_PROBE_SYSTEM, *_PROBE_MESSAGES], _SETTING
-        )
+        text = self._try_probe(_PROBE_MESSAGES, SETTING) or self._try_probe([_PROBE_SYSTEM, *_PROBE_MESSAGES], SETTING)
         if not text:
             return self.chat_template  # it refuses what it could be tried with: nothing shows what it writes
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         first, last = ("cls_token", "sep_token") if self.kind == "encoder" else ("bos_token", None)
         before = "" if ids[:1] == [self._first_id] else f"{{{{ {first} }}}}"
         after = "" if last is None or ids[-1:] == [self.tokenizer.sep_token_id] else f"{{{{ {last} }}}}"
-        return self._without_clock(f"{before}{source}{after}") if before or after else self.chat_template
+        if not before and not after:
+            return self.chat_template
+        return without_clock(f"{before}{source}{after}", self.chat_template_kwargs)
 
     def _probe_content(self, name: str) -> tuple[bool, bool]:
         """Whether the template reads content that is text, and content that is a list of parts.
@@ -365,10 +345,19 @@ class Renderer:
                 f"the chat template cannot be parsed: {error.message}",
                 where=name,
                 got=(error.source or "").splitlines()[error.lineno - 1].strip() if error.source else None,
-                fix=f"mend the template, or set {_SETTING} to another",
+                fix=f"mend the template, or set {SETTING} to another",
             ) from error
-        except _TEMPLATE_ERRORS:
-            return ""  # it may still accept the data's roles; a row that it refuses is reported with its reason
+        except (jinja2.TemplateRuntimeError, ArithmeticError) as error:
+            if isinstance(error, jinja2.UndefinedError):
+                return ""
+            raise ConfigError(
+                f"the chat template fails: {type(error).__name__}: {error}",
+                where=name,
+                need="a template that renders a question and its completion",
+                fix=f"mend the template, or set {SETTING} to another",
+            ) from error
+        except Exception:
+            return ""  # it may still accept the data's roles; an error of a row gives the template's reason
 
     def _content(self, message: Message, where: str | None) -> Message:
         content = message.get("content")
@@ -385,7 +374,7 @@ class Renderer:
                     where=where,
                     got=f"a content part {part!r}",
                     need='text, or parts of the form {"type": "text", "text": "..."}',
-                    fix=f"remove the row, or use a model or {_SETTING} that reads such parts",
+                    fix=f"remove the row, or use a model or {SETTING} that reads such parts",
                 )
             texts.append(text)
         return message | {"content": "".join(texts)}
@@ -405,57 +394,60 @@ class Renderer:
             ids = [*ids[:end], sep]
         return ids
 
+    def _fitted(
+        self, conversation: Sequence[Message], ids: list[int] | None, num_tokens: int, where: str | None
+    ) -> Fitted | None:
+        if self.max_length is None or num_tokens <= self.max_length:
+            assert ids is not None
+            return Fitted(ids, truncated=False)
+        if self.truncation == "drop":
+            return None
+        if self.truncation == "error":
+            raise DataError(
+                "a conversation is too long",
+                where=where,
+                got=f"{num_tokens} tokens" if ids is not None else f"more than {num_tokens} tokens",
+                need=f"at most {self.max_length} (data.max_input_seq_length)",
+                fix="raise the limit, or set data.truncation to drop or truncate_left",
+            )
+        *context, last = conversation
+        shortened = self._drop_messages(context, last) or self._cut_tokens(context, last, ids)
+        return None if shortened is None else Fitted(shortened, truncated=True)
+
     def _drop_messages(self, context: Sequence[Message], last: Message) -> list[int] | None:
-        assert self.max_length is not None
         kept = 1 if context and context[0].get("role") == "system" else 0
         for start in range(kept + 1, len(context)):  # the last of them stays: without it there is no question
-            try:
-                ids = self.encode([*context[:kept], *context[start:], last])
-            except DataError:
-                continue  # the template refuses to begin there; an allowed beginning may follow
-            if len(ids) <= self.max_length:
+            ids = self._encode_if_short([*context[:kept], *context[start:], last])
+            if ids is not None and len(ids) <= (self.max_length or 0):
                 return ids
         return None
 
-    def _cut_tokens(self, context: Sequence[Message], ids: list[int]) -> list[int] | None:
-        assert self.max_length is not None
+    def _encode_if_short(self, messages: Sequence[Message]) -> list[int] | None:
+        """None where the template refuses the messages, or the text is too long whatever its tokens are."""
         try:
-            alone = self.encode(context)
+            return self.encode_short([self.render(messages)], self.max_length, where=[None])[0][0]
         except DataError:
+            return None
+
+    def _cut_tokens(self, context: Sequence[Message], last: Message, ids: list[int] | None) -> list[int] | None:
+        assert self.max_length is not None
+        if ids is None and context:  # too long to be tokenized: the end of the message before the last is enough
+            *_, before = context
+            most = self.max_length * self._characters_per_token // 2
+            kept = context[:1] if len(context) > 1 and context[0].get("role") == "system" else []
+            context = [*kept, {**before, "content": last_text([before])[-most:]}]
+            ids = self._encode_if_short([*context, last])
+        alone = self._encode_if_short(context) if ids is not None else None
+        if ids is None or alone is None:
             return None  # nowhere to see the end of the context
         head = 1 if ids[0] == self._first_id else 0
         excess = len(ids) - self.max_length
+        if excess <= 0:
+            return ids
         most = _common_prefix(alone, ids) - head - 1
         step = max(1, self.max_length // 8)
         cut = min(-(-excess // step) * step, most)
         return ids[:head] + ids[head + cut :] if cut >= excess else None
-
-
-def _find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> tuple[str, str]:
-    """The template's text and a name for messages."""
-    own = tokenizer.chat_template
-    if chat_template is None or chat_template == "default":
-        if not own:
-            logger.warning("the tokenizer has no chat template: using treeward's default, <|role|> headers and EOS")
-            return DEFAULT_CHAT_TEMPLATE, "the default chat template"
-        if isinstance(own, dict) and "default" not in own:
-            raise ConfigError(
-                "the tokenizer has several chat templates and no default", field=_SETTING, need=f"one of {sorted(own)}"
-            )
-        return tokenizer.get_chat_template(), "the tokenizer's chat template"
-    if isinstance(own, dict) and chat_template in own:
-        return own[chat_template], f"the tokenizer's chat template {chat_template!r}"
-    if any(mark in chat_template for mark in ("{{", "{%", "\n")):
-        return chat_template, _SETTING
-    path = Path(chat_template).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            "the chat template is neither a file nor a template",
-            field=_SETTING,
-            got=chat_template,
-            need="a file that exists, a Jinja template, or null for the tokenizer's own",
-        )
-    return path.read_text(encoding="utf-8"), str(path)
 
 
 def _tokenizer_contents(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from treeward.data.encoded import Comparison
+from treeward.data.encoding import Comparison
 from treeward.errors import ConfigError
 
 __all__ = ["EpochOrder", "TrainingOrder"]

@@ -25,7 +25,7 @@ from typing import Any
 
 from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
-from treeward.data.encoded import Comparison, EncodedDataset
+from treeward.data.encoding import Comparison, EncodedDataset
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
 from treeward.evaluation.examples import EvalExample, ScoredExample

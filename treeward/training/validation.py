@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from treeward.config.data import DatasetConfig
-from treeward.data.encoded import Comparison, EncodedDataset
+from treeward.data.encoding import Comparison, EncodedDataset
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples, score_perturbed, summarize_perturbations
