@@ -27,6 +27,7 @@ from treeward.data.encoding import Comparison, EncodedDataset, EncodingCounts, c
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
+from treeward.training.shared_rows import num_shared
 
 SHARED = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 CHATML = (
@@ -214,9 +215,11 @@ def test_digests_find_the_same_comparison_in_any_order(encode: Any) -> None:
         preference("Lyon.", "Paris.", ranks=(1, 0), task_name="other"),
         preference("Lyon.", "Paris."),
         preference("Paris.", "Lyon.", prompt="?"),
+        preference("Paris.", "Lyon.", "Nice."),
     )
     first, same, *others = dataset.digests.tolist()
-    assert first == same and len({first, *others}) == 4
+    assert first == same and len({first, *others}) == 5
+    assert (num_shared(dataset, [encode(OTHER)]), num_shared(dataset, [dataset], limit=2)) == (1, 2)
 
 
 def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

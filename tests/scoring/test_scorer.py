@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 from pathlib import Path
@@ -14,9 +15,10 @@ from families import plain_scores, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.data.encoding import Comparison
-from treeward.data.encoding import encode_comparison
-from treeward.data.preference import Completion, Preference
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import open_dataset
+from treeward.data.encoding import encode_dataset
+from treeward.data.preference import Completion, Preference, preference_to_dict
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model.export import export_model
@@ -317,13 +319,15 @@ def test_padded_rows_as_nemo_rl_gives_them(family: str, make_scorer: Any) -> Non
             scorer.model.score({"input_ids": padded[:2], "input_lengths": torch.tensor([3, length])})
 
 
-def test_what_was_cut_has_the_score_that_training_gives_it(make_scorer: Any, tiny_tokenizer: Any) -> None:
+def test_what_was_cut_has_the_score_that_training_gives_it(make_scorer: Any, tmp_path: Path) -> None:
     scorer = make_scorer(max_length=60, truncation="truncate_left")
     context = (user("Hello there, my friend. " * 5), assistant("Hi!"), user("word " * 40))
     answers = ("Yes.", "No, not at all, and I shall tell you why.", "Perhaps it is.")
     preference = Preference(context, tuple(Completion(i, (assistant(a),)) for i, a in enumerate(answers)))
-    comparison = encode_comparison(preference, scorer.renderer, "", "drop")
-    assert isinstance(comparison, Comparison)
+    row = preference_to_dict(preference)
+    (tmp_path / "row.jsonl").write_text(json.dumps(row))
+    stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "row.jsonl")))
+    (comparison,) = encode_dataset(stream, scorer.renderer, cache_dir=tmp_path)
     trained = scorer.model(scorer.model.make_batch([comparison.token_ids])).tolist()
     scores = scorer.score_completions(context, answers)
     assert all(score.truncated for score in scores)

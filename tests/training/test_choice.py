@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from treeward.data.encoding import Comparison
 from treeward.training.card import model_card, result_columns
 from treeward.training.choice import choice_of
 from treeward.training.setup import set_up
-from treeward.training.shared_rows import num_shared
 from treeward.training.train import train
 
 METRIC = "val:validation-held_out_length_controlled_accuracy"
@@ -76,32 +73,6 @@ def test_a_single_checkpoint_is_not_called_the_best(
     with caplog.at_level(logging.WARNING, "treeward.training"):
         set_up(tiny_run())
     assert not [record for record in caplog.records if "nothing is chosen" in record.getMessage()]
-
-
-def comparison(*conversations: tuple[list[int], int]) -> Comparison:
-    ids = tuple(np.array(tokens, dtype=np.int32) for tokens, _ in conversations)
-    return Comparison(ids, tuple(rank for _, rank in conversations), (1,) * len(ids), "", None, "", 4)
-
-
-class Encoded(list[Comparison]):
-    """As much of an `EncodedDataset` as is asked."""
-
-    @property
-    def own_sizes(self) -> Any:
-        return np.array([sum(map(len, one.token_ids[: one.num_own])) for one in self], dtype=np.int64)
-
-
-def test_the_same_comparison_is_found_in_any_order_and_no_other() -> None:
-    one, two = ([1, 2, 3], 0), ([1, 2, 4], 1)
-    validation: Any = Encoded([comparison(one, two), comparison(([1, 2, 9], 0), two), comparison(one, two)])
-    other_ranks = comparison((one[0], 1), (two[0], 0))
-    assert num_shared(validation, [Encoded([other_ranks])]) == 0  # type: ignore[list-item]
-    swapped: Any = Encoded([comparison(two, one)])
-    assert num_shared(validation, [swapped]) == 2
-    assert num_shared(validation, [Encoded(), swapped], limit=1) == 1  # type: ignore[list-item]
-    # The same numbers in another split of them into conversations are another comparison.
-    elsewhere: Any = Encoded([comparison(([1, 2], 0), ([3, 1, 2, 4], 1))])
-    assert num_shared(validation, [elsewhere]) == 0
 
 
 @pytest.mark.parametrize("added", ["false", "true"])

@@ -23,8 +23,7 @@ from treeward.config.data import DatasetConfig
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import PreferenceStream, open_dataset
-from treeward.data.encoding import Comparison, EncodedDataset
-from treeward.data.encoding import encode_dataset
+from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
 from treeward.data.files import KINDS, file_suffix
 from treeward.data.rendering import Renderer
 from treeward.data.sources import read_rows
