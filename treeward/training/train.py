@@ -24,7 +24,7 @@ import torch
 
 from treeward.config.load import save_config
 from treeward.config.run import RewardModelRunConfig
-from treeward.data.encoded import Comparison
+from treeward.data.encoding import Comparison
 from treeward.errors import ConfigError, ModelError
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
