@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 from report_sample import HOSTILE
 
-from treeward.config.yaml_file import write_yaml
 from treeward.rl.report.reading import RLRun
 from treeward.rl.watch import ALARMS_FILE, OverOptimisationWatch, WatchSettings, write_alarms
 
@@ -81,7 +81,7 @@ def write_run(folder: Path, scenario: Scenario) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
     write_alarms(folder / ALARMS_FILE, watch.alarms)
-    write_yaml(dict(scenario.settings), folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create(dict(scenario.settings)), folder / "config.yaml")
     return folder
 
 

@@ -196,11 +196,6 @@ def test_null_in_a_block_is_the_default_and_not_the_shared_value():
         ),
         ({"train_data_path": "t", "default": {"promt_key": "a"}}, "default.promt_key", "no such key"),
         ({"train_data_path": "t", "default": "x"}, "default", "not a block"),
-        (
-            {"train_data_path": "t", "validation": {"a": {"data_path": "x", "name": "b"}}},
-            "validation.a.name",
-            "two names",
-        ),
         ({"train_data_path": "t", "validation": {"data_path": "x", "weight": 2}}, "validation[0].weight", "weight"),
         (
             {"train_data_path": "t", "validation": {"data_path": "x", "non_contextual_answer": True}},

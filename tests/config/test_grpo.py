@@ -1,27 +1,20 @@
 """The configuration of a run of GRPO: what each section normalises and refuses, and the checks between sections."""
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from treeward.config import load_config, load_grpo_config, save_config
-from treeward.config.backends import LoraConfig
-from treeward.config.grpo import GRPOConfig, WatchConfig
-from treeward.config.grpo_policy import GRPOPolicyConfig
-from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.loss_fn import PolicyLossConfig
-from treeward.config.problems import _FROM_ELSEWHERE, _own_names
-from treeward.config.run import RewardModelRunConfig
+from treeward.config.checkpointing import GRPO_METRICS, GRPOCheckpointingConfig, parse_grpo_metric_name
+from treeward.config.grpo import GRPOConfig, PolicyLossConfig, WatchConfig
+from treeward.config.grpo_policy import GRPOPolicyConfig, LoraConfig
 from treeward.data.prompt_files import Prompts
 from treeward.errors import ConfigError
 from treeward.rl.advantages import AdvantageSettings
 from treeward.rl.watch import WatchSettings
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*(ROOT / "examples" / "configs").glob("grpo_*.yaml"), ROOT / "examples/configs/rlhf_demo.yaml"])
 
 SMALL = """
 policy: {model_name: m, max_total_sequence_length: 64}
@@ -59,24 +52,6 @@ def wrong(section, **keys):
     return caught.value
 
 
-# files
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_configs_load_and_survive_saving(path, tmp_path):
-    config = load_grpo_config(path)
-    save_config(config, tmp_path / "resolved.yaml")
-    assert load_grpo_config(tmp_path / "resolved.yaml") == config
-
-
-def test_the_configs_of_the_seeds_are_shipped():
-    assert {path.stem for path in SHIPPED} >= {"grpo_math_1B", "grpo_rm_1B"}
-    config = load_grpo_config(ROOT / "examples" / "configs" / "grpo_rm_1B.yaml")
-    assert config.used_environments == ("reward_model",)
-    assert config.cluster.gpus_per_node == 2
-    assert config.env["reward_model"]["batch_size"] == 4
-
-
 def test_the_shipped_prompt_is_a_template_that_asks_for_a_box():
     prompts = Prompts.load(str(ROOT / "examples" / "prompts" / "cot.txt"), None)
     asked = prompts.template.format("What is {1} + 1?")
@@ -87,55 +62,11 @@ def test_the_defaults_are_enough(load):
     config = load()
     assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (32, 16)
     assert (config.grpo.estimator, config.grpo.divides_by_std) == ("grpo", True)
-    assert config.answers_per_update == 512
+    assert config.completions_per_update == 512
     assert config.max_new_tokens == 64
     assert config.policy.micro_batch_tokens == 4096
     assert not config.policy.generation.is_remote
     assert config.logger.log_dir == "logs/grpo" and config.checkpointing.checkpoint_dir == "results/grpo"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["policy: {model_name: m}\n", SMALL.replace("env:", "environments:"), SMALL + "grpo: {num_prompt_per_step: 3}"],
-)
-def test_what_is_missing_or_misspelt_is_named(mistake, text):
-    assert mistake(text=text)
-
-
-def test_a_misspelt_key_fails_with_the_nearest_name(mistake):
-    error = mistake("grpo.num_generation_per_prompt=8")
-    assert error.fix == "did you mean grpo.num_generations_per_prompt?"
-
-
-@pytest.mark.parametrize(
-    ("override", "ours"),
-    [
-        ("grpo.num_generations=8", "grpo.num_generations_per_prompt"),
-        ("grpo.num_generation=8", "grpo.num_generations_per_prompt"),
-        ("num_generations=8", "grpo.num_generations_per_prompt"),
-        ("loss_fn.beta=0.1", "loss_fn.reference_policy_kl_penalty"),
-        ("beta=0.1", "loss_fn.reference_policy_kl_penalty"),
-        ("loss_fn.epsilon=0.1", "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max"),
-        ("loss_fn.epsilon_high=0.1", "loss_fn.ratio_clip_max"),
-        ("learning_rate=1e-5", "policy.optimizer.kwargs.lr"),
-        ("policy.learning_rate=1e-5", "policy.optimizer.kwargs.lr"),
-        ("policy.optimizer.lr=1e-5", "policy.optimizer.kwargs.lr"),
-        ("grpo.max_steps=3", "grpo.max_num_steps"),
-        ("max_steps=3", "grpo.max_num_steps"),
-        ("max_completion_length=9", "policy.generation.max_new_tokens"),
-        ("data.max_prompt_length=9", "data.max_input_seq_length"),
-    ],
-)
-def test_names_of_other_toolkits_are_known(mistake, override, ours):
-    error = mistake(override)
-    assert (error.summary, error.fix) == ("there is no such key", f"did you mean {ours}?")
-
-
-def test_every_name_of_another_toolkit_means_a_key():
-    for theirs, ours in _FROM_ELSEWHERE.items():
-        for path in ours:
-            root = RewardModelRunConfig if path.startswith("rm.") else GRPORunConfig
-            assert path in _own_names(theirs, root), theirs
 
 
 def test_a_section_in_python_names_its_own_keys():
@@ -143,37 +74,11 @@ def test_a_section_in_python_names_its_own_keys():
     assert wrong(PolicyLossConfig, epsilon=0.1).fix == "did you mean ratio_clip_min and ratio_clip_max?"
 
 
-def test_a_value_fails_with_the_nearest_and_its_whole_meaning(mistake):
-    error = mistake("grpo.adv_estimator={name: rloo}")
-    assert error.fix == "did you mean leave_one_out?"
-    assert "(Shao et al. 2024)" in error.need and "(Hu et al. 2025)" in error.need
-    assert mistake("grpo.adv_estimator={name: leave_on_out}").fix == "did you mean leave_one_out?"
-    assert mistake("loss_fn.reference_policy_kl_type=low_var_kl").fix == "did you mean k3?"
-    assert mistake("loss_fn.reference_policy_kl_type=zzzzzz").fix is None
-
-
 def test_a_run_needs_an_environment(mistake):
     off = [f"env.{name}.enabled=false" for name in ("reward_model", "math", "shape")]
     error = mistake(*off)
     assert (error.summary, error.field) == ("no environment is enabled", "env")
     assert error.fix == "set env.reward_model.enabled=true"
-
-
-@pytest.mark.parametrize("override", ["rm.seed=1", "hub.push_to_hub=false", "evaluation.enabled=true"])
-def test_sections_of_reward_model_training_say_so(mistake, override):
-    error = mistake(override)
-    assert "belongs to `treeward train`" in error.summary and "~" in error.fix
-
-
-def test_a_run_of_grpo_says_which_command_reads_it(tmp_path):
-    (tmp_path / "a.yaml").write_text(SMALL, encoding="utf-8")
-    with pytest.raises(ConfigError, match="belongs to `treeward grpo`"):
-        load_config(tmp_path / "a.yaml")
-
-
-def test_loading_needs_nothing_heavy():
-    code = "import sys, treeward.config.load; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # grpo
@@ -219,7 +124,7 @@ def test_advantages(keys, estimator, divides):
         ({"use_dynamic_sampling": True, "batch_multiplier": 0.5}, "batch_multiplier"),
         ({"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 0}, "dynamic_sampling_max_gen_batches"),
         ({"environments": []}, "environments"),
-        ({"environments": {"math": 0.0}}, "environments.math"),
+        ({"environments": {"math": 0.0}}, "environments"),
         ({"environments": {"math": float("nan")}}, "environments.math"),
         ({"max_failed_share": 1.5}, "max_failed_share"),
         ({"val_num_generations_per_prompt": 2, "num_val_generations": 3}, "num_val_generations"),
@@ -247,9 +152,6 @@ def test_overlong_filtering_masks():
     assert GRPOConfig(overlong_filtering=True).truncated == "mask"
     assert GRPOConfig(overlong_filtering=True, truncated="mask").truncated == "mask"
     assert GRPOConfig(overlong_filtering=False, truncated="penalty").truncated == "penalty"
-    for true, false in (("true", "false"), (1, 0), ("on", "off")):
-        assert GRPOConfig(overlong_filtering=true).truncated == "mask"
-        assert GRPOConfig(overlong_filtering=false).truncated == "keep"
     assert wrong(GRPOConfig, overlong_filtering="yes!").field == "overlong_filtering"
 
 
@@ -268,7 +170,7 @@ def test_never_and_all_have_several_spellings():
 
 def test_dynamic_sampling_draws_whole_prompts():
     config = GRPOConfig(num_prompts_per_step=10, use_dynamic_sampling=True, batch_multiplier=1.25)
-    assert (config.prompts_per_draw, config.answers_per_step) == (13, 160)
+    assert (config.prompts_per_draw, config.completions_per_step) == (13, 160)
 
 
 # loss_fn
@@ -285,8 +187,6 @@ def test_dynamic_sampling_draws_whole_prompts():
         ({"ratio_clip_min": 1.1}, "ratio_clip_min"),
         ({"sequence_level_importance_ratios": True}, "sequence_level_importance_ratios"),
         ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio"),
-        ({"truncated_importance_sampling_type": "tis", "use_importance_sampling_correction": True},
-         "truncated_importance_sampling_ratio"),
         ({"truncated_importance_sampling_type": "icepop"}, "truncated_importance_sampling_type"),
         ({"use_kl_in_reward": True, "kl_in_reward": False}, "kl_in_reward"),
     ],
@@ -328,9 +228,7 @@ def test_gspo_loads():
         ({"generation": {"temperature": 0}}, "generation.temperature"),
         ({"generation": {"top_p": 0}}, "generation.top_p"),
         ({"generation": {"vllm_cfg": {"precision": "fp8"}}}, "generation.vllm_cfg.precision"),
-        ({"generation": {"colocated": {"enabled": False}}}, "generation.colocated.resources.gpus_per_node"),
-        ({"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}},
-         "generation.colocated.enabled"),
+        ({"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}}, "generation.url"),
         ({"train_global_batch_size": 8, "train_micro_batch_size": 16}, "train_micro_batch_size"),
     ],
 )  # fmt: skip
@@ -428,8 +326,8 @@ def test_environments_of_other_packages_are_left_to_them(load):
 def test_ignored_keys_of_environments_are_logged_by_their_names(load, caplog):
     with caplog.at_level(logging.DEBUG, logger="treeward.config"):
         load("env.math.stop_strings=null", "env.reward_model.dtensor_cfg._v2=true")
-    assert "env.math.stop_strings has no effect" in caplog.text
-    assert "env.reward_model.dtensor_cfg._v2 has no effect" in caplog.text
+    assert "stop_strings has no effect" in caplog.text
+    assert "_v2 has no effect" in caplog.text
 
 
 # between sections
@@ -448,10 +346,10 @@ OWN_GPUS = (
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        (["policy.train_global_batch_size=24"], "policy.train_global_batch_size", "part the answers"),
-        (["policy.train_global_batch_size=8"], "policy.train_global_batch_size", "part the answers"),
-        (["policy.train_global_batch_size=96"], "policy.train_global_batch_size", "does not divide"),
-        (["policy.train_global_batch_size=1024"], "policy.train_global_batch_size", "does not divide"),
+        (["policy.train_global_batch_size=24"], "policy.train_global_batch_size", "whole groups"),
+        (["policy.train_global_batch_size=8"], "policy.train_global_batch_size", "whole groups"),
+        (["policy.train_global_batch_size=96"], "policy.train_global_batch_size", "whole groups"),
+        (["policy.train_global_batch_size=1024"], "policy.train_global_batch_size", "whole groups"),
         (["loss_fn.force_on_policy_ratio=true", "grpo.updates_per_batch=2"],
          "loss_fn.force_on_policy_ratio", "several"),
         (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
@@ -459,14 +357,14 @@ OWN_GPUS = (
         (["grpo.skip_reference_policy_logprobs_calculation=true"],
          "grpo.skip_reference_policy_logprobs_calculation", "reference"),
         (["grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0",
-          "grpo.watch.max_kl=10"], "grpo.watch.max_kl", "reference"),
-        ([*OPENAI, CORRECTED], "loss_fn.use_importance_sampling_correction", "there are none"),
+          "grpo.watch.max_kl=10"], "grpo.skip_reference_policy_logprobs_calculation", "grpo.watch.max_kl needs"),
+        ([*OPENAI, CORRECTED], "loss_fn.use_importance_sampling_correction", "returns none"),
         ([*OPENAI, "loss_fn.use_on_policy_kl_approximation=true"],
-         "loss_fn.use_on_policy_kl_approximation", "there are none"),
+         "loss_fn.use_on_policy_kl_approximation", "returns none"),
         ([OPENAI[1], "policy.generation.backend=vllm", CORRECTED, *COOLER],
-         "loss_fn.use_importance_sampling_correction", "there are none"),
+         "loss_fn.use_importance_sampling_correction", "returns none"),
         (["data.max_input_seq_length=65"], "data.max_input_seq_length", "larger than"),
-        (["grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.overlong_buffer_length", "before the answer"),
+        (["grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.overlong_buffer_length", "before the completion"),
         (["grpo.environments=[format]"], "grpo.environments", "no environment format"),
         (["grpo.gold_environment=gold"], "grpo.gold_environment", "no environment gold"),
         (["grpo.environments_on_ray=[judge]"], "grpo.environments_on_ray", "no environment judge"),
@@ -474,18 +372,10 @@ OWN_GPUS = (
         (["env.math.enabled=false", "data.env_name=math"], "data.train[0].env_name", "switched off"),
         (["grpo.gold_environment=reward_model"], "grpo.gold_environment", "trained on"),
         (["grpo.gold_environment=math", "data.env_name=math"], "grpo.gold_environment", "trained on"),
-        (["grpo.watch.stop=true"], "grpo.watch.stop", "nothing measures gold"),
+        (["grpo.watch.stop=true"], "grpo.watch.stop", "there is none"),
         (["grpo.watch={stop: true, stop_on: [truncation]}", "~data.val_data_path"], "grpo.watch.stop", "no validation"),
-        (["env.reward_model.resources.gpus_per_node=2"],
-         "env.reward_model.resources.gpus_per_node", "than the cluster"),
-        (["env.reward_model.resources.num_nodes=2"], "env.reward_model.resources.num_nodes", "than the cluster"),
-        ([*OWN_GPUS, "policy.generation.colocated.resources.gpus_per_node=1"],
-         "policy.generation.colocated.resources.gpus_per_node", "leaves nothing"),
-        ([*OWN_GPUS, "policy.generation.colocated.resources.gpus_per_node=8",
-          "cluster={gpus_per_node: 8, num_nodes: 2}"],
-         "policy.generation.colocated.resources.num_nodes", "whole nodes"),
-        ([*OWN_GPUS, "policy.generation.colocated.resources.num_nodes=2", "cluster={gpus_per_node: 8, num_nodes: 2}"],
-         "policy.generation.colocated.resources.num_nodes", "leaves nothing"),
+        (["cluster.gpus_per_node=8"], "cluster.gpus_per_node", "more than one process"),
+        (["cluster.num_nodes=2"], "cluster.num_nodes", "more than one process"),
         (["checkpointing.metric_name=val:reward", "~data.val_data_path"],
          "checkpointing.metric_name", "no validation set"),
         (["checkpointing.metric_name=val:reward", "grpo.val_period=0", "grpo.val_at_end=false"],
@@ -519,8 +409,8 @@ def test_contradictions(mistake, overrides, field, words):
         ["grpo.watch={stop: true, stop_on: [kl_budget], max_kl: 5}"],
         ["env.reward_model.resources={gpus_per_node: 1, num_nodes: 1}"],
         ["env.reward_model.resources.gpus_per_node=1", "cluster.gpus_per_node=0"],
-        [*OWN_GPUS, "policy.generation.colocated.resources.gpus_per_node=1", "cluster.gpus_per_node=2"],
-        [*OWN_GPUS, "policy.generation.colocated.resources.num_nodes=1", "cluster={gpus_per_node: 8, num_nodes: 2}"],
+        ["env.reward_model.resources.gpus_per_node=4"],
+        [*OWN_GPUS, "policy.generation.colocated.resources.gpus_per_node=1"],
         ["checkpointing={enabled: false, metric_name: val_gold_reward}"],
     ],
 )
@@ -530,15 +420,15 @@ def test_what_fits_loads(load, overrides, tmp_path):
     assert load_grpo_config(tmp_path / "resolved.yaml") == config
 
 
-def test_batches_are_counted_in_answers(load):
+def test_batches_are_counted_in_completions(load):
     config = load("policy.train_global_batch_size=128")
-    assert (config.answers_per_update, config.prompts_per_update) == (128, 8)
+    assert (config.completions_per_update, config.prompts_per_update) == (128, 8)
 
 
 def test_lengths(load):
     config = load("policy.generation.max_new_tokens=40", "data.max_input_seq_length=30")
     assert (config.max_prompt_length, config.max_new_tokens, config.max_response_length) == (30, 40, 40)
-    assert load().max_prompt_length == 63, "one token is left for the answer"
+    assert load().max_prompt_length == 63, "one token is left for the completion"
     assert load("grpo.reward_shaping.max_response_length=50").max_response_length == 50
 
 
@@ -546,14 +436,13 @@ def test_remarks_are_logged_once_each(load, caplog):
     with caplog.at_level(logging.WARNING, logger="treeward.config"):
         config = load(
             "policy.generation.backend=vllm",
-            "cluster.gpus_per_node=4",
             "grpo.reward_shaping={enabled: true, overlong_buffer_length: 16}",
             "grpo.truncated=mask",
             "~data.val_data_path",
         )
     assert [record.message for record in caplog.records] == config.remarks
     for words, remark in zip(
-        ("the policy itself samples", "1 x 4 GPUs", "env.math, env.shape", "leaves the longest", "nothing to watch"),
+        ("the policy itself samples", "env.math, env.shape", "leaves the longest", "nothing to watch"),
         config.remarks,
         strict=True,
     ):
@@ -566,18 +455,15 @@ def test_remarks_are_logged_once_each(load, caplog):
     [
         (["policy.generation={retokenize: true, weight_sync: none}"], "weight_sync, retokenize has no effect without"),
         (["policy.generation={weight_folder: /w, probe_tolerance: 1}"], "weight_folder, probe_tolerance has no effect"),
-        ([*OPENAI[:2], "policy.generation.continuous_batching=auto"], "continuous_batching has no effect with a url"),
         (["grpo.adv_estimator={name: leave_one_out, minus_baseline: false}"],
          "grpo.adv_estimator.minus_baseline has no effect with leave_one_out"),
         (["grpo.adv_estimator.minus_baseline=false"], "grpo.adv_estimator.minus_baseline has no effect with grpo"),
         (["grpo={adv_estimator: {name: leave_one_out}, use_leave_one_out_baseline: true}"],
-         "grpo.use_leave_one_out_baseline has no effect with leave_one_out"),
+         "grpo.use_leave_one_out_baseline has no effect with adv_estimator.name: leave_one_out"),
         (["grpo={adv_estimator: {name: reinforce_plus_plus}, normalize_rewards: false}"],
-         "grpo.normalize_rewards has no effect with reinforce_plus_plus"),
+         "grpo.normalize_rewards has no effect with"),
         (["grpo={adv_estimator: {name: reinforce_plus_plus}, use_leave_one_out_baseline: true}"],
          "grpo.use_leave_one_out_baseline has no effect"),
-        (["grpo.adv_estimator={name: reinforce_plus_plus, use_leave_one_out_baseline: true}"],
-         "grpo.adv_estimator.use_leave_one_out_baseline has no effect"),
     ],
 )  # fmt: skip
 def test_keys_that_nothing_reads_are_remarked_upon(load, tmp_path, overrides, words):
@@ -590,5 +476,47 @@ def test_keys_that_nothing_reads_are_remarked_upon(load, tmp_path, overrides, wo
 def test_keys_that_are_read_are_not_remarked_upon(load):
     quiet = ("~env.math", "~env.shape")
     assert load(*quiet, *OPENAI, "policy.generation.probe_tolerance=null").remarks == []
-    assert load(*quiet, "policy.generation.continuous_batching=true").remarks == []
     assert load(*quiet, "grpo={normalize_rewards: false, use_leave_one_out_baseline: true}").remarks == []
+
+
+# checkpointing
+
+
+@pytest.mark.parametrize(
+    "name", ["val_reward", "val:reward", "validation/reward", "val:accuracy", "val_accuracy", "val:validation/reward"]
+)
+def test_names_of_the_reward(name):
+    assert parse_grpo_metric_name(name) == "reward"
+
+
+def test_which_direction_is_better():
+    assert {metric: better for metric, better in GRPO_METRICS.items() if better is not None} == {
+        "reward": True,
+        "raw_reward": True,
+        "proxy": True,
+        "gold_reward": True,
+        "kl": False,
+        "truncation_rate": False,
+    }
+
+
+@pytest.mark.parametrize("metric", GRPO_METRICS)
+def test_every_metric_has_its_direction(metric):
+    assert parse_grpo_metric_name(f"val_{metric}") == metric
+    direction = GRPO_METRICS[metric]
+    if direction is None:
+        assert wrong(GRPOCheckpointingConfig, metric_name=f"val:{metric}").field == "higher_is_better"
+    else:
+        assert GRPOCheckpointingConfig(metric_name=f"val:{metric}").metric_is_better_when_higher is direction
+        contrary = wrong(GRPOCheckpointingConfig, metric_name=f"val:{metric}", higher_is_better=not direction)
+        assert "contradicts" in contrary.summary
+
+
+@pytest.mark.parametrize("name", ["reward", "train:reward", "train/loss", "val_loss", "val_length_controlled_accuracy"])
+def test_other_names_are_refused(name):
+    error = wrong(GRPOCheckpointingConfig, metric_name=name)
+    assert error.field == "metric_name" and "val:<metric>" in error.need
+
+
+def test_a_near_name_is_suggested():
+    assert wrong(GRPOCheckpointingConfig, metric_name="val:rewards").fix == "did you mean val:reward?"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from treeward.config.prompt_data import PromptDataConfig, PromptSetConfig
+from treeward.config.data import PromptDataConfig, PromptSetConfig
 
 
 def sets(**raw):
@@ -61,7 +61,7 @@ def test_held_out_rows_are_one_set_each_and_only_once():
         ({}, "no training data"),
         ({"train": {"dataset_name": "PromptDataset"}}, "needs a data_path"),
         ({"train": {"data_path": "t", "split_validation_size": 1.0}}, "split_validation_size"),
-        ({"train": {"data_path": "t", "part": "validation"}}, "not parted"),
+        ({"train": {"data_path": "t", "part": "validation"}}, "needs split_validation_size"),
         ({"train": {"data_path": "t"}, "validation": {"data_path": "v", "weight": 2}}, "has a weight"),
         ({"train": {"data_path": "t"}, "validation": [{"data_path": file, "name": "a"} for file in "vw"]}, "same name"),
         ({"train": {"data_path": "t", "processor": "sft_processor"}}, "processor"),

@@ -1,10 +1,9 @@
 from pathlib import Path
 
-from treeward.config.base import Strict
-from treeward.config.env_section import ENVIRONMENT_SECTIONS
+from treeward.config.base import Strict, sections
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.problems import sections
 from treeward.config.reference import config_reference
+from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
 from treeward.config.run import RewardModelRunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import TEMPLATES, byte_bpe, family_renderer
 
-from treeward.config.prompt_data import PromptSetConfig
+from treeward.config.data import PromptSetConfig
 from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet, open_prompts
 from treeward.data.rendering import Renderer

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.config.prompt_data import PromptSetConfig
+from treeward.config.data import PromptSetConfig
 from treeward.data.prompt_files import Prompts
 from treeward.data.prompt_rows import from_prompt_row, from_response_row
 from treeward.data.prompt_sets import (

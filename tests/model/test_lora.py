@@ -16,7 +16,7 @@ from families import DECODERS, VOCABULARY, config_of, gradient_error, randomise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from treeward.config.backends import LoraConfig
+from treeward.config.grpo_policy import LoraConfig
 from treeward.config.optimisation import OptimizerConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.checks import check_policy

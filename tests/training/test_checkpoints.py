@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.config.grpo_checkpointing import GRPOCheckpointingConfig
+from treeward.config.checkpointing import GRPOCheckpointingConfig
 from treeward.errors import CheckpointError
 from treeward.training.checkpoints import CheckpointStore, opened_store
 

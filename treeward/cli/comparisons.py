@@ -71,8 +71,13 @@ def data_options(given: Sequence[str]) -> dict[str, Any]:
         if not inner and root != "kwargs":
             found[key] = value  # text as it is: a column may be called yes, or 1
             continue
-        overrides = importlib.import_module("treeward.config.overrides")
-        overrides.apply_override(found, overrides.parse_override(f"{key}={value}"))
+        from omegaconf import OmegaConf
+
+        from treeward.config.load import apply_override
+
+        arguments = OmegaConf.create({"kwargs": found.get("kwargs", {})})
+        apply_override(arguments, f"{key}={value}")
+        found["kwargs"] = OmegaConf.to_container(arguments.kwargs)
     return found
 
 

@@ -1,24 +1,22 @@
-"""What a run can be told: a strict schema, read from YAML with references and command-line overrides.
+"""The configuration of a run: a strict schema, read from YAML with references and command-line overrides.
 
     from treeward.config import load_config
 
     config = load_config("rm.yaml", ["rm.seed=7"])
     config.policy.train_global_batch_size
 
-Each section is a frozen class in a module of its name; `treeward.config.run` joins those of a run that trains a reward
-model, `treeward.config.grpo_run` those of GRPO.
+Each section is a frozen class. `treeward.config.run` joins those of a run that trains a reward model,
+`treeward.config.grpo_run` those of GRPO.
 """
 
 from treeward.config.checkpointing import CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
 from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.hub import HubConfig
 from treeward.config.load import load_config, load_grpo_config, save_config
 from treeward.config.logger import LoggerConfig
 from treeward.config.policy import PolicyConfig, TokenizerConfig
-from treeward.config.rm import LossConfig, RMConfig
-from treeward.config.run import RewardModelRunConfig
+from treeward.config.run import HubConfig, LossConfig, RewardModelRunConfig, RMConfig
 
 __all__ = [
     "CheckpointingConfig",

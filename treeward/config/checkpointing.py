@@ -7,8 +7,8 @@
       save_period: 100       # optimiser steps
 
 A metric of one validation set is spelt `val:validation-<name>_<metric>`, `validation-<name>_<metric>` or
-`validation-<name>/<metric>`; one pooled over all sets `val_<metric>`, `val:val_<metric>` or `eval/rm/<metric>`.
-Metrics are those of the loss (`loss`, `accuracy`, `reward_margin`, ...) and the diagnostics of `treeward eval`.
+`validation-<name>/<metric>`; a metric over all sets `val_<metric>`, `val:val_<metric>` or `eval/rm/<metric>`. A run of
+GRPO has one validation: `val:<metric>`, `val_<metric>` or `validation/<metric>`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt, model_validator
 
-from treeward.config.base import Strict, nearest_name
+from treeward.config.base import Strict, at_field, nearest_name
 from treeward.errors import ConfigError
 
-__all__ = ["METRICS", "CheckpointingConfig", "MetricKey", "parse_metric_name"]
+__all__ = ["GRPO_METRICS", "METRICS", "CheckpointingConfig", "GRPOCheckpointingConfig", "MetricKey"]
+__all__ += ["parse_grpo_metric_name", "parse_metric_name"]
 
 METRICS: Mapping[str, bool | None] = {
     "loss": False,
@@ -41,18 +42,30 @@ METRICS: Mapping[str, bool | None] = {
     "worst_subset": True,
     "robust_accuracy": True,
 }
-"""The validation metrics -> whether higher is better; None where neither direction is.
+"""The validation metrics of a reward model -> whether higher is better; None where neither direction is.
 
-A metric whose name ends in `_` and another's has the other's direction, so that a name in underscores, which may be
-read as either, has one direction.
+A metric whose name ends in `_` and another metric's name has the same direction, because a name in underscores may be
+read as either.
 """
 
-_DURATION = re.compile(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})")
+GRPO_METRICS: Mapping[str, bool | None] = {
+    "reward": True,
+    "raw_reward": True,
+    "proxy": True,
+    "gold_reward": True,
+    "kl": False,
+    "truncation_rate": False,
+    "entropy": None,
+    "mean_gen_tokens_per_sample": None,
+}
+"""The validation metrics of GRPO -> whether higher is better; None where neither direction is."""
+
+_DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 _SPELLINGS = "val:validation-<name>_<metric>, validation-<name>/<metric>, val_<metric> or eval/rm/<metric>"
 
 
 class MetricKey(NamedTuple):
-    """Which validation metric: of the set `validation`, or pooled over all sets if that is None."""
+    """A validation metric of the set `validation`, or over all sets if that is None."""
 
     validation: str | None
     metric: str
@@ -62,8 +75,8 @@ def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
     """Read a metric's name in any accepted spelling.
 
     `sets`: the names of the validation sets. With underscores `validation-a_robust_accuracy` is the metric
-    `robust_accuracy` of the set `a` or `accuracy` of `a_robust`: a set that is there is meant, and where none is the
-    longer metric. Raises `ConfigError` for what is no name of a metric, and where both sets are there.
+    `robust_accuracy` of the set `a` or `accuracy` of `a_robust`: the set in `sets` decides, and without one the longer
+    metric. Raises `ConfigError` for any other name, and where both sets exist.
     """
     spelling = name.removeprefix("val:")
     for pooled in ("val_", "eval/rm/"):
@@ -83,23 +96,15 @@ def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
     else:
         validation, metric = _split_at_underscore(spelling, sets, name)
     if not validation:
-        raise ConfigError("a metric's name does not say of which validation set", got=name, need=_SPELLINGS)
+        raise ConfigError("a metric's name has no validation set", got=name, need=_SPELLINGS)
     return MetricKey(validation, _known_metric(metric, name))
 
 
 def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple[str, str]:
-    """The set and the metric of a spelling in which only underscores part them, the longest metric first."""
+    """The set and the metric of a spelling in underscores; the longest metric unless `sets` says otherwise."""
     known = sorted((m for m in METRICS if spelling.endswith(f"_{m}") and spelling != f"_{m}"), key=len, reverse=True)
     readings = [(spelling.removesuffix(f"_{metric}"), metric) for metric in known]
     meant = [reading for reading in readings if reading[0] in sets]
-    if not meant:  # plain_lenght_controlled_accuracy: a set that is there, and a metric that is misspelt
-        for known_set in sorted(sets, key=len, reverse=True):
-            if spelling.startswith(f"{known_set}_"):
-                return known_set, spelling.removeprefix(f"{known_set}_")
-    if not readings:
-        validation, _, metric = spelling.rpartition("_")
-        return validation, metric
-    meant = meant or readings[:1]
     if len(meant) > 1:
         raise ConfigError(
             "a metric's name can be read in two ways",
@@ -107,7 +112,15 @@ def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple
             need="a slash between the set and the metric",
             fix="write " + " or ".join(f"validation-{validation}/{metric}" for validation, metric in meant),
         )
-    return meant[0]
+    if meant:
+        return meant[0]
+    for known_set in sorted(sets, key=len, reverse=True):
+        if spelling.startswith(f"{known_set}_"):  # plain_lenght_controlled_accuracy: the metric is misspelt
+            return known_set, spelling.removeprefix(f"{known_set}_")
+    if readings:
+        return readings[0]
+    validation, _, metric = spelling.rpartition("_")
+    return validation, metric
 
 
 def _known_metric(metric: str, name: str) -> str:
@@ -122,15 +135,34 @@ def _known_metric(metric: str, name: str) -> str:
     return metric
 
 
+def parse_grpo_metric_name(name: str) -> str:
+    """The key of `GRPO_METRICS` that a name means; `accuracy` is NeMo RL's name of the mean reward.
+
+    Raises `ConfigError` for any other name.
+    """
+    match = re.fullmatch(r"(?:val:|(?=val))(?:val_|validation/)?(\w+)", name)
+    metric = match[1] if match else name
+    metric = "reward" if match and metric == "accuracy" else metric
+    if match is None or metric not in GRPO_METRICS:
+        near = nearest_name(metric, GRPO_METRICS)
+        raise ConfigError(
+            "a metric is not known",
+            got=name,
+            need=f"val:<metric>, val_<metric> or validation/<metric>; <metric> is one of {', '.join(GRPO_METRICS)}",
+            fix="the prompts of each step differ: rank by val:reward"
+            if name.startswith("train")
+            else f"did you mean val:{near}?"
+            if near
+            else None,
+        )
+    return metric
+
+
 def _seconds(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    match = _DURATION.fullmatch(value.strip())
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return value
     days, hours, minutes, seconds = map(int, match.groups())
-    if hours > 23 or minutes > 59 or seconds > 59:
-        raise ConfigError("a duration is out of range", got=value, need="DD:HH:MM:SS with HH < 24, MM < 60, SS < 60")
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
@@ -149,22 +181,22 @@ class CheckpointingConfig(Strict):
     checkpoint_dir: str = "results/rm"
     """Folder of this run's checkpoints and of its export."""
     resume: bool = True
-    """Go on from the latest checkpoint in `checkpoint_dir` if there is one."""
+    """Continue from the latest checkpoint in `checkpoint_dir` if there is one."""
     save_period: PositiveInt | None = 100
-    """Save each time after so many optimiser steps. None: only at the end, on a signal, and by the deadline."""
+    """Optimiser steps from one save to the next. None: only at the end, on a signal, and at the deadline."""
     checkpoint_must_save_by: Annotated[PositiveFloat | None, BeforeValidator(_seconds)] = None
-    """Save and leave after this time, as `DD:HH:MM:SS` or in seconds."""
+    """Save and stop after this time, in seconds or as `"DD:HH:MM:SS"`, in quotes."""
     metric_name: str | None = None
     """The metric that ranks checkpoints (spellings above): `loss`, `accuracy`, `reward_margin`, `chosen_rewards`,
     `rejected_rewards`, `length_controlled_accuracy`, `accuracy_longer_right`, `accuracy_shorter_right`, `accuracy_gap`,
     `ece`, `brier`, `auroc`, `kendall_tau`, `worst_subset` or `robust_accuracy`. None: the latest are kept."""
     higher_is_better: bool | None = None
-    """Direction of the metric. None: decided by the metric; those of which neither direction is better (`accuracy_gap`,
-    `chosen_rewards`, `rejected_rewards`) need it."""
+    """Direction of the metric. None: decided by the metric. `accuracy_gap`, `chosen_rewards` and `rejected_rewards`
+    have no direction of their own and need it."""
     keep_top_k: PositiveInt | None = 3
-    """How many of the best checkpoints stay, beside the latest. None: all."""
+    """Number of best checkpoints that stay, beside the latest. None: all."""
     save_optimizer: bool = True
-    """Without the optimiser's state a checkpoint can be scored with, and not resumed from."""
+    """Save the state of the optimiser. A checkpoint without it can be scored with, and not resumed from."""
     model_save_format: Literal["safetensors"] = "safetensors"
     """The only format: pickled weights would be code."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -177,24 +209,20 @@ class CheckpointingConfig(Strict):
         return metric, METRICS[metric]
 
     @model_validator(mode="after")
-    def _metric_is_known(self) -> CheckpointingConfig:
+    def _metric_has_a_direction(self) -> CheckpointingConfig:
         if self.metric_name is None:
             return self
         try:
             metric, direction = self._metric(self.metric_name)
         except ConfigError as error:
-            raise ConfigError(
-                error.summary, field="metric_name", got=error.got, need=error.need, fix=error.fix
-            ) from None
+            raise at_field(error, "metric_name") from None
         if direction is None and self.higher_is_better is None:
             raise ConfigError(
                 f"{metric} does not say which of two checkpoints is better",
                 field="higher_is_better",
                 got="null",
                 need="true or false",
-                fix="a gap costs length_controlled_accuracy, which has a direction: rank by that"
-                if metric == "accuracy_gap"
-                else None,
+                fix="rank by length_controlled_accuracy, which has a direction" if metric == "accuracy_gap" else None,
             )
         if direction is not None and self.higher_is_better not in (None, direction):
             raise ConfigError(
@@ -212,3 +240,29 @@ class CheckpointingConfig(Strict):
         if self.higher_is_better is not None or self.metric_name is None:
             return self.higher_is_better is not False
         return bool(self._metric(self.metric_name)[1])
+
+
+class GRPOCheckpointingConfig(CheckpointingConfig):
+    """When the run is saved, and which checkpoints stay."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        **CheckpointingConfig.ignored_keys,
+        "save_data_plane": "there is no data plane",
+        "load_replay_buffer": "every completion is sampled by the policy that learns from it",
+    }
+
+    checkpoint_dir: str = "results/grpo"
+    """Folder of this run's checkpoints and of its export."""
+    save_period: PositiveInt | None = 10
+    """Steps from one save to the next. None: only at the end, on a signal, and at the deadline."""
+    metric_name: str | None = None
+    """The validation metric that ranks checkpoints, as `val:<metric>`, `val_<metric>` or `validation/<metric>`:
+    `reward` (also `accuracy`), `raw_reward`, `proxy` (the reward on a fixed scale, where running statistics change
+    it), `gold_reward`, `kl`, `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
+    higher_is_better: bool | None = None
+    """Direction of the metric. None: decided by the metric. `entropy` and `mean_gen_tokens_per_sample` need it."""
+
+    @classmethod
+    def _metric(cls, name: str) -> tuple[str, bool | None]:
+        metric = parse_grpo_metric_name(name)
+        return metric, GRPO_METRICS[metric]

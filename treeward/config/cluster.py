@@ -1,7 +1,4 @@
-"""`ClusterConfig`: how many processes train. One is all that is supported yet, with or without a GPU.
-
-A run of GRPO counts the machines of all its models (`GRPOClusterConfig`), and so may have more.
-"""
+"""`ClusterConfig`: the machines of a run. One process is all that is supported yet, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
-__all__ = ["ClusterConfig", "GRPOClusterConfig", "MachinesConfig"]
+__all__ = ["ClusterConfig"]
 
 
-class MachinesConfig(Strict):
-    """The machines."""
+class ClusterConfig(Strict):
+    """The machines of the run."""
 
     ignored_keys: ClassVar[Mapping[str, str]] = {
         "master_port_range": "one process opens no ports",
@@ -25,36 +22,18 @@ class MachinesConfig(Strict):
     }
 
     gpus_per_node: NonNegativeInt = 1
-    """Processes on each node, each with its GPU where the machine has any; 0 and 1 both mean one process."""
+    """Processes on each node, each with its GPU where the machine has any. Must be 0 or 1: one process trains."""
     num_nodes: PositiveInt = 1
-    """Nodes."""
-
-    @property
-    def num_processes(self) -> int:
-        """Processes in all."""
-        return max(self.gpus_per_node, 1) * self.num_nodes
-
-
-class ClusterConfig(MachinesConfig):
-    """The machines."""
+    """Nodes. Must be 1."""
 
     @model_validator(mode="after")
     def _one_process(self) -> ClusterConfig:
-        if self.num_processes > 1:
-            key = "num_nodes" if self.num_nodes > 1 else "gpus_per_node"
+        if self.gpus_per_node > 1 or self.num_nodes > 1:
             raise ConfigError(
                 "training on more than one process is not supported yet",
-                field=key,
-                got=f"{self.num_nodes} x {self.gpus_per_node} processes",
+                field="num_nodes" if self.num_nodes > 1 else "gpus_per_node",
+                got=f"num_nodes: {self.num_nodes}, gpus_per_node: {self.gpus_per_node}",
                 need="one process",
                 fix="set cluster.num_nodes=1 cluster.gpus_per_node=1",
             )
         return self
-
-
-class GRPOClusterConfig(MachinesConfig):
-    """The machines of the policy, of the generator and of the environments together."""
-
-    gpus_per_node: NonNegativeInt = 1
-    """GPUs of each node that the run may use; 0 for the CPU. The policy runs in one process whatever it says; the
-    resources of generation and of a reward model are checked against it."""

@@ -1,6 +1,4 @@
-"""`DataConfig`: which comparisons to train on and which to validate on.
-
-The form that everything else sees is two tuples of named sets:
+"""`DataConfig` and `PromptDataConfig`: the sets of a run, comparisons for a reward model and prompts for a policy.
 
     data:
       train:
@@ -9,8 +7,8 @@ The form that everything else sees is two tuples of named sets:
         - {data_path: plain.jsonl, name: plain}
         - {data_path: hard.jsonl, name: hard}
 
-Two more forms are accepted and mean the same (see `treeward.config.data_forms`): the flat one, as `dataset_name`,
-`train_data_path`, `val_data_path`, `val_data_paths: {name: path}`, `train_split`, `val_split`, and blocks with shared
+Two more forms are accepted and mean the same (see `treeward.config.data_forms`): flat keys, as `dataset_name`,
+`train_data_path`, `val_data_path`, `val_data_paths: {name: path}`, `train_split`, `val_split`; and blocks with shared
 values, as `train: {...}`, `validation: {...}`, `default: {...}`.
 """
 
@@ -18,20 +16,82 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from treeward.config.base import Strict
-from treeward.config.data_forms import FORM_KEYS, normalise_data
+from treeward.config.data_forms import PREFERENCES, PROMPTS, normalise_data
 from treeward.errors import ConfigError
 
-__all__ = ["DataConfig", "DatasetConfig", "check_longest_input", "check_sets"]
+__all__ = ["DataConfig", "DatasetConfig", "PromptDataConfig", "PromptSetConfig", "SetConfig", "check_longest_input"]
 
-_NEEDS_A_PATH = ("PreferenceDataset", "BinaryPreferenceDataset")
+_NEEDS_A_PATH = ("PreferenceDataset", "BinaryPreferenceDataset", "ResponseDataset", "PromptDataset")
+_OPEN_MATH_VALIDATION = 0.05
 
 
-class DatasetConfig(Strict):
+def _part_of_a_metric(name: str | None) -> str | None:
+    if name is not None and not re.fullmatch(r"[^\s/]+", name):
+        raise ConfigError(
+            "a validation set's name cannot be part of a metric's name",
+            got=name,
+            need="no spaces and no slashes: the metrics are called validation-<name>/loss, ...",
+        )
+    return name
+
+
+class SetConfig(Strict):
+    """One set of data: its format, where it lies, and how to read it."""
+
+    dataset_name: str
+    """Name of a format, or the dotted path of a class."""
+    name: Annotated[str | None, AfterValidator(_part_of_a_metric)] = None
+    """Name of a validation set: its metrics are `validation-<name>/...`. The only unnamed one is called `default`."""
+    data_path: str | None = None
+    """A file (jsonl, json, csv, parquet, arrow, each also gzipped), a `save_to_disk` folder, or a hub name."""
+    split: str | None = None
+    """Split of a hub dataset or of a saved folder."""
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+    weight: PositiveFloat = 1.0
+    """Training only: passes over this set per epoch. 0.5 is a seeded half of its rows, 2.0 is every row twice."""
+    prompt_file: str | None = None
+    """A text file with one `{}`, which is replaced by the last user message."""
+    system_prompt_file: str | None = None
+    """A text file whose content becomes the system message of conversations that have none."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments for the constructor of a class that is given by its dotted path."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        return {key: value for key, value in raw.items() if value is not None or key not in cls.model_fields}
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> SetConfig:
+        if self.data_path is None and self.dataset_name in _NEEDS_A_PATH:
+            raise ConfigError(
+                f"{self.dataset_name} needs a data_path",
+                got="no data_path",
+                need="a file, a folder or a hub name",
+                fix="give data_path, or the dataset_name of a set that brings its own data, as HelpSteer3 for "
+                "comparisons or OpenMathInstruct-2 for prompts",
+            )
+        return self
+
+
+class DatasetConfig(SetConfig):
     """One set of comparisons: its format, where it lies, and how to read it."""
 
     ignored_keys: ClassVar[Mapping[str, str]] = {
@@ -42,68 +102,22 @@ class DatasetConfig(Strict):
     dataset_name: str = "PreferenceDataset"
     """A registered format (`PreferenceDataset`, `BinaryPreferenceDataset`, `HelpSteer3`, `Tulu3Preference`,
     `Bundled`, ...) or the dotted path of a class, as `my.module.MyDataset`."""
-    name: str | None = None
-    """Name of a validation set: its metrics are `validation-<name>/...`. The only unnamed one is called `default`."""
-    data_path: str | None = None
-    """A file (jsonl, json, csv, parquet, arrow, each also gzipped), a `save_to_disk` folder, or a hub name."""
-    split: str | None = None
-    """Split of a hub dataset or of a saved folder."""
-    subset: str | None = None
-    """Configuration name of a hub dataset."""
-    weight: PositiveFloat = 1.0
-    """Training only: passes over this set per epoch. 0.5 is a seeded half of its rows, 2.0 is every row twice."""
     non_contextual_answer: bool = False
-    """Training only: each comparison that is kept also gets a good answer to another prompt, worse than all of its own,
-    so that length, tone and format count for nothing in an answer to another question (Liu et al. 2024, arXiv
-    2409.13156)."""
+    """Training only: add to each comparison a good completion of another prompt, ranked below its own completions, so
+    that length, tone and format do not help a completion off the subject (Liu et al. 2024, arXiv 2409.13156)."""
     prompt_key: str = "prompt"
     """`BinaryPreferenceDataset`: the key of the prompt (a string or messages)."""
     chosen_key: str = "chosen"
-    """`BinaryPreferenceDataset`: the key of the better answer."""
+    """`BinaryPreferenceDataset`: the key of the better completion."""
     rejected_key: str = "rejected"
-    """`BinaryPreferenceDataset`: the key of the worse answer."""
-    prompt_file: str | None = None
-    """A text file with one `{}`, in whose place the last user message is put."""
-    system_prompt_file: str | None = None
-    """A text file whose content becomes the system message of conversations that have none."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More arguments for the constructor of a class that was given by its dotted path."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
-        return {key: value for key, value in raw.items() if value is not None or key not in cls.model_fields}
-
-    @field_validator("name")
-    @classmethod
-    def _name_fits_a_metric(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[^\s/]+", name):
-            raise ConfigError(
-                "a validation set's name cannot be part of a metric's name",
-                got=name,
-                need="no spaces and no slashes: the metrics are called validation-<name>/loss, ...",
-            )
-        return name
-
-    @model_validator(mode="after")
-    def _has_a_path(self) -> DatasetConfig:
-        if self.data_path is None and self.dataset_name in _NEEDS_A_PATH:
-            raise ConfigError(
-                f"{self.dataset_name} needs a data_path",
-                got="no data_path",
-                need="a file, a folder or a hub name",
-                fix="give data_path, or the dataset_name of a set that brings its own data, as HelpSteer3",
-            )
-        return self
+    """`BinaryPreferenceDataset`: the key of the worse completion."""
 
 
 class DataConfig(Strict):
     """The training and validation sets, and what happens to rows that do not fit."""
 
     ignored_keys: ClassVar[Mapping[str, str]] = DatasetConfig.ignored_keys
-    other_forms: ClassVar[tuple[str, ...]] = FORM_KEYS
+    other_forms: ClassVar[tuple[str, ...]] = PREFERENCES.keys
 
     train: tuple[DatasetConfig, ...]
     """The training sets, mixed by their weights."""
@@ -116,41 +130,150 @@ class DataConfig(Strict):
     num_workers: int | None = Field(default=None, ge=0)
     """Processes that tokenize; 0 and 1 mean this one. None: decided by the size of the data."""
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
-    """What happens to a comparison that is too long: left out and counted, its context cut from the left, an error."""
+    """Comparisons that are too long are left out and counted (`drop`), their contexts are cut from the left
+    (`truncate_left`), or they are an error (`error`)."""
     ties: Literal["drop", "half", "error"] = "drop"
-    """What happens to completions of equal rank: left out and counted, half a win for either side, an error."""
+    """Pairs of completions of equal rank are left out and counted (`drop`), count as half a win for each side (`half`),
+    or are an error (`error`)."""
     cache_dir: str | None = None
     """Where tokenized data is kept. None: `.treeward_cache` in the working folder."""
 
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, raw: Any) -> Any:
-        return normalise_data(raw, DatasetConfig.key_names()) if isinstance(raw, Mapping) else raw
+        return normalise_data(raw, DatasetConfig.key_names(), PREFERENCES) if isinstance(raw, Mapping) else raw
 
     @model_validator(mode="after")
     def _check_sets(self) -> DataConfig:
-        check_sets(self.train, self.validation, "every row of a validation set counts once")
+        _check_sets(self.train, self.validation)
         for i, dataset in enumerate(self.validation):
             if dataset.non_contextual_answer:
                 raise ConfigError(
                     "a validation set has non_contextual_answer",
                     field=f"validation[{i}].non_contextual_answer",
                     got="true",
-                    need="false: such answers are easy to tell, and would flatter the accuracy",
+                    need="false: such completions are easy to tell, and would flatter the accuracy",
                     fix="give it to the training sets alone, as data.non_contextual_answer or in data.train",
                 )
         return self
 
 
-class _NamedSet(Protocol):
+class PromptSetConfig(SetConfig):
+    """One set of prompts: its format, where it lies, how to read it, and which environment rewards completions."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "repeat": "grpo.num_val_generations says how often a validation prompt is answered",
+        "download_dir": "data is cached where HF_HOME says",
+    }
+
+    dataset_name: str = "ResponseDataset"
+    """`ResponseDataset` (rows with a question and its answer), `PromptDataset` (rows with messages), `Bundled`,
+    `OpenMathInstruct-2`, `DeepScaler`, `AIME2024`, or the dotted path of a class, as `my.module.MyPrompts`."""
+    input_key: str | None = None
+    """The key of the question (a string or messages). None: that of the format, `input` of a `ResponseDataset`."""
+    output_key: str | None = None
+    """The key of the answer, which becomes the `ground_truth` that environments read. None: that of the format,
+    `output` of a `ResponseDataset`."""
+    processor: Literal["math_hf_data_processor", "math_data_processor"] | None = None
+    """Accepted for NeMo RL's files: the format of the set decides how its rows are read."""
+    env_name: str | dict[str, FiniteFloat] | None = None
+    """The environment of rows that name none: a key of `env`, or several with weights, as `{math: 1.0, format: 0.2}`.
+    None: as `grpo.environments` says."""
+    max_samples: PositiveInt | None = None
+    """Read only this number of rows, the first ones. None: all."""
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the rows, drawn with `seed`, that is held out for validation. A training set that holds rows out also
+    becomes a validation set. 0: none."""
+    part: Literal["train", "validation"] | None = None
+    """Rows of a set with `split_validation_size`: the held-out ones (`validation`) or the others (`train`). None:
+    `train` in `data.train`, `validation` in `data.validation`."""
+    seed: NonNegativeInt = 42
+    """Determines which rows `split_validation_size` holds out."""
+
+    @model_validator(mode="after")
+    def _part_of_split_rows(self) -> PromptSetConfig:
+        if self.part is not None and self.split_validation_size == 0.0:
+            raise ConfigError(
+                "part needs split_validation_size",
+                field="part",
+                got=f"{self.part}, split_validation_size: 0",
+                need="split_validation_size above 0, or no part",
+            )
+        return self
+
     @property
-    def name(self) -> str | None: ...
-    @property
-    def weight(self) -> float: ...
+    def environment_names(self) -> tuple[str, ...]:
+        """The environments that `env_name` names."""
+        if self.env_name is None:
+            return ()
+        return (self.env_name,) if isinstance(self.env_name, str) else tuple(self.env_name)
 
 
-def check_sets(train: Sequence[object], validation: Sequence[_NamedSet], why_no_weight: str) -> None:
-    """Raise `ConfigError` where nothing is trained on, or validation sets cannot be told apart or have weights."""
+class PromptDataConfig(Strict):
+    """The prompts to train on and to validate on."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "num_workers": "prompts are short: this process renders them",
+        "use_multiple_dataloader": "sets are mixed by their weights",
+    }
+    other_forms: ClassVar[tuple[str, ...]] = PROMPTS.keys
+
+    train: tuple[PromptSetConfig, ...]
+    """The training sets, mixed by their weights."""
+    validation: tuple[PromptSetConfig, ...] = ()
+    """The validation sets, whose prompts are validated on together."""
+    shuffle: bool = True
+    """A new order of the training prompts in each epoch, determined by `grpo.seed`."""
+    max_input_seq_length: PositiveInt | None = None
+    """Longest prompt, in tokens; longer ones are left out and counted. Prompts that leave no room for a completion in
+    `policy.max_total_sequence_length` are left out in any case."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalise(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        had_blocks = raw.get("train") is not None
+        data = normalise_data(raw, PromptSetConfig.key_names(), PROMPTS)
+        if not had_blocks and not data["validation"]:
+            for block in data["train"]:  # as NeMo RL does for these in the flat form
+                if block.get("dataset_name") == "OpenMathInstruct-2":
+                    block["split_validation_size"] = _OPEN_MATH_VALIDATION
+                elif block.get("dataset_name") == "DeepScaler":
+                    shared = {key: value for key, value in block.items() if key not in ("data_path", "split")}
+                    data["validation"] = [{**shared, "dataset_name": "AIME2024", "name": "default"}]
+        _add_held_out(data)
+        return data
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> PromptDataConfig:
+        _check_sets(self.train, self.validation)
+        return self
+
+
+def _add_held_out(data: dict[str, Any]) -> None:
+    """Make the rows that training sets hold out validation sets, unless they are ones already."""
+    held_out = []
+    for i, block in enumerate(data["train"]):
+        if not isinstance(block.get("split_validation_size"), int | float) or not block["split_validation_size"]:
+            continue
+        try:
+            PromptSetConfig.model_validate(block)
+        except ValidationError:
+            continue  # the training set reports its own mistake
+        if block.get("part") is None:
+            block["part"] = "train"
+            # Validation sets have no weight, and several sets may hold rows out under names of their own.
+            shared = {key: value for key, value in block.items() if key not in ("weight", "name")}
+            held_out.append({**shared, "part": "validation", "name": f"held_out_{i}" if i else "held_out"})
+    for block in data["validation"]:
+        if block.get("split_validation_size"):
+            block.setdefault("part", "validation")
+    data["validation"] += held_out
+
+
+def _check_sets(train: Sequence[SetConfig], validation: Sequence[SetConfig]) -> None:
+    """Raise `ConfigError` for no training set, and for validation sets with equal names or with weights."""
     if not train:
         raise ConfigError(
             "there is no training data",
@@ -173,7 +296,7 @@ def check_sets(train: Sequence[object], validation: Sequence[_NamedSet], why_no_
                 "a validation set has a weight",
                 field=f"validation[{i}].weight",
                 got=dataset.weight,
-                need=f"no weight: {why_no_weight}",
+                need="no weight: every row of a validation set counts once",
             )
 
 

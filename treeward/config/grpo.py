@@ -1,12 +1,16 @@
-"""`GRPOConfig`: group-relative policy optimisation, step by step: sampling, rewards, advantages, validation.
+"""`GRPOConfig` and `PolicyLossConfig`: group-relative policy optimisation, from sampling to the loss.
 
     grpo:
       num_prompts_per_step: 32
       num_generations_per_prompt: 16
       val_period: 10                 # steps
       gold_environment: judge        # watched, never trained on
+    loss_fn:
+      reference_policy_kl_penalty: 0.01
+      ratio_clip_min: 0.2
+      ratio_clip_max: 0.28           # clip-higher, Yu et al. 2025 (arXiv 2503.14476)
 
-A step samples `num_prompts_per_step` groups of answers, and learns from each of them `updates_per_batch` times.
+A step samples `num_prompts_per_step` groups of completions, and learns from each group `updates_per_batch` times.
 """
 
 from __future__ import annotations
@@ -23,22 +27,109 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    TypeAdapter,
-    ValidationError,
     model_validator,
 )
 
-from treeward.config.backends import DisabledSection
-from treeward.config.base import Strict
-from treeward.config.rm import none_for
+from treeward.config.base import Limit, Period, Strict
+from treeward.config.policy import DisabledSection
 from treeward.errors import ConfigError
 
-__all__ = ["AdvantageEstimatorConfig", "AlarmKind", "AsyncGRPOConfig", "GRPOConfig", "OverlongShapingConfig"]
-__all__ += ["RewardScalingConfig", "WatchConfig"]
+__all__ = ["AdvantageEstimatorConfig", "AlarmKind", "AsyncGRPOConfig", "Estimator", "GRPOConfig"]
+__all__ += ["OverlongShapingConfig", "PolicyLossConfig", "RewardScalingConfig", "WatchConfig"]
 
 Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
 AlarmKind = Literal["gold_falls", "kl_budget", "length_growth", "entropy_collapse", "truncation", "no_signal"]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class PolicyLossConfig(Strict):
+    """The clipped surrogate, and the penalty on leaving the reference policy."""
+
+    switched_off_keys: ClassVar[Mapping[str, str]] = {
+        "disable_ppo_ratio": "set loss_fn.force_on_policy_ratio=true for one update per batch without ratios",
+        "use_cispo": "use the clipped surrogate: set loss_fn.use_cispo=false",
+        "seq_logprob_error_in_loss": "set loss_fn.seq_logprob_error_in_loss=false: token_mult_prob_error is logged",
+        "positive_example_nll_weight": "set loss_fn.positive_example_nll_weight=0",
+        "truncated_importance_sampling_ratio_min": "set loss_fn.truncated_importance_sampling_type=tis, which has none",
+    }
+    other_names: ClassVar[Mapping[str, str]] = {"use_kl_in_reward": "kl_in_reward"}
+
+    reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    """Weight of KL(policy || reference). 0: no penalty; the KL is still measured."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL from the sampled tokens (Schulman 2020). `k1` needs `kl_in_reward`: the gradient of its
+    expectation is zero as a loss."""
+    kl_in_reward: bool = False
+    """Subtract the penalty from the reward of a completion, before advantages, instead of adding it to the loss. NeMo
+    RL's name is `use_kl_in_reward`."""
+    kl_input_clamp_value: PositiveFloat | None = 20.0
+    """Clip the log-ratio of a token to the reference to this absolute value before the KL is estimated. None disables
+    clipping; ignored with `kl_in_reward`."""
+    kl_output_clamp_value: PositiveFloat | None = 10.0
+    """Clip the estimated KL of a token to this absolute value. None disables clipping; ignored with `kl_in_reward`."""
+    ratio_clip_min: float = Field(default=0.2, ge=0.0, le=1.0)
+    """The ratio of new to old probability is clipped below at 1 - this."""
+    ratio_clip_max: NonNegativeFloat = 0.2
+    """The ratio is clipped above at 1 + this."""
+    ratio_clip_c: float | None = Field(default=None, gt=1.0)
+    """Dual clip: the largest multiple of a negative advantage in the loss, usually 3 (Ye et al. 2019, arXiv
+    1912.09729). None: no limit."""
+    token_level_loss: bool = True
+    """Every token of the batch has the same weight. False: every completion has, whatever its length."""
+    sequence_level_importance_ratios: bool = False
+    """One ratio for a whole completion, the geometric mean over its tokens (GSPO, Zheng et al. 2025, arXiv
+    2507.18071). Needs `token_level_loss: false`."""
+    use_importance_sampling_correction: bool = False
+    """Weight tokens by the trainer's probability over the generator's, for a generator with other numerics."""
+    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    """The largest such weight. None: no limit."""
+    truncated_importance_sampling_type: Literal["tis"] | None = None
+    """Accepted for NeMo RL's files: larger weights are always cut to `truncated_importance_sampling_ratio`."""
+    use_on_policy_kl_approximation: bool = False
+    """Weight the estimated KL of a token by its new probability over its probability when it was sampled."""
+    force_on_policy_ratio: bool = False
+    """Set the ratio to 1 and keep its gradient; needs one update per batch."""
+
+    @model_validator(mode="after")
+    def _kl_has_a_gradient(self) -> PolicyLossConfig:
+        if self.reference_policy_kl_type == "k1" and not self.kl_in_reward and self.reference_policy_kl_penalty > 0:
+            raise ConfigError(
+                "k1 as a loss teaches nothing: its expected gradient is zero",
+                field="reference_policy_kl_type",
+                got="k1, kl_in_reward: false",
+                need="k3 or k2 in the loss, or k1 in the reward",
+                fix="set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ratios_fit(self) -> PolicyLossConfig:
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            raise ConfigError(
+                "sequence_level_importance_ratios needs a loss over whole completions",
+                field="sequence_level_importance_ratios",
+                got="true, token_level_loss: true",
+                need="token_level_loss: false",
+                fix="set loss_fn.token_level_loss=false",
+            )
+        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max:
+            raise ConfigError(
+                "the dual clip is inside the clip",
+                field="ratio_clip_c",
+                got=f"{self.ratio_clip_c}, ratio_clip_max: {self.ratio_clip_max}",
+                need="more than 1 + ratio_clip_max; usually 3",
+                fix="set loss_fn.ratio_clip_c=3",
+            )
+        if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
+            raise ConfigError(
+                "truncated_importance_sampling_ratio limits a correction that is switched off",
+                field="truncated_importance_sampling_ratio",
+                got=f"{self.truncated_importance_sampling_ratio}, use_importance_sampling_correction: false",
+                need="use_importance_sampling_correction: true, or null",
+                fix="set loss_fn.use_importance_sampling_correction=true, or "
+                "loss_fn.truncated_importance_sampling_ratio=null",
+            )
+        return self
 
 
 class AdvantageEstimatorConfig(Strict):
@@ -46,33 +137,30 @@ class AdvantageEstimatorConfig(Strict):
 
     name: Estimator = "grpo"
     """`grpo`: reward less the group's mean, over the group's standard deviation (Shao et al. 2024); `leave_one_out`:
-    less the mean of the other answers (Ahmadian et al. 2024); `reinforce_plus_plus`: less the group's mean, over the
-    standard deviation of the whole batch (Hu et al. 2025)."""
+    less the mean of the other completions (Ahmadian et al. 2024); `reinforce_plus_plus`: less the group's mean, over
+    the standard deviation of the whole batch (Hu et al. 2025)."""
     normalize_rewards: bool | None = None
-    """Divide by the standard deviation. None: as `grpo.normalize_rewards` says for `grpo`; false for `leave_one_out`.
+    """Divide by the standard deviation. None: as `grpo.normalize_rewards` for `grpo`, false for `leave_one_out`.
     `reinforce_plus_plus` always divides."""
     use_leave_one_out_baseline: bool | None = None
-    """Of `grpo`: take the mean of the other answers. None: as `grpo.use_leave_one_out_baseline` says."""
+    """With `grpo`: subtract the mean of the other completions. None: as `grpo.use_leave_one_out_baseline`."""
     minus_baseline: bool = True
-    """Of `reinforce_plus_plus`: compare with the mean of the group. False: with that of the whole batch."""
+    """With `reinforce_plus_plus`: subtract the mean of the group. False: subtract the mean of the whole batch."""
 
     @model_validator(mode="after")
     def _keys_fit_the_name(self) -> AdvantageEstimatorConfig:
+        field = None
         if self.name == "leave_one_out" and self.use_leave_one_out_baseline is False:
-            raise ConfigError(
-                "leave_one_out without the leave-one-out baseline",
-                field="use_leave_one_out_baseline",
-                got="false, name: leave_one_out",
-                need="name: grpo, or no such key",
-                fix="remove grpo.adv_estimator.use_leave_one_out_baseline",
-            )
+            field = "use_leave_one_out_baseline"
         if self.name == "reinforce_plus_plus" and self.normalize_rewards is False:
+            field = "normalize_rewards"
+        if field is not None:
             raise ConfigError(
-                "reinforce_plus_plus always divides by the standard deviation of the batch",
-                field="normalize_rewards",
-                got="false",
-                need="true, or no such key",
-                fix="for the difference alone set grpo.adv_estimator.name=grpo",
+                f"{field}: false contradicts the estimator {self.name}",
+                field=field,
+                got=f"false, name: {self.name}",
+                need="name: grpo, or no such key",
+                fix=f"remove grpo.adv_estimator.{field}",
             )
         return self
 
@@ -81,34 +169,33 @@ class OverlongShapingConfig(Strict):
     """A penalty that grows over the last tokens before the limit (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13)."""
 
     switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "stop_properly_penalty_coef": "rewards of truncated answers are not scaled, which would praise bad ones: use "
-        "grpo.truncated=penalty",
+        "stop_properly_penalty_coef": "use grpo.truncated=penalty: a factor would raise negative rewards",
     }
 
     enabled: bool = False
     """Subtract the penalty."""
     overlong_buffer_length: PositiveInt = 128
-    """Over so many tokens before `max_response_length` the penalty grows from 0 to its whole."""
+    """The penalty grows from 0 to its maximum over this number of tokens before `max_response_length`."""
     overlong_buffer_penalty: NonNegativeFloat = 1.0
-    """The whole penalty, at `max_response_length` and beyond."""
+    """The maximum penalty, at `max_response_length` and beyond."""
     max_response_length: PositiveInt | None = None
-    """In tokens; or what a prompt leaves of `policy.max_total_sequence_length`, if that is less, for there its answers
-    are cut. None: `policy.generation.max_new_tokens`, or that room."""
+    """Length of a completion, in tokens, at which the penalty reaches its maximum; less where the prompt leaves less
+    room in `policy.max_total_sequence_length`. None: `policy.generation.max_new_tokens`, or that room."""
 
 
 class RewardScalingConfig(Strict):
-    """Rewards are clipped to a range, and the range is mapped to another by a line."""
+    """Rewards are clipped to a source range, which is mapped linearly to a target range."""
 
     enabled: bool = False
     """Scale rewards, before any penalty."""
     source_min: FiniteFloat = 0.0
-    """Smaller rewards are taken as this."""
+    """Smaller rewards are raised to this."""
     source_max: FiniteFloat = 1.0
-    """Larger rewards are taken as this."""
+    """Larger rewards are cut to this."""
     target_min: FiniteFloat = 0.0
-    """What `source_min` becomes."""
+    """The reward that `source_min` becomes."""
     target_max: FiniteFloat = 1.0
-    """What `source_max` becomes."""
+    """The reward that `source_max` becomes."""
 
     @model_validator(mode="after")
     def _ranges_rise(self) -> RewardScalingConfig:
@@ -119,58 +206,47 @@ class RewardScalingConfig(Strict):
                     f"the {side} range of reward_scaling does not rise",
                     field=f"{side}_min",
                     got=f"{side}_min: {low}, {side}_max: {high}",
-                    need=f"{side}_min below {side}_max: a better answer has the higher reward",
+                    need=f"{side}_min below {side}_max: a better completion has the higher reward",
                 )
         return self
 
 
 class AsyncGRPOConfig(DisabledSection):
-    """Training while older answers are still being sampled: accepted while disabled."""
+    """Training while older completions are still being sampled: accepted while disabled."""
 
     reason = "asynchronous GRPO is not supported"
-    remedy = "set grpo.async_grpo.enabled=false: every answer is of the policy that learns from it"
+    remedy = "set grpo.async_grpo.enabled=false: every completion is sampled by the policy that learns from it"
 
 
 class WatchConfig(Strict):
-    """When the run says that the policy exploits its reward (Gao et al. 2022, arXiv 2210.10760)."""
+    """When the run raises an alarm because the policy exploits its reward (Gao et al. 2022, arXiv 2210.10760)."""
 
     enabled: bool = True
     """Watch every validation."""
     z: PositiveFloat = 3.0
-    """How sure the test of a fall of gold is, over the whole run: the probability of a false alarm is that beyond z of
-    a normal distribution, 0.00135 for 3."""
+    """Threshold of the test for a fall of the gold reward, over the whole run, in standard deviations. The probability
+    of a false alarm is the tail of a normal distribution beyond z, 0.00135 for 3."""
     min_validations: int = Field(default=3, ge=2)
-    """No test before so many validations."""
+    """Validations before the first test."""
     max_kl: PositiveFloat | None = None
     """Budget for KL(policy || reference). None: no budget."""
     max_length_growth: float | None = Field(default=2.0, gt=1.0)
-    """Alarm when answers are so many times as long as at the first validation. None: never."""
+    """Alarm when completions are this many times as long as at the first validation. None: never."""
     min_length_correlation: float = Field(default=0.3, ge=-1.0, le=1.0)
-    """That alarm is raised only where reward and length correlate so much within groups, where that is known."""
+    """Raise that alarm only if reward and length correlate at least this much within groups, where that is known."""
     min_entropy_share: Share | None = 0.1
-    """Alarm when entropy is below this share of that at the first validation. None: never."""
+    """Alarm when the entropy falls below this share of its value at the first validation. None: never."""
     max_truncation_rate: Share | None = 0.5
-    """Alarm when a larger share of answers is cut off. None: never."""
+    """Alarm when a larger share of completions is truncated. None: never."""
     max_groups_without_signal: Share | None = 0.9
-    """Alarm when the rewards are equal within a larger share of groups. None: never."""
+    """Alarm when a larger share of groups has equal rewards. None: never."""
     stop: bool = False
     """End the run at an alarm of a kind in `stop_on`."""
     stop_on: tuple[AlarmKind, ...] = ("gold_falls",)
     """Kinds of alarms."""
 
 
-_FLAG = TypeAdapter(bool)
-
-
-def _is_true(value: Any) -> bool:
-    """Whether a key of the type `bool` would be true; what is no such value is refused by the key itself."""
-    try:
-        return _FLAG.validate_python(value)
-    except ValidationError:
-        return False
-
-
-def _named(value: Any) -> Any:
+def _with_weights(value: Any) -> Any:
     """One name or a list of names, as a mapping to weights."""
     if isinstance(value, str):
         return {value: 1.0}
@@ -196,95 +272,95 @@ class GRPOConfig(Strict):
         "malformed_thinking_advantage": "set it to null: use an environment with a rule for the form",
         "interleave_rollouts": "set it to false",
     }
-    other_forms: ClassVar[tuple[str, ...]] = ("val_num_generations_per_prompt",)
+    other_names: ClassVar[Mapping[str, str]] = {"val_num_generations_per_prompt": "num_val_generations"}
 
     num_prompts_per_step: PositiveInt = 32
-    """Groups in a step: prompts that are answered and learnt from."""
-    num_generations_per_prompt: int = Field(default=16, ge=1)
-    """Answers to each prompt, at least 2: they are each other's baseline."""
-    max_rollout_turns: PositiveInt = 1
-    """Must be 1: a prompt is answered once."""
+    """Groups in a step: prompts that are completed and learnt from."""
+    num_generations_per_prompt: int = Field(default=16, ge=2)
+    """Completions of each prompt, at least 2: the advantage of a completion is relative to its group."""
+    max_rollout_turns: Literal[1] = 1
+    """Must be 1: a prompt is completed once; rollouts of several turns are not supported."""
     max_num_epochs: PositiveInt = 1
-    """Passes over the training prompts: the run ends with the step that draws the last of them. Dynamic sampling draws
-    more prompts for a step, so that it ends before the steps that the schedule spans."""
-    max_num_steps: Annotated[PositiveInt | None, none_for(-1)] = None
-    """Most steps, whatever the epochs say. None (or -1): no limit."""
+    """Passes over the training prompts: the run ends with the step that draws the last prompt. Dynamic sampling draws
+    more prompts for a step, so the run may end before the schedule does."""
+    max_num_steps: Limit = None
+    """Most steps, whatever the number of epochs. None (or -1): no limit."""
     updates_per_batch: PositiveInt = 1
-    """How often the answers of a step are learnt from."""
+    """Passes over the completions of a step."""
     seed: NonNegativeInt = 42
-    """Determines the order of the prompts, what is sampled and every other draw."""
+    """Determines the order of the prompts, the sampling and every other draw."""
 
     normalize_rewards: bool = True
     """Divide advantages by the group's standard deviation."""
     use_leave_one_out_baseline: bool = False
-    """A reward is compared with the mean of the group's other answers: G / (G - 1) times the difference to the mean of
+    """Subtract the mean reward of the other completions of the group: G / (G - 1) times the difference to the mean of
     all."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
-    """How rewards become advantages; what it says itself precedes the two keys above."""
+    """How rewards become advantages; its keys take precedence over the two above."""
     advantage_std_floor: PositiveFloat = 1e-6
-    """Added to the standard deviation before it divides."""
+    """Added to the standard deviation before the division."""
 
-    environments: Annotated[dict[str, FiniteFloat] | None, BeforeValidator(_named)] = None
-    """The environments that reward the answers to prompts that name none, with weights or as a list of names. None:
-    `reward_model` if `env` has it, or else its only one."""
+    environments: Annotated[dict[str, FiniteFloat] | None, BeforeValidator(_with_weights)] = None
+    """The environments that reward completions of prompts without an environment of their own, with weights or as a
+    list of names. None: `reward_model` if `env` has it, otherwise its only one."""
     missing_rewards: Literal["mask", "renormalise"] = "mask"
-    """Of several environments: an answer that one of them could not reward has no reward (`mask`), or the weights of
-    the others are scaled up to the sum of all (`renormalise`)."""
+    """With several environments: a completion that one of them could not reward has no reward (`mask`), or the weights
+    of the others are scaled up to the sum of all (`renormalise`)."""
     environments_on_ray: tuple[str, ...] = ()
-    """Environments that live in Ray actors, on the GPUs of their `resources`. The others are in this process, but for a
-    reward model with several replicas, whose replicas are in Ray actors."""
+    """Environments that run in Ray actors, on the GPUs of their `resources`. The others run in this process, except the
+    replicas of a reward model with several."""
     gold_environment: str | None = None
     """An environment whose reward is watched and never trained on: a stronger judge, or known truth."""
     environment_timeout_seconds: PositiveFloat = 600.0
-    """The time that an environment may take for a step; what has no reward by then has none."""
+    """Time limit of an environment for a step; completions without a reward by then have none."""
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """If a larger share of the answers to a batch of prompts has no reward, the run stops at a saved state. A step is
-    one batch, with dynamic sampling several."""
+    """The run stops at a saved state if a larger share of the completions of a batch has no reward. A step is one
+    batch, or several with dynamic sampling."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     """Rewards are clipped to a range, and mapped to another."""
     reward_shaping: OverlongShapingConfig = OverlongShapingConfig()
-    """A penalty for answers that come near the limit of their length."""
+    """A penalty for completions that come near the limit of their length."""
 
     overlong_filtering: bool = False
     """NeMo RL's name of `truncated: mask`."""
     truncated: Literal["keep", "mask", "penalty"] = "keep"
-    """What becomes of answers that were cut off: learnt from as they are, left out of the loss, or `truncation_penalty`
-    is subtracted from their reward."""
+    """Truncated completions are learnt from like the others (`keep`), left out of the loss (`mask`), or
+    `truncation_penalty` is subtracted from their reward (`penalty`)."""
     truncation_penalty: PositiveFloat = 1.0
-    """Of `truncated: penalty`. Subtracted, never multiplied: a factor would praise what has a negative reward."""
+    """Penalty of `truncated: penalty`. It is subtracted: a factor would raise negative rewards."""
     use_dynamic_sampling: bool = False
     """Sample until there are `num_prompts_per_step` groups whose rewards differ (DAPO)."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
-    """Of dynamic sampling: after so many batches of prompts the step goes on with the groups that it has."""
+    """Dynamic sampling: after this number of batches the step goes on with the groups that it has."""
     batch_multiplier: float = Field(default=1.0, ge=1.0)
-    """Of dynamic sampling: a batch has this many times `num_prompts_per_step` prompts."""
+    """Dynamic sampling: a batch has this many times `num_prompts_per_step` prompts."""
     async_grpo: AsyncGRPOConfig | None = AsyncGRPOConfig()
     """Must be disabled."""
     skip_reference_policy_logprobs_calculation: bool = False
-    """Do without the reference: no KL is measured. Needs `loss_fn.reference_policy_kl_penalty: 0`."""
+    """Run without a reference policy: no KL is measured. Needs `loss_fn.reference_policy_kl_penalty: 0`."""
 
-    val_period: Annotated[PositiveInt | None, none_for(0, -1)] = 10
-    """Validate each time after so many steps. None (or 0): not on the way."""
+    val_period: Period = 10
+    """Steps from one validation to the next. None (or 0): no validation before the end."""
     val_at_start: bool = False
     """Validate before the first step too."""
     val_at_end: bool = True
     """Validate after the last step too."""
-    max_val_samples: Annotated[PositiveInt | None, none_for(-1)] = 256
-    """Most prompts to validate on, always the same. None: all."""
+    max_val_samples: Limit = 256
+    """Most prompts to validate on, always the same ones. None: all."""
     val_batch_size: PositiveInt | None = 256
-    """Validation prompts that are answered and rewarded at a time. None: all."""
+    """Validation prompts that are completed and rewarded at a time. None: all."""
     num_val_generations: PositiveInt = 1
-    """Answers to each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
+    """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
-    """When the run says that the policy exploits its reward."""
+    """When the run raises an alarm because the policy exploits its reward."""
     log_period: PositiveInt = 1
-    """Log the metrics of training each time after so many steps."""
+    """Steps from one log of the training metrics to the next."""
     num_logged_samples: NonNegativeInt = 8
-    """Prompts of each validation whose answers are kept for the report, in `samples.jsonl`."""
+    """Prompts of each validation whose completions are kept for the report, in `samples.jsonl`."""
 
     @property
     def estimator(self) -> Estimator:
-        """How the baseline is taken, whichever key says so."""
+        """The estimator that all keys together choose."""
         own = self.adv_estimator
         leave_one_out = own.use_leave_one_out_baseline
         if leave_one_out is None:
@@ -293,7 +369,7 @@ class GRPOConfig(Strict):
 
     @property
     def divides_by_std(self) -> bool:
-        """Whether advantages are divided by a standard deviation: the group's, or of REINFORCE++ the batch's."""
+        """Whether advantages are divided by a standard deviation: of the group, or with REINFORCE++ of the batch."""
         own = self.adv_estimator
         if own.name == "reinforce_plus_plus":
             return True
@@ -314,13 +390,13 @@ class GRPOConfig(Strict):
         }
 
     @property
-    def answers_per_step(self) -> int:
-        """Answers that a step learns from."""
+    def completions_per_step(self) -> int:
+        """Completions that a step learns from."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
     def prompts_per_draw(self) -> int:
-        """Prompts that are answered at a time, of which dynamic sampling keeps some."""
+        """Prompts that are completed at a time; dynamic sampling keeps some of them."""
         return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
 
     @property
@@ -330,21 +406,10 @@ class GRPOConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_other_forms(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
+    def _overlong_filtering_masks(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping) or raw.get("overlong_filtering") is not True:
             return raw
-        raw = dict(raw)
-        for theirs, ours in (("val_num_generations_per_prompt", "num_val_generations"),):
-            if theirs in raw:
-                value = raw.pop(theirs)
-                if raw.setdefault(ours, value) != value:
-                    raise ConfigError(
-                        f"{ours} and {theirs} contradict each other",
-                        field=ours,
-                        got=f"{ours}: {raw[ours]}, {theirs}: {value}",
-                        need="one of the two",
-                    )
-        if _is_true(raw.get("overlong_filtering")) and raw.setdefault("truncated", "mask") != "mask":
+        if raw.get("truncated", "mask") != "mask":
             raise ConfigError(
                 "overlong_filtering and truncated contradict each other",
                 field="truncated",
@@ -352,33 +417,13 @@ class GRPOConfig(Strict):
                 need="truncated: mask, which is what overlong_filtering means",
                 fix="set grpo.overlong_filtering=false",
             )
-        return raw
-
-    @model_validator(mode="after")
-    def _groups_have_a_baseline(self) -> GRPOConfig:
-        if self.num_generations_per_prompt < 2:
-            raise ConfigError(
-                "a group of one answer has nothing to be compared with",
-                field="num_generations_per_prompt",
-                got=self.num_generations_per_prompt,
-                need="at least 2: the advantage of an answer is its reward less the mean of its group",
-                fix="set grpo.num_generations_per_prompt=8",
-            )
-        if self.max_rollout_turns != 1:
-            raise ConfigError(
-                "rollouts of several turns are not supported",
-                field="max_rollout_turns",
-                got=self.max_rollout_turns,
-                need="1: a prompt is answered once",
-                fix="set grpo.max_rollout_turns=1",
-            )
-        return self
+        return {**raw, "truncated": "mask"}
 
     @model_validator(mode="after")
     def _dynamic_sampling_is_on(self) -> GRPOConfig:
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
             raise ConfigError(
-                "batch_multiplier draws prompts that nothing selects from",
+                "batch_multiplier needs dynamic sampling",
                 field="batch_multiplier",
                 got=f"{self.batch_multiplier}, use_dynamic_sampling: false",
                 need="1, or use_dynamic_sampling: true",
@@ -388,22 +433,12 @@ class GRPOConfig(Strict):
 
     @model_validator(mode="after")
     def _environments_have_weights(self) -> GRPOConfig:
-        if self.environments is None:
-            return self
-        if not self.environments:
+        if self.environments is not None and (not self.environments or 0.0 in self.environments.values()):
             raise ConfigError(
-                "no environment rewards the answers",
+                "an environment without weight rewards nothing" if self.environments else "environments is empty",
                 field="environments",
-                got="an empty list",
-                need="names of sections of env, or null",
+                got=self.environments,
+                need="names of sections of env with weights other than 0, or null",
+                fix="to watch an environment without training on it set grpo.gold_environment",
             )
-        for name, weight in self.environments.items():
-            if weight == 0.0:
-                raise ConfigError(
-                    "an environment of weight 0 rewards nothing",
-                    field=f"environments.{name}",
-                    got=weight,
-                    need="another number",
-                    fix=f"remove it; to watch it without training on it set grpo.gold_environment={name}",
-                )
         return self

@@ -1,31 +1,215 @@
-"""`GRPOPolicyConfig`: the policy that GRPO trains, and how its answers are sampled.
+"""`GRPOPolicyConfig`: the policy that GRPO trains, its low-rank adapters, and how completions are sampled.
 
-policy:
-  model_name: Qwen/Qwen2.5-1.5B
-  train_global_batch_size: 512          # answers per optimiser step
-  max_total_sequence_length: 1024       # tokens of prompt and answer
-  generation: {max_new_tokens: 512}
+    policy:
+      model_name: Qwen/Qwen2.5-1.5B
+      train_global_batch_size: 512          # completions per optimiser step
+      max_total_sequence_length: 1024       # tokens of prompt and completion
+      generation: {backend: hf, max_new_tokens: 512, temperature: 1.0}
+
+With `backend: vllm`, `sglang` or `openai` and a `url`, a server samples, and gets the weights of the policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from treeward.config.backends import PolicyDTensorConfig, PolicyDynamicBatchingConfig, PolicyPackingConfig
-from treeward.config.generation import GenerationConfig
-from treeward.config.policy import DEFAULT_MICRO_BATCH_TOKENS, TokenizerConfig, TrainedModelConfig
+from treeward.config.base import Strict, TextOrTexts
+from treeward.config.policy import DEFAULT_MICRO_BATCH_TOKENS, ShardingConfig, TokenizerConfig, TrainedModelConfig
 from treeward.errors import ConfigError
 
-__all__ = ["GRPOPolicyConfig"]
+__all__ = ["ColocatedConfig", "GRPOPolicyConfig", "GenerationConfig", "LoraConfig", "VllmConfig"]
+
+_SERVER = "the settings of a server are given to the server"
+
+
+class LoraConfig(Strict):
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the policy is its frozen model and a product of two
+    small matrices beside each adapted linear layer. The frozen model is the KL reference too, and costs no memory."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "use_triton": "the adapters are plain matrix products",
+        "dropout_position": "there is no dropout",
+    }
+
+    enabled: bool = False
+    """Train adapters instead of the whole model."""
+    dim: PositiveInt = 8
+    """The rank of the adapters."""
+    alpha: PositiveFloat = 32
+    """The adapters' product is multiplied by alpha / dim."""
+    match_all_linear: bool = True
+    """Adapt every linear layer but the output layer and those of `exclude_modules`."""
+    target_modules: tuple[str, ...] = ()
+    """With `match_all_linear: false`: the layers to adapt, by the last part of their names (`q_proj`) or by patterns
+    with `*` (`*.mlp.*`)."""
+    exclude_modules: tuple[str, ...] = ()
+    """Layers that are not adapted, in the same form."""
+    lora_A_init: Literal["xavier", "uniform"] = "xavier"
+    """How the first matrix is drawn: Xavier's normal distribution, or Kaiming's uniform one. The second begins at zero,
+    so that training starts from the model itself."""
+    dropout: float = 0.0
+    """Must be 0: with dropout the updated policy is not the policy that sampled the completions, and ratios are
+    noise."""
+
+    @model_validator(mode="after")
+    def _adapts_something(self) -> LoraConfig:
+        if not self.enabled:
+            return self
+        if self.dropout != 0.0:
+            raise ConfigError(
+                "adapters have no dropout in reinforcement learning",
+                field="dropout",
+                got=self.dropout,
+                need="0",
+                fix="set policy.dtensor_cfg.lora_cfg.dropout=0",
+            )
+        if self.match_all_linear == bool(self.target_modules):
+            raise ConfigError(
+                "match_all_linear and target_modules do not fit together",
+                field="target_modules",
+                got=f"{list(self.target_modules)}, match_all_linear: {str(self.match_all_linear).lower()}",
+                need="match_all_linear: true, or layers in target_modules, as [q_proj, v_proj]",
+                fix="set policy.dtensor_cfg.lora_cfg.match_all_linear=false to adapt only some layers",
+            )
+        return self
+
+
+class ColocatedConfig(Strict):
+    """Whether generation shares the GPUs of training."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {"resources": "a server runs on the GPUs that it was started on"}
+
+    enabled: bool = True
+    """Generation and training take turns on the same GPU. False: a server at `url` generates on GPUs of its own."""
+
+
+class VllmConfig(Strict):
+    """NeMo RL's settings of vLLM. A server has its own settings; only the precision is checked."""
+
+    model_config = ConfigDict(extra="allow")
+
+    precision: str | None = None
+    """Number format of the generator's weights; eight-bit formats are not supported."""
+
+    @model_validator(mode="after")
+    def _is_not_eight_bit(self) -> VllmConfig:
+        if self.precision is not None and "8" in self.precision:
+            raise ConfigError(
+                "generation in eight bits is not supported",
+                field="precision",
+                got=self.precision,
+                need="bfloat16 or float32, as policy.precision",
+                fix="set policy.generation.vllm_cfg.precision=bfloat16",
+            )
+        return self
+
+
+class GenerationConfig(Strict):
+    """How completions are sampled, and by what."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "vllm_kwargs": _SERVER,
+        "sglang_cfg": _SERVER,
+        "sglang_kwargs": _SERVER,
+        "mcore_generation_config": "there is no Megatron generator",
+        "val_temperature": "validation samples as training does",
+    }
+
+    backend: Literal["hf", "vllm", "sglang", "openai"] = "hf"
+    """`hf`: the policy itself, in this process. `vllm`, `sglang`, `openai`: the server at `url`. Without a `url`, as in
+    NeMo RL's files, the policy itself samples, and the log says so."""
+    url: str | None = Field(default=None, pattern="^https?://.+")
+    """Address of the server, as `http://127.0.0.1:8000/v1`, with or without the version."""
+    model: str | None = None
+    """Name of the model at the server. None: `policy.model_name`."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key of the server; the key itself never stands in a configuration."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest completion, in tokens. None: the room that the prompt leaves in `policy.max_total_sequence_length`, which
+    limits completions in any case."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the sampling; log-probabilities are taken at this temperature too."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the most probable tokens with this total probability. 1: from all tokens."""
+    top_k: Annotated[PositiveInt | None, BeforeValidator(lambda k: None if k in (0, -1) else k)] = None
+    """Sample from this number of most probable tokens. None (or -1): from all tokens."""
+    stop_token_ids: tuple[NonNegativeInt, ...] | None = None
+    """Tokens that end a completion, beside those of the model."""
+    stop_strings: TextOrTexts | None = None
+    """Texts that end a completion."""
+    batch_size: PositiveInt | None = None
+    """Most completions that are sampled at once. None: `policy.generation_batch_size`."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Time limit of one request to the server."""
+    max_concurrency: PositiveInt = 64
+    """Most requests to the server at a time."""
+    max_retries: NonNegativeInt = 8
+    """Further attempts of a request that failed."""
+    retokenize: bool = False
+    """Accept completions without token ids, from a server that sends text only. The text is tokenized again, which may
+    give other tokens."""
+    probe_tolerance: PositiveFloat | None = 0.1
+    """Largest mean difference, in nats, between the log-probabilities of the server and of the policy after the server
+    got new weights; beyond it the run stops. None: they are not compared."""
+    weight_sync: str | None = Field(default=None, pattern=r"^(none|folder|.+\..+)$")
+    """How the server gets the policy's weights: `folder`, which both see under one path; `none`; or the dotted path of
+    a function that is called with the policy and its version. None: `folder` for `vllm` and `sglang`, `none` for
+    `openai`."""
+    weight_folder: str | None = None
+    """That folder. None: `weights` in `checkpointing.checkpoint_dir`."""
+    vllm_cfg: VllmConfig = VllmConfig()
+    """NeMo RL's settings of vLLM; only the precision is checked."""
+    colocated: ColocatedConfig = ColocatedConfig()
+    """Whether generation shares the GPUs of training."""
+
+    @property
+    def weight_sync_method(self) -> str:
+        """`folder`, `none` or the dotted path of a function."""
+        return self.weight_sync or ("none" if self.backend == "openai" else "folder")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a server samples."""
+        return self.url is not None
+
+    @model_validator(mode="after")
+    def _url_fits_the_backend(self) -> GenerationConfig:
+        if self.backend == "hf" and self.url is not None:
+            raise ConfigError(
+                "url is given, and backend hf samples in this process",
+                field="url",
+                got=self.url,
+                need="backend: vllm, sglang or openai, or no url",
+                fix="set policy.generation.backend=vllm, or policy.generation.url=null",
+            )
+        if self.url is None and (self.backend == "openai" or not self.colocated.enabled):
+            raise ConfigError(
+                "backend openai needs a server"
+                if self.backend == "openai"
+                else "generation on GPUs of its own needs a server",
+                field="url",
+                got=f"null, backend: {self.backend}, colocated.enabled: {str(self.colocated.enabled).lower()}",
+                need="a url, as http://127.0.0.1:8000/v1",
+                fix="start the server and give policy.generation.url, or set policy.generation.backend=hf and "
+                "policy.generation.colocated.enabled=true",
+            )
+        return self
+
+
+class PolicyDTensorConfig(ShardingConfig):
+    """How the policy is sharded over processes, what is recomputed to save memory, and its adapters."""
+
+    lora_cfg: LoraConfig = LoraConfig()
+    """Low-rank adapters."""
 
 
 class GRPOPolicyConfig(TrainedModelConfig):
     """The policy, its batches, its numerics, its optimiser and its generation."""
 
-    _batch_unit: ClassVar[str] = "answers"
+    _batch_unit: ClassVar[str] = "completions"
 
     ignored_keys: ClassVar[Mapping[str, str]] = {
         "logprob_batch_size": "log-probabilities without gradients are computed in the micro-batches of training",
@@ -35,51 +219,35 @@ class GRPOPolicyConfig(TrainedModelConfig):
     }
     switched_off_keys: ClassVar[Mapping[str, str]] = {
         "reward_model_cfg": "train a reward model with `treeward train`; the reward of GRPO is env.reward_model",
-        "draft": "set policy.draft.enabled=false: answers are sampled token by token",
+        "draft": "set policy.draft.enabled=false: completions are sampled token by token",
+        "lora_cfg": "move the section to policy.dtensor_cfg.lora_cfg",
         "router_replay": "set policy.router_replay.enabled=false",
     }
 
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer, and how prompts are rendered for the policy; environments render them for their own models."""
     train_global_batch_size: PositiveInt | None = None
-    """Answers that one optimiser step learns from: a multiple of `grpo.num_generations_per_prompt` that divides the
-    answers of a step, `grpo.num_prompts_per_step` times `grpo.num_generations_per_prompt`. None: all of them."""
+    """Completions per optimiser step: a multiple of `grpo.num_generations_per_prompt` that divides
+    `grpo.num_prompts_per_step` times `grpo.num_generations_per_prompt`. None: all completions of a step."""
     train_micro_batch_size: PositiveInt | None = None
-    """Stands for `train_micro_batch_tokens` where that is null: so many times `max_total_sequence_length`."""
+    """Sets `train_micro_batch_tokens`, where that is null, to this many times `max_total_sequence_length`."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """Most tokens in one forward and backward pass, counted after sharing prompts; the answers to one prompt are never
-    parted, and may exceed it. None: 4096, unless `train_micro_batch_size` is given."""
+    """Most tokens in one forward and backward pass, counted after sharing prompts. None: 4096, unless
+    `train_micro_batch_size` is given."""
     max_total_sequence_length: PositiveInt = 4096
-    """Longest prompt with its answer, in tokens."""
+    """Longest prompt with its completion, in tokens."""
 
     generation_batch_size: PositiveInt = 64
-    """Most answers that are sampled at once where `generation.batch_size` says nothing."""
+    """Most completions that are sampled at once, where `generation.batch_size` is null."""
     logprob_chunk_size: PositiveInt | None = None
     """Predicted tokens whose logits are in memory at a time. None: 1024."""
     hf_config_overrides: dict[str, Any] = {}
     """Keys of the configuration of `model_name` that are changed when it is loaded, as
-    `{rope_parameters: {rope_type: default, rope_theta: 500000.0}}`; a `model_config` says its own."""
+    `{rope_parameters: {rope_type: default, rope_theta: 500000.0}}`. A `model_config` has its own keys."""
     generation: GenerationConfig = GenerationConfig()
-    """How answers are sampled, and by what."""
+    """How completions are sampled, and by what."""
     dtensor_cfg: PolicyDTensorConfig = PolicyDTensorConfig()
     """How the policy is sharded, and its low-rank adapters."""
-    dynamic_batching: PolicyDynamicBatchingConfig = PolicyDynamicBatchingConfig()
-    """Accepted in either state: micro-batches are always filled to a token budget."""
-    sequence_packing: PolicyPackingConfig = PolicyPackingConfig()
-    """Accepted in either state: trees are always packed."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lora_stands_in_dtensor_cfg(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and "lora_cfg" in raw:
-            raise ConfigError(
-                "lora_cfg stands in dtensor_cfg",
-                field="lora_cfg",
-                got=raw["lora_cfg"],
-                need="policy.dtensor_cfg.lora_cfg",
-                fix="move the section to policy.dtensor_cfg.lora_cfg",
-            )
-        return raw
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -90,14 +258,14 @@ class GRPOPolicyConfig(TrainedModelConfig):
 
     @property
     def generated_at_once(self) -> int:
-        """Most answers that are sampled at once."""
+        """Most completions that are sampled at once."""
         return self.generation.batch_size or self.generation_batch_size
 
     @model_validator(mode="after")
-    def _overrides_are_of_a_model(self) -> GRPOPolicyConfig:
+    def _overrides_are_of_a_loaded_model(self) -> GRPOPolicyConfig:
         if self.hf_config_overrides and self.architecture is not None:
             raise ConfigError(
-                "hf_config_overrides change a model that is loaded, and model_config builds one",
+                "hf_config_overrides change a loaded model, and model_config builds one",
                 field="hf_config_overrides",
                 got=f"{self.hf_config_overrides}, with policy.model_config",
                 need="one of the two",
@@ -113,17 +281,15 @@ class GRPOPolicyConfig(TrainedModelConfig):
                 "generation.max_new_tokens is larger than max_total_sequence_length",
                 field="generation.max_new_tokens",
                 got=f"{new} tokens, policy.max_total_sequence_length: {longest}",
-                need="at most policy.max_total_sequence_length; prompt and answer share it",
-                fix="set policy.generation.max_new_tokens=null for what the prompt leaves",
+                need="at most policy.max_total_sequence_length; prompt and completion share it",
+                fix="set policy.generation.max_new_tokens=null for the room that the prompt leaves",
             )
-        key = "hf_config_overrides" if "max_position_embeddings" in self.hf_config_overrides else "model_config"
-        known = self.hf_config_overrides if key == "hf_config_overrides" else self.architecture or {}
-        positions = known.get("max_position_embeddings")
+        positions = {**(self.architecture or {}), **self.hf_config_overrides}.get("max_position_embeddings")
         if isinstance(positions, int) and positions < longest:
             raise ConfigError(
                 "max_total_sequence_length is larger than the positions of the model",
                 field="max_total_sequence_length",
-                got=f"{longest} tokens, policy.{key}.max_position_embeddings: {positions}",
+                got=f"{longest} tokens, max_position_embeddings: {positions}",
                 need=f"at most {positions}",
                 fix=f"set policy.max_total_sequence_length={positions}",
             )

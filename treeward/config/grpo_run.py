@@ -1,4 +1,4 @@
-"""`GRPORunConfig`: everything that a run of GRPO is told, and the checks between its sections.
+"""`GRPORunConfig`: the configuration of a run of GRPO, and the checks between its sections.
 
     policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct, max_total_sequence_length: 1024}
     data: {dataset_name: PromptDataset, train_data_path: prompts.jsonl, val_data_path: held_out.jsonl}
@@ -15,15 +15,13 @@ from typing import Any, ClassVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from treeward.config.base import Strict, nearest_name
-from treeward.config.cluster import GRPOClusterConfig
-from treeward.config.data import check_longest_input
-from treeward.config.env_section import check_environment, is_enabled
-from treeward.config.grpo import GRPOConfig
-from treeward.config.grpo_checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
+from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
+from treeward.config.cluster import ClusterConfig
+from treeward.config.data import PromptDataConfig, check_longest_input
+from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.logger import GRPOLoggerConfig
-from treeward.config.loss_fn import PolicyLossConfig
-from treeward.config.prompt_data import PromptDataConfig
+from treeward.config.reward_environments import check_environment, is_enabled
 from treeward.errors import ConfigError
 
 __all__ = ["GRPORunConfig"]
@@ -33,7 +31,7 @@ class GRPORunConfig(Strict):
     """What `treeward grpo` reads."""
 
     switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "async_rl": "remove it: every answer is of the policy that learns from it",
+        "async_rl": "remove it: every completion is sampled by the policy that learns from it",
         "data_plane": "set data_plane.enabled=false",
         "on_policy_distillation": "set on_policy_distillation.enabled=false",
         "reward_penalties": "set its keys to false; use an environment with a rule for the form",
@@ -52,23 +50,23 @@ class GRPORunConfig(Strict):
     data: PromptDataConfig
     """The prompts to train on and to validate on."""
     env: dict[str, Any] = Field(min_length=1)
-    """The environments by name, each a section of its kind (below); the kind is the name unless the section says
-    `type`. Those that nothing uses are checked and not made."""
+    """The environments by name, each a section of its kind (below). The kind is the name unless the section has
+    `type`. An environment that nothing uses is checked and not started."""
     checkpointing: GRPOCheckpointingConfig = GRPOCheckpointingConfig()
     """When the run is saved, and which checkpoints stay."""
     logger: GRPOLoggerConfig = GRPOLoggerConfig()
     """Where the metrics go."""
-    cluster: GRPOClusterConfig = GRPOClusterConfig()
-    """The machines."""
+    cluster: ClusterConfig = ClusterConfig()
+    """How many processes train."""
 
     @property
     def environments(self) -> tuple[str, ...]:
-        """The environments that there are: those that are not switched off."""
+        """The environments that are not switched off."""
         return tuple(name for name, section in self.env.items() if is_enabled(section))
 
     @property
     def default_environments(self) -> dict[str, float]:
-        """What rewards the answers to prompts that name no environment, with weights; empty if each has to name one."""
+        """The environments, with weights, for prompts that name none; empty if every prompt has to name one."""
         if self.grpo.environments is not None:
             return dict(self.grpo.environments)
         if "reward_model" in self.environments:
@@ -83,40 +81,40 @@ class GRPORunConfig(Strict):
 
     @property
     def used_environments(self) -> tuple[str, ...]:
-        """The environments that the configuration uses to train with, each once; rows of the data may name others."""
+        """The environments that reward training, each once; rows of the data may name others."""
         every_set_names = all(one.env_name is not None for one in (*self.data.train, *self.data.validation))
         default = () if every_set_names else tuple(self.default_environments)
         return tuple(dict.fromkeys((*self.named_environments, *default)))
 
     @property
-    def answers_per_update(self) -> int:
-        """Answers that one step of the optimiser learns from."""
-        return self.policy.train_global_batch_size or self.grpo.answers_per_step
+    def completions_per_update(self) -> int:
+        """Completions that one optimiser step learns from."""
+        return self.policy.train_global_batch_size or self.grpo.completions_per_step
 
     @property
     def prompts_per_update(self) -> int:
-        """Groups that one step of the optimiser learns from."""
-        return self.answers_per_update // self.grpo.num_generations_per_prompt
+        """Groups that one optimiser step learns from."""
+        return self.completions_per_update // self.grpo.num_generations_per_prompt
 
     @property
     def updates_per_pass(self) -> int:
-        """Steps of the optimiser each time that the answers of a step are learnt from."""
-        return self.grpo.answers_per_step // self.answers_per_update
+        """Optimiser steps in one pass over the completions of a step."""
+        return self.grpo.completions_per_step // self.completions_per_update
 
     @property
     def max_prompt_length(self) -> int:
-        """Longest prompt, in tokens: it leaves room for one token of an answer at least."""
+        """Longest prompt, in tokens; it leaves room for at least one token of a completion."""
         room = self.policy.max_total_sequence_length - 1
         return min(room, self.data.max_input_seq_length or room)
 
     @property
     def max_new_tokens(self) -> int:
-        """Longest answer, in tokens, to the shortest prompt: the room that a prompt leaves limits it further."""
+        """Longest completion, in tokens, of the shortest prompt; the room that a prompt leaves limits it further."""
         return self.policy.generation.max_new_tokens or self.policy.max_total_sequence_length
 
     @property
     def max_response_length(self) -> int:
-        """The length at which overlong shaping takes its whole penalty, if the prompt leaves so much room."""
+        """The length at which the overlong penalty reaches its maximum, if the prompt leaves that much room."""
         return self.grpo.reward_shaping.max_response_length or self.max_new_tokens
 
     @property
@@ -132,7 +130,7 @@ class GRPORunConfig(Strict):
 
     @property
     def remarks(self) -> list[str]:
-        """What is no mistake, and a person may not expect."""
+        """Warnings about settings that are valid and may surprise."""
         found = []
         generation = self.policy.generation
         if generation.backend != "hf" and not generation.is_remote:
@@ -141,11 +139,6 @@ class GRPORunConfig(Strict):
                 "in this process"
             )
         found += _without_effect(self)
-        if self.cluster.num_processes > 1:
-            found.append(
-                f"cluster has {self.cluster.num_nodes} x {self.cluster.gpus_per_node} GPUs: the policy is trained in "
-                "one process, the others are for environments and servers"
-            )
         unused = [
             name for name in self.environments if name not in (*self.used_environments, self.grpo.gold_environment)
         ]
@@ -153,8 +146,8 @@ class GRPORunConfig(Strict):
             found.append(f"no set of data uses {', '.join(f'env.{name}' for name in unused)}; its rows may name them")
         if self.grpo.reward_shaping.enabled and self.grpo.truncated == "mask":
             found.append(
-                "grpo.reward_shaping penalises long answers, and grpo.truncated: mask leaves the longest out of the "
-                "loss"
+                "grpo.reward_shaping penalises long completions, and grpo.truncated: mask leaves the longest out of "
+                "the loss"
             )
         if self.grpo.watch.enabled and not self.data.validation:
             found.append("grpo.watch has nothing to watch: data has no validation set")
@@ -169,31 +162,15 @@ class GRPORunConfig(Strict):
 
     @model_validator(mode="after")
     def _batches_fit(self) -> GRPORunConfig:
-        answers, group, whole = (
-            self.policy.train_global_batch_size,
-            self.grpo.num_generations_per_prompt,
-            self.grpo.answers_per_step,
-        )
-        if answers is None:
-            return self
-        got = (
-            f"{answers} answers, grpo.num_prompts_per_step: {self.grpo.num_prompts_per_step}, "
-            f"grpo.num_generations_per_prompt: {group}"
-        )
-        if answers % group:
+        size, group = self.policy.train_global_batch_size, self.grpo.num_generations_per_prompt
+        whole = self.grpo.completions_per_step
+        if size is not None and (size % group or whole % size):
             raise ConfigError(
-                "policy.train_global_batch_size would part the answers to a prompt",
+                "policy.train_global_batch_size does not divide a step into whole groups",
                 field="policy.train_global_batch_size",
-                got=got,
-                need="a multiple of grpo.num_generations_per_prompt",
-                fix=f"set policy.train_global_batch_size={max(answers // group, 1) * group}",
-            )
-        if answers > whole or whole % answers:
-            raise ConfigError(
-                "policy.train_global_batch_size does not divide the answers of a step",
-                field="policy.train_global_batch_size",
-                got=got,
-                need=f"a divisor of {whole}, which is num_prompts_per_step times num_generations_per_prompt",
+                got=f"{size} completions, grpo.num_prompts_per_step: {self.grpo.num_prompts_per_step}, "
+                f"grpo.num_generations_per_prompt: {group}",
+                need=f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step",
                 fix=f"set policy.train_global_batch_size=null for one update from all {whole}",
             )
         return self
@@ -203,37 +180,36 @@ class GRPORunConfig(Strict):
         updates = self.grpo.updates_per_batch * self.updates_per_pass
         if self.loss_fn.force_on_policy_ratio and updates > 1:
             raise ConfigError(
-                "loss_fn.force_on_policy_ratio leaves no limit to several updates from the same answers",
+                "loss_fn.force_on_policy_ratio does not limit several updates from the same completions",
                 field="loss_fn.force_on_policy_ratio",
-                got=f"true, with {updates} optimiser steps for the answers of a step",
+                got=f"true, with {updates} optimiser steps for the completions of a step",
                 need="grpo.updates_per_batch: 1 and policy.train_global_batch_size: null",
                 fix="set loss_fn.force_on_policy_ratio=false",
             )
         return self
 
     @model_validator(mode="after")
-    def _generator_says_log_probabilities(self) -> GRPORunConfig:
-        """As the loss needs them; otherwise the run would end in its first step."""
+    def _generator_returns_log_probabilities(self) -> GRPORunConfig:
         loss, generation = self.loss_fn, self.policy.generation
         in_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty > 0 and not loss.kl_in_reward
-        key = "use_importance_sampling_correction"
-        if not loss.use_importance_sampling_correction:
-            key = "use_on_policy_kl_approximation"
-            if not in_kl:
-                return self
-        filtered = generation.top_k is not None or generation.top_p != 1.0
+        if not generation.is_remote or not (loss.use_importance_sampling_correction or in_kl):
+            return self
+        key = "use_on_policy_kl_approximation" if in_kl else "use_importance_sampling_correction"
         why = None
         if generation.backend == "openai" and generation.retokenize:
-            why = "backend: openai, retokenize: true: text that is tokenized again has none"
-        elif generation.is_remote and generation.backend != "sglang" and filtered and generation.temperature != 1.0:
-            why = f"backend: {generation.backend}, temperature: {generation.temperature}, with top_k or top_p: none at "
-            why += "the temperature and before top_k and top_p"
+            why = "backend: openai, retokenize: true"
+        elif (
+            generation.backend != "sglang"
+            and generation.temperature != 1.0
+            and (generation.top_k is not None or generation.top_p != 1.0)
+        ):
+            why = f"backend: {generation.backend}, temperature: {generation.temperature}, with top_k or top_p"
         if why is not None:
             raise ConfigError(
-                f"{key} weighs by the generator's log-probabilities, and there are none",
+                f"{key} needs the generator's log-probabilities, and it returns none for these settings",
                 field=f"loss_fn.{key}",
                 got=f"true, policy.generation.{why}",
-                need="a generator that says them for the tokens that it sampled",
+                need="a generator that returns the log-probabilities of the tokens that it sampled",
                 fix=f"set loss_fn.{key}=false, or sample with backend hf or sglang",
             )
         return self
@@ -242,22 +218,16 @@ class GRPORunConfig(Strict):
     def _kl_has_a_reference(self) -> GRPORunConfig:
         if self.needs_reference:
             return self
-        if self.loss_fn.reference_policy_kl_penalty > 0:
+        skip = "grpo.skip_reference_policy_logprobs_calculation"
+        penalty, budget = self.loss_fn.reference_policy_kl_penalty, self.grpo.watch.max_kl
+        if penalty > 0 or (self.grpo.watch.enabled and budget is not None):
+            key = f"loss_fn.reference_policy_kl_penalty: {penalty}" if penalty > 0 else f"grpo.watch.max_kl: {budget}"
             raise ConfigError(
-                "the KL penalty needs the reference policy",
-                field="grpo.skip_reference_policy_logprobs_calculation",
-                got=f"true, loss_fn.reference_policy_kl_penalty: {self.loss_fn.reference_policy_kl_penalty}",
-                need="false, or a penalty of 0",
-                fix="set grpo.skip_reference_policy_logprobs_calculation=false, or "
-                "loss_fn.reference_policy_kl_penalty=0",
-            )
-        if self.grpo.watch.enabled and self.grpo.watch.max_kl is not None:
-            raise ConfigError(
-                "a budget for the KL needs the reference policy",
-                field="grpo.watch.max_kl",
-                got=f"{self.grpo.watch.max_kl}, grpo.skip_reference_policy_logprobs_calculation: true",
-                need="null, or skip_reference_policy_logprobs_calculation: false",
-                fix="set grpo.skip_reference_policy_logprobs_calculation=false",
+                f"{key.split(':')[0]} needs the reference policy",
+                field=skip,
+                got=f"true, {key}",
+                need=f"false, or {'a penalty of 0' if penalty > 0 else 'no max_kl'}",
+                fix=f"set {skip}=false",
             )
         return self
 
@@ -266,14 +236,14 @@ class GRPORunConfig(Strict):
         check_longest_input(
             self.data.max_input_seq_length,
             self.policy.max_total_sequence_length,
-            what_shares_it="; prompt and answer share it",
+            what_shares_it="; prompt and completion share it",
         )
         shaping = self.grpo.reward_shaping
         if shaping.enabled and shaping.overlong_buffer_length > self.max_response_length:
             raise ConfigError(
-                "the overlong penalty would begin before the answer",
+                "the overlong penalty would begin before the completion",
                 field="grpo.reward_shaping.overlong_buffer_length",
-                got=f"{shaping.overlong_buffer_length} tokens, longest answer: {self.max_response_length}",
+                got=f"{shaping.overlong_buffer_length} tokens, longest completion: {self.max_response_length}",
                 need="at most max_response_length, or policy.generation.max_new_tokens where that is null",
                 fix=f"set grpo.reward_shaping.overlong_buffer_length={max(self.max_response_length // 4, 1)}",
             )
@@ -296,23 +266,24 @@ class GRPORunConfig(Strict):
                 "no environment is enabled",
                 field="env",
                 got=f"{', '.join(self.env)}, with enabled: false",
-                need="an environment that rewards the answers",
+                need="an environment that rewards completions",
                 fix=f"set env.{next(iter(self.env))}.enabled=true",
             )
         return self
 
     def _refuse_environment(self, field: str, name: str) -> None:
         near = nearest_name(name, self.environments)
+        is_off, fix = name in self.env, f"add a section env.{name}"
+        if is_off:
+            fix = f"set env.{name}.enabled=true"
+        elif near:
+            fix = f"did you mean {near}?"
         raise ConfigError(
-            f"env.{name} is switched off" if name in self.env else f"there is no environment {name} in env",
+            f"env.{name} is switched off" if is_off else f"there is no environment {name} in env",
             field=field,
             got=name,
-            need=f"one of {', '.join(self.environments) or 'the sections of env, of which there is none'}",
-            fix=f"set env.{name}.enabled=true"
-            if name in self.env
-            else f"did you mean {near}?"
-            if near
-            else f"add a section env.{name}",
+            need=f"one of {', '.join(self.environments)}" if self.environments else "a section of env",
+            fix=fix,
         )
 
     @model_validator(mode="after")
@@ -322,14 +293,14 @@ class GRPORunConfig(Strict):
             raise ConfigError(
                 "the gold reward is trained on, and could not show over-optimisation",
                 field="grpo.gold_environment",
-                got=f"{gold}, which rewards the answers too",
+                got=f"{gold}, which rewards training too",
                 need="an environment that neither grpo.environments nor a set of data names",
                 fix="set grpo.gold_environment=null, or grpo.environments to the others",
             )
         stops_on_gold = self.grpo.watch.stop and self.grpo.watch.stop_on == ("gold_falls",)
         if stops_on_gold and gold is None:
             raise ConfigError(
-                "grpo.watch is to stop when gold falls, and nothing measures gold",
+                "grpo.watch is to stop when the gold reward falls, and there is none",
                 field="grpo.watch.stop",
                 got="true, stop_on: [gold_falls], grpo.gold_environment: null",
                 need="a gold_environment, or another kind of alarm in stop_on",
@@ -344,52 +315,6 @@ class GRPORunConfig(Strict):
                 fix="give data.val_data_path, or set grpo.watch.stop=false",
             )
         return self
-
-    @model_validator(mode="after")
-    def _resources_fit_the_cluster(self) -> GRPORunConfig:
-        cluster, generation = self.cluster, self.policy.generation
-        own = generation.colocated.resources
-        if not generation.colocated.enabled:
-            field = "policy.generation.colocated.resources"
-            if cluster.num_nodes == 1:
-                self._check_share(f"{field}.gpus_per_node", own.gpus_per_node or 0, "gpus_per_node")
-                if own.num_nodes not in (None, 1):
-                    self._check_share(f"{field}.num_nodes", own.num_nodes or 0, "num_nodes")
-            else:
-                if own.num_nodes is None:
-                    raise ConfigError(
-                        "in a cluster of several nodes generation has whole nodes of its own",
-                        field=f"{field}.num_nodes",
-                        got=f"null, cluster.num_nodes: {cluster.num_nodes}",
-                        need="a number of nodes",
-                        fix=f"set {field}.num_nodes=1",
-                    )
-                self._check_share(f"{field}.num_nodes", own.num_nodes, "num_nodes")
-        section = self.env.get("reward_model")
-        resources = section.get("resources") if isinstance(section, Mapping) and is_enabled(section) else None
-        for key in ("gpus_per_node", "num_nodes"):
-            wanted, there = (resources or {}).get(key) or 0, getattr(cluster, key)
-            if wanted > max(there, 1):
-                raise ConfigError(
-                    "the reward model is to have more than the cluster has",
-                    field=f"env.reward_model.resources.{key}",
-                    got=f"{wanted}, cluster.{key}: {there}",
-                    need=f"at most cluster.{key}",
-                    fix=f"set cluster.{key}={wanted}, or env.reward_model.resources.{key}={max(there, 1)}",
-                )
-        return self
-
-    def _check_share(self, field: str, wanted: int, key: str) -> None:
-        """What generation has to itself leaves something of the cluster for training."""
-        there = getattr(self.cluster, key)
-        if wanted >= there:
-            raise ConfigError(
-                "generation leaves nothing of the cluster for training",
-                field=field,
-                got=f"{wanted}, cluster.{key}: {there}",
-                need=f"less than cluster.{key}, which counts all of them",
-                fix=f"set cluster.{key}={wanted + 1}",
-            )
 
     @model_validator(mode="after")
     def _ranking_metric_is_measured(self) -> GRPORunConfig:
@@ -418,37 +343,22 @@ class GRPORunConfig(Strict):
 
 
 def _without_effect(config: GRPORunConfig) -> list[str]:
-    """Remarks on keys that were given another value than their default, and that nothing reads."""
+    """Remarks on keys that have another value than their default, and no effect."""
 
     def changed(section: Strict, *keys: str) -> list[str]:
         return [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
 
     grpo, generation, found = config.grpo, config.policy.generation, []
-    of_a_server = changed(generation, "weight_sync", "weight_folder", "retokenize", "probe_tolerance")
-    if of_a_server and not generation.is_remote:
-        keys = ", ".join(of_a_server)
-        found.append(f"policy.generation.{keys} has no effect without a url: the policy itself samples")
-    if generation.is_remote and generation.continuous_batching:
-        found.append("policy.generation.continuous_batching has no effect with a url: a server batches as it likes")
+    unread = changed(generation, "weight_sync", "weight_folder", "retokenize", "probe_tolerance")
+    if unread and not generation.is_remote:
+        found.append(f"policy.generation.{', '.join(unread)} has no effect without a url: the policy itself samples")
+    unread = []
     if grpo.estimator == "reinforce_plus_plus":
-        unread = [f"grpo.{key}" for key in changed(grpo, "normalize_rewards", "use_leave_one_out_baseline")]
-        unread += [f"grpo.adv_estimator.{key}" for key in changed(grpo.adv_estimator, "use_leave_one_out_baseline")]
-        if unread:
-            found.append(
-                f"{', '.join(unread)} has no effect with reinforce_plus_plus: it divides by the standard deviation of "
-                "the batch, and grpo.adv_estimator.minus_baseline says what is subtracted"
-            )
-        return found
-    if changed(grpo.adv_estimator, "minus_baseline"):
-        found.append(
-            f"grpo.adv_estimator.minus_baseline has no effect with {grpo.estimator}: it is of reinforce_plus_plus"
-        )
-    if grpo.adv_estimator.name == "leave_one_out":
-        unread = [f"grpo.{key}" for key in changed(grpo, "use_leave_one_out_baseline")]
-        unread += [f"grpo.adv_estimator.{key}" for key in changed(grpo.adv_estimator, "use_leave_one_out_baseline")]
-        if unread:
-            found.append(
-                f"{', '.join(unread)} has no effect with leave_one_out: its baseline is always the mean of the other "
-                "answers"
-            )
+        unread = changed(grpo, "normalize_rewards", "use_leave_one_out_baseline")
+    elif grpo.adv_estimator.name == "leave_one_out":
+        unread = changed(grpo, "use_leave_one_out_baseline")
+    if unread:
+        found.append(f"grpo.{', grpo.'.join(unread)} has no effect with adv_estimator.name: {grpo.estimator}")
+    if grpo.estimator != "reinforce_plus_plus" and changed(grpo.adv_estimator, "minus_baseline"):
+        found.append(f"grpo.adv_estimator.minus_baseline has no effect with {grpo.estimator}")
     return found

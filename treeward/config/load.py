@@ -4,46 +4,56 @@
     save_config(config, "resolved.yaml")       # loading that gives an equal configuration
     config = load_grpo_config("grpo.yaml")     # what `treeward grpo` reads
 
-In this order: the file, laid over those that its `defaults:` names; the overrides; `${...}` references, to other keys
-or to the functions `mul`, `div`, `max`, `min` and `int`; the schema. Every mistake is a `ConfigError`.
+OmegaConf reads the file, lays it over those that its `defaults:` names, applies the overrides and resolves `${...}`
+references, to other keys or to the functions `mul`, `div`, `max`, `min` and `int`; pydantic checks the result. Every
+mistake is a `ConfigError`. An override is one of these:
+
+    rm.seed=7            set the key
+    +rm.seed=7           add the key; an error if the configuration has it
+    ++rm.seed=7          set the key, as the first
+    ~logger.wandb        remove the key; an error if the configuration does not have it
+
+A value is YAML, as in the file: `3`, `1e-5`, `true`, `null`, `[a, b]`, `{lr: 1e-5}`, `'quoted text'`. A mapping is
+merged into the one that is there. `data.train.0.weight` and `data.train[0].weight` reach into a list.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import IgnoredKeys, Strict
-from treeward.config.env_section import ENVIRONMENT_SECTIONS
+from treeward.config.base import Location, Strict, config_error, nearest_name
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.overrides import Override, apply_override, merge_trees, parse_override
-from treeward.config.problems import Location, config_error, sections
 from treeward.config.run import RewardModelRunConfig
-from treeward.config.yaml_file import Tree, read_yaml, write_yaml
 from treeward.errors import ConfigError
 
-__all__ = ["load_config", "load_file", "load_grpo_config", "load_section", "save_config"]
+__all__ = ["apply_override", "load_config", "load_file", "load_grpo_config", "load_section", "read_yaml", "save_config"]
 
 logger = logging.getLogger(__name__)
 
-Origins = dict[Location, str]
+_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.*)?", re.DOTALL)
 _Section = TypeVar("_Section", bound=Strict)
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig:
     """Read, override, resolve and check. Raises one `ConfigError` that lists every mistake found."""
-    return load_file(RewardModelRunConfig, path, overrides)
+    config = load_file(RewardModelRunConfig, path, overrides)
+    for remark in config.remarks:
+        logger.warning("%s", remark)
+    return config
 
 
 def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> GRPORunConfig:
-    """A run of GRPO, as `load_config` reads one that trains a reward model; logs what is worth knowing about it."""
+    """A run of GRPO, as `load_config` reads one that trains a reward model."""
     config = load_file(GRPORunConfig, path, overrides)
     for remark in config.remarks:
         logger.warning("%s", remark)
@@ -57,53 +67,124 @@ def load_file(
     *,
     values: Mapping[str, Any] | None = None,
 ) -> _Section:
-    """A whole configuration of another kind, read, overridden, resolved and checked as by `load_config`.
+    """A whole configuration of any kind, read, overridden, resolved and checked as by `load_config`.
 
-    `path`: None for one without a file. `values`: laid over the file's before the overrides, as a command's own
-    options. Raises `ConfigError`.
+    `path`: None for a configuration without a file. `values`: laid over the file's values before the overrides, as a
+    command's own options. Raises `ConfigError`.
     """
     _check_arguments(path, overrides)
-    file = Path("command line") if path is None else Path(path)
-    tree, origins = ({}, {}) if path is None else _read_with_defaults(file, ())
-    tree = merge_trees(tree, dict(values or {}))
+    where = "command line" if path is None else str(path)
+    config = OmegaConf.create() if path is None else OmegaConf.create(_read_with_defaults(Path(path), ()))
+    config.merge_with(values or {})
+    given: dict[Location, str] = {}
     for text in overrides:
-        override = parse_override(text)
-        apply_override(tree, override)
-        _note_override(origins, override)
-    resolved = _resolve(tree, file, origins)
-    ignored: IgnoredKeys = []
-    try:
-        config = section.model_validate(resolved, context={"ignored": ignored})
-    except ValidationError as error:
-        raise config_error(
-            error, section, resolved, file=str(file), origin=lambda key: _origin(origins, key, file)
-        ) from None
-    _log_ignored(ignored, section)
-    return config
+        given[apply_override(config, text)] = text
+
+    def origin(location: Location) -> str:
+        found = [text for key, text in given.items() if location[: len(key)] == key]
+        return f"command line, {found[-1]}" if found else where
+
+    return _checked(section, config, where, origin)
 
 
 def load_section(section: type[_Section], values: Mapping[str, Any], *, where: str) -> _Section:
     """Check one section that is given as a mapping, as `env_config` in Python. Raises `ConfigError`; `where` names it.
 
-    `${...}` references within the mapping are resolved. OmegaConf's own mappings are accepted.
+    `${...}` references within the mapping are resolved. OmegaConf's own mappings are accepted; their references may
+    lead out of the section.
     """
-    plain = _resolve(values, Path(where), {})
-    ignored: IgnoredKeys = []
-    try:
-        checked = section.model_validate(plain, context={"ignored": ignored})
-    except ValidationError as error:
-        raise config_error(error, section, plain, file=where, origin=lambda key: where) from None
-    _log_ignored(ignored, section)
-    return checked
+    config = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
+    return _checked(section, config, where, lambda location: where)
 
 
 def save_config(config: RewardModelRunConfig | GRPORunConfig, path: str | PathLike[str]) -> None:
     """Write every key, defaults included, as YAML that the config's own loader reads back to an equal configuration."""
-    write_yaml(_escape(config.model_dump(mode="json", by_alias=True)), Path(path))
+    OmegaConf.save(OmegaConf.create(_escape(config.model_dump(mode="json", by_alias=True))), Path(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a file, with `${...}` references as they are. Raises `ConfigError` naming the file."""
+    try:
+        config = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "the configuration cannot be read", where=str(path), got=str(error), need="a YAML file in UTF-8"
+        ) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = str(path) if mark is None else f"{path}:{mark.line + 1}"
+        raise ConfigError(f"the YAML is not valid: {getattr(error, 'problem', None) or error}", where=where) from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError("a configuration is not a mapping", where=str(path), got=config, need="policy: {...}")
+    tree = OmegaConf.to_container(config)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
+
+
+def apply_override(config: DictConfig, text: str) -> Location:
+    """Change `config` in place; returns the outermost key that the override set. Raises `ConfigError`."""
+    match = _OVERRIDE.fullmatch(text)
+    if match is None or (match["value"] in (None, "=")) != (match["sign"] == "~"):
+        raise ConfigError(
+            "an override is not understood",
+            where="command line",
+            got=text,
+            need="key=value, +key=value, ++key=value or ~key, as policy.optimizer.kwargs.lr=1e-5; null for no value",
+            fix=f"write {text.lstrip('-')}" if text.startswith("-") and "=" in text else None,
+        )
+    sign, key = match["sign"], re.sub(r"\[(\d+)\]", r".\1", match["key"])
+    path = tuple(key.split("."))
+    try:
+        outermost = next((path[:i] for i in range(1, len(path)) if not _has(config, path[:i])), path)
+        if sign == "~":
+            _remove(config, path, text)
+        elif sign == "+" and _has(config, path):
+            raise ConfigError(
+                "+ adds a key, and the configuration has it already",
+                where="command line",
+                got=text,
+                need=f"a key that is not there; it is {OmegaConf.select(config, key)!r}",
+                fix=f"write {text[1:]}",
+            )
+        else:
+            config.merge_with_dotlist([f"{key}{match['value']}"])
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}",
+            where="command line",
+            got=text,
+            need="a key of a section or an element of a list, and a value in YAML",
+            fix="put a value with special characters in single quotes, and in double quotes for the shell",
+        ) from None
+    return outermost
+
+
+def _has(config: DictConfig, path: Location) -> bool:
+    parent = OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
+    if isinstance(parent, ListConfig):
+        return path[-1].isdecimal() and int(path[-1]) < len(parent)
+    return isinstance(parent, DictConfig) and path[-1] in parent
+
+
+def _remove(config: DictConfig, path: Location, text: str) -> None:
+    parent = OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
+    if not _has(config, path):
+        names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
+        near = nearest_name(path[-1], names)
+        raise ConfigError(
+            "a key to be removed is not there",
+            where="command line",
+            got=text,
+            need=f"one of {', '.join(names)}" if names else "a key of the configuration",
+            fix=f"did you mean {near}?" if near else None,
+        )
+    del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
 
 
 def _check_arguments(path: Any, overrides: Any) -> None:
-    """What Python would take for something else: a text is a sequence of letters, a mapping one of keys."""
+    """Refuse what Python would take for something else: a text is a sequence of letters, a mapping one of keys."""
     if path is not None and not isinstance(path, str | PathLike):
         raise ConfigError(
             "a configuration is read from a file",
@@ -111,135 +192,88 @@ def _check_arguments(path: Any, overrides: Any) -> None:
             need="the path of a YAML file",
             fix="write the keys to a YAML file",
         )
-    if isinstance(overrides, str):
-        raise ConfigError("overrides are a list", got=overrides, need="a list of texts", fix=f"write [{overrides!r}]")
-    wrong = [overrides] if isinstance(overrides, Mapping) else [one for one in overrides if not isinstance(one, str)]
-    if wrong:
-        raise ConfigError("an override is not text", got=wrong[0], need="a list of texts, as ['policy.model_name=...']")
+    if isinstance(overrides, str | Mapping) or not all(isinstance(one, str) for one in overrides):
+        raise ConfigError("overrides are a list", got=overrides, need="a list of texts, as ['policy.model_name=...']")
 
 
-def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> tuple[Tree, Origins]:
+def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     """The file's tree over those of the files that it names; `readers` are the files that led to this one."""
-    tree, lines = read_yaml(file)
-    origins: Origins = {key: f"{file}:{line}" for key, line in lines.items()}
-    names = tree.pop("defaults", None)
-    names = [] if names is None else [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            "defaults does not name files",
-            where=origins[("defaults",)],
-            field="defaults",
-            got=names,
-            need="a file, or a list of files, relative to this one",
-        )
-    base: Tree = {}
-    base_origins: Origins = {}
+    tree = read_yaml(file)
+    names = tree.pop("defaults", None) or []
+    names = [names] if isinstance(names, str) else names
     chain = (*readers, file.resolve())
+    base: Any = OmegaConf.create()
     for name in names:
-        parent = file.parent / name
-        if parent.resolve() in chain:
-            raise ConfigError("defaults go round in a circle", where=origins[("defaults",)], field="defaults", got=name)
-        if not parent.is_file():
+        parent = file.parent / str(name)
+        if not isinstance(names, list) or not parent.is_file() or parent.resolve() in chain:
             raise ConfigError(
-                "a file of defaults does not exist",
-                where=origins[("defaults",)],
+                "a file of defaults does not exist" if not parent.is_file() else "defaults go round in a circle",
+                where=str(file),
                 field="defaults",
-                got=str(parent),
-                need="a path relative to the folder of this file",
+                got=name,
+                need="a file, or a list of files, relative to the folder of this one",
             )
-        parent_tree, parent_origins = _read_with_defaults(parent, chain)
-        base = merge_trees(base, parent_tree)
-        base_origins |= parent_origins
-    return merge_trees(base, tree), base_origins | origins
+        base = OmegaConf.merge(base, _read_with_defaults(parent, chain))
+    _replace_sections(base, tree)
+    merged = OmegaConf.to_container(OmegaConf.merge(base, tree))
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items()}
 
 
-def _resolve(tree: Mapping[Any, Any], file: Path, origins: Origins) -> Any:
-    """The tree without references; those of a part of a larger OmegaConf configuration may lead out of it."""
+def _replace_sections(base: Any, tree: dict[str, Any]) -> None:
+    """Drop from `base` the sections that NeMo RL's `_override_: true` replaces instead of merging."""
+    for key, value in tree.items():
+        if not isinstance(value, dict):
+            continue
+        if value.get("_override_") is True:
+            del value["_override_"]
+            base.pop(key, None)
+        elif isinstance(base, DictConfig) and key in base:
+            _replace_sections(base[key], value)
+
+
+def _checked(section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]) -> _Section:
+    """Resolve references, validate, and log the keys without effect."""
     _register_functions()
     try:
-        config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
-        assert isinstance(config, DictConfig)  # a dict makes no other
-        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        full_key = error.full_key or ""
-        key = tuple(full_key.replace("[", ".").replace("]", "").split("."))
-        reason = (error.msg or str(error)).splitlines()[0]
+        field = error.full_key or ""
         raise ConfigError(
-            f"a value cannot be resolved: {reason}",
-            where=_origin(origins, key, file),
-            field=full_key or None,
-            got=_value_at(tree, key),
+            f"a value cannot be resolved: {(error.msg or str(error)).splitlines()[0]}",
+            where=origin(tuple(field.replace("[", ".").replace("]", "").split("."))),
+            field=field or None,
             need="a value, or a ${reference} to a key or function that exists",
         ) from None
-
-
-def _value_at(tree: Any, key: Location) -> Any:
-    for part in key:
-        if isinstance(tree, list) and part.isdecimal() and int(part) < len(tree):
-            tree = tree[int(part)]
-        elif isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        else:
-            return None
-    return tree
+    ignored: dict[str, str] = {}
+    try:
+        checked = section.model_validate(resolved, context={"ignored": ignored})
+    except ValidationError as error:
+        raise config_error(error, section, resolved, where=where, origin=origin) from None
+    if ignored:
+        logger.info("keys that have no effect here: %s", ", ".join(ignored))
+        for key, reason in ignored.items():
+            logger.debug("%s has no effect: %s", key, reason)
+    return checked
 
 
 def _register_functions() -> None:
     # Resolvers belong to the whole process: one that another package has registered is left alone.
-    functions = {"mul": _mul, "div": _div, "max": _max, "min": _min, "int": _int}
+    functions: dict[str, Callable[..., Any]] = {
+        "mul": lambda a, b: a * b,
+        "div": _div,
+        "max": lambda *numbers: max(numbers),
+        "min": lambda *numbers: min(numbers),
+        "int": lambda number: int(number),
+    }
     for name, function in functions.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_resolver(name, function)
 
 
-# No annotations of number types: OmegaConf would check them, and refuse an int where it reads float.
-def _mul(a: Any, b: Any) -> Any:
-    return a * b
-
-
 def _div(a: Any, b: Any) -> Any:
     """A whole number where there is no remainder: most keys are counts."""
     return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
-
-
-def _max(*numbers: Any) -> Any:
-    return max(numbers)
-
-
-def _min(*numbers: Any) -> Any:
-    return min(numbers)
-
-
-def _int(number: Any) -> Any:
-    return int(number)
-
-
-def _note_override(origins: Origins, override: Override) -> None:
-    where = f"command line, {override.text}"
-    if not isinstance(override.value, dict):
-        depth = len(override.path)
-        for key in [key for key in origins if key[:depth] == override.path]:
-            del origins[key]
-    origins.update({key: where for key in _keys(override.value, override.path)})
-
-
-def _keys(value: Any, path: Location) -> list[Location]:
-    children = value.items() if isinstance(value, dict) else ()
-    return [path, *(key for name, child in children for key in _keys(child, (*path, name)))]
-
-
-def _origin(origins: Origins, key: Location, file: Path) -> str:
-    """Where the value at `key` comes from: of the keys on the way to it, the innermost that a file or override gave.
-
-    A section that was only made by an override of one of its keys comes from that override.
-    """
-    for length in range(len(key), 0, -1):
-        if key[:length] in origins:
-            return origins[key[:length]]
-        inside = [where for other, where in origins.items() if other[:length] == key[:length]]
-        if inside:
-            return inside[-1]
-    return str(file)
 
 
 def _escape(value: Any) -> Any:
@@ -249,24 +283,3 @@ def _escape(value: Any) -> Any:
     if isinstance(value, list):
         return [_escape(item) for item in value]
     return value.replace("${", r"\${") if isinstance(value, str) else value
-
-
-def _log_ignored(ignored: IgnoredKeys, root: type[Strict]) -> None:
-    if not ignored:
-        return
-    paths = dict(
-        pair for kind, schema in ENVIRONMENT_SECTIONS.items() for pair in _section_paths(schema, f"env.{kind}")
-    )
-    paths |= dict(_section_paths(root, ""))
-    reasons = {f"{paths[section]}.{key}".lstrip("."): reason for section, key, reason in ignored}
-    logger.info("keys that have no effect here: %s", ", ".join(reasons))
-    for key, reason in reasons.items():
-        logger.debug("%s has no effect: %s", key, reason)
-
-
-def _section_paths(section: type[Strict], path: str) -> list[tuple[type[Strict], str]]:
-    found = [(section, path)]
-    for name, field in section.model_fields.items():
-        for child in sections(field.annotation):
-            found.extend(_section_paths(child, f"{path}.{field.alias or name}".lstrip(".")))
-    return found

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Strict
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.load import load_section
-from treeward.config.reward_shaping import LengthPenaltyConfig, RewardShapingConfig
+from treeward.config.reward_shaping import LengthPenaltyConfig, RewardShapingConfig, ShapingOrContract
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 
@@ -35,10 +35,6 @@ _Paths = Annotated[
 ]
 _Ensemble = Annotated[
     EnsembleConfig, BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given)
-]
-_SectionOrContract = Annotated[
-    Annotated[RewardShapingConfig, Tag("<section>")] | Annotated[Literal["contract"], Tag("<name>")],
-    Discriminator(lambda raw: "<name>" if isinstance(raw, str) else "<section>"),
 ]
 _SHORTHANDS = ("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "length_penalty")
 
@@ -88,7 +84,7 @@ class NemoGymConfig(Strict):
     """Normalised rewards are clipped to +- this many standard deviations. None: no limit."""
     length_penalty: LengthPenaltyConfig | None = None
     """A deduction for long replies: `coefficient` for each character above `threshold`."""
-    shaping: _SectionOrContract | None = None
+    shaping: ShapingOrContract | None = None
     """A whole `reward_shaping` section instead of the keys above, or `contract` for that of the model's contract."""
 
     host: str = "127.0.0.1"

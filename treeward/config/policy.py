@@ -5,9 +5,10 @@
       train_global_batch_size: 128          # comparisons per optimiser step
       max_total_sequence_length: 4096       # tokens
 
-The section is called `policy` because the configs of reinforcement-learning toolkits call it so; here it holds the
-reward model, and what that has in common with the policy of GRPO (`treeward.config.grpo_policy`). Instead of a name it
-may give a bare architecture, which is trained from scratch.
+The section is called `policy` as in the configs of RL toolkits. In a run of `treeward train` it holds the reward model.
+`TrainedModelConfig` is what that has in common with the policy of GRPO (`treeward.config.grpo_policy`), with the
+sections that NeMo RL's configs carry for its backends: what treeward always does is accepted in either state, and what
+it cannot do yet is accepted while it is off.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from treeward.config.backends import (
-    DTensorConfig,
-    DynamicBatchingConfig,
-    MegatronConfig,
-    SequencePackingConfig,
-    ShardingConfig,
-)
 from treeward.config.base import Strict
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError
 
-__all__ = ["DEFAULT_MICRO_BATCH_TOKENS", "DEFAULT_VOCAB_SIZE", "PolicyConfig", "RewardModelConfig", "TokenizerConfig"]
-__all__ += ["TrainedModelConfig"]
+__all__ = ["DEFAULT_MICRO_BATCH_TOKENS", "DEFAULT_VOCAB_SIZE", "BatchingConfig", "DisabledSection", "MegatronConfig"]
+__all__ += [
+    "PolicyConfig",
+    "Precision",
+    "RewardModelConfig",
+    "ScoringTokenizerConfig",
+    "ShardingConfig",
+    "TokenizerConfig",
+]
+__all__ += ["TrainedModelConfig", "take_batching_budget"]
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 DEFAULT_VOCAB_SIZE = 4096
@@ -42,22 +44,141 @@ Precision = Annotated[
 ]
 
 
-class TokenizerConfig(Strict):
+class DisabledSection(Strict):
+    """A section of another toolkit: anything goes while it is disabled, and enabling it is an error."""
+
+    model_config = ConfigDict(extra="allow")
+
+    reason: ClassVar[str]
+    """Why it cannot be enabled: the summary of the error."""
+    remedy: ClassVar[str]
+
+    enabled: bool = False
+    """Must be false; the other keys of the section are then not read."""
+
+    @model_validator(mode="after")
+    def _is_disabled(self) -> DisabledSection:
+        if self.enabled:
+            raise ConfigError(self.reason, field="enabled", got="true", need="false", fix=self.remedy)
+        return self
+
+
+class MegatronConfig(DisabledSection):
+    """Megatron-Core: accepted while disabled."""
+
+    reason = "treeward has no Megatron backend"
+    remedy = "set megatron_cfg.enabled=false: the model runs on PyTorch"
+
+
+class DisabledLoraConfig(DisabledSection):
+    """Low-rank adapters: accepted while disabled."""
+
+    reason = "low-rank adapters of a reward model are not supported yet"
+    remedy = "set policy.dtensor_cfg.lora_cfg.enabled=false: the whole model is trained"
+
+
+class ShardingConfig(Strict):
+    """How the model is sharded over processes, and what is recomputed to save memory."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "_v2": "there is one implementation",
+        "clear_cache_every_n_steps": "micro-batches are planned to one size, so the allocator does not fragment",
+        "env_vars": "the environment is set where the command is started",
+        "sequence_parallel": "it has no effect while tensor_parallel_size is 1",
+    }
+
+    _can_offload: ClassVar[bool] = False
+    _saves_memory: ClassVar[str] = "activation checkpointing and a smaller policy.train_micro_batch_tokens save memory"
+
+    enabled: bool = True
+    """Has no effect in one process, which is all that is supported yet."""
+    activation_checkpointing: bool = False
+    """Keep one activation per layer and compute the others again in the backward pass: slower, with far less memory."""
+    cpu_offload: bool = False
+    """Not supported yet: must be false."""
+    tensor_parallel_size: PositiveInt = 1
+    """Not supported yet: must be 1."""
+    context_parallel_size: PositiveInt = 1
+    """Not supported yet: must be 1."""
+    custom_parallel_plan: str | None = None
+    """Not supported yet: must be null."""
+
+    @model_validator(mode="after")
+    def _is_not_sharded(self) -> ShardingConfig:
+        for key in ("tensor_parallel_size", "context_parallel_size", "custom_parallel_plan", "cpu_offload"):
+            default = ShardingConfig.model_fields[key].default
+            if getattr(self, key) != default and not (key == "cpu_offload" and self._can_offload):
+                shown = "null" if default is None else str(default).lower()
+                raise ConfigError(
+                    f"{key} is not supported yet",
+                    field=key,
+                    got=getattr(self, key),
+                    need=shown,
+                    fix=f"set {key}={shown}; {self._saves_memory}",
+                )
+        return self
+
+
+class DTensorConfig(ShardingConfig):
+    """How the model is sharded over processes, and what is recomputed to save memory."""
+
+    lora_cfg: DisabledLoraConfig = DisabledLoraConfig()
+    """Must be disabled."""
+
+
+class BatchingConfig(Strict):
+    """NeMo RL's sections on batching. Micro-batches are always filled to a token budget, and trees are always packed;
+    an enabled section sets the budget."""
+
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        "algorithm": "the planner packs in an order that the seed determines",
+        "fuse_loss": "the loss reads one number per completion or token",
+        "logprob_mb_tokens": "log-probabilities without gradients are computed in the micro-batches of training",
+        "max_sequences_per_bin": "the token budget alone limits a micro-batch",
+        "sequence_length_round": "packed trees are not padded",
+    }
+
+    enabled: bool = False
+    """True: `train_mb_tokens` is the budget of a forward pass, instead of a number of sequences."""
+    train_mb_tokens: PositiveInt | None = None
+    """Tokens of a forward pass. None: the budget stays as it is."""
+
+
+def take_batching_budget(raw: Any, tokens_key: str, size_key: str) -> Any:
+    """Set `tokens_key` from an enabled batching section, unless it is given; such configs carry `size_key` too, and
+    mean that the budget replaces it."""
+    if not isinstance(raw, Mapping) or raw.get(tokens_key) is not None:
+        return raw
+    for name in ("dynamic_batching", "sequence_packing"):
+        section = raw.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") and section.get("train_mb_tokens") is not None:
+            return {**raw, tokens_key: section["train_mb_tokens"], size_key: None}
+    return raw
+
+
+class ScoringTokenizerConfig(Strict):
+    """The tokenizer, and how conversations are rendered. By default as the model was trained."""
+
+    name: str | None = None
+    """Hub name or folder. None: the model's own."""
+    chat_template: Annotated[str | None, BeforeValidator(lambda text: None if text == "default" else text)] = None
+    """A Jinja template, or the path of a file that holds one. None (or `default`): the model's own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed through to the chat template. None: those of the model's scoring contract, if it has one."""
+
+
+class TokenizerConfig(ScoringTokenizerConfig):
     """The tokenizer, and how conversations are rendered."""
 
     name: str | None = None
     """Hub name or folder. None: that of `policy.model_name`; for a bare `model_config`, a tokenizer is trained on the
     training data."""
-    chat_template: Annotated[str | None, BeforeValidator(lambda text: None if text == "default" else text)] = None
-    """A Jinja template, or the path of a file that holds one. None (or `default`): the model's own."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Passed through to the chat template."""
     vocab_size: PositiveInt | None = None
-    """Size of a tokenizer that is trained. None: the `vocab_size` of `model_config`, or else 4096."""
+    """Size of a tokenizer that is trained. None: the `vocab_size` of `model_config`, otherwise 4096."""
 
 
 class RewardModelConfig(Strict):
-    """What kind of reward model is trained."""
+    """What kind of reward model it is."""
 
     enabled: bool = True
     """Must be true."""
@@ -68,11 +189,11 @@ class RewardModelConfig(Strict):
     def _is_enabled(self) -> RewardModelConfig:
         if not self.enabled:
             raise ConfigError(
-                "treeward train trains reward models only",
+                "the model must be a reward model",
                 field="enabled",
                 got="false",
                 need="true",
-                fix="set policy.reward_model_cfg.enabled=true",
+                fix="set reward_model_cfg.enabled=true, or remove it",
             )
         return self
 
@@ -120,9 +241,9 @@ class TrainedModelConfig(Strict):
 
     dtensor_cfg: ShardingConfig = ShardingConfig()
     """How the model is sharded."""
-    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    dynamic_batching: BatchingConfig = BatchingConfig()
     """Accepted in either state: micro-batches are always filled to a token budget."""
-    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    sequence_packing: BatchingConfig = BatchingConfig()
     """Accepted in either state: trees are always packed."""
     megatron_cfg: MegatronConfig = MegatronConfig()
     """Must be disabled."""
@@ -149,35 +270,22 @@ class TrainedModelConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _take_the_budget_of_batching_sections(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping) or raw.get("train_micro_batch_tokens") is not None:
-            return raw
-        for name in ("dynamic_batching", "sequence_packing"):
-            section = raw.get(name)
-            if isinstance(section, Mapping) and section.get("enabled") and section.get("train_mb_tokens") is not None:
-                # Such configs carry train_micro_batch_size too, and mean that the budget replaces it.
-                return {
-                    **raw,
-                    "train_micro_batch_tokens": section["train_mb_tokens"],
-                    "train_micro_batch_size": None,
-                }
-        return raw
+        return take_batching_budget(raw, "train_micro_batch_tokens", "train_micro_batch_size")
 
     @model_validator(mode="after")
     def _one_model(self) -> TrainedModelConfig:
-        if self.model_name is not None and self.architecture is not None:
+        if (self.model_name is None) == (self.architecture is None):
+            given = self.model_name is not None
             raise ConfigError(
-                "model_name and model_config exclude each other",
-                got=f"model_name: {self.model_name}, model_config: {self.architecture}",
-                need="exactly one of them",
-                fix="remove policy.model_config to load a model, or policy.model_name to train one from scratch",
-            )
-        if self.model_name is None and self.architecture is None:
-            raise ConfigError(
-                "there is no model",
+                "model_name and model_config exclude each other" if given else "there is no model",
                 field="model_name",
-                got="neither model_name nor model_config",
+                got=f"model_name: {self.model_name}, with a model_config"
+                if given
+                else "no model_name, no model_config",
                 need="exactly one of them",
-                fix="give policy.model_name, a hub name or a folder",
+                fix="remove policy.model_config to load a model, or policy.model_name to train one from scratch"
+                if given
+                else "give policy.model_name, a hub name or a folder",
             )
         if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
             raise ConfigError(

@@ -17,10 +17,9 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from treeward.config.base import Strict
-from treeward.config.env_section import ENVIRONMENT_SECTIONS
+from treeward.config.base import Strict, sections
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.problems import sections
+from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
 from treeward.config.run import RewardModelRunConfig
 
 __all__ = ["config_reference"]

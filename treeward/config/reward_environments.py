@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from treeward.config.base import Strict
+from treeward.config.base import Strict, TextOrTexts, at_field, config_error, nearest_name
+from treeward.config.environment import RewardModelEnvironmentConfig
 from treeward.errors import ConfigError
 
-__all__ = ["CustomEnvironmentConfig", "HybridEnvironmentConfig", "HybridMember", "JudgeEnvironmentConfig"]
-__all__ += ["REQUIRED_PLACEHOLDERS", "MathEnvironmentConfig", "RuleEnvironmentConfig"]
+__all__ = ["ENVIRONMENT_SECTIONS", "REQUIRED_PLACEHOLDERS", "CustomEnvironmentConfig", "HybridEnvironmentConfig"]
+__all__ += ["HybridMember", "JudgeEnvironmentConfig", "MathEnvironmentConfig", "RuleEnvironmentConfig"]
+__all__ += ["check_environment", "is_enabled"]
 
 REQUIRED_PLACEHOLDERS = {"rating": ("{reply}",), "pairwise": ("{reply_a}", "{reply_b}")}
 """By mode, what a judge's template must have."""
 
-_Names = Annotated[
-    tuple[str, ...], BeforeValidator(lambda names: (names,) if isinstance(names, str) else names), Field(min_length=1)
-]
+_Names = Annotated[TextOrTexts, Field(min_length=1)]
 
 
 class RuleEnvironmentConfig(Strict):
@@ -84,7 +84,7 @@ class MathEnvironmentConfig(RuleEnvironmentConfig):
     ignored_keys: ClassVar[Mapping[str, str]] = {
         "stop_strings": "where an answer ends is up to policy.generation.stop_strings",
     }
-    other_forms: ClassVar[tuple[str, ...]] = ("num_workers",)
+    other_names: ClassVar[Mapping[str, str]] = {"num_workers": "workers"}
 
     rule: Literal["math"] = "math"
     """Mathematical equality with the ground truth."""
@@ -92,21 +92,6 @@ class MathEnvironmentConfig(RuleEnvironmentConfig):
     """What compares: the package math-verify."""
     verifier_type: Literal["math"] = "math"
     """What is compared; for a choice among letters use rule exact_match or regex of `rules`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_num_workers(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping) or "num_workers" not in raw:
-            return raw
-        if "workers" in raw:
-            raise ConfigError(
-                "num_workers is another name of workers",
-                field="num_workers",
-                got=raw["num_workers"],
-                need="one of the two",
-                fix="remove num_workers",
-            )
-        return {("workers" if key == "num_workers" else key): value for key, value in raw.items()}
 
 
 class JudgeEnvironmentConfig(Strict):
@@ -240,3 +225,57 @@ class HybridEnvironmentConfig(Strict):
                     fix="set missing: mask, or a positive weight",
                 )
         return self
+
+
+ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
+    "reward_model": RewardModelEnvironmentConfig,
+    "rules": RuleEnvironmentConfig,
+    "math": MathEnvironmentConfig,
+    "judge": JudgeEnvironmentConfig,
+    "custom": CustomEnvironmentConfig,
+    "hybrid": HybridEnvironmentConfig,
+}
+"""The kinds of environments -> the schema of their sections."""
+
+
+def is_enabled(section: Any) -> bool:
+    """Whether a section is to be made an environment of."""
+    return not isinstance(section, Mapping) or section.get("enabled", True) is not False
+
+
+def check_environment(name: str, section: Any, ignored: dict[str, str] | None = None) -> None:
+    """Raise `ConfigError`, its `field` relative to `env`, for a section that its environment would refuse.
+
+    `ignored`: collects keys without effect and the reasons. A section with `enabled: false` may hold anything. A kind
+    that is not in `ENVIRONMENT_SECTIONS` may be registered in Python; it is refused if it is nearly a known name.
+    """
+    if not isinstance(section, Mapping):
+        raise ConfigError("the section of an environment is not a mapping", field=name, got=section, need="its keys")
+    if not is_enabled(section):
+        return
+    settings = {key: value for key, value in section.items() if key not in ("enabled", "type")}
+    kind = str(section.get("type") or name)
+    schema = ENVIRONMENT_SECTIONS.get(kind)
+    if schema is None:
+        near = None if "." in kind else nearest_name(kind, ENVIRONMENT_SECTIONS)
+        if near is not None:
+            raise ConfigError(
+                "there is no such kind of environment",
+                field=f"{name}.type" if "type" in section else name,
+                got=kind,
+                need=f"{', '.join(ENVIRONMENT_SECTIONS)}, or the dotted path of a class",
+                fix=f"did you mean {near}? Say `type: {near}` where the name is meant to be another",
+            )
+        return
+    try:
+        checked = schema.model_validate(settings, context={"ignored": {} if ignored is None else ignored})
+    except ValidationError as error:
+        one = config_error(error, schema, settings, where=f"env.{name}")
+        raise at_field(one, ".".join(part for part in (name, one.field) if part)) from None
+    if isinstance(checked, HybridEnvironmentConfig):
+        for member, given in checked.members.items():
+            typed = {"type": given.type} if given.type else {}
+            try:
+                check_environment(member, {**given.settings, **typed}, ignored)
+            except ConfigError as error:
+                raise at_field(error, f"{name}.members.{error.field}") from None

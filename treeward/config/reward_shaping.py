@@ -35,6 +35,7 @@ __all__ = [
     "NormalizationConstants",
     "RewardCalibration",
     "RewardShapingConfig",
+    "ShapingOrContract",
 ]
 
 LengthUnit = Literal["characters", "tokens"]
@@ -143,6 +144,13 @@ class RewardShapingConfig(Strict):
                 "relative rewards are bounded from above already",
             )
         return self
+
+
+ShapingOrContract = Annotated[
+    Annotated[RewardShapingConfig, Tag("<section>")] | Annotated[Literal["contract"], Tag("<name>")],
+    Discriminator(lambda raw: "<name>" if isinstance(raw, str) else "<section>"),
+]
+"""A section, or `contract` for the section in the model's scoring contract."""
 
 
 class NormalizationConstants(Strict):

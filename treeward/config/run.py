@@ -1,30 +1,140 @@
-"""`RewardModelRunConfig`: everything that a training run is told, and the checks between its sections.
+"""`RewardModelRunConfig`: the configuration of a run that trains a reward model, and the checks between its sections.
 
     policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct}
     data: {train_data_path: train.jsonl, val_data_path: val.jsonl}
 
-is a whole configuration: every other key has a default, written once, on its field.
+is a whole configuration: every other key has a default, written once, on its field. The small sections `rm`,
+`evaluation` and `hub` are here too.
 """
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Any
 
-from treeward.config.base import Strict, nearest_name
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from treeward.config.base import Limit, Period, Strict, at_field, nearest_name
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
 from treeward.config.data import DataConfig, check_longest_input
-from treeward.config.evaluation import EvaluationConfig
-from treeward.config.hub import HubConfig
 from treeward.config.logger import LoggerConfig
 from treeward.config.policy import PolicyConfig
 from treeward.config.reward_shaping import RewardShapingConfig
-from treeward.config.rm import RMConfig
 from treeward.errors import ConfigError
 
-__all__ = ["RewardModelRunConfig"]
+__all__ = ["EvaluationConfig", "HubConfig", "LossConfig", "RMConfig", "RewardModelRunConfig"]
 
-_PERTURBATIONS = 100  # so says the docstring of rm.val_perturbations
+_PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
+
+
+class LossConfig(Strict):
+    """The Bradley-Terry loss, softplus(-(score(chosen) - score(rejected) - margin)), and its two options."""
+
+    margin: bool = True
+    """Use the margins in the data, if there are any."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """The assumed probability that a label is wrong."""
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
+
+
+class RMConfig(Strict):
+    """The length of the run, its validations, its seed and its loss."""
+
+    max_num_epochs: PositiveInt = 1
+    """Passes over the training data."""
+    max_num_steps: Limit = None
+    """Most optimiser steps, whatever the number of epochs. None (or -1): no limit."""
+    val_period: Period = 100
+    """Optimiser steps from one validation to the next. None (or 0): no validation before the end."""
+    val_batches: Limit = None
+    """Most batches of `val_global_batch_size` to validate on, per set. None (or -1): the whole set."""
+    val_global_batch_size: PositiveInt | None = None
+    """Comparisons in a validation batch. None: `policy.train_global_batch_size`."""
+    val_perturbations: PositiveInt | None = None
+    """Most comparisons of each validation set whose completions are rewritten (padded, cut off, marked up ...) to
+    measure `robust_accuracy`. None: 100 where `checkpointing.metric_name` is `robust_accuracy`, otherwise none."""
+    val_micro_batch_size: PositiveInt | None = None
+    """Most comparisons in one forward pass of validation. None: as many as in training."""
+    val_at_start: bool = False
+    """Validate before the first step too."""
+    val_at_end: bool = True
+    """Validate after the last step too."""
+    log_period: PositiveInt = 1
+    """Optimiser steps from one log of the training metrics to the next."""
+    seed: NonNegativeInt = 42
+    """Determines the initial weights of the head, the order of the data and every other draw."""
+    head_init_std: NonNegativeFloat | None = None
+    """Standard deviation of the score head's initial weights. None: 1 / sqrt(hidden size + 1), as in Stiennon et al.
+    2020, page 11."""
+    loss: LossConfig = LossConfig()
+    """The loss."""
+
+
+class EvaluationConfig(Strict):
+    """The report on the exported model that a run writes when training ends, as `treeward eval` does."""
+
+    enabled: bool = False
+    """Evaluate the exported model on the validation sets and `suites`, and write a report."""
+    suites: tuple[str, ...] = ()
+    """Suites beside the validation sets: `rewardbench`, `rewardbench2`, `rmbench`, `judgebench`, `llmbar`, from the hub
+    or, as `llmbar=FOLDER`, from a copy. A single suite needs no list."""
+    perturbations: PositiveInt | None = None
+    """Examples of each set and suite whose completions are rewritten, to measure how much the score changes.
+    None: none."""
+    limit: PositiveInt | None = None
+    """Evaluate only the first examples of each set and suite, this many. None: all that a validation measures."""
+    look_for_training_data: bool = True
+    """Look for the examples of each set and suite in the training sets, and report the accuracy without them too."""
+    output: str | None = None
+    """Folder of the report and its rows. None: `report` inside `checkpointing.checkpoint_dir`."""
+
+    @field_validator("suites", mode="before")
+    @classmethod
+    def _one_suite_is_a_list(cls, suites: Any) -> Any:
+        return [suites] if isinstance(suites, str) else suites
+
+    @field_validator("suites")
+    @classmethod
+    def _suites_have_names(cls, suites: tuple[str, ...]) -> tuple[str, ...]:
+        for suite in suites:
+            name, equals, folder = suite.partition("=")
+            if not name.strip() or "," in name or (equals and not folder.strip()):
+                raise ConfigError(
+                    "a suite is not understood",
+                    got=repr(suite),
+                    need="a name, as llmbar, or a name and a folder, as llmbar=downloads/llmbar",
+                )
+        return suites
+
+    @property
+    def named_suites(self) -> tuple[tuple[str, str | None], ...]:
+        """The name of each suite and the folder of its copy; None for the hub."""
+        parts = (suite.partition("=") for suite in self.suites)
+        return tuple((name.strip(), folder.strip() or None) for name, _, folder in parts)
+
+
+class HubConfig(Strict):
+    """The upload of the exported model to the Hugging Face hub."""
+
+    push_to_hub: bool = False
+    """Upload the exported folder when training ends."""
+    repo_id: str | None = None
+    """Repository, as `organisation/name`."""
+    private: bool = True
+    """Make the repository private if it is new."""
+
+    @model_validator(mode="after")
+    def _repository_is_named(self) -> HubConfig:
+        if self.push_to_hub and self.repo_id is None:
+            raise ConfigError(
+                "push_to_hub needs a repository",
+                field="repo_id",
+                got="null",
+                need="organisation/name",
+                fix="give hub.repo_id, or set hub.push_to_hub=false",
+            )
+        return self
 
 
 class RewardModelRunConfig(Strict):
@@ -37,12 +147,13 @@ class RewardModelRunConfig(Strict):
     data: DataConfig
     """The training and validation sets."""
     reward_shaping: RewardShapingConfig | None = None
-    """How scores become rewards: kept in the exported model's scoring contract, where `reward_shaping: contract` of an
-    environment finds it. Constants that it needs are fitted on the validation sets when the model is exported."""
+    """How scores become rewards. The section is kept in the scoring contract of the exported model, where
+    `reward_shaping: contract` of an environment finds it. Missing constants are fitted on the validation sets when the
+    model is exported."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     """When the run is saved, and which checkpoints stay."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """The report that is written at the end."""
+    """The report at the end of the run."""
     logger: LoggerConfig = LoggerConfig()
     """Where the metrics go."""
     cluster: ClusterConfig = ClusterConfig()
@@ -62,41 +173,48 @@ class RewardModelRunConfig(Strict):
 
     @property
     def ranking_metric(self) -> MetricKey | None:
-        """The metric that ranks checkpoints, as it is read where the validation sets are known; None if none does."""
+        """The metric that ranks checkpoints; None if they are not ranked."""
         name = self.checkpointing.metric_name if self.checkpointing.enabled else None
         return None if name is None else parse_metric_name(name, self.validation_names)
 
+    @property
+    def remarks(self) -> list[str]:
+        """Warnings about settings that are valid and may surprise."""
+        if self.data.validation or self.rm.val_period is None:
+            return []
+        custom = [dataset.dataset_name for dataset in self.data.train if "." in dataset.dataset_name]
+        fix = f", as {{dataset_name: {custom[0]}}}," if custom else ""
+        return [
+            f"data has no validation set: nothing is validated, although rm.val_period is {self.rm.val_period}. Give "
+            f"data.validation{fix} or set rm.val_period=null"
+        ]
+
     def num_perturbations(self, validation: str) -> int | None:
-        """Of how many comparisons of a validation set `robust_accuracy` is measured; None where it is not."""
+        """Comparisons of a validation set that `robust_accuracy` is measured on; None where it is not measured."""
         key = self.ranking_metric
         ranks = key is not None and key.metric == "robust_accuracy" and key.validation in (None, validation)
         return self.rm.val_perturbations or (_PERTURBATIONS if ranks else None)
 
     @model_validator(mode="after")
-    def _upload_has_a_model(self) -> RewardModelRunConfig:
-        if self.hub.push_to_hub and not self.checkpointing.enabled:
-            raise ConfigError(
-                "hub.push_to_hub has nothing to upload: checkpointing.enabled is false",
-                field="hub.push_to_hub",
-                got="true",
-                need="checkpointing.enabled: true, whose export is uploaded",
-                fix="set checkpointing.enabled=true, or hub.push_to_hub=false",
-            )
+    def _export_has_a_checkpoint(self) -> RewardModelRunConfig:
+        if self.checkpointing.enabled:
+            return self
+        for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
+            if is_on:
+                raise ConfigError(
+                    f"{key} needs the exported model, and checkpointing.enabled is false",
+                    field=key,
+                    got="true",
+                    need="checkpointing.enabled: true",
+                    fix=f"set checkpointing.enabled=true, or {key}=false",
+                )
         return self
 
     @model_validator(mode="after")
-    def _report_has_a_model_and_data(self) -> RewardModelRunConfig:
-        if not self.evaluation.enabled:
+    def _report_and_shaping_have_data(self) -> RewardModelRunConfig:
+        if self.data.validation:
             return self
-        if not self.checkpointing.enabled:
-            raise ConfigError(
-                "evaluation.enabled has nothing to evaluate: checkpointing.enabled is false",
-                field="evaluation.enabled",
-                got="true",
-                need="checkpointing.enabled: true, whose export is evaluated",
-                fix="set checkpointing.enabled=true, or evaluation.enabled=false",
-            )
-        if not self.data.validation and not self.evaluation.suites:
+        if self.evaluation.enabled and not self.evaluation.suites:
             raise ConfigError(
                 "evaluation.enabled has nothing to evaluate on",
                 field="evaluation.enabled",
@@ -104,17 +222,13 @@ class RewardModelRunConfig(Strict):
                 need="a validation set or a suite",
                 fix="give data.val_data_path or evaluation.suites, or set evaluation.enabled=false",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shaping_has_data(self) -> RewardModelRunConfig:
-        if self.reward_shaping is not None and self.reward_shaping.uses_calibration and not self.data.validation:
+        if self.reward_shaping is not None and self.reward_shaping.uses_calibration:
             raise ConfigError(
                 "reward_shaping needs constants that are fitted on validation sets, and data has none",
                 field="reward_shaping",
                 got="a length curve, temperature, mean or standard deviation that is to be fitted",
                 need="a set in data.validation",
-                fix="give data.val_data_path, or reward_mean and reward_std; or leave the section out and run "
+                fix="give data.val_data_path, or reward_mean and reward_std; or remove the section and run "
                 "`treeward calibrate` later",
             )
         return self
@@ -126,40 +240,38 @@ class RewardModelRunConfig(Strict):
 
     @model_validator(mode="after")
     def _ranking_metric_is_measured(self) -> RewardModelRunConfig:
-        if not self.checkpointing.enabled or self.checkpointing.metric_name is None:
+        given, names, field = self.checkpointing.metric_name, self.validation_names, "checkpointing.metric_name"
+        if not self.checkpointing.enabled or given is None:
             return self
-        names = self.validation_names
         if not names:
             raise ConfigError(
                 "checkpointing.metric_name is a validation metric, and data has no validation set",
-                field="checkpointing.metric_name",
-                got=self.checkpointing.metric_name,
+                field=field,
+                got=given,
                 need="a set in data.validation, or no metric_name",
                 fix="give data.val_data_path, or set checkpointing.metric_name=null to keep the latest checkpoints",
             )
         try:
-            key = parse_metric_name(self.checkpointing.metric_name, names)
+            key = parse_metric_name(given, names)
         except ConfigError as error:
-            raise ConfigError(
-                error.summary, field="checkpointing.metric_name", got=error.got, need=error.need, fix=error.fix
-            ) from None
+            raise at_field(error, field) from None
         if key.validation is not None and key.validation not in names:
             near, metric = nearest_name(key.validation, names) or names[0], key.metric
             if f"{key.validation}_{key.metric}" in METRICS:  # validation-length_controlled_accuracy: the set is missing
                 metric = f"{key.validation}_{key.metric}"
             raise ConfigError(
                 f"checkpointing.metric_name names a validation set that is not in data: {key.validation}",
-                field="checkpointing.metric_name",
-                got=self.checkpointing.metric_name,
+                field=field,
+                got=given,
                 need=f"one of the sets {', '.join(names)}",
                 fix=f"set checkpointing.metric_name=validation-{near}/{metric}",
             )
         if self.rm.val_period is None and not self.rm.val_at_end:
             raise ConfigError(
                 "checkpointing.metric_name is never measured: rm.val_period says never",
-                field="checkpointing.metric_name",
-                got=f"{self.checkpointing.metric_name}, with rm.val_period: null, rm.val_at_end: false",
-                need="a validation to rank checkpoints by",
+                field=field,
+                got=f"{given}, with rm.val_period: null, rm.val_at_end: false",
+                need="a validation",
                 fix="set rm.val_period, or rm.val_at_end=true, or checkpointing.metric_name=null",
             )
         return self

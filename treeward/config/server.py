@@ -16,20 +16,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
 
 from treeward.config.base import Strict
 from treeward.config.ensemble import EnsembleConfig
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.reward_shaping import ShapingOrContract
 from treeward.errors import ConfigError
 
 __all__ = ["ServedModelConfig", "ServerConfig", "is_loopback"]
 
-_SectionOrContract = Annotated[
-    Annotated[RewardShapingConfig, Tag("<section>")] | Annotated[Literal["contract"], Tag("<name>")],
-    Discriminator(lambda raw: "<name>" if isinstance(raw, str) else "<section>"),
-]
 _Models = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda models: (models,) if isinstance(models, str) else models),
@@ -54,7 +50,7 @@ class ServedModelConfig(Strict):
     (`results/rm/final` is `rm`), or the hub name."""
     ensemble: EnsembleConfig | None = None
     """How the members, or the heads of one model, become one score."""
-    shaping: _SectionOrContract | None = None
+    shaping: ShapingOrContract | None = None
     """How scores become rewards; `contract` is what the model's scoring contract says. None: scores as they are."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the backbone's weights; the head is float32."""

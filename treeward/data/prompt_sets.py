@@ -34,8 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeward.config.base import nearest_name
-from treeward.config.data import DatasetConfig
-from treeward.config.prompt_data import PromptSetConfig
+from treeward.config.data import DatasetConfig, PromptSetConfig
 from treeward.data.custom import construct, rows_of
 from treeward.data.prompt_files import Prompts
 from treeward.data.prompt_rows import Prompt, check_asks, from_prompt_row, from_response_row, math_hf_data_processor

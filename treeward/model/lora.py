@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from treeward.config.backends import LoraConfig
+from treeward.config.grpo_policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.tree.token_tree import TokenIds

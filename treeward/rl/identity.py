@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treeward.config.env_section import is_enabled
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.reward_environments import is_enabled
 from treeward.data.prompt_encoding import EncodedPrompts
 from treeward.data.rendering import Renderer
 from treeward.model.contract import CONTRACT_FILE

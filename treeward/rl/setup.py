@@ -297,7 +297,6 @@ def _make_generator(
         stop_token_ids=generation.stop_token_ids or (),
         stop_strings=generation.stop_strings or (),
         batch_size=config.policy.generated_at_once,
-        continuous_batching=generation.continuous_batching,
         max_total_tokens=config.policy.max_total_sequence_length,
     )
     end_ids = end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from treeward.config.yaml_file import read_yaml
+from treeward.config.load import read_yaml
 from treeward.errors import DataError
 from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
 from treeward.training.tracking import read_metrics
@@ -93,7 +93,7 @@ class RLRun:
             dict(sorted(steps.items())),
             tuple(sorted(lines, key=lambda line: int(line["step"]))),
             tuple(read_alarms(alarms)) if alarms.exists() else (),
-            read_yaml(config)[0] if config.exists() else {},
+            read_yaml(config) if config.exists() else {},
         )
 
     @property

@@ -1,0 +1,594 @@
+"""A run that trains a reward model: its sections one by one, the checks between them, and NeMo RL's file."""
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from treeward.config import (
+    CheckpointingConfig,
+    ClusterConfig,
+    HubConfig,
+    LoggerConfig,
+    PolicyConfig,
+    RMConfig,
+    load_config,
+    parse_metric_name,
+    save_config,
+)
+from treeward.config.checkpointing import METRICS
+from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, TorchScheduleConfig
+from treeward.config.run import EvaluationConfig
+from treeward.errors import ConfigError
+
+# The keys, values and references of the reward-model example of NeMo RL, in the spelling of its newer versions.
+NEMO = """
+rm:
+  max_num_epochs: 1
+  max_num_steps: -1
+  val_period: 16
+  val_batches: -1
+  val_global_batch_size: 32
+  val_micro_batch_size: 1
+  val_at_start: false
+  seed: 42
+checkpointing:
+  enabled: true
+  checkpoint_dir: results/rm
+  metric_name: "val:validation-default_loss"
+  higher_is_better: false
+  keep_top_k: 3
+  save_period: ${rm.val_period}
+  checkpoint_must_save_by: null
+policy:
+  model_name: meta-llama/Llama-3.2-1B-Instruct
+  tokenizer:
+    name: ${policy.model_name}
+    chat_template: "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat_template_kwargs: null
+  train_global_batch_size: 128
+  train_micro_batch_size: 1
+  max_total_sequence_length: 8192
+  precision: "bfloat16"
+  activation_checkpointing_enabled: false
+  offload_optimizer_for_logprob: false
+  reward_model_cfg: {enabled: true, reward_model_type: "bradley_terry"}
+  dtensor_cfg:
+    _v2: false
+    enabled: true
+    cpu_offload: false
+    sequence_parallel: false
+    activation_checkpointing: false
+    tensor_parallel_size: 1
+    context_parallel_size: 1
+    custom_parallel_plan: null
+    clear_cache_every_n_steps: null
+  dynamic_batching:
+    enabled: false
+    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
+    sequence_length_round: 64
+  sequence_packing: {enabled: false}
+  make_sequence_length_divisible_by: ${policy.dtensor_cfg.tensor_parallel_size}
+  max_grad_norm: 1.0
+  optimizer:
+    name: "torch.optim.AdamW"
+    kwargs: {lr: 2.0e-6, weight_decay: 0.1, betas: [0.9, 0.98], eps: 1e-5, foreach: False, fused: False}
+  scheduler:
+    - name: "torch.optim.lr_scheduler.LinearLR"
+      kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 10}
+    - name: "torch.optim.lr_scheduler.ConstantLR"
+      kwargs: {factor: 1.0, total_iters: 10000000000}
+    - milestones: [10]
+  megatron_cfg:
+    enabled: false
+    optimizer:
+      lr: ${policy.optimizer.kwargs.lr}
+      bf16: true
+    distributed_data_parallel_config: {overlap_grad_reduce: true}
+data:
+  max_input_seq_length: ${policy.max_total_sequence_length}
+  shuffle: true
+  num_workers: 1
+  dataset_name: HelpSteer3
+logger:
+  log_dir: logs
+  wandb_enabled: true
+  tensorboard_enabled: true
+  mlflow_enabled: false
+  swanlab_enabled: false
+  monitor_gpus: true
+  num_val_samples_to_print: 0
+  wandb: {project: rm-dev, name: rm-dev-logger}
+  tensorboard: {log_dir: tb_logs-rm-dev-logger}
+  mlflow: {experiment_name: rm-dev, run_name: rm-dev-logger, tracking_uri: null}
+  gpu_monitoring: {collection_interval: 10, flush_interval: 10}
+cluster: {gpus_per_node: 1, num_nodes: 1}
+"""
+
+SMALL = "policy: {model_name: m}\ndata:\n  train_data_path: t.jsonl\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def mistake(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+def policy(**keys):
+    return PolicyConfig.model_validate({"model_name": "m"} | keys)
+
+
+def refused(section, raw, words=None):
+    with pytest.raises(ValidationError, match=words):
+        section.model_validate(raw)
+
+
+def test_a_config_of_nemo_rl_loads_unchanged(write, tmp_path, caplog):
+    with caplog.at_level(logging.DEBUG, logger="treeward.config"):
+        config = load_config(write(NEMO))
+    assert (config.rm.max_num_steps, config.rm.val_batches) == (None, None)
+    assert config.policy.tokenizer.name == "meta-llama/Llama-3.2-1B-Instruct"
+    assert config.policy.optimizer.kwargs["eps"] == 1e-5
+    assert (config.policy.train_micro_batch_size, config.policy.micro_batch_tokens) == (1, None)
+    assert config.policy.dynamic_batching.train_mb_tokens == 8192
+    assert config.checkpointing.save_period == 16
+    assert config.ranking_metric == ("default", "loss")
+    assert [(d.split, d.name) for d in (*config.data.train, *config.data.validation)] == [
+        ("train", None),
+        ("validation", "default"),
+    ]
+    assert "monitor_gpus has no effect" in caplog.text and "_v2 has no effect" in caplog.text
+    save_config(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize("name", ["val_loss", "validation-default_loss", "validation-default/loss", "eval/rm/loss"])
+def test_older_metric_names_load(write, name):
+    assert load_config(write(NEMO), [f"checkpointing.metric_name={name}"]).ranking_metric.metric == "loss"
+
+
+# between sections
+
+VALIDATION = ["data.val_data_paths={hard_set: h, plain: p}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (
+            ["data.max_input_seq_length=9000"],
+            "data.max_input_seq_length",
+            "larger than policy.max_total_sequence_length",
+        ),
+        (["checkpointing.metric_name=val_loss"], "checkpointing.metric_name", "no validation set"),
+        (
+            [*VALIDATION, "checkpointing.metric_name=validation-hard_loss"],
+            "checkpointing.metric_name",
+            "not in data: hard",
+        ),
+        (
+            [*VALIDATION, "checkpointing.metric_name=val_loss", "rm.val_period=0", "rm.val_at_end=false"],
+            "checkpointing.metric_name",
+            "rm.val_period says never",
+        ),
+    ],
+)
+def test_contradictions_between_sections(write, overrides, field, words):
+    error = mistake(write(SMALL), *overrides)
+    assert error.field == field
+    assert words in error.summary
+
+
+def test_the_metric_of_a_set_with_underscores(write):
+    config = load_config(write(SMALL), [*VALIDATION, "checkpointing.metric_name=val:validation-hard_set_accuracy"])
+    assert config.ranking_metric == ("hard_set", "accuracy")
+    off = ["checkpointing.metric_name=val_loss", "checkpointing.enabled=false"]
+    assert not load_config(write(SMALL), off).checkpointing.enabled, "nothing is ranked when nothing is saved"
+
+
+SETS = "[{{data_path: a.jsonl, name: {0}}}, {{data_path: b.jsonl, name: {1}}}]"
+
+
+@pytest.mark.parametrize(
+    ("sets", "name", "key"),
+    [
+        (("plain", "hard"), "val:validation-plain_length_controlled_accuracy", ("plain", "length_controlled_accuracy")),
+        (("plain", "length_controlled"), "validation-length_controlled_accuracy", ("length_controlled", "accuracy")),
+        (("plain", "a_robust"), "validation-a_robust_accuracy", ("a_robust", "accuracy")),
+        (("plain", "a"), "validation-a_robust_accuracy", ("a", "robust_accuracy")),
+        (("a", "a_robust"), "validation-a/robust_accuracy", ("a", "robust_accuracy")),
+        (("a", "a_robust"), "validation-a_robust/accuracy", ("a_robust", "accuracy")),
+        (("a", "a_robust"), "val_worst_subset", (None, "worst_subset")),
+    ],
+)
+def test_which_underscore_parts_set_and_metric_is_known_from_the_sets(write, sets, name, key):
+    data = f"data.validation={SETS.format(*sets)}"
+    config = load_config(write(SMALL), [data, f"checkpointing.metric_name={name}"])
+    assert config.ranking_metric == key
+
+
+def test_a_metric_that_can_be_read_in_two_ways_is_refused(write):
+    data = f"data.validation={SETS.format('a', 'a_robust')}"
+    error = mistake(write(SMALL), data, "checkpointing.metric_name=val:validation-a_robust_accuracy")
+    assert error.summary == "a metric's name can be read in two ways" and error.field == "checkpointing.metric_name"
+    assert error.fix == "write validation-a/robust_accuracy or validation-a_robust/accuracy"
+    unsaved = ["checkpointing.metric_name=val:validation-a_robust_accuracy", "checkpointing.enabled=false"]
+    assert load_config(write(SMALL), [data, *unsaved]).ranking_metric is None, "nothing is ranked"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("val:validation-plain_lenght_controlled_accuracy", "val:validation-plain_length_controlled_accuracy"),
+        ("validation-hard_set_robst_accuracy", "validation-hard_set_robust_accuracy"),
+        ("validation-plain_length_controlled_acuracy", "validation-plain_length_controlled_accuracy"),
+    ],
+)
+def test_a_misspelt_metric_of_a_set_that_is_there(write, given, meant):
+    error = mistake(write(SMALL), *VALIDATION, f"checkpointing.metric_name={given}")
+    assert error.summary == "a metric is not known" and error.fix == f"did you mean {meant}?"
+    config = load_config(write(SMALL), [*VALIDATION, f"checkpointing.metric_name={meant}"])
+    assert config.ranking_metric.validation in ("plain", "hard_set")
+
+
+def test_a_metric_without_its_set_is_not_taken_for_a_set(write):
+    error = mistake(write(SMALL), *VALIDATION, "checkpointing.metric_name=validation-length_controlled_accuracy")
+    assert "not in data: length_controlled" in error.summary
+    assert error.fix.endswith("/length_controlled_accuracy")
+    fixed = error.fix.removeprefix("set ")
+    assert load_config(write(SMALL), [*VALIDATION, fixed]).ranking_metric.metric == "length_controlled_accuracy"
+
+
+def test_robust_accuracy_is_measured_where_it_is_asked_for(write):
+    def numbers(*overrides):
+        data = f"data.validation={SETS.format('a', 'b')}"
+        config = load_config(write(SMALL), [data, *overrides])
+        return [config.num_perturbations(name) for name in ("a", "b")]
+
+    assert numbers() == numbers("checkpointing.metric_name=val_accuracy") == [None, None]
+    assert numbers("checkpointing.metric_name=validation-b_robust_accuracy") == [None, 100]
+    assert numbers("checkpointing.metric_name=val_robust_accuracy") == [100, 100]
+    assert numbers("checkpointing.metric_name=val_robust_accuracy", "rm.val_perturbations=7") == [7, 7]
+    assert numbers("checkpointing.metric_name=val_robust_accuracy", "checkpointing.enabled=false") == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("data", "fix"),
+    [
+        ("{dataset_name: my.module.Pairs}", "as {dataset_name: my.module.Pairs},"),
+        ("{dataset_name: Tulu3Preference}", "Give data.validation or"),
+        ("{train_data_path: t.jsonl}", "Give data.validation or"),
+    ],
+)
+def test_a_run_without_validation_says_so(write, caplog, data, fix):
+    text = f"policy: {{model_name: m}}\ndata: {data}\n"
+    config = load_config(write(text + "rm: {val_period: 10}\n"))
+    assert len(config.remarks) == 1 and fix in config.remarks[0]
+    assert "nothing is validated, although rm.val_period is 10" in caplog.text
+    assert load_config(write(text), ["rm.val_period=null"]).remarks == []
+    assert load_config(write(text), ["data.validation={dataset_name: Bundled}"]).remarks == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["hub={push_to_hub: true, repo_id: a/b}", "checkpointing.enabled=false"], "hub.push_to_hub"),
+        (["evaluation.enabled=true", "checkpointing.enabled=false"], "evaluation.enabled"),
+        (["evaluation.enabled=true"], "evaluation.enabled"),
+        (["reward_shaping={normalize_rewards: true}"], "reward_shaping"),
+        (["cluster.gpus_per_node=8"], "cluster.gpus_per_node"),
+        (["cluster.num_nodes=2"], "cluster.num_nodes"),
+    ],
+)
+def test_what_a_run_refuses(write, overrides, field):
+    error = mistake(write(SMALL), *overrides)
+    assert error.field == field and error.need and error.fix
+
+
+# policy
+
+
+def test_one_model():
+    bare = {"model_type": "qwen3", "hidden_size": 8}
+    assert policy().model_name == "m"
+    assert PolicyConfig.model_validate({"model_config": bare}).architecture == bare
+    refused(PolicyConfig, {}, "there is no model")
+    refused(PolicyConfig, {"model_name": "m", "model_config": bare}, "exclude each other")
+    refused(PolicyConfig, {"model_config": {"hidden_size": 8}}, "family")
+
+
+def test_size_of_a_trained_tokenizer():
+    def size(architecture, **tokenizer):
+        raw = {"model_config": {"model_type": "qwen3"} | architecture, "tokenizer": tokenizer}
+        return PolicyConfig.model_validate(raw).trained_vocab_size
+
+    assert policy().trained_vocab_size is None
+    assert size({}, name="ready") is None
+    assert size({}) == 4096
+    assert size({"vocab_size": 300}) == 300
+    assert size({"vocab_size": 300}, vocab_size=200) == 200
+    refused(PolicyConfig, {"model_name": "m", "tokenizer": {"vocab_size": 9}}, "not trained")
+    refused(
+        PolicyConfig,
+        {"model_config": {"model_type": "qwen3", "vocab_size": 300}, "tokenizer": {"vocab_size": 400}},
+        "more tokens than the model",
+    )
+
+
+@pytest.mark.parametrize(
+    ("spelling", "precision"), [("fp32", "float32"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")]
+)
+def test_precision(spelling, precision):
+    assert policy(precision=spelling).precision == precision
+
+
+def test_micro_batches():
+    assert policy().micro_batch_tokens == 4096
+    assert policy(train_micro_batch_size=2).micro_batch_tokens is None
+    assert policy(train_micro_batch_size=2, train_micro_batch_tokens=100).micro_batch_tokens == 100
+    refused(PolicyConfig, {"model_name": "m", "train_global_batch_size": 2, "train_micro_batch_size": 4}, "larger than")
+
+
+@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+def test_budget_of_a_batching_section(section):
+    config = policy(
+        train_micro_batch_size=1, **{section: {"enabled": True, "train_mb_tokens": 512, "logprob_mb_tokens": 1}}
+    )
+    assert (config.train_micro_batch_tokens, config.train_micro_batch_size) == (512, None)
+    own = policy(train_micro_batch_tokens=64, **{section: {"enabled": True, "train_mb_tokens": 512}})
+    assert own.train_micro_batch_tokens == 64
+    off = policy(train_micro_batch_size=1, **{section: {"enabled": False, "train_mb_tokens": 512}})
+    assert (off.train_micro_batch_tokens, off.train_micro_batch_size) == (None, 1)
+
+
+def test_activation_checkpointing_by_either_key():
+    assert not policy().activation_checkpointing
+    assert policy(activation_checkpointing_enabled=True).activation_checkpointing
+    assert policy(dtensor_cfg={"activation_checkpointing": True}).activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"dtensor_cfg": {"tensor_parallel_size": 2}}, "tensor_parallel_size is not supported yet"),
+        ({"dtensor_cfg": {"context_parallel_size": 2}}, "context_parallel_size is not supported yet"),
+        ({"dtensor_cfg": {"cpu_offload": True}}, "cpu_offload is not supported yet"),
+        ({"dtensor_cfg": {"custom_parallel_plan": "a.b"}}, "custom_parallel_plan is not supported yet"),
+        ({"dtensor_cfg": {"lora_cfg": {"enabled": True}}}, "not supported yet"),
+        ({"megatron_cfg": {"enabled": True, "anything": 1}}, "no Megatron backend"),
+        ({"reward_model_cfg": {"enabled": False}}, "must be a reward model"),
+        ({"reward_model_cfg": {"reward_model_type": "regression"}}, "bradley_terry"),
+        ({"attention": "flash"}, "tree"),
+        ({"max_grad_norm": 0}, "greater than 0"),
+    ],
+)
+def test_what_a_policy_refuses(keys, words):
+    refused(PolicyConfig, {"model_name": "m"} | keys, words)
+
+
+def test_foreign_sections_are_accepted_while_disabled():
+    config = policy(megatron_cfg={"enabled": False, "optimizer": {"lr": 1}}, logprob_batch_size=3)
+    assert not config.megatron_cfg.enabled
+
+
+# optimiser and schedule
+
+
+def test_optimizer():
+    assert OptimizerConfig(kwargs={"lr": 1e-3, "fused": True, "foreach": False}).kwargs["lr"] == 1e-3
+    refused(OptimizerConfig, {"name": "AdamW"}, "without its module")
+    refused(OptimizerConfig, {"name": "adamw"}, r"as torch\.optim\.AdamW\n.*did you mean torch\.optim\.AdamW\?")
+    refused(OptimizerConfig, {"name": "torch.optim.adamw"}, r"no such class(.|\n)*did you mean torch\.optim\.AdamW\?")
+    refused(
+        OptimizerConfig,
+        {"kwargs": {"lr": 1e-5, "weight_decy": 0.1}},
+        r"no weight_decy(.|\n)*did you mean weight_decay\?",
+    )
+    assert OptimizerConfig(name="mine.AdamW", kwargs={"lr": 1e-5, "weight_decy": 0.1}).name == "mine.AdamW"
+    refused(OptimizerConfig, {"kwargs": {"weight_decay": 0.1}}, "learning rate is missing")
+    refused(OptimizerConfig, {"kwargs": {"lr": "fast"}}, "not a positive number")
+    refused(OptimizerConfig, {"kwargs": {"lr": float("nan")}}, "not a positive number")
+    refused(OptimizerConfig, {"kwargs": {"lr": 1.0, "fused": True, "foreach": True}}, "exclude each other")
+
+
+LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}
+CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR"}
+
+
+def test_named_schedules():
+    assert policy(scheduler=None).scheduler == NamedScheduleConfig(name="constant")
+    assert policy(scheduler={"name": "cosine", "warmup_steps": 3}).scheduler == NamedScheduleConfig(
+        name="cosine", warmup_steps=3
+    )
+    refused(
+        PolicyConfig, {"model_name": "m", "scheduler": {"warmup_steps": 1, "warmup_ratio": 0.1}}, "exclude each other"
+    )
+    refused(PolicyConfig, {"model_name": "m", "scheduler": {"name": "cosin"}}, "cosine")
+    refused(PolicyConfig, {"model_name": "m", "scheduler": "cosine"})
+
+
+def test_lists_of_torch_schedulers():
+    expected = TorchScheduleConfig.model_validate({"schedulers": [LINEAR, CONSTANT], "milestones": [5]})
+    assert policy(scheduler=[LINEAR, CONSTANT, {"milestones": [5]}]).scheduler == expected
+    assert policy(scheduler=expected.model_dump()).scheduler == expected
+    assert policy(scheduler=expected).scheduler == expected
+    assert policy(scheduler=LINEAR).scheduler == TorchScheduleConfig.model_validate({"schedulers": [LINEAR]})
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        [LINEAR, CONSTANT],
+        [LINEAR, CONSTANT, {"milestones": [5, 6]}],
+        [LINEAR, CONSTANT, LINEAR, {"milestones": [6, 5]}],
+        [LINEAR, CONSTANT, {"milestones": [5]}, {"milestones": [6]}],
+        [{"milestones": [5]}],
+        [{"name": "LinearLR"}],
+        [{**LINEAR, "kwarg": {}}],
+        [],
+    ],
+)
+def test_bad_lists_of_torch_schedulers(scheduler):
+    refused(PolicyConfig, {"model_name": "m", "scheduler": scheduler})
+
+
+# rm
+
+
+def test_sentinels_become_none():
+    config = RMConfig.model_validate({"max_num_steps": -1, "val_batches": -1, "val_period": 0})
+    assert (config.max_num_steps, config.val_batches, config.val_period) == (None, None, None)
+    for raw in (
+        {"max_num_steps": 0},
+        {"val_batches": 0},
+        {"max_num_steps": -2},
+        {"max_num_epochs": -1},
+        {"val_period": -2},
+    ):
+        refused(RMConfig, raw, "greater than 0")
+
+
+@pytest.mark.parametrize(
+    "loss", [{"label_smoothing": 0.5}, {"label_smoothing": -0.1}, {"center_rewards_coefficient": -1}]
+)
+def test_loss_limits(loss):
+    refused(RMConfig, {"loss": loss}, "should be")
+
+
+# checkpointing
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,12}", fullmatch=True)
+
+
+@given(NAMES, st.sampled_from(sorted(METRICS)), st.sampled_from(["", "val:"]), st.sampled_from("_/"))
+def test_a_metric_of_one_set(name, metric, prefix, separator):
+    key = parse_metric_name(f"{prefix}validation-{name}{separator}{metric}")
+    assert key == (name, metric)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_pooled_metric(metric):
+    for name in (f"val_{metric}", f"val:val_{metric}", f"eval/rm/{metric}", f"val:eval/rm/{metric}"):
+        assert parse_metric_name(name) == (None, metric)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accuracy",
+        "train/rm/loss",
+        "train:loss",
+        "validation-default_f1",
+        "validation-_loss",
+        "validation-loss",
+        "val_",
+        "",
+    ],
+)
+def test_names_that_are_no_metric(name):
+    with pytest.raises(ConfigError):
+        parse_metric_name(name)
+    refused(CheckpointingConfig, {"metric_name": name})
+
+
+def test_a_near_miss_is_named():
+    with pytest.raises(ConfigError, match="did you mean validation-hard_accuracy"):
+        parse_metric_name("validation-hard_acuracy")
+
+
+def test_direction_of_the_metric():
+    def higher(**keys):
+        return CheckpointingConfig(**keys).metric_is_better_when_higher
+
+    assert higher(metric_name="val_accuracy") and not higher(metric_name="val_loss")
+    assert higher(metric_name="val_accuracy", higher_is_better=True)
+    assert not higher(metric_name="val_chosen_rewards", higher_is_better=False)
+    assert higher(metric_name="val_length_controlled_accuracy") and not higher(metric_name="validation-a_ece")
+    assert not higher(metric_name="eval/rm/brier") and higher(metric_name="validation-a/worst_subset")
+    assert not higher(metric_name="val_accuracy_gap", higher_is_better=False)
+    refused(CheckpointingConfig, {"metric_name": "val_accuracy", "higher_is_better": False}, "contradicts")
+    refused(CheckpointingConfig, {"metric_name": "val_loss", "higher_is_better": True}, "contradicts")
+    refused(CheckpointingConfig, {"metric_name": "val_chosen_rewards"}, "does not say which")
+    refused(CheckpointingConfig, {"metric_name": "val_accuracy_gap"}, "does not say which")
+
+
+def test_a_name_that_can_be_read_as_two_metrics_has_one_direction():
+    ambiguous = [(long, short) for long in METRICS for short in METRICS if long.endswith(f"_{short}")]
+    assert ("length_controlled_accuracy", "accuracy") in ambiguous
+    assert all(METRICS[long] == METRICS[short] for long, short in ambiguous)
+
+
+@given(NAMES, st.sampled_from(sorted(METRICS)))
+def test_a_set_that_is_there_is_meant(name, metric):
+    spelling = f"{name}_{metric}"
+    for other in METRICS:
+        if spelling.endswith(f"_{other}") and spelling != f"_{other}":
+            key = spelling.removesuffix(f"_{other}"), other
+            assert parse_metric_name(f"validation-{spelling}", [key[0]]) == key
+
+
+@given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
+def test_a_deadline_in_days_hours_minutes_seconds(days, hours, minutes, seconds):
+    config = CheckpointingConfig(checkpoint_must_save_by=f"{days:02}:{hours:02}:{minutes:02}:{seconds:02}")
+    assert config.checkpoint_must_save_by == 86400 * days + 3600 * hours + 60 * minutes + seconds
+
+
+def test_other_deadlines():
+    assert CheckpointingConfig(checkpoint_must_save_by=90).checkpoint_must_save_by == 90.0
+    assert CheckpointingConfig(checkpoint_must_save_by="90").checkpoint_must_save_by == 90.0
+    for raw in ("00:24:00:00", "1:2", "soon", "00:00:00:00", -1):
+        refused(CheckpointingConfig, {"checkpoint_must_save_by": raw})
+
+
+# the others
+
+
+def test_one_process():
+    assert ClusterConfig(gpus_per_node=0).num_nodes == 1
+    refused(ClusterConfig, {"gpus_per_node": 2}, "more than one process")
+    refused(ClusterConfig, {"num_nodes": 2}, "more than one process")
+
+
+def test_trackers():
+    assert LoggerConfig.model_validate({"wandb": {"project": "p", "entity": "e"}}).wandb.model_extra == {"entity": "e"}
+    refused(LoggerConfig, {"swanlab_enabled": True}, "SwanLab")
+    refused(LoggerConfig, {"tensorbord_enabled": True}, "Extra inputs")
+
+
+def test_pushing_needs_a_repository():
+    assert HubConfig(push_to_hub=True, repo_id="a/b").private
+    refused(HubConfig, {"push_to_hub": True}, "needs a repository")
+
+
+def test_suites_are_names_or_names_and_folders():
+    config = EvaluationConfig(suites=["rewardbench", " llmbar = my data/llmbar=2 "])
+    assert config.named_suites == (("rewardbench", None), ("llmbar", "my data/llmbar=2"))
+    one = EvaluationConfig.model_validate({"suites": "llmbar=downloads/llmbar"})  # as evaluation.suites=... gives it
+    assert one.named_suites == (("llmbar", "downloads/llmbar"),)
+    assert EvaluationConfig().named_suites == () and not EvaluationConfig().enabled
+
+
+@pytest.mark.parametrize("suite", ["", " ", "=folder", "llmbar=", "llmbar= ", "llmbar,rmbench", "a,b=folder"])
+def test_what_is_no_suite_is_refused(suite):
+    with pytest.raises(ValidationError, match=r"suites(?s:.*)not understood"):
+        EvaluationConfig.model_validate({"suites": ["rewardbench", suite]})
+
+
+@pytest.mark.parametrize("key", ["perturbations", "limit"])
+@pytest.mark.parametrize("number", [0, -1, 1.5])
+def test_numbers_of_examples_are_positive(key, number):
+    with pytest.raises(ValidationError, match=key):
+        EvaluationConfig.model_validate({key: number})
