@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -95,6 +95,7 @@ def test_a_minimal_file_is_enough(write):
 # YAML and overrides
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES, max_size=3))
 def test_any_value_survives_saving(tmp_path_factory, kwargs):
     folder = tmp_path_factory.mktemp("yaml")
@@ -106,6 +107,7 @@ def test_any_value_survives_saving(tmp_path_factory, kwargs):
     assert load_config(folder / "resolved.yaml") == config
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_an_override_takes_any_value_in_flow_style(value):
     text = json.dumps(value, ensure_ascii=False).replace("${", r"\\${")

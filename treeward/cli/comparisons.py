@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig
@@ -77,7 +77,7 @@ def data_options(given: Sequence[str]) -> dict[str, Any]:
 
         arguments = OmegaConf.create({"kwargs": found.get("kwargs", {})})
         apply_override(arguments, f"{key}={value}")
-        found["kwargs"] = OmegaConf.to_container(arguments.kwargs)
+        found |= cast(dict[str, Any], OmegaConf.to_container(arguments))
     return found
 
 
