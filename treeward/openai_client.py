@@ -21,7 +21,7 @@ from treeward.http import ServerError, checked_url, tls_context
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-__all__ = ["check_openai", "key_from", "openai_client", "post"]
+__all__ = ["check_listens", "check_openai", "key_from", "openai_client", "post"]
 
 _LONGEST_REASON = 300
 
@@ -91,9 +91,25 @@ async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total
     except (TimeoutError, openai.APITimeoutError) as error:
         raise ServerError("the server has not answered in time", where=url, got="no answer") from error
     except openai.APIConnectionError as error:
-        need = "a server that listens there; over https, one whose certificate is trusted"
-        raise ServerError("the server cannot be reached", where=url, got=_cause(error), need=need) from error
+        raise _unreachable(url, error) from error
     return _json(text, url)
+
+
+async def check_listens(client: AsyncOpenAI) -> None:
+    """Raises `ServerError` where nobody listens at the client's address; any answer, even a late one, will do."""
+    import openai
+
+    try:
+        await client.with_options(max_retries=0, timeout=10.0).get("/models", cast_to=str)
+    except (openai.APIStatusError, openai.APITimeoutError):
+        pass
+    except openai.APIConnectionError as error:
+        raise _unreachable(str(client.base_url), error) from error
+
+
+def _unreachable(url: str, error: BaseException) -> ServerError:
+    need = "a server that listens there; over https, one whose certificate is trusted (--tls-ca)"
+    return ServerError("the server cannot be reached", where=url, got=_cause(error), need=need)
 
 
 def _cause(error: BaseException) -> str:

@@ -1,14 +1,12 @@
-"""`treeward rollouts`: answers of a language model behind an OpenAI-compatible address, with their rewards."""
+"""`treeward rollouts`: completions of a language model behind an OpenAI-compatible address, with their rewards."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import json
 import logging
-import os
-import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api",
         choices=("chat", "responses"),
         default="chat",
-        help="what is asked of it: chat completions or responses",
+        help="the API of the policy: chat completions or responses",
     )
     parser.add_argument("--model-token-env", metavar="NAME", help="the environment variable with the policy's API key")
     parser.add_argument("--input", required=True, metavar="FILE", help="jsonl, json, csv, parquet or arrow")
@@ -62,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="of a request; default 600")
     parser.add_argument("--temperature", type=float, metavar="T", help="of rows that do not say")
     parser.add_argument("--top-p", type=float, metavar="P", help="of rows that do not say")
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="of an answer, for rows that do not say")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="of a completion, for rows that do not say")
     rewards = parser.add_mutually_exclusive_group()
     rewards.add_argument("--rewards-url", metavar="URL", help="a running `treeward serve`; without rewards otherwise")
     rewards.add_argument(
@@ -71,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rewards-model", metavar="NAME", help="which model of --rewards-url; default: its first")
     parser.add_argument("--rewards-token-env", metavar="NAME", help="the environment variable with its bearer token")
     parser.add_argument(
-        "--tls-ca", metavar="FILE", help="a PEM file with certificates to trust beside the usual, for both addresses"
+        "--tls-ca", metavar="FILE", help="a PEM file with the certificates to trust, for both addresses"
     )
     add_reward_arguments(parser)
     parser.add_argument(
@@ -81,67 +79,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from treeward.openai_client import check_openai, key_from
+    from treeward.serving.rollouts.collect import check_free
+    from treeward.serving.rollouts.rows import read_tasks
+
     _check(arguments)
-    try:
-        importlib.import_module("httpx")
-        importlib.import_module("orjson")
-    except ImportError as error:
-        raise ConfigError(
-            "rollouts need packages that are not installed", got=str(error), fix="pip install 'treeward[serve]'"
-        ) from error
-    tokens = {name: _token(getattr(arguments, name)) for name in ("model_token_env", "rewards_token_env")}
-    tasks = importlib.import_module("treeward.serving.rollouts.rows").read_tasks(arguments.input, limit=arguments.limit)
-    collecting = importlib.import_module("treeward.serving.rollouts.collect")
-    collecting.check_free(collecting.Files(Path(arguments.output)), resume=arguments.resume)
-    trusted = _trusted(arguments.tls_ca)
+    check_openai()
+    keys = [key_from(arguments.model_token_env), key_from(arguments.rewards_token_env)]
+    tasks = read_tasks(arguments.input, limit=arguments.limit)
+    check_free(Path(arguments.output), resume=arguments.resume)
     service = None
     if arguments.reward_model is not None:
-        service = importlib.import_module("treeward.serving.run").make_service(_server(arguments))
-    outcome = asyncio.run(_collect(arguments, tasks, service, tokens, trusted))
+        from treeward.serving.run import make_service
+
+        service = make_service(_server(arguments))
+    outcome = asyncio.run(_collect(arguments, tasks, service, keys))
     _report(outcome, arguments.output)
     return 1 if outcome.num_failed else 0
 
 
-async def _collect(
-    arguments: argparse.Namespace, tasks: Any, service: Any, tokens: dict[str, str | None], trusted: Any
-) -> Any:
-    httpx = importlib.import_module("httpx")
-    names = ("requests", "policy", "rewards", "collect")
-    requests, policy, rewards, collecting = (
-        importlib.import_module(f"treeward.serving.rollouts.{name}") for name in names
-    )
-    limits = httpx.Limits(max_connections=2 * arguments.concurrency)
-    async with httpx.AsyncClient(timeout=arguments.timeout, limits=limits, verify=trusted) as client:
+async def _collect(arguments: argparse.Namespace, tasks: Any, service: Any, keys: list[str | None]) -> Any:
+    from treeward.http import Connection, checked_url
+    from treeward.openai_client import openai_client
+    from treeward.progress import ShownProgress
+    from treeward.serving.rollouts.collect import Collected, collect
+    from treeward.serving.rollouts.policy import Policy
+    from treeward.serving.rollouts.rewards import local_rewards, remote_rewards
 
-        def endpoint(url: str, path: str, token: str | None) -> Any:
-            headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-            where = f"{requests.base_url(url)}{path}"
-            return requests.Endpoint(client, where, headers, max_retries=arguments.max_retries)
-
-        path = "/chat/completions" if arguments.api == "chat" else "/responses"
-        source = None
+    common: dict[str, Any] = {"max_retries": arguments.max_retries, "verify_tls": arguments.tls_ca or True}
+    base_url = checked_url(arguments.model_url)
+    if base_url.count("/") == 2:  # http://host:port stands for its /v1
+        base_url += "/v1"
+    policy_client = openai_client(base_url, api_key=keys[0], timeout_seconds=arguments.timeout, **common)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(policy_client)
+        rewards = None
         if service is not None:
-            source = rewards.LocalRewards(service)
+            stack.push_async_callback(service.engine.close, 0.0)
+            rewards = local_rewards(service)
         elif arguments.rewards_url is not None:
-            of = endpoint(arguments.rewards_url, "", tokens["rewards_token_env"])
-            source = rewards.RemoteRewards.at(of, model=arguments.rewards_model)
-        asked = policy.Policy(
-            endpoint(arguments.model_url, path, tokens["model_token_env"]),
-            arguments.model,
-            arguments.api,
-            _sampling(arguments),
-        )
-        settings = collecting.Settings(arguments.num_repeats, arguments.concurrency, arguments.resume)
+            url = checked_url(arguments.rewards_url).removesuffix("/v1")
+            connection = Connection(url, token=keys[1], max_connections=arguments.concurrency, **common)
+            stack.push_async_callback(connection.close)
+            rewards = await remote_rewards(connection, model=arguments.rewards_model, timeout_seconds=arguments.timeout)
+        policy = Policy(client, arguments.model, arguments.api, _sampling(arguments))
         total = len(tasks) * arguments.num_repeats
-        tqdm = importlib.import_module("tqdm").tqdm
-        with tqdm(total=total, unit=" rollouts", desc="rollouts", disable=not sys.stderr.isatty()) as bar:
+        shown = stack.enter_context(ShownProgress(unit="rollouts"))
 
-            def advance(outcome: Any) -> None:
-                bar.update(outcome.num_kept + outcome.num_done + outcome.num_failed - bar.n)
-                bar.set_postfix(failed=outcome.num_failed, refresh=False)
+        def advance(outcome: Collected) -> None:
+            done = outcome.num_kept + outcome.num_done + outcome.num_failed
+            shown.show("rollouts", done, total)
 
-            files = collecting.Files(Path(arguments.output))
-            return await collecting.collect(tasks, asked, source, files, settings, advance=advance)
+        return await collect(
+            tasks,
+            policy,
+            rewards,
+            Path(arguments.output),
+            num_repeats=arguments.num_repeats,
+            concurrency=arguments.concurrency,
+            resume=arguments.resume,
+            advance=advance,
+        )
 
 
 def _report(outcome: Any, output: str) -> None:
@@ -208,9 +206,10 @@ def _server(arguments: argparse.Namespace) -> Any:
         ensemble = parse_yaml(arguments.ensemble, "--ensemble")
         section["ensemble"] = {"method": ensemble} if isinstance(ensemble, str) else ensemble
         section |= ensemble_members(arguments.reward_model, section["ensemble"], "--reward-model")
-    load_section = importlib.import_module("treeward.config.load").load_section
-    config = importlib.import_module("treeward.config.server").ServerConfig
-    server = load_section(config, {"models": [section]}, where="--reward-model")
+    from treeward.config.load import load_section
+    from treeward.config.server import ServerConfig
+
+    server = load_section(ServerConfig, {"models": [section]}, where="--reward-model")
     check_ensembles(server)
     return server
 
@@ -222,37 +221,6 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_output_tokens": arguments.max_tokens,
     }
     return {key: value for key, value in given.items() if value is not None}
-
-
-def _token(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise ConfigError(
-            "the token is not there",
-            where=variable,
-            got="the environment variable is empty or not set",
-            need="the token in it",
-        )
-    return token
-
-
-def _trusted(file: str | None) -> Any:
-    """What httpx verifies certificates with. Raises `ConfigError` for a file that holds none."""
-    if file is None:
-        return True
-    context = importlib.import_module("httpx").create_ssl_context()
-    try:
-        context.load_verify_locations(cafile=file)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            "the certificates cannot be read",
-            where="--tls-ca",
-            got=f"{file}: {error}",
-            need="a PEM file with the certificates to trust",
-        ) from error
-    return context
 
 
 def _count(text: str) -> int:

@@ -1,9 +1,9 @@
-"""`Policy`: asks a language model behind an OpenAI-compatible address, by chat completions or by responses.
+"""`Policy`: a language model behind an OpenAI-compatible address, asked by chat completions or by responses.
 
-    policy = Policy(endpoint, model="my-model", api="chat", sampling={"temperature": 1.0})
-    response = await policy.answer(task)         # in the form of the Responses API, whichever was asked
+    policy = Policy(client, model="my-model", api="chat", sampling={"temperature": 1.0})
+    response = await policy.complete(task)         # in the form of the Responses API, whichever API was used
 
-`endpoint` ends with `/chat/completions` or `/responses`. What the row itself asks for goes before `sampling`.
+The parameters of a row go before `sampling`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from treeward.data.preference import Message
 from treeward.errors import DataError
-from treeward.serving.rollouts.requests import Endpoint, RequestFailed, check_listens, post
+from treeward.http import ServerError
+from treeward.openai_client import post
 from treeward.serving.rollouts.rows import Task
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 __all__ = ["Api", "Policy"]
 
@@ -33,15 +37,15 @@ _READ_BEFORE = frozenset({"input", "instructions", "model"})
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`sampling`: `temperature`, `top_p` and `max_output_tokens`, where the rows do not say."""
+    """`sampling`: `temperature`, `top_p` and `max_output_tokens` for rows that do not set them."""
 
-    endpoint: Endpoint
+    client: AsyncOpenAI
     model: str
     api: Api
     sampling: Mapping[str, Any]
 
     def request(self, task: Task) -> dict[str, Any]:
-        """The body that is sent. Raises `DataError` for a row that asks for what the chat API does not have."""
+        """The body of the request. Raises `DataError` for a parameter that the chat API does not have."""
         params = {**self.sampling, **task.params}
         if self.api == "responses":
             return params | {"model": self.model}
@@ -51,17 +55,19 @@ class Policy:
                 body |= _in_chat(key, value, task.where)
         return body
 
-    async def check_listens(self) -> None:
-        """Raises `ModelError` where nothing answers at the policy's address."""
-        await check_listens(self.endpoint)
-
-    async def answer(self, task: Task) -> dict[str, Any]:
-        """What the policy says. Raises as `post`, and `RequestFailed` for an answer that is none."""
-        answer = await post(self.endpoint, self.request(task))
-        response = answer if self.api == "responses" else _as_response(answer)
-        if not isinstance(response, dict) or not isinstance(response.get("output"), list):
-            raise RequestFailed(f"the policy's answer has no output: {str(answer)[:200]}")
-        return response
+    async def complete(self, task: Task) -> dict[str, Any]:
+        """The policy's completion. Raises `ServerError`."""
+        path = "/chat/completions" if self.api == "chat" else "/responses"
+        reply = await post(self.client, path, self.request(task))
+        try:
+            response = reply if self.api == "responses" else _as_response(reply)
+            if not isinstance(response["output"], list):
+                raise TypeError(f"output is {response['output']}")
+        except (LookupError, TypeError, AttributeError) as error:
+            where = f"{str(self.client.base_url).rstrip('/')}{path}"
+            summary = "the policy's answer has no output"
+            raise ServerError(summary, status=200, where=where, got=reply, need=f"a completion: {error!r}") from error
+        return dict(response)
 
 
 def _in_chat(key: str, value: Any, where: str) -> dict[str, Any]:
@@ -117,21 +123,17 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _as_response(answer: Any) -> dict[str, Any]:
+def _as_response(reply: Any) -> dict[str, Any]:
     """A chat completion in the form of the Responses API."""
-    try:
-        choice = answer["choices"][0]
-        message = choice["message"]
-        output = _output(message)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RequestFailed(f"the policy's answer is no chat completion: {str(answer)[:200]}") from error
+    choice = reply["choices"][0]
+    output = _output(choice["message"])
     stopped_by = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(choice.get("finish_reason"))
-    usage = answer.get("usage") or {}
+    usage = reply.get("usage") or {}
     return {
-        "id": answer.get("id") or "",
+        "id": reply.get("id") or "",
         "object": "response",
-        "created_at": answer.get("created") or 0,
-        "model": answer.get("model") or "",
+        "created_at": reply.get("created") or 0,
+        "model": reply.get("model") or "",
         "status": "incomplete" if stopped_by else "completed",
         "incomplete_details": {"reason": stopped_by} if stopped_by else None,
         "output": output,
