@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,13 @@ from treeward.data.datasets import (
     open_dataset,
     register_dataset,
 )
-from treeward.data.formats import from_transcripts, parse_transcript, split_common_prefix
-from treeward.data.preference import Preference, preference_from_dict
+from treeward.data.preference import (
+    Preference,
+    from_transcripts,
+    parse_transcript,
+    preference_from_dict,
+    split_common_prefix,
+)
 from treeward.data.sources import Row, read_rows
 from treeward.errors import ConfigError, DataError
 
@@ -123,6 +129,21 @@ def test_bad_rank_rows(tmp_path: Path, row: dict[str, Any], field: str, words: s
     assert caught.value.field == field and str(caught.value.where).endswith("rows.jsonl:1")
 
 
+@pytest.mark.parametrize(
+    ("row", "fix"),
+    [
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}, "HHTranscripts"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "BinaryPreferenceDataset$"),
+        ({"context": [], "response1": "b", "response2": "c", "overall_preference": 1}, "HelpSteer3"),
+        ({"prompt": "a", "response": "b", "stars": 4}, "grades .stars, scores. become one row for each prompt"),
+    ],
+)
+def test_rows_without_ranks_name_their_own_keys_and_format(tmp_path: Path, row: dict[str, Any], fix: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse(tmp_path, "PreferenceDataset", row)
+    assert caught.value.got == f"keys {sorted(row)}" and re.search(fix, str(caught.value.fix))
+
+
 # --- BinaryPreferenceDataset -----------------------------------------------------------------------------------------
 
 CONTEXT = [user("Hi"), assistant("Hello"), user("2 + 2?")]
@@ -181,7 +202,7 @@ def test_a_completion_of_several_messages(tmp_path: Path) -> None:
         ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen", "empty"),
         ({"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "c"}, "chosen[0].content", "no text"),
         ({"prompt": "a", "chosen": [user("x"), assistant("b")], "rejected": "c"}, "chosen[0].role", "not contain"),
-        ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"}, "chosen[0].role", "other answer"),
+        ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"}, "chosen[0].role", "other completion"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin", "finite"),
     ],
 )

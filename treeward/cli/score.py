@@ -54,12 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     models = _models(arguments)
     sources = importlib.import_module("treeward.data.sources")
-    files = importlib.import_module("treeward.data.files")
     rows_module = importlib.import_module("treeward.scoring.rows")
     from treeward.progress import ShownProgress
 
     if arguments.data == "-":
-        rows = files.read_jsonl_stream(sys.stdin.buffer, "<stdin>")
+        rows = sources.read_jsonl_stream(sys.stdin.buffer, "<stdin>")
     else:
         _check_not_the_input(arguments.output, arguments.data)
         rows = sources.read_rows(arguments.data)

@@ -32,9 +32,15 @@ from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 from treeward.config.data import DatasetConfig
 from treeward.data.custom import construct, open_contract
-from treeward.data.formats import from_binary_row, from_helpsteer3_row, from_rank_row, from_transcripts
 from treeward.data.non_contextual import WithNonContextual
-from treeward.data.preference import Preference, preference_to_dict
+from treeward.data.preference import (
+    Preference,
+    from_binary_row,
+    from_helpsteer3_row,
+    from_transcripts,
+    preference_from_dict,
+    preference_to_dict,
+)
 from treeward.data.prompt_files import Prompts, completed
 from treeward.data.registry import Registry
 from treeward.data.sources import Row, fingerprint, read_rows
@@ -249,12 +255,12 @@ class PreferenceDataset(RowDataset):
     """Rows in the rank format: `context`, `completions` with ranks, optionally scores, `margin` and `task_name`."""
 
     def to_preference(self, row: Row) -> Preference:
-        return from_rank_row(row.values, row.where, task_name=self.task_name)
+        return preference_from_dict(row.values, where=row.where, task_name=self.task_name)
 
 
 @register_dataset("BinaryPreferenceDataset")
 class BinaryPreferenceDataset(RowDataset):
-    """Rows of a prompt, a chosen and a rejected answer, under keys that may be named; see `formats.from_binary_row`."""
+    """Rows of a prompt, a chosen and a rejected answer, under keys that may be named; see `preference.from_binary_row`."""
 
     def __init__(
         self,
@@ -323,7 +329,7 @@ class Tulu3Preference(RowDataset):
 
 @register_dataset("HHTranscripts", "hh-rlhf")
 class HHTranscripts(RowDataset):
-    """Anthropic/hh-rlhf, or data like it: transcripts of Human and Assistant; see `formats.parse_transcript`."""
+    """Anthropic/hh-rlhf, or data like it: transcripts of Human and Assistant; see `preference.parse_transcript`."""
 
     hub_path = "Anthropic/hh-rlhf"
     hub_splits: ClassVar[Mapping[str, str]] = {"train": "train", "validation": "test"}

@@ -1,4 +1,4 @@
-"""`Preference`: one prompt and several ranked completions, the schema that everything in treeward speaks.
+"""`Preference`: one prompt and several ranked completions; and the formats of rows that become one.
 
     preference_from_dict({
         "context": [{"role": "user", "content": "What's the capital of France?"}],
@@ -7,14 +7,22 @@
             {"rank": 1, "completion": [{"role": "assistant", "content": "France is in Europe."}]},
         ],
     }, where="train.jsonl:1")
+    from_binary_row({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "train.jsonl:1")
+    from_transcripts({"chosen": "\\n\\nHuman: Hi\\n\\nAssistant: Hello!", "rejected": ...}, "train.jsonl:1")
 
 A lower rank is better and equal ranks are a tie. There may be two completions or many, each of one message or more.
-Messages stay raw: only the model that reads them renders them.
+Messages stay raw: only the model that reads them renders them. Each function is pure, and raises `DataError` naming the
+place, the row's own key, what was found and the fix. Where a format gives two whole conversations, their common leading
+messages are the context and the completions are the rest: usually one assistant message each, more if the conversations
+part earlier.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,29 +33,42 @@ __all__ = [
     "Completion",
     "Message",
     "Preference",
+    "as_messages",
     "check_messages",
+    "from_binary_row",
+    "from_helpsteer3_row",
+    "from_transcripts",
     "last_text",
+    "parse_json_list",
+    "parse_transcript",
     "preference_from_dict",
     "preference_to_dict",
+    "required",
+    "split_common_prefix",
 ]
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, and whatever else a chat template reads (`tool_calls`, `name`, ...)."""
 
+Messages = tuple[Message, ...]
+
 _LARGEST_RANK = 2**31
-_PREFERENCE_SHAPE = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
+_RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
+_TRANSCRIPT = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer to a prompt.
+    """One completion of a prompt.
 
     `rank`: lower is better. `messages`: at least one. `score`: a grade that the data carries, if any; it is kept for
     evaluation and is not used by the Bradley-Terry loss.
     """
 
     rank: int
-    messages: tuple[Message, ...]
+    messages: Messages
     score: float | None = None
 
 
@@ -56,66 +77,20 @@ class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
     `margin` (optional, finite) is by how much a better completion's score should exceed a worse one's.
-    `non_contextual`: an answer to another prompt, which is worse than all completions; see `data.non_contextual`.
+    `non_contextual`: a completion of another prompt, worse than all of its own; see `data.datasets`.
     """
 
-    context: tuple[Message, ...]
+    context: Messages
     completions: tuple[Completion, ...]
     task_name: str = "preference"
     margin: float | None = None
-    non_contextual: tuple[Message, ...] | None = None
-
-    @property
-    def num_ordered_pairs(self) -> int:
-        """How many pairs of completions have different ranks."""
-        ranks = [completion.rank for completion in self.completions]
-        return sum(a != b for i, a in enumerate(ranks) for b in ranks[i + 1 :])
+    non_contextual: Messages | None = None
 
 
-def preference_from_dict(
-    row: Mapping[str, Any], *, where: str | None = None, task_name: str = "preference"
-) -> Preference:
-    """Check one row in the rank format and return it as a `Preference`.
-
-    Raises `DataError` naming `where` and the field for a missing key, an empty list, a wrong type, fewer than two
-    completions, or a margin or score that is not finite. Keys that are not part of the schema are left unread.
-    """
-    if not isinstance(row, Mapping):
-        raise DataError("a row is not an object", where=where, got=type(row).__name__, need=_PREFERENCE_SHAPE)
-    context = check_messages(_key(row, "context", where), "context", where, may_be_empty=True)
-    raw = _key(row, "completions", where)
-    if not _is_list(raw):
-        got = type(raw).__name__
-        raise DataError("completions is not a list", where=where, field="completions", got=got, need=_PREFERENCE_SHAPE)
-    if len(raw) < 2:
-        raise DataError(
-            "a comparison needs at least two completions",
-            where=where,
-            field="completions",
-            got=f"{len(raw)} completion{'s' if len(raw) != 1 else ''}",
-            need="two or more",
-            fix="remove the row, or add the completion that it was compared with",
-        )
-    completions = tuple(_completion(item, f"completions[{i}]", where) for i, item in enumerate(raw))
-    margin = _number(row.get("margin"), "margin", where)
-    name = row.get("task_name")
-    return Preference(context, completions, name if isinstance(name, str) and name else task_name, margin)
+# --- messages --------------------------------------------------------------------------------------------------------
 
 
-def preference_to_dict(preference: Preference) -> dict[str, Any]:
-    """The rank-format row of a `Preference`; `preference_from_dict` gives it back."""
-    row: dict[str, Any] = {
-        "context": list(preference.context),
-        "completions": [
-            {"rank": c.rank, "completion": list(c.messages)} | ({} if c.score is None else {"score": c.score})
-            for c in preference.completions
-        ],
-        "task_name": preference.task_name,
-    }
-    return row if preference.margin is None else row | {"margin": preference.margin}
-
-
-def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: bool = False) -> tuple[Message, ...]:
+def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: bool = False) -> Messages:
     """Check a list of chat messages; `field` names it in the error. Content may be text or a list of parts."""
     if not _is_list(value):
         advice = 'write [{"role": "user", "content": "..."}]'
@@ -136,10 +111,32 @@ def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: b
     return tuple({key: item for key, item in message.items() if item is not None} for message in value)
 
 
-def last_text(messages: Sequence[Message]) -> str:
-    """The text of the last message, whose characters are the length of a reply.
+def as_messages(value: Any, key: str, role: str, where: str) -> Messages:
+    """Text as one message of `role`, else a checked list of messages, which may be JSON text, as in a CSV cell."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed = None
+        if parsed and all(isinstance(item, dict) and {"role", "content"} <= set(item) for item in parsed):
+            value = parsed  # anything else, as "[1, 2]", is a text
+    if isinstance(value, str):
+        return ({"role": role, "content": value},)
+    if _is_list(value):
+        return check_messages(value, key, where)
+    raise DataError(
+        f"{key} is neither text nor a list of messages",
+        where=where,
+        field=key,
+        got=value,
+        need='"..." or [{"role": ..., "content": ...}, ...]',
+    )
 
-    Of content in parts those that are text; empty for a message without content, and without messages.
+
+def last_text(messages: Sequence[Message]) -> str:
+    """The text of the last message, whose characters are the length of a completion.
+
+    For content in parts, the text parts; empty for a message without content, and without messages.
     """
     content: Any = messages[-1].get("content") if messages else None
     if content is None or isinstance(content, str):
@@ -150,32 +147,93 @@ def last_text(messages: Sequence[Message]) -> str:
 
 def _check_message(message: Any, field: str, where: str | None) -> None:
     if not isinstance(message, Mapping):
-        raise DataError(
-            "a message is not an object", where=where, field=field, got=message, need='{"role": ..., "content": ...}'
-        )
-    role = message.get("role")
+        need = '{"role": ..., "content": ...}'
+        raise DataError("a message is not an object", where=where, field=field, got=message, need=need)
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
+        need = "a name such as user, assistant or system"
+        raise DataError("a message has no role", where=where, field=f"{field}.role", got=role, need=need)
+    if not (isinstance(content, str) or _is_list(content) or (content is None and message.get("tool_calls"))):
+        raise DataError("a message has no text", where=where, field=f"{field}.content", got=content, need="a string")
+
+
+# --- the rank format -------------------------------------------------------------------------------------------------
+
+
+def preference_from_dict(
+    row: Mapping[str, Any], *, where: str | None = None, task_name: str = "preference"
+) -> Preference:
+    """Check one row in the rank format and return it as a `Preference`.
+
+    Lists may be JSON text and numbers text, as in CSV cells. Keys that are not part of the schema are left unread.
+    Raises `DataError` naming `where` and the field for a missing key, an empty list, a wrong type, fewer than two
+    completions, or a margin or score that is not finite.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError("a row is not an object", where=where, got=type(row).__name__, need=_RANK_FORMAT)
+    for key in ("context", "completions"):
+        if row.get(key) is None:
+            raise DataError(
+                f"the row has no {key}",
+                where=where,
+                field=key,
+                got=_keys(row),
+                need=_RANK_FORMAT,
+                fix=_other_format(row),
+            )
+    context = check_messages(parse_json_list(row["context"], "context", where), "context", where, may_be_empty=True)
+    completions = parse_json_list(row["completions"], "completions", where)
+    if not _is_list(completions):
+        got = type(completions).__name__
+        raise DataError("completions is not a list", where=where, field="completions", got=got, need=_RANK_FORMAT)
+    if len(completions) < 2:
         raise DataError(
-            "a message has no role",
+            "a comparison needs at least two completions",
             where=where,
-            field=f"{field}.role",
-            got=role,
-            need="a name such as user, assistant or system",
+            field="completions",
+            got=f"{len(completions)} completion{'s' if len(completions) != 1 else ''}",
+            need="two or more",
+            fix="remove the row, or add the completion that it was compared with",
         )
-    content = message.get("content")
-    if isinstance(content, str) or _is_list(content) or (content is None and message.get("tool_calls")):
-        return
-    raise DataError("a message has no text", where=where, field=f"{field}.content", got=content, need="a string")
+    checked = tuple(_completion(item, f"completions[{i}]", where) for i, item in enumerate(completions))
+    margin = _number(row.get("margin"), "margin", where)
+    name = row.get("task_name")
+    return Preference(context, checked, name if isinstance(name, str) and name else task_name, margin)
+
+
+def preference_to_dict(preference: Preference) -> dict[str, Any]:
+    """The rank-format row of a `Preference`; `preference_from_dict` gives it back."""
+    row: dict[str, Any] = {
+        "context": list(preference.context),
+        "completions": [
+            {"rank": c.rank, "completion": list(c.messages)} | ({} if c.score is None else {"score": c.score})
+            for c in preference.completions
+        ],
+        "task_name": preference.task_name,
+    }
+    return row if preference.margin is None else row | {"margin": preference.margin}
+
+
+def parse_json_list(value: Any, field: str, where: str | None) -> Any:
+    """The list, if the value is text that begins like the JSON of one; anything else as it is, to be refused later."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{field} is not valid JSON: {error}", where=where, field=field, got=value, need="the JSON of a list"
+        ) from error
 
 
 def _completion(item: Any, field: str, where: str | None) -> Completion:
-    if not isinstance(item, Mapping):
+    if not isinstance(item, Mapping) or "completion" not in item:
         raise DataError(
-            "a completion is not an object",
+            "a completion has no messages" if isinstance(item, Mapping) else "a completion is not an object",
             where=where,
-            field=field,
-            got=item,
-            need='{"rank": 0, "completion": [messages]}',
+            field=f"{field}.completion" if isinstance(item, Mapping) else field,
+            got=_keys(item) if isinstance(item, Mapping) else item,
+            need='{"rank": 0, "completion": [{"role": "assistant", "content": "..."}]}',
         )
     rank = item.get("rank")
     if isinstance(rank, float) and rank.is_integer():
@@ -185,25 +243,26 @@ def _completion(item: Any, field: str, where: str | None) -> Completion:
             "a completion has no rank" if rank is None else "a rank is not a whole number of ordinary size",
             where=where,
             field=f"{field}.rank",
-            got=rank,
+            got=_keys(item) if rank is None else rank,
             need="a whole number; lower is better, equal is a tie",
+            fix="rank the completions of the prompt by their grades" if rank is None else None,
         )
-    if "completion" not in item:
-        raise DataError(
-            "a completion has no messages",
-            where=where,
-            field=f"{field}.completion",
-            got=f"keys {sorted(item)}",
-            need='[{"role": "assistant", "content": "..."}]',
-        )
-    messages = check_messages(item["completion"], f"{field}.completion", where)
-    return Completion(rank, messages, _number(item.get("score"), f"{field}.score", where))
+    messages = parse_json_list(item["completion"], f"{field}.completion", where)
+    return Completion(
+        rank,
+        check_messages(messages, f"{field}.completion", where),
+        _number(item.get("score"), f"{field}.score", where),
+    )
 
 
 def _number(value: Any, field: str, where: str | None) -> float | None:
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise DataError(
             f"{field.rsplit('.', 1)[-1]} is not a finite number",
             where=where,
@@ -211,20 +270,216 @@ def _number(value: Any, field: str, where: str | None) -> float | None:
             got=value,
             need="a finite number, or no such key",
         )
-    return float(value)
+    return number
 
 
-def _key(row: Mapping[str, Any], key: str, where: str | None) -> Any:
-    if key not in row:
+def _other_format(row: Mapping[str, Any]) -> str:
+    """The advice for a row that is not in the rank format."""
+    if {"overall_preference", "response1"} <= row.keys():
+        return "for rows of response1, response2 and overall_preference use dataset_name: HelpSteer3"
+    if {"chosen", "rejected"} <= row.keys():
+        if isinstance(row["chosen"], str) and _TURN.match(row["chosen"]):
+            return "for transcripts of Human and Assistant use dataset_name: HHTranscripts"
+        return "for rows of prompt, chosen and rejected use dataset_name: BinaryPreferenceDataset"
+    return (
+        "for rows of a prompt, a better and a worse completion use dataset_name: BinaryPreferenceDataset with "
+        "prompt_key, chosen_key and rejected_key; completions with grades (stars, scores) become one row for each "
+        "prompt, in the rank format"
+    )
+
+
+# --- other formats ---------------------------------------------------------------------------------------------------
+
+
+def from_binary_row(
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    prompt_key: str | None = "prompt",
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    task_name: str = "preference",
+) -> Preference:
+    """A row of a prompt, a chosen and a rejected completion; `margin` and `task_name` are taken if there.
+
+    The prompt is text or messages. Each completion is text, its messages, or the messages of the whole conversation,
+    which contains the prompt; then the row needs no prompt, and none is looked for with `prompt_key=None`. Text that is
+    the JSON of a list of messages (a CSV cell) counts as those messages.
+    """
+    need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
+    sides = {
+        key: as_messages(required(values, key, where, need), key, "assistant", where)
+        for key in (chosen_key, rejected_key)
+    }
+    chosen, rejected = sides[chosen_key], sides[rejected_key]
+    raw_prompt = None if prompt_key is None else values.get(prompt_key)
+    if raw_prompt is None:
+        for key, messages in sides.items():
+            if messages[0]["role"] == "assistant":
+                is_transcript = isinstance(values[key], str) and _TURN.match(values[key])
+                raise DataError(
+                    f"the row has no {prompt_key or 'prompt'}",
+                    where=where,
+                    field=prompt_key or key,
+                    got=_keys(values),
+                    need=f"a prompt, or a whole conversation (prompt and completion) in {key}",
+                    fix=_other_format(values) if is_transcript else "set prompt_key to the key that holds the prompt",
+                )
+        context, chosen, rejected = split_common_prefix(chosen, rejected)
+    else:
+        assert prompt_key is not None
+        context = as_messages(raw_prompt, prompt_key, "user", where)
+        if all(_holds_prompt(messages, context) for messages in sides.values()):
+            context, chosen, rejected = split_common_prefix(chosen, rejected)
+        else:
+            for key, messages in sides.items():
+                _check_continues(context, messages, prompt_key, key, where)
+    return _pair(values, where, context, [(0, chosen), (1, rejected)], task_name)
+
+
+def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
+    """A row of `context`, `response1`, `response2` and `overall_preference`: -3 (the first is much better) to 3.
+
+    0 is a tie: both completions have rank 0. The better one comes first. Source: the card of nvidia/HelpSteer3.
+    """
+    need = "a row as nvidia/HelpSteer3 has them"
+    context = as_messages(required(values, "context", where, need), "context", "user", where)
+    responses = [
+        as_messages(required(values, key, where, need), key, "assistant", where) for key in ("response1", "response2")
+    ]
+    raw = required(values, "overall_preference", where, need)
+    grade = _number(raw, "overall_preference", where)
+    if grade not in range(-3, 4):
+        raise DataError(
+            "overall_preference is not one of the seven grades",
+            where=where,
+            field="overall_preference",
+            got=raw,
+            need="a whole number from -3 (response1 is much better) to 3 (response2 is)",
+            fix="remove the row, or grade it",
+        )
+    assert grade is not None
+    ranked = sorted(zip((int(grade > 0), int(grade < 0)), responses, strict=True), key=lambda item: item[0])
+    return _pair({"task_name": values.get("task_name")}, where, context, ranked, task_name)
+
+
+def from_transcripts(
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    task_name: str = "preference",
+) -> Preference:
+    """A row of two whole transcripts, as Anthropic's hh-rlhf has them; see `parse_transcript`."""
+    chosen, rejected = (
+        parse_transcript(required(values, key, where, f"a transcript: {_TRANSCRIPT}"), where, key)
+        for key in (chosen_key, rejected_key)
+    )
+    context, better, worse = split_common_prefix(chosen, rejected)
+    return _pair(values, where, context, [(0, better), (1, worse)], task_name)
+
+
+def parse_transcript(text: Any, where: str | None = None, field: str = "transcript") -> Messages:
+    r"""The messages of `"\n\nHuman: ...\n\nAssistant: ..."`; roles alternate.
+
+    A turn begins with a blank line and the name of the *other* speaker. Where the speaker's own name follows a blank
+    line (a model that went on to write both sides leaves such text), it belongs to the turn, so joining
+    `f"\n\n{speaker}: {content}"` gives the transcript back. One space after the colon is not part of the content;
+    other white space is, and the content may be empty. Raises `DataError` for text before the first turn.
+    """
+    is_text = isinstance(text, str)
+    stripped = text.lstrip() if is_text else ""
+    if is_text and not text.startswith("\n\n") and stripped.startswith(("Human:", "Assistant:")):
+        text = f"\n\n{stripped}"
+    head, *parts = _TURN.split(text) if is_text else ("",)
+    if head.strip() or not parts:
+        of_messages = isinstance(text, list)
+        raise DataError(
+            "a transcript does not begin with a turn" if is_text else "a transcript is not text",
+            where=where,
+            field=field,
+            got=text,
+            need=_TRANSCRIPT,
+            fix="for lists of messages, or a plain prompt and completions, use dataset_name: BinaryPreferenceDataset"
+            if is_text or of_messages
+            else None,
+        )
+    turns: list[tuple[str, str]] = []
+    for speaker, said in zip(parts[::2], parts[1::2], strict=True):
+        if turns and turns[-1][0] == speaker:
+            turns[-1] = (speaker, f"{turns[-1][1]}\n\n{speaker}:{said}")
+        else:
+            turns.append((speaker, said.removeprefix(" ")))
+    return tuple({"role": _ROLE_OF_SPEAKER[speaker], "content": said} for speaker, said in turns)
+
+
+def split_common_prefix(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
+    """The leading messages that both conversations share, and the rest of each: at least one message."""
+    longest = min(len(chosen), len(rejected)) - 1
+    shared = 0
+    while shared < longest and chosen[shared] == rejected[shared]:
+        shared += 1
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
+    """The row's value for the key; raises `DataError` with the nearest key where there is none."""
+    value = values.get(key)
+    if value is None:
+        near = difflib.get_close_matches(key, [str(name) for name in values if name != key], n=1)
         raise DataError(
             f"the row has no {key}",
             where=where,
             field=key,
-            got=f"keys {sorted(map(str, row))}",
-            need=_PREFERENCE_SHAPE,
-            fix="for rows of prompt, chosen and rejected use dataset_name: BinaryPreferenceDataset",
+            got="null" if key in values else _keys(values),
+            need=need,
+            fix=f"is it {near[0]}?" if near else "mend or remove the row",
         )
-    return row[key]
+    return value
+
+
+def _pair(
+    values: Mapping[str, Any], where: str, context: Messages, ranked: Sequence[tuple[int, Messages]], task_name: str
+) -> Preference:
+    margin, name = _number(values.get("margin"), "margin", where), values.get("task_name")
+    completions = tuple(Completion(rank, messages) for rank, messages in ranked)
+    return Preference(context, completions, name if isinstance(name, str) and name else task_name, margin)
+
+
+def _holds_prompt(completion: Messages, prompt: Messages) -> bool:
+    """Whether it is a whole conversation: it begins with the prompt, or the one prompt text is a user turn of it."""
+    if len(completion) > len(prompt) and all(
+        (a["role"], a.get("content")) == (b["role"], b.get("content")) for a, b in zip(completion, prompt, strict=False)
+    ):
+        return True
+    if len(prompt) != 1 or prompt[0]["role"] != "user" or completion[0]["role"] == "assistant":
+        return False
+    text = last_text(prompt).strip()
+    return any(message["role"] == "user" and last_text([message]).strip() == text for message in completion[:-1])
+
+
+def _check_continues(prompt: Messages, completion: Messages, prompt_key: str, key: str, where: str) -> None:
+    """Refuse a completion that is a conversation of its own: its prompt would be lost, or be there twice."""
+    last_role = prompt[-1]["role"] if prompt else None
+    if _holds_prompt(completion, prompt):
+        summary = f"{key} holds the prompt and the other completion does not"
+    elif completion[0]["role"] == "system" or (completion[0]["role"] == "user" and last_role != "assistant"):
+        summary = f"{key} is a conversation that does not contain the prompt"
+    else:
+        return
+    raise DataError(
+        summary,
+        where=where,
+        field=f"{key}[0].role",
+        got=completion[0]["role"],
+        need=f"the completion alone, or the whole conversation with the {prompt_key} in it, alike for both completions",
+        fix=f"remove {prompt_key} if the conversations are right",
+    )
+
+
+def _keys(values: Mapping[str, Any]) -> str:
+    return f"keys {sorted(map(str, values))}"
 
 
 def _is_list(value: Any) -> bool:

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treeward.data.formats import as_messages
-from treeward.data.preference import Message, last_text
+from treeward.data.preference import Message, as_messages, last_text
 from treeward.data.prompt_files import Prompts
 from treeward.data.responses_items import messages_of_input
 from treeward.errors import DataError

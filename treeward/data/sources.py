@@ -3,30 +3,56 @@
     for row in read_rows("train.jsonl.gz"):
         row.values, row.where        # {"prompt": ..., "chosen": ...}, "train.jsonl.gz:17"
 
-The kinds of file are those of `treeward.data.files`: jsonl, json, csv, tsv, parquet, arrow, each also gzipped. A
-folder is what `save_to_disk` wrote, or files of one kind (read in the order of their names; names such as
-`validation.jsonl` say their split), or a copy of a dataset on the hub. The hub (`org/name`), and such a copy, is read
-by `datasets.load_dataset`; code from the hub is never run.
+A row is an object with string keys; its place is the line of a text file, else the number of the row, both from 1.
+Kinds of files, by suffix, each also with `.gz`:
+
+    .jsonl .ndjson    an object per line; blank lines are skipped and still counted
+    .json             a list of objects, or an object with that list under "data" or "rows", or lines as above
+    .csv .tsv         a header line, then cells; every cell stays a string
+    .parquet          one row group after another
+    .arrow .feather   Arrow IPC, the file format as well as the stream that `datasets` writes
+
+Text is UTF-8. Text files are read by line here and not by `datasets`, whose Arrow tables hold neither line numbers nor
+`content` that is text in one row and a list in the next. Memory does not grow with the file, but `.json` files and
+gzipped `.parquet` and `.arrow` files are read whole.
+
+A folder is one that `save_to_disk` wrote, or files of one kind (read in the order of their names; names such as
+`validation.jsonl` say their split), or a copy of a dataset on the hub. `datasets.load_dataset` reads the hub
+(`org/name`) and such copies; code from the hub is never run.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import glob
+import gzip
 import hashlib
-import importlib
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from treeward.data.files import KINDS, Row, file_suffix, parse_json_line, read_file, read_jsonl_stream
 from treeward.errors import DataError
 
-__all__ = ["Row", "fingerprint", "parse_json_line", "read_jsonl_stream", "read_rows"]
+__all__ = ["KINDS", "Row", "file_suffix", "fingerprint", "read_file", "read_jsonl_stream", "read_rows"]
 
-# What `datasets` and the hub keep beside the data under a data suffix.
+# Suffix -> what the file holds.
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+# Files that `datasets` and the hub keep beside the data under a data suffix.
 _NOT_DATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 # The words by which file names say their split; the same that `datasets` looks for.
 _SPLIT_WORDS = {
@@ -34,28 +60,16 @@ _SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_CHUNK_BYTES = 1 << 20
+_ROWS_PER_BATCH = 1024
+_LONGEST_CELL_CHARACTERS = 2**31 - 1
 
 
-class _Files(NamedTuple):
-    """Local files of one kind, read one after another."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: its `values` by column, and `where` it stands, as `train.jsonl:17` or `rows.parquet:row 17`."""
 
-    paths: tuple[str, ...]
-
-
-class _Saved(NamedTuple):
-    """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-
-    folder: str
-    split: str | None
-
-
-class _Repository(NamedTuple):
-    """What only `datasets.load_dataset` can read: a hub name, or a local folder laid out like one on the hub."""
-
-    path: str
-    subset: str | None
-    split: str | None
+    values: dict[str, Any]
+    where: str
 
 
 def read_rows(path: str, *, split: str | None = None, subset: str | None = None) -> Iterator[Row]:
@@ -68,63 +82,87 @@ def read_rows(path: str, *, split: str | None = None, subset: str | None = None)
     Raises `DataError` naming the file and line for a missing or empty file, an ambiguous or unknown split, text that
     is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects.
     """
-    rows: Iterator[Row]
-    match _locate(path, split, subset):
-        case _Files(paths):
-            rows = (row for file in paths for row in read_file(file))
-        case _Saved(folder, part):
-            rows = _table_rows(*_load_saved(folder, part))
-        case _Repository(name, part_of, part):
-            rows = _table_rows(*_load_repository(name, part_of, part))
+    files = _plain_files(path, split, subset)
+    if files is not None:
+        return _at_least_one((row for file in files for row in read_file(file)), path)
+    table, label = _load_table(path, split, subset)
+    # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
+    rows = (Row(values, f"{label}:row {i}") for i, values in enumerate(table.with_format(None), 1))
     return _at_least_one(rows, path)
+
+
+def read_file(path: str) -> Iterator[Row]:
+    """The rows of one existing file whose `file_suffix` is in `KINDS`, in order; none if it holds none.
+
+    Raises `DataError` as `read_rows` does.
+    """
+    kind = KINDS[file_suffix(path)]
+    if kind == "jsonl":
+        return read_jsonl_stream(_lines(path), path)
+    if kind == "json":
+        return _json_rows(path)
+    return _csv_rows(path, kind) if kind in ("csv", "tsv") else _arrow_rows(path, kind)
+
+
+def file_suffix(path: str) -> str:
+    """The lower-case suffix that says the kind of a file, a key of `KINDS` if that is known; `.gz` is passed over."""
+    return os.path.splitext(path.lower().removesuffix(".gz"))[1]
 
 
 def fingerprint(path: str, *, split: str | None = None, subset: str | None = None) -> str:
     """A hex digest (128 bits) that changes when the content does.
 
-    For local data it is made from the bytes of the files, and in a folder from their names too; for the hub from the
-    name, subset, split and the dataset's own fingerprint. Raises `DataError` as `read_rows` does.
+    Local data: of the bytes of its files, and in a folder of their names; the hub: of the name, the split, the subset
+    and the fingerprint that `datasets` gives the table. Raises `DataError` as `read_rows` does.
     """
     digest = hashlib.blake2b(digest_size=16)
-    match _locate(path, split, subset):
-        case _Files(paths) if len(paths) == 1:
-            _add_bytes(digest, paths[0])
-        case _Files(paths):
-            for file in paths:
-                _add_text(digest, os.path.basename(file))
-                _add_bytes(digest, file)
-        case _Saved(folder, part):
-            _add_text(digest, f"saved split {part}")
-            _add_folder(digest, folder)
-        case _Repository(name, part_of, part) if os.path.isdir(name):
-            _add_text(digest, f"subset {part_of} split {part}")
-            _add_folder(digest, name)
-        case _Repository(name, part_of, part):
-            table, label = _load_repository(name, part_of, part)
-            _add_text(digest, f"{label} subset {part_of} {table._fingerprint}")
+    files = _plain_files(path, split, subset)
+    if files is None and os.path.isdir(path):
+        files = tuple(sorted(str(file) for file in Path(path).rglob("[!.]*") if file.is_file()))
+        digest.update(json.dumps([split, subset]).encode())
+    elif files is None:
+        table, label = _load_table(path, split, subset)
+        digest.update(json.dumps([label, subset, table._fingerprint]).encode())
+    for file in files or ():
+        # A file that is moved or renamed alone is the same data; in a folder names say order and split.
+        name = None if file == path else os.path.relpath(file, path if os.path.isdir(path) else os.path.dirname(path))
+        digest.update(json.dumps([name, os.path.getsize(file)]).encode())
+        with open(file, "rb") as stream:
+            while part := stream.read(1 << 20):
+                digest.update(part)
     return digest.hexdigest()
 
 
-# --- what a path means -----------------------------------------------------------------------------------------------
+def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
+    is_empty = True
+    for row in rows:
+        is_empty = False
+        yield row
+    if is_empty:
+        raise DataError(
+            "there are no rows", where=path, got="empty data", need="at least one row", fix="check the path"
+        )
 
 
-def _locate(path: str, split: str | None, subset: str | None) -> _Files | _Saved | _Repository:
+# --- from a path to files or a table ---------------------------------------------------------------------------------
+
+
+def _plain_files(path: str, split: str | None, subset: str | None) -> tuple[str, ...] | None:
+    """The files of one kind that the path means; None where `datasets` must read it."""
     if os.path.isdir(path):
-        return _locate_folder(path, split, subset)
-    files: tuple[str, ...] = ()
-    if os.path.exists(path):
-        files = (path,)
-    elif glob.has_magic(path):
+        return _files_of_folder(path, split, subset)
+    files: tuple[str, ...] = (path,) if os.path.exists(path) else ()
+    if not files and glob.has_magic(path):
         files = tuple(sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file)))
-    elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) and file_suffix(path) not in KINDS:
-        return _Repository(path, subset, split)
+    if not files and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) and file_suffix(path) not in KINDS:
+        return None
     if not files:
         raise _missing(path)
+    _check_kinds(files, path)
     if subset is not None:
         raise DataError(
             "a file has no subset", where=path, field="subset", got=subset, need="null", fix="remove subset"
         )
-    _one_kind(files, path)
     if split not in (None, "train") and {_split_in_name(file) for file in files} != {split}:
         raise DataError(
             f"a file has no split {split!r}",
@@ -134,38 +172,23 @@ def _locate(path: str, split: str | None, subset: str | None) -> _Files | _Saved
             need="null or train: whatever it is for, a file is one split",
             fix="remove split, or give the file that holds those rows",
         )
-    return _Files(files)
+    return files
 
 
-def _locate_folder(path: str, split: str | None, subset: str | None) -> _Files | _Saved | _Repository:
-    entries = {entry.name for entry in os.scandir(path)}
-    if "dataset_dict.json" in entries or {"state.json", "dataset_info.json"} <= entries:
-        if subset is not None:
-            raise DataError(
-                "a saved dataset has no subset", where=path, field="subset", got=subset, fix="remove subset"
-            )
-        return _Saved(path, split)
-    files = sorted(
-        os.path.join(path, name)
-        for name in entries
-        if file_suffix(name) in KINDS and name not in _NOT_DATA and not name.startswith((".", "_"))
-    )
-    files = [file for file in files if os.path.isfile(file)]
-    if subset is not None or _has_hub_card(path) or (not files and _holds_data(path)):
-        return _Repository(path, subset, split)
+def _files_of_folder(folder: str, split: str | None, subset: str | None) -> tuple[str, ...] | None:
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+    files = [os.path.join(folder, name) for name in names if _is_data(name)]
+    nested = not files and any(_is_data(name) for _, _, names in os.walk(folder) for name in names)
+    if subset is not None or nested or _is_saved(folder) or _has_hub_card(folder):
+        return None
     if not files:
         raise DataError(
             "the folder holds no data",
-            where=path,
-            got=", ".join(sorted(entries)) or "an empty folder",
-            need=f"files that end in {_suffixes()}, or what save_to_disk writes",
+            where=folder,
+            got=", ".join(names) or "no file",
+            need=f"files that end in {', '.join(KINDS)}, or a folder of save_to_disk",
         )
-    _one_kind(files, path)
-    return _Files(_files_of_split(files, split, path))
-
-
-def _files_of_split(files: Sequence[str], split: str | None, folder: str) -> tuple[str, ...]:
-    """The files whose names say `split`; all of them if no name says any split and train, or nothing, is asked for."""
+    _check_kinds(files, folder)
     splits = {file: _split_in_name(file) for file in files}
     named = sorted({name for name in splits.values() if name is not None})
     if split is None and len(named) > 1:
@@ -177,63 +200,48 @@ def _files_of_split(files: Sequence[str], split: str | None, folder: str) -> tup
     return tuple(file for file in files if splits[file] == split)
 
 
-def _split_in_name(file: str) -> str | None:
-    words = re.split(r"[^a-z]+", os.path.basename(file).lower())
-    return next((split for split, names in _SPLIT_WORDS.items() if set(names) & set(words)), None)
+def _is_data(name: str) -> bool:
+    return file_suffix(name) in KINDS and name not in _NOT_DATA and not name.startswith((".", "_"))
 
 
-def _one_kind(files: Sequence[str], where: str) -> None:
-    by_kind: dict[str, str] = {}
-    for file in files:
-        suffix = file_suffix(file)
-        if suffix not in KINDS:
-            raise DataError(
-                "the kind of file is not known",
-                where=file,
-                got=f"the suffix {os.path.splitext(file)[1] or 'is missing'}",
-                need=f"{_suffixes()}, each also with .gz",
-                fix="rename the file, or convert it",
-            )
-        by_kind.setdefault(KINDS[suffix], file)
-    if len(by_kind) > 1:
-        raise DataError(
-            "the files are of several kinds",
-            where=where,
-            got=", ".join(map(os.path.basename, by_kind.values())),
-            need="one kind of file: the same rows may be there twice",
-            fix=f"choose with a pattern, as {os.path.join(where, '*' + file_suffix(files[0]))}"
-            if os.path.isdir(where)
-            else "give a narrower pattern",
-        )
-    unpacked = {file.removesuffix(".gz") for file in files}
-    if len(unpacked) < len(files):
-        twice = next(file for file in files if file + ".gz" in files)
-        raise DataError(
-            "a file is there twice, packed and unpacked",
-            where=where,
-            got=f"{os.path.basename(twice)} and {os.path.basename(twice)}.gz",
-            need="each row once",
-            fix="remove one of them",
-        )
-
-
-def _suffixes() -> str:
-    return ", ".join(KINDS)
+def _is_saved(folder: str) -> bool:
+    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
+    names = set(os.listdir(folder))
+    return "dataset_dict.json" in names or {"state.json", "dataset_info.json"} <= names
 
 
 def _has_hub_card(folder: str) -> bool:
     """Whether a README like those on the hub says which files belong to which split."""
     card = Path(folder, "README.md")
-    if not card.is_file():
-        return False
-    text = card.read_text("utf-8", errors="replace")
+    text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
     return text.startswith("---") and re.search(r"^configs:", text.split("\n---", 1)[0], re.MULTILINE) is not None
 
 
-def _holds_data(folder: str) -> bool:
-    return any(
-        file_suffix(name) in KINDS and name not in _NOT_DATA for _, _, names in os.walk(folder) for name in names
-    )
+def _split_in_name(file: str) -> str | None:
+    words = re.split(r"[^a-z]+", os.path.basename(file).lower())
+    return next((split for split, names in _SPLIT_WORDS.items() if set(names) & set(words)), None)
+
+
+def _check_kinds(files: Sequence[str], where: str) -> None:
+    unknown = next((file for file in files if file_suffix(file) not in KINDS), None)
+    if unknown is not None:
+        raise DataError(
+            "the kind of file is not known",
+            where=unknown,
+            got=f"the suffix {os.path.splitext(unknown)[1] or 'is missing'}",
+            need=f"{', '.join(KINDS)}, each also with .gz",
+            fix="rename the file, or convert it",
+        )
+    kinds = {KINDS[file_suffix(file)]: os.path.basename(file) for file in files}
+    twice = None if len(kinds) > 1 else next((file for file in files if f"{file}.gz" in files), None)
+    if twice is not None or len(kinds) > 1:
+        raise DataError(
+            "a file is there twice, packed and unpacked" if twice else "the files are of several kinds",
+            where=where,
+            got=f"{twice} and {twice}.gz" if twice else ", ".join(kinds.values()),
+            need="files of one kind, and each row once",
+            fix=f"remove one of them, or choose with a pattern, as *{file_suffix(files[0])}",
+        )
 
 
 def _missing(path: str) -> DataError:
@@ -243,13 +251,12 @@ def _missing(path: str) -> DataError:
     if not os.path.isdir(folder):
         return DataError("there is no such file, and no such folder", where=path, got=folder, fix="check the path")
     near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=3)
+    near = [os.path.join(os.path.dirname(path), name) for name in near]
     return DataError(
         "there is no such file",
         where=path,
         need="a file, a folder, a pattern such as data/*.jsonl, or a hub name such as org/name",
-        fix=f"did you mean {' or '.join(os.path.join(os.path.dirname(path), name) for name in near)}?"
-        if near
-        else "check the path",
+        fix=f"did you mean {' or '.join(near)}?" if near else "check the path",
     )
 
 
@@ -276,91 +283,216 @@ def _no_such_split(path: str, split: str, splits: Sequence[str]) -> DataError:
     )
 
 
-# --- tables that the datasets library reads --------------------------------------------------------------------------
+def _load_table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
+    """A `datasets.Dataset`, and its name in errors."""
+    import datasets
 
-
-def _load_saved(folder: str, split: str | None) -> tuple[Any, str]:
-    library = importlib.import_module("datasets")
+    is_local, is_saved = os.path.isdir(path), os.path.isdir(path) and _is_saved(path)
+    if is_saved and subset is not None:
+        raise DataError("a saved dataset has no subset", where=path, field="subset", got=subset, fix="remove subset")
     try:
-        loaded = library.load_from_disk(folder)
-    except (OSError, ValueError) as error:  # Arrow's errors are ValueErrors
-        raise DataError(
-            "the saved dataset cannot be read", where=folder, got=str(error), fix="write it again with save_to_disk"
-        ) from error
-    if not isinstance(loaded, Mapping):
-        own = str(loaded.split) if loaded.split is not None else "train"
-        if split not in (None, "train", own):
-            raise _no_such_split(folder, str(split), [own])
-        return loaded, folder
-    return _pick(loaded, split, folder)
-
-
-def _load_repository(path: str, subset: str | None, split: str | None) -> tuple[Any, str]:
-    library = importlib.import_module("datasets")
-    is_local = os.path.isdir(path)
-    try:
-        loaded = library.load_dataset(path, subset, split=split, streaming=False)
-    except (OSError, ValueError, library.exceptions.DatasetsError) as error:
+        loaded = (
+            datasets.load_from_disk(path)
+            if is_saved
+            else datasets.load_dataset(path, subset, split=split, streaming=False)
+        )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # Arrow's errors are ValueErrors
         raise DataError(
             "the folder cannot be read as a dataset" if is_local else "no such file, and the hub does not give it",
             where=path,
             got=f"{type(error).__name__}: {error}",
-            need="a folder that datasets.load_dataset can read" if is_local else "a local path, or a hub dataset",
-            fix="check path, subset and split"
+            need="a folder that the datasets library can read" if is_local else "a local path, or a hub dataset",
+            fix="check path, subset and split; write a saved dataset again with save_to_disk"
             if is_local
             else "check name, subset, split and network; a private or gated dataset needs HF_TOKEN; offline, give a "
             "local copy as data_path",
         ) from error
-    return _pick(loaded, split, path) if isinstance(loaded, Mapping) else (loaded, f"{path}[{split}]")
+    if isinstance(loaded, Mapping):
+        if split is None and len(loaded) > 1:
+            raise _ambiguous(path, list(loaded))
+        chosen = next(iter(loaded)) if split is None else split
+        if chosen not in loaded:
+            raise _no_such_split(path, chosen, list(loaded))
+        return loaded[chosen], f"{path}[{chosen}]"
+    if is_saved:
+        own = str(loaded.split or "train")
+        if split not in (None, "train", own):
+            raise _no_such_split(path, str(split), [own])
+        return loaded, path
+    return loaded, f"{path}[{split}]"
 
 
-def _pick(tables: Mapping[str, Any], split: str | None, path: str) -> tuple[Any, str]:
-    names = list(tables)
-    if split is None and len(names) > 1:
-        raise _ambiguous(path, names)
-    chosen = split if split is not None else names[0]
-    if chosen not in tables:
-        raise _no_such_split(path, chosen, names)
-    return tables[chosen], f"{path}[{chosen}]"
+# --- text, line by line ----------------------------------------------------------------------------------------------
 
 
-def _table_rows(table: Any, label: str) -> Iterator[Row]:
-    # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
-    for number, values in enumerate(table.with_format(None), 1):
-        yield Row(values, f"{label}:row {number}")
+def read_jsonl_stream(lines: Iterable[bytes | str], name: str) -> Iterator[Row]:
+    """Rows of JSON lines that come from anywhere (a pipe, an open file); `name` stands for the file in `where`.
+
+    Blank lines are skipped, a byte order mark is ignored. An empty stream gives no rows.
+    """
+    for number, line in enumerate(lines, 1):
+        where = f"{name}:{number}"
+        text = (_decode(line, where) if isinstance(line, bytes) else line).removeprefix("\ufeff").strip()
+        if text:
+            try:
+                value = json.loads(text)  # NaN and Infinity become floats, which the formats refuse
+            except (ValueError, RecursionError) as error:
+                raise _json_error(error, where, "one complete JSON object", text) from error
+            yield Row(_as_object(value, where), where)
 
 
-def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
-    is_empty = True
-    for row in rows:
-        is_empty = False
-        yield row
-    if is_empty:
+def _lines(path: str) -> Iterator[bytes]:
+    """The lines of a text file, gzipped or not."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb") as stream:
+            for line in stream:
+                number += 1
+                yield line
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        is_cut = isinstance(error, EOFError)
         raise DataError(
-            "there are no rows", where=path, got="empty data", need="at least one row", fix="check the path"
+            "the gzip file ends too early" if is_cut else "the file is not valid gzip",
+            where=f"{path}:{number + 1}",
+            got=str(error),
+            need="a complete gzip file",
+            fix="copy or download it again" if is_cut else "copy it again, or remove .gz from its name",
+        ) from error
+
+
+def _texts(path: str) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), 1):
+        yield _decode(line, f"{path}:{number}").removeprefix("\ufeff")
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{raw[error.start]:02x} at position {error.start + 1} of the line"
+        fix = "save the file as UTF-8, or mend the line"
+        if raw.startswith(b"\x1f\x8b"):
+            found, fix = "gzip data", "add .gz to the name of the file"
+        elif raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+            found, fix = "UTF-16", "save the file as UTF-8"
+        raise DataError("the text is not UTF-8", where=where, got=found, need="UTF-8", fix=fix) from error
+
+
+def _json_rows(path: str) -> Iterator[Row]:
+    text = "".join(_texts(path))
+    try:
+        value = json.loads(text) if text.strip() else []
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # an object per line
+            yield from read_jsonl_stream(_lines(path), path)
+            return
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raise _json_error(error, f"{path}:{line}", "a list of objects, or an object per line") from error
+    if isinstance(value, dict):
+        lists = [value[key] for key in ("data", "rows") if isinstance(value.get(key), list)]
+        is_row = not lists and "\n" not in text.strip()
+        value = lists[0] if len(lists) == 1 else [value] if is_row else value
+    if not isinstance(value, list):
+        raise DataError(
+            "the file holds no list of rows",
+            where=path,
+            got=f"an object with keys {sorted(value)}" if isinstance(value, dict) else value,
+            need='a list of objects, {"data": [...]}, {"rows": [...]}, or an object per line',
         )
+    for number, item in enumerate(value, 1):
+        where = f"{path}:row {number}"
+        yield Row(_as_object(item, where), where)
 
 
-# --- fingerprints ----------------------------------------------------------------------------------------------------
+def _json_error(error: Exception, where: str, need: str, text: str | None = None) -> DataError:
+    summary = "not usable JSON"  # a number of thousands of digits, or brackets thousands deep
+    if isinstance(error, json.JSONDecodeError):
+        summary = f"not JSON: {error.msg} at column {error.colno}"
+    got = text if text is not None and "not JSON" in summary else str(error)
+    fix = "mend or remove the line; a file with one value over many lines should be called .json"
+    return DataError(summary, where=where, got=got, need=need, fix=fix)
 
 
-def _add_text(digest: hashlib.blake2b, text: str) -> None:
-    raw = text.encode("utf-8", errors="surrogateescape")
-    digest.update(f"{len(raw)}:".encode() + raw)
+def _as_object(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    fix = "a file that is one list should be called .json" if isinstance(value, list) else None
+    raise DataError("a row is not an object", where=where, got=value, need='{"key": value, ...}', fix=fix)
 
 
-def _add_bytes(digest: hashlib.blake2b, path: str) -> None:
-    digest.update(f"{os.path.getsize(path)}:".encode())
-    with open(path, "rb") as handle:
-        while chunk := handle.read(_CHUNK_BYTES):
-            digest.update(chunk)
+def _csv_rows(path: str, kind: str) -> Iterator[Row]:
+    # The limit of a cell is the process's, and its default is less than one long conversation.
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
+    reader = csv.reader(_texts(path), "excel" if kind == "csv" else "excel-tab", strict=True)
+    header: list[str] = []
+    while True:
+        where = f"{path}:{reader.line_num + 1}"  # a row may have several lines
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise DataError(
+                f"the row is not valid CSV: {error}",
+                where=where,
+                need='cells with a comma, a quote or a line break in double quotes, and "" for a quote',
+                fix="mend the row that begins there",
+            ) from error
+        if cells and not header:
+            header = cells
+            if twice := sorted({name for name in header if header.count(name) > 1}):
+                raise DataError("two columns have the same name", where=where, got=", ".join(twice))
+        elif cells and len(cells) != len(header):
+            raise DataError(
+                f"the row has too {'many' if len(cells) > len(header) else 'few'} cells",
+                where=where,
+                got=f"{len(cells)} cells",
+                need=f"{len(header)}: {', '.join(header)}",
+                fix="put cells that hold the separator or a line break in double quotes",
+            )
+        elif cells:
+            yield Row(dict(zip(header, cells, strict=True)), where)
 
 
-def _add_folder(digest: hashlib.blake2b, folder: str) -> None:
-    """Names and bytes of everything below, but not of what begins with a dot (as `.git`, `.cache`)."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
-            path = os.path.join(parent, name)
-            _add_text(digest, os.path.relpath(path, folder))
-            _add_bytes(digest, path)
+# --- Arrow and Parquet -----------------------------------------------------------------------------------------------
+
+
+def _arrow_rows(path: str, kind: str) -> Iterator[Row]:
+    import pyarrow as arrow
+
+    number = 0
+    try:
+        # These files are read from the end, so a gzipped one is unpacked first.
+        is_packed = path.lower().endswith(".gz")
+        source = arrow.BufferReader(b"".join(_lines(path))) if is_packed else arrow.memory_map(path)
+        for batch in _parquet_batches(source) if kind == "parquet" else _ipc_batches(source):
+            # A whole file may be one batch: rows become Python objects a slice at a time.
+            for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
+                for values in batch.slice(start, _ROWS_PER_BATCH).to_pylist():
+                    number += 1
+                    yield Row(values, f"{path}:row {number}")
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(
+            "the file cannot be read",
+            where=f"{path}:row {number + 1}",
+            got=f"{type(error).__name__}: {error}",
+            need=f"a complete {kind} file",
+            fix="copy or write it again",
+        ) from error
+
+
+def _parquet_batches(source: Any) -> Iterator[Any]:
+    from pyarrow.parquet import ParquetFile
+
+    return iter(ParquetFile(source).iter_batches(batch_size=_ROWS_PER_BATCH))
+
+
+def _ipc_batches(source: Any) -> Iterator[Any]:
+    from pyarrow import ipc
+
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    if not is_file:
+        return iter(ipc.open_stream(source))
+    reader = ipc.open_file(source)
+    return (reader.get_batch(i) for i in range(reader.num_record_batches))

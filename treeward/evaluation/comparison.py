@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treeward.data.files import KINDS, file_suffix, read_file
+from treeward.data.sources import KINDS, file_suffix, read_file
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, Outcome, ScoredExample, scored_from_row
 from treeward.evaluation.results import Metric

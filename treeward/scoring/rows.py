@@ -15,8 +15,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from treeward.data.formats import as_messages, from_binary_row, from_transcripts, parse_json_list
-from treeward.data.preference import Message, check_messages
+from treeward.data.preference import (
+    Message,
+    as_messages,
+    check_messages,
+    from_binary_row,
+    from_transcripts,
+    parse_json_list,
+)
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.scoring.rewarding import Rewarded, Rewarder

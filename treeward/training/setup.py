@@ -24,9 +24,8 @@ from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import PreferenceStream, open_dataset
 from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
-from treeward.data.files import KINDS, file_suffix
 from treeward.data.rendering import Renderer
-from treeward.data.sources import read_rows
+from treeward.data.sources import KINDS, file_suffix, read_rows
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.evaluation.examples import EvalExample
 from treeward.losses import Pairs, bradley_terry, ranked_pairs

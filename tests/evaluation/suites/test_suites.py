@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from treeward.config.data import DatasetConfig
-from treeward.data.files import Row
+from treeward.data.sources import Row
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.statistics import weighted_mean_metric

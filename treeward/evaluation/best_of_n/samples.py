@@ -20,8 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from treeward.data.formats import parse_json_list
-from treeward.data.preference import Message
+from treeward.data.preference import Message, parse_json_list
 from treeward.data.sources import Row
 from treeward.data.synthetic.gold import gold_quality
 from treeward.errors import DataError

@@ -20,8 +20,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal
 
-from treeward.data.files import Row
-from treeward.data.sources import read_rows
+from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import SuiteResult

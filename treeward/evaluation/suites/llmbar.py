@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from treeward.data.files import Row
-from treeward.data.sources import read_rows
+from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import SuiteResult

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from treeward.data.files import Row
+from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import Metric, SuiteResult

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treeward.data.files import Row
+from treeward.data.sources import Row
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.statistics import mean

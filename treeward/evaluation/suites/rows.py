@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from treeward.config.base import nearest_name
-from treeward.data.files import KINDS, Row, file_suffix
 from treeward.data.preference import Message, check_messages
-from treeward.data.sources import read_rows
+from treeward.data.sources import KINDS, Row, file_suffix, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample
 

@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from treeward.data.files import Row
-from treeward.data.formats import as_messages
-from treeward.data.preference import Message
+from treeward.data.preference import Message, as_messages
 from treeward.data.responses_items import messages_of_input
-from treeward.data.sources import read_rows
+from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
 
 __all__ = ["Task", "read_tasks"]
