@@ -260,7 +260,7 @@ class PreferenceDataset(RowDataset):
 
 @register_dataset("BinaryPreferenceDataset")
 class BinaryPreferenceDataset(RowDataset):
-    """Rows of a prompt, a chosen and a rejected answer, under keys that may be named; see `preference.from_binary_row`."""
+    """Rows of a prompt, a chosen and a rejected completion, under keys that may be named; see `from_binary_row`."""
 
     def __init__(
         self,
