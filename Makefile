@@ -18,7 +18,7 @@ env-dev: $(VENV)/.ready-dev
 
 $(VENV)/.ready: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	$(PIP) --editable '.[math]'
 	touch $@
 
 $(VENV)/.ready-dev: constraints.txt pyproject.toml

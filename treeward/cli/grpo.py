@@ -10,6 +10,7 @@ import sys
 from treeward.cli.interrupts import check_interrupts, heeding_interrupts
 from treeward.cli.train import what_was_saved
 from treeward.config.load import load_grpo_config
+from treeward.config.preflight import check_inputs
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @heeding_interrupts
 def run(arguments: argparse.Namespace) -> int:
     config = load_grpo_config(arguments.config, arguments.overrides)
+    check_inputs(config)
     loop = importlib.import_module("treeward.rl.grpo")  # torch: seconds, and only if the config is sound
     outcome = loop.grpo(config)
     check_interrupts()

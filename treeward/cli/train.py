@@ -11,6 +11,7 @@ from typing import Any
 from treeward.cli.interrupts import check_interrupts, heeding_interrupts
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.load import load_config
+from treeward.config.preflight import check_inputs
 
 __all__ = ["EXAMPLES", "add_arguments", "run", "what_was_saved"]
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @heeding_interrupts
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    check_inputs(config)
     training = importlib.import_module("treeward.training.train")  # torch: seconds, and only if the config is sound
     card = importlib.import_module("treeward.training.card")
     results = importlib.import_module("treeward.tables")

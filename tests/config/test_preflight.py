@@ -1,0 +1,120 @@
+"""What is missing on this machine is reported before anything heavy is imported."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treeward.config import load_config, load_grpo_config
+from treeward.config.preflight import COMPARISON_SETS, PROMPT_SETS, check_inputs
+from treeward.data.datasets import _DATASETS
+from treeward.data.prompt_sets import _PROMPT_DATASETS
+from treeward.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = {"tensorboard", "wandb", "mlflow", "ray", "peft", "openai"}
+"""Modules of optional packages that `make env` does not install."""
+
+PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
+RM = """
+policy: {{model_name: org/model}}
+data: {{dataset_name: BinaryPreferenceDataset, train_data_path: {data}}}
+checkpointing: {{checkpoint_dir: {folder}/results}}
+"""
+GRPO = """
+policy: {{model_name: org/model}}
+data: {{train_data_path: {data}, input_key: prompt, output_key: chosen}}
+env: {{math: {{}}, reward_model: {{model_name: org/rm}}, judge: {{model: m, base_url: "http://h"}}}}
+checkpointing: {{checkpoint_dir: {folder}/results}}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(json.dumps(PAIR) + "\n", encoding="utf-8")
+
+    def load(text, *overrides):
+        path = tmp_path / "run.yaml"
+        path.write_text(text.format(data=data, folder=tmp_path), encoding="utf-8")
+        return (load_grpo_config if text is GRPO else load_config)(path, overrides)
+
+    return load
+
+
+@pytest.fixture
+def plain_environment(monkeypatch):
+    """No optional package is installed, except those that `make env` installs."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in OPTIONAL else find(name))
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "field", "fix"),
+    [
+        (RM, "data.train_data_path={folder}/pears.jsonl", "data.train[0].data_path", "did you mean"),
+        (RM, "data.val_data_path=/nowhere/v.jsonl", "data.validation[0].data_path", "relative paths"),
+        (RM, "data.dataset_name=BinaryPreferenceDatset", "data.train[0].dataset_name", "did you mean Binary"),
+        (RM, "data.prompt_key=promt", "data.train[0].prompt_key", "perhaps prompt"),
+        (RM, "data.prompt_file=/nowhere/p", "data.train[0].prompt_file", "relative paths"),
+        (RM, "policy.model_name=./nowhere", "policy.model_name", "relative paths"),
+        (RM, "logger.tensorboard_enabled=true", "logger.tensorboard_enabled", r"treeward\[tensorboard\]"),
+        (RM, "logger.wandb_enabled=true", "logger.wandb_enabled", r"treeward\[wandb\]"),
+        (GRPO, "data.input_key=question", "data.train[0].input_key", "data.input_key"),
+        (GRPO, "grpo.environments=[judge]", "env.judge", r"treeward\[judge\]"),
+        (GRPO, "env.reward_model.num_replicas=2", "env.reward_model", r"treeward\[ray\]"),
+        (GRPO, "grpo.environments_on_ray=[math]", "grpo.environments_on_ray", r"treeward\[ray\]"),
+        (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
+        (GRPO, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled", r"treeward\[lora\]"),
+    ],
+)
+def test_what_is_missing_is_named(load, plain_environment, tmp_path, text, override, field, fix):
+    check_inputs(load(text))
+    with pytest.raises(ConfigError, match=f"(?s)fix:.*{fix}") as caught:
+        check_inputs(load(text, override.format(folder=tmp_path)))
+    assert caught.value.field == field and caught.value.need
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.csv", "data.tsv", "data.json", "empty.jsonl", "broken.jsonl"])
+def test_columns_are_read_where_that_is_cheap(load, tmp_path, name):
+    import gzip
+
+    content = {
+        "data.jsonl.gz": gzip.compress(json.dumps(PAIR).encode()),
+        "data.csv": b"prompt,chosen,rejected\np,c,r\n",
+        "data.tsv": b"prompt\tchosen\trejected\np\tc\tr\n",
+    }.get(name, b"{" if name == "broken.jsonl" else b"")
+    (tmp_path / name).write_bytes(content)
+    check_inputs(load(RM, f"data.train_data_path={tmp_path / name}"))
+    if content not in (b"", b"{"):
+        with pytest.raises(ConfigError, match="the data has no key better"):
+            check_inputs(load(RM, f"data.train_data_path={tmp_path / name}", "data.chosen_key=better"))
+
+
+def test_the_names_are_those_of_the_registries():
+    own = {name for name, cls in _DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
+    assert set(COMPARISON_SETS) == own
+    own = {name for name, cls in _PROMPT_DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
+    assert set(PROMPT_SETS) == own
+
+
+@pytest.mark.parametrize("name", ["quickstart", "rm", "rm_tulu3_8b", "grpo_math_1B", "grpo_rm_1B"])
+def test_shipped_configs_run_on_what_make_env_installs(name, plain_environment, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "examples" / "configs" / f"{name}.yaml"
+    check_inputs((load_grpo_config if name.startswith("grpo") else load_config)(path))
+
+
+def test_a_mistake_is_reported_before_torch_is_imported(tmp_path):
+    text = RM.format(data=tmp_path / "nowhere.jsonl", folder=tmp_path)
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    code = (
+        "import sys; from treeward.cli.main import main; "
+        f"code = main(['train', '--config', {str(tmp_path / 'run.yaml')!r}]); "
+        "sys.exit(code if 'torch' not in sys.modules else 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2 and "nowhere.jsonl" in done.stderr

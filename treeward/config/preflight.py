@@ -1,0 +1,193 @@
+"""`check_inputs`: what a configuration asks of this machine, checked before torch is imported.
+
+    check_inputs(load_config("rm.yaml"))
+
+looks for the optional packages, the files and folders, the names of datasets and the columns of the first row. Hub
+names and classes by dotted path are left to those that load them.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import importlib.util
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from treeward.config.base import nearest_name
+from treeward.config.data import DatasetConfig, PromptSetConfig, SetConfig
+from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.reward_environments import is_enabled
+from treeward.config.run import RewardModelRunConfig
+from treeward.errors import ConfigError
+
+__all__ = ["COMPARISON_SETS", "PROMPT_SETS", "check_inputs"]
+
+COMPARISON_SETS = (
+    *("PreferenceDataset", "BinaryPreferenceDataset", "HelpSteer3", "HelpSteer3Dataset", "Tulu3Preference"),
+    *("Tulu3PreferenceDataset", "HHTranscripts", "hh-rlhf", "Bundled"),
+)
+PROMPT_SETS = (
+    *("PromptDataset", "ResponseDataset", "OpenMathInstruct-2", "OpenMathInstruct2", "DeepScaler", "AIME2024"),
+    "Bundled",
+)
+"""The names of the datasets in `treeward.data`, which this layer cannot import."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow|feather)(\.gz)?$", re.IGNORECASE)
+
+
+def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
+    """Raise `ConfigError` for the first package, path, name or column that is missing on this machine."""
+    for need in _packages(config):
+        missing = [name for name in need.modules if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"the package {missing[0]} is not installed",
+                field=need.field,
+                got=need.got,
+                need=" and ".join(need.modules),
+                fix=f"pip install 'treeward[{need.extra}]', or {need.alternative}",
+            )
+    for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
+        for i, dataset in enumerate(sets):
+            _check_set(dataset, f"data.{kind}[{i}]")
+    _check_models(config)
+
+
+class _Need(NamedTuple):
+    field: str
+    got: str
+    modules: tuple[str, ...]
+    extra: str
+    alternative: str
+
+
+def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[_Need]:
+    """The optional packages that the configuration needs."""
+    for name in ("tensorboard", "wandb", "mlflow"):
+        if getattr(config.logger, f"{name}_enabled"):
+            field = f"logger.{name}_enabled"
+            yield _Need(field, "true", (name,), name, f"set {field}=false: metrics.jsonl is always written")
+    if isinstance(config, RewardModelRunConfig):
+        return
+    if config.policy.dtensor_cfg.lora_cfg.enabled:
+        yield _Need("policy.dtensor_cfg.lora_cfg.enabled", "true", ("peft",), "lora", "train the whole model")
+    for name, section in _used_environments(config).items():
+        field, kind = f"env.{name}", str(section.get("type") or name)
+        if kind == "math" or (kind == "rules" and section.get("rule") == "math"):
+            yield _Need(field, "rule: math", ("math_verify", "pebble"), "math", "use another rule")
+        elif kind == "judge":
+            yield _Need(field, "type: judge", ("openai",), "judge", "use another environment")
+        elif kind == "reward_model":
+            resources = section.get("resources") or {}
+            replicas = section.get("num_replicas") or max(resources.get("gpus_per_node", 1), 1)
+            if replicas * (resources.get("num_nodes") or 1) > 1 or name in config.grpo.environments_on_ray:
+                yield _Need(field, f"{replicas} replicas", ("ray",), "ray", f"set {field}.num_replicas=1")
+    if config.grpo.environments_on_ray:
+        on_ray = ", ".join(config.grpo.environments_on_ray)
+        yield _Need("grpo.environments_on_ray", on_ray, ("ray",), "ray", "set grpo.environments_on_ray=[]")
+
+
+def _used_environments(config: GRPORunConfig) -> Mapping[str, Mapping[str, Any]]:
+    gold = config.grpo.gold_environment
+    names = (*config.used_environments, *((gold,) if gold else ()))
+    return {name: config.env[name] for name in names if is_enabled(config.env[name])}
+
+
+def _check_set(dataset: SetConfig, field: str) -> None:
+    name, known = dataset.dataset_name, COMPARISON_SETS if isinstance(dataset, DatasetConfig) else PROMPT_SETS
+    if name not in known and "." not in name:
+        near = nearest_name(name, known)
+        raise ConfigError(
+            "there is no dataset of this name",
+            field=f"{field}.dataset_name",
+            got=name,
+            need=f"one of {', '.join(known)}, or the dotted path of a class, as my_module.MyDataset",
+            fix=f"did you mean {near}?" if near else None,
+        )
+    for key in ("prompt_file", "system_prompt_file"):
+        path = getattr(dataset, key)
+        if path is not None and not Path(path).is_file():
+            raise _no_such(path, f"{field}.{key}", "a text file")
+    path = dataset.data_path
+    if path is None or "." in name or Path(path).is_dir():
+        return
+    if not Path(path).exists():
+        if glob.has_magic(path) or (_HUB_NAME.fullmatch(path) and not _DATA_FILE.search(path)):
+            return
+        raise _no_such(path, f"{field}.data_path", "a file, a folder or a hub name, as org/name")
+    _check_columns(dataset, path, field)
+
+
+def _check_columns(dataset: SetConfig, path: str, field: str) -> None:
+    needed: dict[str, str] = {}
+    if isinstance(dataset, DatasetConfig) and dataset.dataset_name == "BinaryPreferenceDataset":
+        needed = {key: getattr(dataset, key) for key in ("prompt_key", "chosen_key", "rejected_key")}
+    elif isinstance(dataset, PromptSetConfig) and dataset.dataset_name == "ResponseDataset":
+        needed = {"input_key": dataset.input_key or "input", "output_key": dataset.output_key or "output"}
+    columns = _columns(path) if needed else None
+    for key, column in needed.items():
+        if columns is not None and column not in columns:
+            near = nearest_name(column, columns)
+            raise ConfigError(
+                f"the data has no key {column}",
+                where=path,
+                field=f"{field}.{key}",
+                got=f"a first row with the keys {', '.join(columns)}",
+                need=f"the key {column}",
+                fix=f"set data.{key} to the key that holds it" + (f", perhaps {near}" if near else ""),
+            )
+
+
+def _columns(path: str) -> list[str] | None:
+    """The keys of the first row of a jsonl, csv or tsv file; None where they are not known at once."""
+    kind = _DATA_FILE.search(path)
+    if kind is None or kind[1].lower() not in ("jsonl", "ndjson", "csv", "tsv"):
+        return None
+    try:
+        with gzip.open(path) if kind[2] else open(path, "rb") as file:
+            line = file.readline(1 << 24).decode("utf-8-sig")
+        if kind[1].lower() in ("csv", "tsv"):
+            return next(csv.reader(io.StringIO(line), delimiter="\t" if kind[1].lower() == "tsv" else ","))
+        row = json.loads(line)
+    except (OSError, ValueError, StopIteration):
+        return None  # the reader of the rows reports it with its line
+    return list(row) if isinstance(row, dict) else None
+
+
+def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
+    """Refuse folders that do not exist. A run that may resume needs no folder of its first weights."""
+    names: list[tuple[str, Any]] = []
+    if not Path(config.checkpointing.checkpoint_dir).exists():
+        names += [("policy.model_name", config.policy.model_name)]
+        names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
+    if isinstance(config, GRPORunConfig):
+        for name, section in _used_environments(config).items():
+            models = section.get("model_name")
+            if str(section.get("type") or name) == "reward_model" and models is not None:
+                each = [models] if isinstance(models, str) else models
+                names += [(f"env.{name}.model_name", model) for model in each]
+    for field, model in names:
+        is_path = isinstance(model, str) and (model.startswith((".", "/", "~")) or model.count("/") > 1)
+        if is_path and not os.path.exists(os.path.expanduser(model)):
+            raise _no_such(model, field, "the folder of a model, or a hub name, as org/name")
+
+
+def _no_such(path: str, field: str, need: str) -> ConfigError:
+    folder = Path(path).parent
+    others = os.listdir(folder) if folder.is_dir() else []
+    near = nearest_name(Path(path).name, others)
+    return ConfigError(
+        "there is no such file or folder",
+        field=field,
+        got=path,
+        need=need,
+        fix=f"did you mean {folder / near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}",
+    )
