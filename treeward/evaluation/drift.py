@@ -4,9 +4,9 @@
     drift[0].steps[0].drift.shift          # Metric: by how much the scores moved from the first to the second
 
 An accuracy that stands still may hide scores that move or spread: a policy that is trained against one checkpoint and
-then against the next sees other rewards for the same replies. Each checkpoint is compared with the next on the same
-replies (`treeward.evaluation.diagnostics.scores.compare_checkpoints`). `final` is none in that order: it is one of
-them, exported, and is compared with the one that has the same scores (`SuiteDrift.final_is`).
+then against the next sees other rewards for the same completions. Each checkpoint is compared with the next on the same
+completions (`compare_checkpoints`). `final` is one of the checkpoints, exported: it is compared with the one that has
+the same scores (`SuiteDrift.final_is`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from scipy.stats import rankdata
+
 from treeward.errors import DataError
-from treeward.evaluation.diagnostics.scores import Drift, compare_checkpoints
+from treeward.evaluation.diagnostics.completions import Floats, correlation_metric, divided, prompt_numbers
+from treeward.evaluation.diagnostics.scores import bootstrapped_metric
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import percent
 from treeward.evaluation.report.blocks import format_number
-from treeward.evaluation.results import Metric
+from treeward.evaluation.results import Block, Diagnostic, Metric
+from treeward.evaluation.statistics import accuracy_metric
 
 if TYPE_CHECKING:
     from treeward.evaluation.summary import Summary
 
-__all__ = ["Step", "SuiteDrift", "find_drift"]
+__all__ = ["Step", "SuiteDrift", "compare_checkpoints", "find_drift", "population_stability_index"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +58,11 @@ _OF_STEP = {
     "psi": ("Change of the distribution", "number"),
     "shape_psi": ("Change of its shape", "number"),
 }
+_NOTE = (
+    "Each checkpoint against the next, on the same completions. Ordered alike: of pairs of completions of one prompt, "
+    "which is all that a reward is used for. A change of the distribution (how differently the scores are spread over "
+    "ten bins, the population stability index) below 0.1 is small, above 0.25 large."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,7 @@ class Step:
 
     before: str
     after: str
-    drift: Drift | None
+    drift: Diagnostic | None
     problem: str | None = None
 
 
@@ -68,9 +79,8 @@ class Step:
 class SuiteDrift:
     """The checkpoints of a run in one suite, in order, and the steps between them.
 
-    `checkpoints`: of each its name and numbers: `accuracy` (the suite's headline), `length_controlled_accuracy`,
-    `score_mean`, `score_std`, `saturated`, `ece`. `final_is`: the checkpoint whose scores the exported `final` has,
-    every one of them, in every suite; None where there is no `final`, or none of the checkpoints has these.
+    `checkpoints`: the name of each and its numbers, those of `_OF_CHECKPOINT`. `final_is`: the checkpoint whose scores
+    the exported `final` has in every suite; None where there is no `final`, or no checkpoint has its scores.
     """
 
     suite: str
@@ -99,13 +109,18 @@ class SuiteDrift:
             ],
         }
 
-    def blocks(self) -> list[dict[str, Any]]:
+    def blocks(self) -> list[Block]:
         """The blocks of a report: a chapter with the accuracies by step, and both tables."""
-        note = (
-            "Each checkpoint against the next, on the same replies. Ordered alike: of pairs of replies to one prompt, "
-            "which is all that a reward is used for. A change of the distribution (how differently the scores are "
-            "spread over ten bins, the population stability index) below 0.1 is small, above 0.25 large."
-        )
+        of_checkpoints = [
+            {"name": self._label(name)} | _cells(metrics, ("accuracy", "length_controlled_accuracy"))
+            for name, metrics in self.checkpoints
+        ]
+        of_steps = [
+            {"name": f"{step.before} to {step.after}", "problem": step.problem or ""}
+            | _cells(() if step.drift is None else step.drift.metrics(), ("order_agreement",))
+            for step in self.steps
+        ]
+        problem = {"key": "problem", "label": "", "format": "text"}
         return [
             {"kind": "text", "title": f"Drift between checkpoints: {self.title}", "markdown": self._words()},
             *self._curves(),
@@ -114,21 +129,14 @@ class SuiteDrift:
                 "title": f"{self.title}: the checkpoints",
                 "note": "Saturated: the margin is above 5 temperatures, as sure as 99.3 % or more.",
                 "columns": _columns("checkpoint", _OF_CHECKPOINT),
-                "rows": [
-                    {"name": self._named(name)} | _cells(metrics, ("accuracy", "length_controlled_accuracy"))
-                    for name, metrics in self.checkpoints
-                ],
+                "rows": of_checkpoints,
             },
             {
                 "kind": "table",
                 "title": f"{self.title}: from one checkpoint to the next",
-                "note": note,
-                "columns": [*_columns("checkpoints", _OF_STEP), {"key": "problem", "label": "", "format": "text"}],
-                "rows": [
-                    {"name": f"{step.before} to {step.after}", "problem": step.problem or ""}
-                    | _cells(() if step.drift is None else step.drift.metrics(), ("order_agreement",))
-                    for step in self.steps
-                ],
+                "note": _NOTE,
+                "columns": [*_columns("checkpoints", _OF_STEP), problem],
+                "rows": of_steps,
             },
         ]
 
@@ -137,43 +145,47 @@ class SuiteDrift:
         return f"**{_FINAL} is {self.final_is}**: all their scores are equal."
 
     def _words(self) -> str:
-        """What a reader should know first."""
+        """The largest change of the order, the largest shift, and which checkpoint `final` is."""
         parts = [f"The checkpoints of one run on {self.title}, each against the next."]
-        known = [(one, one.drift) for one in self.steps if one.drift is not None and not self._is_export(one)]
+        trained = [step for step in self.steps if step.after != _FINAL or self.final_is is None]
+        known = [(step, step.drift) for step in trained if step.drift is not None]
         if known:
-            # An agreement that is not known (no pairs) is no change that was seen.
+            # An unknown agreement (no pairs) is no change.
             step, drift = min(known, key=lambda one: 1.0 if (same := one[1].order_agreement.value) is None else same)
+            ratio = drift.scale_ratio.value
+            times = "not known" if ratio is None else f"{format_number(ratio)} times what it was"
             parts.append(
                 f"The order changed most from **{step.before}** to **{step.after}**: {percent(drift.order_agreement)} "
-                f"of the pairs are ordered alike, and the spread of the scores is {_times(drift.scale_ratio.value)}."
+                f"of the pairs are ordered alike, and the spread of the scores is {times}."
             )
             moved, most = max(known, key=lambda one: abs(one[1].relative_shift.value or 0.0))
             parts.append(
-                "That all scores move together changes nothing, as only differences between replies to one prompt "
+                "A common shift of all scores changes nothing, as only differences between completions of one prompt "
                 f"count; the most they moved is {format_number(most.relative_shift.value, 'signed')} standard "
                 f"deviations, from {moved.before} to {moved.after}."
             )
         if self.final_is is not None:
             parts.append(self.export())
         elif self.checkpoints[-1][0] == _FINAL:
-            parts.append(f"`{_FINAL}` is the one that was exported; none of these has its scores.")
+            parts.append(f"`{_FINAL}` was exported; none of these checkpoints has its scores.")
         return " ".join(parts)
 
-    def _named(self, checkpoint: str) -> str:
+    def _label(self, checkpoint: str) -> str:
         return f"{_FINAL} (is {self.final_is})" if checkpoint == _FINAL and self.final_is is not None else checkpoint
 
-    def _is_export(self, step: Step) -> bool:
-        """Whether it is no step of the training, but a checkpoint and the same as `final`."""
-        return step.after == _FINAL and self.final_is is not None
-
-    def _curves(self) -> list[dict[str, Any]]:
-        """The accuracies by step; of checkpoints without a number by their place in order, `final` being none."""
+    def _curves(self) -> list[Block]:
+        """The accuracies by step, or by place in order where the names have no step; `final` is left out."""
         drawn = [(name, {m.name: m for m in metrics}) for name, metrics in self.checkpoints if name != _FINAL]
         if len(drawn) < 2:
             return []
         numbers = [match and int(match[1]) for match in (_STEP.fullmatch(name) for name, _ in drawn)]
         known = all(number is not None for number in numbers)
         x = numbers if known else list(range(1, 1 + len(drawn)))
+        series = []
+        for key in ("accuracy", "length_controlled_accuracy"):
+            own = [metrics[key] for _, metrics in drawn]
+            ends = {"y": [m.value for m in own], "low": [m.low for m in own], "high": [m.high for m in own]}
+            series.append({"name": _OF_CHECKPOINT[key][0], "x": x} | ends)
         return [
             {
                 "kind": "curves",
@@ -181,16 +193,7 @@ class SuiteDrift:
                 "x_label": "step" if known else "checkpoint",
                 "y_label": "accuracy",
                 "format": "percent",
-                "series": [
-                    {
-                        "name": label,
-                        "x": x,
-                        "y": [metrics[key].value for _, metrics in drawn],
-                        "low": [metrics[key].low for _, metrics in drawn],
-                        "high": [metrics[key].high for _, metrics in drawn],
-                    }
-                    for key, (label, _) in list(_OF_CHECKPOINT.items())[:2]
-                ],
+                "series": series,
             }
         ]
 
@@ -198,24 +201,100 @@ class SuiteDrift:
 def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
     """The drift in each suite between checkpoints, which are the models in the order of their summaries.
 
-    A last one called `final` is compared with the checkpoint that it is, not with the one before it; which one that is
-    goes to the log too.
+    A last one called `final` is compared with the checkpoint that it is, and the log says which.
     """
     found, final_is = [], _final_is(summaries)
     if final_is is not None:
         logger.info("%s is %s: all their scores are equal.", _FINAL, final_is)
     for suite in dict.fromkeys(summary.suite for summary in summaries):
         own = [summary for summary in summaries if summary.suite == suite]
-        found.append(
-            SuiteDrift(
-                suite,
-                own[0].title,
-                tuple((one.model, _numbers(one)) for one in own),
-                tuple(_step(*pair) for pair in _compared(own, final_is)),
-                final_is,
-            )
-        )
+        compared = list(zip(own, own[1:], strict=False))
+        if final_is is not None and own[-1].model == _FINAL:
+            compared[-1] = (next(one for one in own if one.model == final_is), own[-1])
+        checkpoints = tuple((one.model, _numbers(one)) for one in own)
+        steps = tuple(_step(*pair) for pair in compared)
+        found.append(SuiteDrift(suite, own[0].title, checkpoints, steps, final_is))
     return found
+
+
+def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredExample]) -> Diagnostic:
+    """The drift from `first` to `second`, matched by the examples' ids; examples of only one of them are left out.
+
+    `shift`: mean of second less first; `relative_shift`: in standard deviations of the first. `scale_ratio`: standard
+    deviation of the second by that of the first. `rank_correlation`, `correlation`: Spearman's and Pearson's over all
+    completions. `order_agreement`: pairs with different ranks that both order alike. `psi`: of the scores as they are;
+    `shape_psi`: after each was brought to mean 0 and standard deviation 1. By custom below 0.1 is stable and above 0.25
+    another population. `num_left_out`: completions with a score of only one of the two.
+
+    Raises `DataError` where an example is not the same in both, or fewer than two completions have both scores.
+    """
+    others = {one.example.id: one for one in second}
+    matched = [(one, others[one.example.id]) for one in first if one.example.id in others]
+    for a, b in matched:
+        if (a.example.context, a.example.completions) != (b.example.context, b.example.completions):
+            raise DataError(
+                "the two checkpoints were not scored on the same examples",
+                where=b.example.where,
+                got=f"another text in the example {a.example.id!r}",
+                need="the examples of one suite, or one file",
+            )
+    rows: list[tuple[float, float, int]] = []
+    agreements: list[tuple[float, int]] = []
+    for (a, b), prompt in zip(matched, prompt_numbers([a.example for a, _ in matched]).tolist(), strict=True):
+        scores = [np.array(one.scores, dtype=np.float64) for one in (a, b)]  # None becomes NaN
+        rows += [(x, y, prompt) for x, y in zip(*scores, strict=True)]
+        margins = [[own[i] - own[j] for i, j in a.pairs()] for own in scores]
+        agreements += [(float(np.sign(x) == np.sign(y)), prompt) for x, y in zip(*margins, strict=True)
+                       if np.isfinite(x) and np.isfinite(y)]  # fmt: skip
+    table = np.asarray(rows, dtype=np.float64).reshape(-1, 3)
+    missing = np.isnan(table[:, :2])
+    table = table[~missing.any(axis=1)]
+    if len(table) < 2:
+        raise DataError(
+            "there are no scores to compare", got=f"{len(table)} completions with a score of both", need="two at least"
+        )
+    x, y, prompts = table[:, 0], table[:, 1], table[:, 2].astype(np.int64)
+    shift = bootstrapped_metric("shift", y - x, prompts, lambda values: float(values.mean()))
+    numbers = (
+        shift,
+        divided(shift, float(x.std()), "relative_shift"),
+        bootstrapped_metric("scale_ratio", table[:, :2], prompts, _ratio),
+        correlation_metric(rankdata(x), rankdata(y), prompts, "rank_correlation"),
+        correlation_metric(x, y, prompts, "correlation"),
+        accuracy_metric([agrees for agrees, _ in agreements], "order_agreement", [prompt for _, prompt in agreements]),
+        Metric("psi", population_stability_index(x, y), count=len(x)),
+        Metric("shape_psi", _shape_psi(x, y), count=len(x)),
+    )
+    num_unmatched = int((missing.sum(axis=1) == 1).sum())
+    return Diagnostic({metric.name: metric for metric in numbers}, num_left_out=num_unmatched)
+
+
+def population_stability_index(expected: Floats, actual: Floats, num_bins: int = 10) -> float:
+    """sum_b (q_b - p_b) ln(q_b / p_b) of the shares p of `expected` (N,), q of `actual` (M,) in bins; 0 is no change.
+
+    The bins lie between quantiles of `expected`, open at both ends. Shares are (n_b + 1/2) / (n + B/2) for B bins, so
+    that an empty bin has one too. It is Jeffreys' divergence (1946) of the two; under the name of population stability
+    index it is used of scores in Siddiqi 2006, Credit Risk Scorecards. Of two samples of one population it is about
+    (B - 1) (1/N + 1/M) (Yurdakul and Naranjo 2020, Journal of Risk Model Validation).
+    """
+    inner = np.unique(np.quantile(expected, np.linspace(0, 1, num_bins + 1)[1:-1]))
+    shares = []
+    for values in (expected, actual):
+        counts = np.bincount(np.searchsorted(inner, values, side="right"), minlength=len(inner) + 1)
+        shares.append((counts + 0.5) / (len(values) + len(counts) / 2))
+    p, q = shares
+    return float(np.sum((q - p) * np.log(q / p)))
+
+
+def _shape_psi(x: Floats, y: Floats) -> float | None:
+    if x.std() == 0 or y.std() == 0:
+        return None
+    return population_stability_index((x - x.mean()) / x.std(), (y - y.mean()) / y.std())
+
+
+def _ratio(table_N2: Floats) -> float | None:
+    size = float(table_N2[:, 0].std())
+    return float(table_N2[:, 1].std()) / size if size > 0 else None
 
 
 def _final_is(summaries: Sequence[Summary]) -> str | None:
@@ -230,21 +309,10 @@ def _final_is(summaries: Sequence[Summary]) -> str | None:
     return next((name for name, own in of_models.items() if own == final), None)
 
 
-def _compared(own: Sequence[Summary], final_is: str | None) -> list[tuple[Summary, Summary]]:
-    pairs = list(zip(own, own[1:], strict=False))
-    if final_is is None or own[-1].model != _FINAL:
-        return pairs
-    return [*pairs[:-1], (next(one for one in own if one.model == final_is), own[-1])]
-
-
-def _times(ratio: float | None) -> str:
-    return "not known" if ratio is None else f"{format_number(ratio)} times what it was"
-
-
 def _numbers(summary: Summary) -> tuple[Metric, ...]:
     accuracy = dataclasses.replace(summary.result.headline, name="accuracy")
     controlled, scores = summary.length.length_controlled_accuracy, summary.scores
-    return (accuracy, controlled, scores.mean, scores.std, scores.saturated, summary.statistics.ece)
+    return (accuracy, controlled, scores.score_mean, scores.score_std, scores.saturated, summary.statistics.ece)
 
 
 def _step(before: Summary, after: Summary) -> Step:
@@ -252,7 +320,7 @@ def _step(before: Summary, after: Summary) -> Step:
         drift = compare_checkpoints(before.examples, after.examples)
     except DataError as error:  # nothing has a score of both: the rest of the report stands
         return Step(before.model, after.model, None, f"{error.summary}: {error.got}")
-    left_out = f"{drift.num_unmatched} replies have a score of only one of them" if drift.num_unmatched else None
+    left_out = f"{drift.num_left_out} completions have a score of only one of them" if drift.num_left_out else None
     return Step(before.model, after.model, drift, left_out)
 
 

@@ -1,12 +1,12 @@
-"""What a reader should know first of a model in a suite, in words.
+"""The findings of a report in words: what a reader should know first of a model in a suite.
 
     verdict(summary)        # "**my-model** on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
     findings(summary)       # that, and a list: chance, length, worst subset, calibration, rewrites, overlap
-    length_finding({metric.name: metric for metric in summary.length.metrics()})
+    length_finding(summary.length.numbers)
 
-A finding is said only where its interval says it. The length bias is that of pairs whose replies both have a score.
-Where examples have no score the headline counts them as wrong, as the published suites do; what is compared with chance
-is then the number of the scored ones, and both are said.
+A finding is reported only where its interval supports it. The length bias is that of pairs whose completions both have
+a score. The headline counts examples without a score as wrong, as the published suites do; the accuracy of the scored
+ones is then reported beside it, and compared with chance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from treeward.evaluation.diagnostics.rewrites import rewrite_label
+from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.diagnostics.strata import left_out_note
 from treeward.evaluation.results import Metric, SuiteResult
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["findings", "has_worst_subset", "length_finding", "percent", "standing", "verdict"]
 
 _MOST_NAMED = 5
-# Below these, what rewrites and calibration do is not among the first things to know.
+# Below these, rewrites and calibration are not among the first things to know.
 _FOOLED, _MISCALIBRATED = 0.1, 0.02
 
 
@@ -40,15 +40,15 @@ def verdict(summary: Summary) -> str:
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
     """ "better than chance", "worse than chance" or "no better than chance"; None where chance is not known, or nothing
-    has a score. Examples without a score say nothing about it and are left out of it."""
+    has a score. Examples without a score are left out."""
     return _standing(_judged(result), chance)
 
 
 def findings(summary: Summary) -> str:
-    """The verdict, and below it a list of what is behind it."""
+    """The verdict, and a list of its reasons below."""
     parts = [
         _against_chance(summary),
-        length_finding({metric.name: metric for metric in summary.length.metrics()}),
+        length_finding(summary.length.numbers),
         _left_out(summary),
         _worst_subset(summary),
         _calibration(summary),
@@ -61,11 +61,11 @@ def findings(summary: Summary) -> str:
 
 
 def length_finding(length: Mapping[str, Metric], standing: str | None = None) -> str | None:
-    """One sentence on which length a model likes too much, of its length diagnostics by name; None if the interval of
-    `accuracy_gap` has 0 in it, or there is none.
+    """One sentence on the length that a model likes too much; None if the interval of `accuracy_gap` contains 0.
 
-    `standing`: of the model in the same suite, as `standing` gives it; anything but better than chance is said, for
-    then the bias may be all that the scores are."""
+    `length`: the length diagnostics by name. `standing`: the model's `standing` in the same suite; anything but "better
+    than chance" is added, for then the bias may be all that the scores are.
+    """
     gap = length["accuracy_gap"]
     likes = _likes(gap)
     if likes is None:
@@ -73,7 +73,7 @@ def length_finding(length: Mapping[str, Metric], standing: str | None = None) ->
     caveat = f"; it is {standing} here" if standing not in (None, "better than chance") else ""
     return (
         f"{likes[0].upper()}{likes[1:]}: right in {percent(length['accuracy_longer_right'])} of the pairs whose "
-        f"better reply is the longer, in {percent(length['accuracy_shorter_right'])} where it is the shorter, "
+        f"better completion is the longer, in {percent(length['accuracy_shorter_right'])} where it is the shorter, "
         f"{_points(gap)} apart; length-controlled {percent(length['length_controlled_accuracy'])}{caveat}."
     )
 
@@ -120,7 +120,7 @@ def _standing(metric: Metric | None, chance: float | None) -> str | None:
 def _likes(gap: Metric) -> str | None:
     if gap.low is None or gap.high is None or gap.low <= 0 <= gap.high:
         return None
-    return f"it likes {'longer' if gap.low > 0 else 'shorter'} replies too much"
+    return f"it likes {'longer' if gap.low > 0 else 'shorter'} completions too much"
 
 
 def _against_chance(summary: Summary) -> str | None:
@@ -166,24 +166,23 @@ def _calibration(summary: Summary) -> str | None:
     before, after, scale = (getattr(summary.statistics, name).value for name in ("ece", "ece_fitted", "temperature"))
     if before is None or after is None or scale is None or before - after < _MISCALIBRATED:
         return None
-    how = "too sure of themselves" if scale > 1 else "not sure enough"
+    how = "overconfident" if scale > 1 else "underconfident"
     return f"Its margins are {how}: off by {before:.1%} as probabilities, by {after:.1%} once divided by {scale:.2f}."
 
 
 def _rewrites(summary: Summary) -> str | None:
     if summary.perturbations is None:
         return None
-    robust, accuracy = summary.perturbations.robust_accuracy, summary.perturbations.accuracy
+    numbers = summary.perturbations.numbers
     said = (
-        f"Of the pairs that were rewritten {percent(accuracy)} are right, {percent(robust)} under every change of style"
+        f"Of the rewritten pairs {percent(numbers['accuracy'])} are right as they are, "
+        f"{percent(numbers['robust_accuracy'])} under every change of style"
     )
-    fooling = max(summary.perturbations.results, key=lambda one: one.rejected_flips.low or 0.0, default=None)
-    if fooling is None or (fooling.rejected_flips.low or 0.0) < _FOOLED:
+    flips = {name: numbers[f"{name}_rejected_flips"] for name in REWRITES}
+    fooling = max(flips, key=lambda name: flips[name].low or 0.0)
+    if (flips[fooling].low or 0.0) < _FOOLED:
         return f"{said}."
-    fooled = (
-        f"{rewrite_label(fooling.name)} on the worse reply turns {percent(fooling.rejected_flips)} of the right ones"
-    )
-    return f"{said}; {fooled}."
+    return f"{said}; {REWRITES[fooling].label} on the worse completion turns {percent(flips[fooling])} of the right ones."
 
 
 def _overlap(summary: Summary) -> str | None:

@@ -11,37 +11,24 @@ prompts, which a validation on token ids does not know, and cost more than the n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from treeward.data.preference import Message
-from treeward.evaluation.diagnostics.replies import Pairs, collect_pairs
+from treeward.evaluation.diagnostics.completions import Pairs, collect_pairs
+from treeward.evaluation.diagnostics.length import STRATA_NAMES
+from treeward.evaluation.diagnostics.pairs import auroc_of_best, kendall_taus
 from treeward.evaluation.diagnostics.strata import stratify
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import auroc, brier, expected_calibration_error, kendall_tau_b, pair_confidences
+from treeward.evaluation.statistics import brier, expected_calibration_error, pair_confidences
 
-__all__ = [
-    "GATE_METRICS",
-    "auroc_of_best",
-    "gate_metrics",
-    "kendall_taus",
-    "pooled_gate_metrics",
-    "scored_comparison",
-]
+__all__ = ["GATE_METRICS", "gate_metrics", "pooled_gate_metrics", "scored_comparison"]
 
-GATE_METRICS = (
-    "length_controlled_accuracy",
-    "accuracy_longer_right",
-    "accuracy_shorter_right",
-    "accuracy_gap",
-    "ece",
-    "brier",
-    "auroc",
-    "kendall_tau",
-    "worst_subset",
-)
+_OF_LENGTH = ("length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_gap")
+
+GATE_METRICS = (*_OF_LENGTH, "ece", "brier", "auroc", "kendall_tau", "worst_subset")
 """The names of `gate_metrics`, in order."""
 
 _NO_TEXT: tuple[Message, ...] = ()
@@ -52,8 +39,8 @@ def scored_comparison(
 ) -> ScoredExample:
     """A comparison of which only numbers are known: K scores, ranks (lower is better) and lengths in characters.
 
-    A score that is not finite counts as none. There are no texts, so whatever goes by prompts (intervals) or by what
-    replies say must not be computed of it.
+    A score that is not finite counts as none. There are no texts, so nothing that depends on prompts (intervals) or on
+    texts may be computed from it.
     """
     known = tuple(score if math.isfinite(score) else None for score in scores)
     example = EvalExample(id, subset, _NO_TEXT, (_NO_TEXT,) * len(ranks), tuple(ranks))
@@ -65,34 +52,27 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
 
     `length_controlled_accuracy` and the next three: see `diagnostics.length`, of pairs with both scores. `ece`,
     `brier`: of sigma(|margin|) as the chance that the higher score is right, of the same pairs. `auroc`: best-ranked
-    replies against the others, over all prompts. `kendall_tau`: mean over comparisons of more than two.
+    completions against the others, over all prompts. `kendall_tau`: mean over comparisons of more than two.
     `worst_subset`: the lowest pair accuracy of a subset, where a pair without a score counts as wrong.
     """
     pairs = collect_pairs(scored)
-    strata = stratify(pairs, pairs.better, pairs.worse)
-    missing = [
-        f"there is no pair whose better reply is clearly the {which}"
-        for which, part in (("longer", strata.better_has_more), ("shorter", strata.better_has_less))
-        if part.value is None
+    strata = stratify(pairs, pairs.better, pairs.worse, STRATA_NAMES)
+    empty = [
+        f"there is no pair whose better completion is clearly the {which}"
+        for which in ("longer", "shorter")
+        if strata[f"accuracy_{which}_right"].value is None
     ]
     margins = pairs.margins[np.isfinite(pairs.margins)]
     confidences, outcomes = pair_confidences(margins)
     taus = kendall_taus(scored)
-    no_pairs = "there is no pair of a better and a worse reply that both have a score"
+    no_pairs = "there is no pair of a better and a worse completion that both have a score"
+    no_taus = "there is no comparison of more than two completions with different scores"
     found = (
-        _without_interval("length_controlled_accuracy", strata.controlled, " and ".join(missing)),
-        _without_interval("accuracy_longer_right", strata.better_has_more, " and ".join(missing)),
-        _without_interval("accuracy_shorter_right", strata.better_has_less, " and ".join(missing)),
-        _without_interval("accuracy_gap", strata.gap, " and ".join(missing)),
+        *(_metric(name, strata[name].value, strata[name].count or 0, " and ".join(empty)) for name in _OF_LENGTH),
         _metric("ece", expected_calibration_error(confidences, outcomes), len(margins), no_pairs),
         _metric("brier", brier(confidences, outcomes), len(margins), no_pairs),
         _metric("auroc", *auroc_of_best(scored), no_pairs),
-        _metric(
-            "kendall_tau",
-            float(np.mean(taus)) if taus else None,
-            len(taus),
-            "there is no comparison of more than two replies with different scores",
-        ),
+        _metric("kendall_tau", float(np.mean(taus)) if taus else None, len(taus), no_taus),
         _worst_subset(scored, pairs),
     )
     return {metric.name: metric for metric in found}
@@ -102,59 +82,20 @@ def pooled_gate_metrics(sets: Sequence[Sequence[ScoredExample]]) -> dict[str, Me
     """`gate_metrics` of several sets together; subsets of one name in two sets stay two for `worst_subset`."""
     pooled = gate_metrics([one for scored in sets for one in scored])
     worst = [_worst_subset(scored, collect_pairs(scored)) for scored in sets]
-    known = [one for one in worst if one.value is not None]
-    return pooled | {"worst_subset": min(known, key=_value) if known else pooled["worst_subset"]}
-
-
-def auroc_of_best(scored: Sequence[ScoredExample]) -> tuple[float | None, int]:
-    """AUROC of best-ranked replies against the others of all examples with an order, and of how many replies."""
-    right: list[float] = []
-    wrong: list[float] = []
-    for one in scored:
-        best = min(one.example.ranks, default=0)
-        if max(one.example.ranks, default=0) == best:
-            continue
-        for score, rank in zip(one.scores, one.example.ranks, strict=True):
-            if score is not None:
-                (right if rank == best else wrong).append(score)
-    return auroc(right, wrong), len(right) + len(wrong)
-
-
-def kendall_taus(scored: Sequence[ScoredExample]) -> list[float]:
-    """Kendall's tau-b of each example with more than two scores, where it has one."""
-    taus: list[float] = []
-    for one in scored:
-        known = [(s, r) for s, r in zip(one.scores, one.example.ranks, strict=True) if s is not None]
-        tau = kendall_tau_b([s for s, _ in known], [r for _, r in known]) if len(known) > 2 else None
-        if tau is not None:
-            taus.append(tau)
-    return taus
+    known = [(one.value, number, one) for number, one in enumerate(worst) if one.value is not None]
+    return pooled | {"worst_subset": min(known)[2] if known else pooled["worst_subset"]}
 
 
 def _worst_subset(scored: Sequence[ScoredExample], pairs: Pairs) -> Metric:
-    numbers: dict[str, int] = {}
-    codes = np.array([numbers.setdefault(one.example.subset, len(numbers)) for one in scored], dtype=np.int64)
-    of_pairs = codes[pairs.examples] if len(scored) else codes
-    counts = np.bincount(of_pairs, minlength=len(numbers))
-    right = np.bincount(of_pairs, weights=pairs.outcomes, minlength=len(numbers))
-    found: Mapping[str, Metric] = {
-        name: Metric("worst_subset", float(right[i] / counts[i]), count=int(counts[i]), note=name)
-        for name, i in numbers.items()
-        if counts[i]
-    }
-    if not found:
-        return Metric("worst_subset", None, count=0, note="there is no pair of a better and a worse reply")
-    return found[min(found, key=lambda name: (_value(found[name]), name))]
-
-
-def _without_interval(name: str, metric: Metric, missing: str) -> Metric:
-    return _metric(name, metric.value, metric.count or 0, missing)
+    outcomes: dict[str, list[float]] = {}
+    for example, outcome in zip(pairs.examples.tolist(), pairs.outcomes.tolist(), strict=True):
+        outcomes.setdefault(scored[example].example.subset, []).append(outcome)
+    if not outcomes:
+        return Metric("worst_subset", None, count=0, note="there is no pair of a better and a worse completion")
+    accuracies = {name: math.fsum(own) / len(own) for name, own in outcomes.items()}
+    worst = min(accuracies, key=lambda name: (accuracies[name], name))
+    return Metric("worst_subset", accuracies[worst], count=len(outcomes[worst]), note=worst)
 
 
 def _metric(name: str, value: float | None, count: int, missing: str) -> Metric:
     return Metric(name, value, count=count, note=missing if value is None else None)
-
-
-def _value(metric: Metric) -> float:
-    assert metric.value is not None
-    return metric.value

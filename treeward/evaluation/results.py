@@ -1,4 +1,4 @@
-"""`Metric`, `SuiteResult`, `Evaluation`: the numbers of an evaluation, as `results.json` holds them.
+"""`Metric`, `SuiteResult`, `Diagnostic`: the numbers of an evaluation, as `results.json` holds them.
 
     Metric("accuracy", 0.71, low=0.62, high=0.79, count=100)
 
@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Metric", "SuiteResult", "Unit"]
+__all__ = ["Block", "Diagnostic", "Metric", "SuiteResult", "Unit"]
 
 Unit = Literal["pairs", "examples"]
-"""What is counted: pairs of replies, or whole examples."""
+"""What is counted: pairs of completions, or whole examples."""
+
+Block = dict[str, Any]
+"""A part of a report; `treeward.evaluation.report.blocks` has the kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,5 +57,34 @@ class SuiteResult:
 
     @property
     def unit(self) -> Unit:
-        """What the headline counts: "pairs" of replies where a suite pools these, else "examples"."""
+        """What the headline counts: "pairs" of completions where a suite pools these, else "examples"."""
         return "pairs" if "num_pairs" in self.details else "examples"
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """What one diagnostic found of one model: numbers, and the figures that show them.
+
+        length = diagnose_length(scored)
+        length.accuracy_gap.value          # each number is an attribute
+        length.metrics()                   # all of them, in order
+
+    `numbers`: by their names in `results.json`. `figures`: blocks of a report. `num_left_out`: pairs without a score,
+    which the accuracies leave out. `details`: further values, JSON.
+    """
+
+    numbers: Mapping[str, Metric]
+    figures: tuple[Block, ...] = ()
+    num_left_out: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """All numbers, in order."""
+        return tuple(self.numbers.values())
+
+    def __getattr__(self, name: str) -> Metric:
+        numbers = self.__dict__.get("numbers", {})
+        if name not in numbers:
+            raise AttributeError(f"the diagnostic has no number {name}; it has {', '.join(numbers)}")
+        number: Metric = numbers[name]
+        return number

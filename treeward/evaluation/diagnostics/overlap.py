@@ -1,14 +1,14 @@
 """`find_overlap`: which examples of an evaluation were in the training data, and what they do to the accuracy.
 
     overlap = find_overlap(examples, (preference for preference, _ in open_dataset(config)))
-    overlap.flags[0].kinds                       # ("prompt", "reply"): its prompt and a reply were trained on
-    result = compare_overlap(scored, overlap)    # accuracy with and without the flagged examples
+    overlap.flags[0].kinds                            # ("prompt", "completion"): both were trained on
+    compare_overlap(scored, overlap).accuracy_clean   # accuracy without the flagged examples
 
 Texts are compared as words, letters and digits in lower case. Three kinds of duplicates are exact: a whole prompt,
-a whole conversation (prompt and reply), a whole reply of N words or more. Near duplicates are told by the share of a
-text's words that lie in a run of N = 13 words which the training data has too; from 70 % on a text is flagged. For
-near duplicates of prompts system messages are left out, for they are the same everywhere: so the same question after
-another system message is one, however short.
+a whole conversation (prompt and completion), a whole completion of N words or more. Near duplicates are told by the share of a
+text's words that lie in a run of N = 13 words which the training data has too; from 70 % on a text is flagged. Near
+duplicates of prompts ignore system messages, which are the same everywhere: the same question after another system
+message is one, however short.
 
 N = 13 is that of GPT-3 (Brown et al. 2020, arXiv 2005.14165, appendix C), which takes a single common run for a hit;
 `any_run` is that number. The share of words in common runs, with a threshold, is the measure of Llama 3 (2024, arXiv
@@ -27,7 +27,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +34,12 @@ from numpy.typing import NDArray
 from treeward.data.preference import Message, Preference
 from treeward.errors import ConfigError
 from treeward.evaluation.diagnostics.blocks import accuracy_bars, metrics_table
-from treeward.evaluation.diagnostics.replies import prompt_numbers, reply_text
+from treeward.evaluation.diagnostics.completions import completion_text, prompt_numbers
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.results import Metric, Unit
+from treeward.evaluation.results import Block, Diagnostic, Metric, Unit
 from treeward.evaluation.statistics import accuracy_metric
 
-__all__ = ["OverlapComparison", "OverlapDiagnostics", "OverlapFlag", "compare_overlap", "find_overlap", "words_of_text"]
+__all__ = ["OverlapDiagnostics", "OverlapFlag", "compare_overlap", "find_overlap", "words_of_text"]
 
 NUM_WORDS = 13
 NEAR = 0.7
@@ -53,13 +52,13 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no word of a run loses its weig
 _PROGRESS_EVERY = 256
 _MOST_LISTED = 200
 _LARGE_SHARE = 0.25
-_EXACT = frozenset(("prompt", "conversation", "reply"))
+_EXACT = frozenset(("prompt", "conversation", "completion"))
 _KINDS = {
     "prompt": "exact prompt",
-    "conversation": "exact prompt with a reply",
-    "reply": "exact reply",
+    "conversation": "exact prompt with a completion",
+    "completion": "exact completion",
     "near_prompt": "near duplicate of a prompt",
-    "near_reply": "near duplicate of a reply",
+    "near_completion": "near duplicate of a completion",
 }
 
 
@@ -67,7 +66,7 @@ _KINDS = {
 class OverlapFlag:
     """What of one example is in the training data.
 
-    `prompt_coverage`: the share of the prompt's words in common runs; `reply_coverage`: of the reply with the largest
+    `prompt_coverage`: the share of the prompt's words in common runs; `completion_coverage`: of the completion with the largest
     share. 1 for an exact duplicate. `kinds`: why it is flagged, none where it is not. `any_run`: whether any text of it
     has a common run, or is an exact duplicate.
     """
@@ -75,7 +74,7 @@ class OverlapFlag:
     id: str
     subset: str
     prompt_coverage: float
-    reply_coverage: float
+    completion_coverage: float
     kinds: tuple[str, ...]
     any_run: bool
 
@@ -118,81 +117,45 @@ class OverlapDiagnostics:
         return self.flagged >= _LARGE_SHARE and self.exact < self.flagged / 2
 
     def finding(self) -> str:
-        """What the shares come to, in words: how many, and whether it is memory or only the data's templates."""
+        """The shares in words: how many, and whether it is memory or only the data's templates."""
         count = f"{len(self.flags):,} examples"
         if not self.flagged:
             return f"None of {count} has a duplicate among {self.num_training:,} training comparisons."
-        parts = [
+        said = (
             f"{self.flagged:.1%} of {count} have a duplicate among {self.num_training:,} training comparisons: "
             f"{self.exact:.1%} word for word, the others share most of their words in runs of {self.num_words} or more."
-        ]
-        if self.templated:
-            parts.append(
-                "So many near duplicates with so few exact ones are expected of templated data, whose sentences recur "
-                "by construction; there they are no sign of memory."
-            )
-        elif self.flagged >= _LARGE_SHARE:
-            parts.append("These numbers are of what was trained on: quote none of them as held out.")
-        return " ".join(parts)
-
-    def blocks(self) -> list[dict[str, Any]]:
-        """The blocks of a report: a table of shares, and the flagged examples if there are any."""
-        flagged = sorted((flag for flag in self.flags if flag.flagged), key=_severity)
-        shares = metrics_table("Overlap with the training data", "examples", self.metrics(), self.finding())
-        if not flagged:
-            return [shares]
-        return [
-            shares,
-            {
-                "kind": "table",
-                "title": "Examples with a duplicate in the training data",
-                "most": 10,
-                "columns": [
-                    {"key": "id", "label": "Example", "format": "text"},
-                    {"key": "subset", "label": "Subset", "format": "text"},
-                    {"key": "why", "label": "Why", "format": "text"},
-                    {"key": "prompt_coverage", "label": "Prompt", "format": "percent"},
-                    {"key": "reply_coverage", "label": "Reply", "format": "percent"},
-                ],
-                "rows": [
-                    {
-                        "id": flag.id,
-                        "subset": flag.subset,
-                        "why": ", ".join(_KINDS[kind] for kind in flag.kinds),
-                        "prompt_coverage": flag.prompt_coverage,
-                        "reply_coverage": flag.reply_coverage,
-                    }
-                    for flag in flagged[:_MOST_LISTED]
-                ],
-            },
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class OverlapComparison:
-    """Accuracy of a model over all examples, over those that are not flagged, and over those that are.
-
-    `unit`: whether it counts their pairs of replies, or whole examples.
-    """
-
-    accuracy: Metric
-    accuracy_clean: Metric
-    accuracy_flagged: Metric
-    unit: Unit = "examples"
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """All numbers."""
-        return (self.accuracy, self.accuracy_clean, self.accuracy_flagged)
-
-    def blocks(self, model: str = "model") -> list[dict[str, Any]]:
-        """The block of a report: three bars."""
-        items = {"All": self.accuracy, "Without a duplicate in training": self.accuracy_clean}
-        note = (
-            "Each n counts pairs of replies; an example that has a duplicate has it for all of its pairs."
-            if self.unit == "pairs"
-            else "Each n counts whole examples: right where every best reply is ahead of every other."
         )
-        return [accuracy_bars("Accuracy and overlap", model, items | {"With a duplicate": self.accuracy_flagged}, note)]
+        if self.templated:
+            return (
+                f"{said} So many near duplicates with so few exact ones are expected of templated data, whose "
+                "sentences recur by construction; there they are no sign of memory."
+            )
+        if self.flagged >= _LARGE_SHARE:
+            return f"{said} These numbers are of what was trained on: quote none of them as held out."
+        return said
+
+    def blocks(self) -> list[Block]:
+        """The blocks of a report: a table of shares, and the flagged examples if there are any."""
+        shares = metrics_table("Overlap with the training data", {"examples": self.metrics()}, self.finding())
+        flagged = [flag for flag in self.flags if flag.flagged]
+        flagged.sort(key=lambda flag: (-max(flag.prompt_coverage, flag.completion_coverage), flag.id))
+        labels = {"id": "Example", "subset": "Subset", "why": "Why"}
+        coverages = {"prompt_coverage": "Prompt", "completion_coverage": "Completion"}
+        table: Block = {
+            "kind": "table",
+            "title": "Examples with a duplicate in the training data",
+            "most": 10,
+            "columns": [
+                *({"key": key, "label": label, "format": "text"} for key, label in labels.items()),
+                *({"key": key, "label": label, "format": "percent"} for key, label in coverages.items()),
+            ],
+            "rows": [
+                {"id": flag.id, "subset": flag.subset, "why": ", ".join(_KINDS[kind] for kind in flag.kinds)}
+                | {key: getattr(flag, key) for key in coverages}
+                for flag in flagged[:_MOST_LISTED]
+            ],
+        }
+        return [shares, table] if flagged else [shares]
 
 
 def find_overlap(
@@ -201,11 +164,12 @@ def find_overlap(
     *,
     num_words: int = NUM_WORDS,
     near: float = NEAR,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> OverlapDiagnostics:
-    """Read the training data once and flag the examples that it has. `on_progress` is told how many were read since.
+    """Read the training data once and flag the examples that it has.
 
-    Raises `ConfigError` for runs of no words and for a share that is not above 0 and at most 1.
+    `on_progress` receives how many preferences were read, and 0, for the total is not known. Raises `ConfigError` for
+    runs of no words and for a share that is not above 0 and at most 1.
     """
     if num_words < 1 or not 0 < near <= 1:
         raise ConfigError(
@@ -214,24 +178,28 @@ def find_overlap(
             need="num_words >= 1 and 0 < near <= 1",
         )
     index = _Index([_Texts.of(example.context, example.completions) for example in examples], num_words)
-    count = since = 0
-    for preference in training:
+    count = 0
+    for count, preference in enumerate(training, start=1):
         index.add(_Texts.of(preference.context, [completion.messages for completion in preference.completions]))
-        count, since = count + 1, since + 1
-        if on_progress is not None and since == _PROGRESS_EVERY:
-            on_progress(since)
-            since = 0
-    if on_progress is not None and since:
-        on_progress(since)
+        if count % _PROGRESS_EVERY == 0:
+            on_progress(count, 0)
+    on_progress(count, 0)
     flags = [index.flag(i, example, near) for i, example in enumerate(examples)]
     return OverlapDiagnostics(tuple(flags), num_words, near, count)
 
 
 def compare_overlap(
-    scored: Sequence[ScoredExample], overlap: OverlapDiagnostics, *, unit: Unit = "examples", tie: float = 0.0
-) -> OverlapComparison:
-    """Accuracy by flag, of whole examples or of their pairs. Examples without an order are left out; what has no score
-    counts as wrong, a tie as `tie`."""
+    scored: Sequence[ScoredExample],
+    overlap: OverlapDiagnostics,
+    model: str = "model",
+    *,
+    unit: Unit = "examples",
+    tie: float = 0.0,
+) -> Diagnostic:
+    """Accuracy over all examples, over those without a flag and over those with one: of whole examples or their pairs.
+
+    Examples without an order are left out; a missing score counts as wrong, a tie as `tie`.
+    """
     flagged = {flag.id for flag in overlap.flags if flag.flagged}
     prompts = prompt_numbers([one.example for one in scored]).tolist()
     rows = [
@@ -239,17 +207,19 @@ def compare_overlap(
         for one, prompt in zip(scored, prompts, strict=True)
         for value in (_of_pairs(one, tie) if unit == "pairs" else _of_example(one, tie))
     ]
-
-    def accuracy(name: str, which: tuple[bool, ...]) -> Metric:
+    numbers = {}
+    for name, which in {"accuracy": (True, False), "accuracy_clean": (False,), "accuracy_flagged": (True,)}.items():
         inside = [(prompt, value) for is_flagged, prompt, value in rows if is_flagged in which]
-        return accuracy_metric([value for _, value in inside], name, [prompt for prompt, _ in inside], of=unit)
-
-    return OverlapComparison(
-        accuracy=accuracy("accuracy", (True, False)),
-        accuracy_clean=accuracy("accuracy_clean", (False,)),
-        accuracy_flagged=accuracy("accuracy_flagged", (True,)),
-        unit=unit,
+        values, clusters = [value for _, value in inside], [prompt for prompt, _ in inside]
+        numbers[name] = accuracy_metric(values, name, clusters, of=unit)
+    labels = ("All", "Without a duplicate in training", "With a duplicate")
+    note = (
+        "Each n counts pairs of completions; an example that has a duplicate has it for all of its pairs."
+        if unit == "pairs"
+        else "Each n counts whole examples: right where every best completion is ahead of every other."
     )
+    items = dict(zip(labels, numbers.values(), strict=True))
+    return Diagnostic(numbers, (accuracy_bars("Accuracy and overlap", model, items, note),))
 
 
 def _of_example(one: ScoredExample, tie: float) -> list[float]:
@@ -273,17 +243,17 @@ def words_of_text(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """The hashed words of a whole context, of its prompt (the context without system messages), and of its replies."""
+    """The hashed words of a whole context, of its prompt (the context without system messages), and of its completions."""
 
     context: Hashes
     prompt: Hashes
-    replies: tuple[Hashes, ...]
+    completions: tuple[Hashes, ...]
 
     @classmethod
     def of(cls, context: Sequence[Message], completions: Iterable[Sequence[Message]]) -> _Texts:
         prompt = [message for message in context if message.get("role") != "system"]
-        replies = tuple(_hashed(completion) for completion in completions)
-        return cls(_hashed(context), _hashed(prompt), replies)
+        completions = tuple(_hashed(completion) for completion in completions)
+        return cls(_hashed(context), _hashed(prompt), completions)
 
 
 class _Index:
@@ -292,7 +262,7 @@ class _Index:
     def __init__(self, texts: Sequence[_Texts], num_words: int) -> None:
         self._texts = texts
         self._num_words = num_words
-        runs = [_runs(words, num_words) for one in texts for words in (one.prompt, *one.replies)]
+        runs = [_runs(words, num_words) for one in texts for words in (one.prompt, *one.completions)]
         self._runs = np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.uint64)
         self._met = np.zeros(len(self._runs), dtype=bool)
         self._wholes = {key: False for one in texts for key in self._keys(one)}
@@ -303,7 +273,7 @@ class _Index:
             if key in self._wholes:
                 self._wholes[key] = True
         if len(self._runs):
-            found = np.concatenate([_runs(words, self._num_words) for words in (texts.prompt, *texts.replies)])
+            found = np.concatenate([_runs(words, self._num_words) for words in (texts.prompt, *texts.completions)])
             places = np.minimum(np.searchsorted(self._runs, found), len(self._runs) - 1)
             self._met[places[self._runs[places] == found]] = True
 
@@ -312,23 +282,23 @@ class _Index:
         texts = self._texts[i]
         exact = {
             "prompt": self._has("context", texts.context),
-            "conversation": any(self._has("conversation", texts.context, reply) for reply in texts.replies),
-            "reply": any(self._exact_reply(reply) for reply in texts.replies),
+            "conversation": any(self._has("conversation", texts.context, completion) for completion in texts.completions),
+            "completion": any(self._is_exact(completion) for completion in texts.completions),
         }
         of_prompt = 1.0 if self._has("prompt", texts.prompt) else self._coverage(texts.prompt)
-        shares = [1.0 if self._exact_reply(reply) else self._coverage(reply) for reply in texts.replies]
-        of_reply = max(shares, default=0.0)
+        shares = [1.0 if self._is_exact(completion) else self._coverage(completion) for completion in texts.completions]
+        of_completion = max(shares, default=0.0)
         kinds = [kind for kind, hit in exact.items() if hit]
         kinds += ["near_prompt"] if of_prompt >= near and not exact["prompt"] else []
-        kinds += ["near_reply"] if of_reply >= near and not exact["reply"] else []
-        any_run = of_prompt > 0 or of_reply > 0 or exact["conversation"]
-        return OverlapFlag(example.id, example.subset, of_prompt, of_reply, tuple(kinds), any_run)
+        kinds += ["near_completion"] if of_completion >= near and not exact["completion"] else []
+        any_run = of_prompt > 0 or of_completion > 0 or exact["conversation"]
+        return OverlapFlag(example.id, example.subset, of_prompt, of_completion, tuple(kinds), any_run)
 
     def _has(self, kind: str, *texts: Hashes) -> bool:
         return self._wholes.get(_key(kind, *texts), False)
 
-    def _exact_reply(self, words: Hashes) -> bool:
-        return len(words) >= self._num_words and self._has("reply", words)
+    def _is_exact(self, words: Hashes) -> bool:
+        return len(words) >= self._num_words and self._has("completion", words)
 
     def _coverage(self, words: Hashes) -> float:
         """The share of words (W,) in a run that was met; 0 for a text shorter than a run."""
@@ -343,18 +313,18 @@ class _Index:
         return float((np.cumsum(steps)[:-1] > 0).mean())
 
     def _keys(self, texts: _Texts) -> list[bytes]:
-        """Whole texts; a reply that is shorter than a run is no duplicate by itself: many are "Yes." """
+        """Whole texts; a completion that is shorter than a run is no duplicate by itself: many are "Yes." """
         keys = [_key("context", texts.context)] if len(texts.context) else []
         keys += [_key("prompt", texts.prompt)] if len(texts.prompt) else []
-        for reply in texts.replies:
-            keys.append(_key("conversation", texts.context, reply))
-            if len(reply) >= self._num_words:
-                keys.append(_key("reply", reply))
+        for completion in texts.completions:
+            keys.append(_key("conversation", texts.context, completion))
+            if len(completion) >= self._num_words:
+                keys.append(_key("completion", completion))
         return keys
 
 
 def _hashed(messages: Sequence[Message]) -> Hashes:
-    words = (word for message in messages for word in words_of_text(reply_text([message])))
+    words = (word for message in messages for word in words_of_text(completion_text([message])))
     return np.array([_word_hash(word) for word in words], dtype=np.uint64)
 
 
@@ -381,7 +351,3 @@ def _key(kind: str, *texts: Hashes) -> bytes:
     for words in texts:
         digest.update(len(words).to_bytes(8, "little") + words.tobytes())
     return digest.digest()
-
-
-def _severity(flag: OverlapFlag) -> tuple[float, str]:
-    return (-max(flag.prompt_coverage, flag.reply_coverage), flag.id)

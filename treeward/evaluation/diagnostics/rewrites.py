@@ -1,12 +1,11 @@
-"""`REWRITES`: ways to change a reply of which it is known what they do to its worth.
+"""`REWRITES`: ways to change a completion with a known effect on its quality.
 
     rewrite = REWRITES["padding"]
-    rewrite.kind                                             # "style": the reply is as good as before
+    rewrite.kind                                             # "style": the completion is as good as before
     rewrite.apply("2 + 2?", "It is 4.", random.Random(0))    # "It is 4. As mentioned above, ..."
 
-A rewrite of kind "style" leaves what is said as it is: what the score does then is a matter of taste, and should not
-decide between a right and a wrong answer. One of kind "damage" takes something from the reply, so its score should not
-rise. The English phrases are the same for every language. All of it is code, so that anyone can make the same texts.
+A rewrite of kind "style" keeps the content, so it should not decide between a right and a wrong completion. One of kind
+"damage" takes something away, so the score should not rise. The English phrases are the same for every language.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["REWRITES", "Rewrite", "RewriteKind", "rewrite_label"]
+__all__ = ["REWRITES", "Rewrite", "RewriteKind"]
 
 RewriteKind = Literal["style", "damage"]
 
@@ -48,27 +47,28 @@ _LONGEST_RESTATEMENT = 400  # characters of the prompt
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """One way to change a reply. `kind`: what it does to its worth; `summary`: what it does, for a report."""
+    """One way to change a completion. `label` and `summary`: for a report; `kind`: what it does to the quality."""
 
     name: str
+    label: str
     kind: RewriteKind
     summary: str
     change: _Change
 
-    def apply(self, prompt: str, reply: str, rng: random.Random) -> str | None:
-        """The changed reply, or None where there is nothing to change; `prompt`: the text of the last user turn."""
-        if not reply.strip():
+    def apply(self, prompt: str, completion: str, rng: random.Random) -> str | None:
+        """The changed text, or None where there is nothing to change; `prompt`: the text of the last user turn."""
+        if not completion.strip():
             return None
-        changed = self.change(prompt, reply, rng)
-        return None if changed == reply else changed
+        changed = self.change(prompt, completion, rng)
+        return None if changed == completion else changed
 
 
-def _markdown(prompt: str, reply: str, rng: random.Random) -> str | None:
+def _markdown(prompt: str, text: str, rng: random.Random) -> str | None:
     """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks stay as they are."""
-    if "```" in reply:
-        return f"## Answer\n\n{reply}"
+    if "```" in text:
+        return f"## Answer\n\n{text}"
     lines = []
-    for line in filter(str.strip, reply.splitlines()):
+    for line in filter(str.strip, text.splitlines()):
         for sentence in _SENTENCE_END.split(line.strip()):
             words = sentence.lstrip("-*# ").split(" ")
             lead, rest = " ".join(words[:2]), " ".join(words[2:])
@@ -76,68 +76,62 @@ def _markdown(prompt: str, reply: str, rng: random.Random) -> str | None:
     return "## Answer\n\n" + "\n".join(lines)
 
 
-def _white_space(prompt: str, reply: str, rng: random.Random) -> str | None:
-    return "\n\n\n" + reply.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"
+def _white_space(prompt: str, text: str, rng: random.Random) -> str | None:
+    return "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"
 
 
-def _padded(prompt: str, reply: str, rng: random.Random) -> str | None:
-    """Phrases that say nothing, at the end, until the reply is half as long again, two of them at least."""
+def _padded(prompt: str, text: str, rng: random.Random) -> str | None:
+    """Phrases that say nothing, at the end, until the text is half as long again, two of them at least."""
     phrases = rng.sample(_PADDING, len(_PADDING))
     added: list[str] = []
-    while len(added) < 2 or (len(added) < len(phrases) and len(" ".join(added)) < len(reply) / 2):
+    while len(added) < 2 or (len(added) < len(phrases) and len(" ".join(added)) < len(text) / 2):
         added.append(phrases[len(added)])
-    return f"{reply.rstrip()} {' '.join(added)}"
+    return f"{text.rstrip()} {' '.join(added)}"
 
 
-def _restated(prompt: str, reply: str, rng: random.Random) -> str | None:
+def _restated(prompt: str, text: str, rng: random.Random) -> str | None:
     asked = " ".join(prompt.split())
     if not asked:
         return None
     if len(asked) > _LONGEST_RESTATEMENT:
         asked = asked[:_LONGEST_RESTATEMENT].rsplit(" ", 1)[0] + " ..."
-    return f'You asked: "{asked}"\n\n{reply}'
+    return f'You asked: "{asked}"\n\n{text}'
 
 
 def _truncated(share: float) -> _Change:
-    def change(prompt: str, reply: str, rng: random.Random) -> str | None:
-        words = list(re.finditer(r"\S+", reply))
+    def change(prompt: str, text: str, rng: random.Random) -> str | None:
+        words = list(re.finditer(r"\S+", text))
         kept = int(share * len(words))
-        return reply[: words[kept - 1].end()] if 0 < kept < len(words) else None
+        return text[: words[kept - 1].end()] if 0 < kept < len(words) else None
 
     return change
 
 
-def _shouted(prompt: str, reply: str, rng: random.Random) -> str | None:
-    return reply.upper()
+def _flattered(prompt: str, text: str, rng: random.Random) -> str | None:
+    return f"{rng.choice(_FLATTERY)} {text}"
+
+
+def _refused(prompt: str, text: str, rng: random.Random) -> str | None:
+    return rng.choice(_REFUSALS)
+
+
+def _shouted(prompt: str, text: str, rng: random.Random) -> str | None:
+    return text.upper()
 
 
 REWRITES: Mapping[str, Rewrite] = {
     rewrite.name: rewrite
     for rewrite in (
-        Rewrite("markdown", "style", "a heading, list items and bold words added", _markdown),
-        Rewrite("white_space", "style", "empty lines and double spaces added", _white_space),
-        Rewrite(
-            "flattery", "style", "praise of the question put before", lambda p, r, rng: f"{rng.choice(_FLATTERY)} {r}"
-        ),
-        Rewrite("padding", "style", "phrases that say nothing put behind, half as much again", _padded),
-        Rewrite("prompt_restated", "style", "the question repeated before the reply", _restated),
-        Rewrite("capitals", "style", "ALL LETTERS MADE CAPITAL", _shouted),
-        Rewrite("refusal", "damage", "replaced by a refusal", lambda p, r, rng: rng.choice(_REFUSALS)),
-        Rewrite("truncated_80", "damage", "cut off after 80 % of its words", _truncated(0.8)),
-        Rewrite("truncated_50", "damage", "cut off after half of its words", _truncated(0.5)),
-        Rewrite("repeated", "damage", "said twice", lambda p, r, rng: f"{r}\n\n{r}"),
+        Rewrite("markdown", "markdown", "style", "a heading, list items and bold words added", _markdown),
+        Rewrite("white_space", "white space", "style", "empty lines and double spaces added", _white_space),
+        Rewrite("flattery", "flattery", "style", "praise of the question put before", _flattered),
+        Rewrite("padding", "padding", "style", "phrases that say nothing put behind, half as much again", _padded),
+        Rewrite("prompt_restated", "question restated", "style", "the question repeated first", _restated),
+        Rewrite("capitals", "capitals", "style", "ALL LETTERS MADE CAPITAL", _shouted),
+        Rewrite("refusal", "refusal", "damage", "replaced by a refusal", _refused),
+        Rewrite("truncated_80", "cut at 80 %", "damage", "cut off after 80 % of its words", _truncated(0.8)),
+        Rewrite("truncated_50", "cut at 50 %", "damage", "cut off after half of its words", _truncated(0.5)),
+        Rewrite("repeated", "said twice", "damage", "said twice", lambda prompt, text, rng: f"{text}\n\n{text}"),
     )
 }
 """All rewrites by name, in the order of a report."""
-
-_LABELS = {
-    "prompt_restated": "question restated",
-    "truncated_80": "cut at 80 %",
-    "truncated_50": "cut at 50 %",
-    "repeated": "said twice",
-}
-
-
-def rewrite_label(name: str) -> str:
-    """What a report calls the rewrite of that name."""
-    return _LABELS.get(name) or name.replace("_", " ")

@@ -1,12 +1,12 @@
-"""`Replies` and `Pairs`: what diagnostics compute with, as arrays; and the regression within prompts.
+"""`Completions` and `Pairs`: scored examples as arrays, and the regression within prompts.
 
-    replies = collect_replies(scored)
-    slope, = regress_within_prompts(replies.scores, replies.lengths[:, None] / 100, replies.prompts, ["slope"])
+    completions = collect_completions(scored)
+    slope, = regress_within_prompts(completions.scores, completions.lengths[:, None] / 100, completions.prompts, ["b"])
 
-Replies to one prompt differ in what was answered and not in what was asked, so a bias of the model is looked for among
-them: a score that rises with length across prompts may only say that long answers go with questions it likes.
+Biases are looked for among the completions of one prompt: a score that rises with length across prompts may only say
+that long completions go with prompts that the model likes.
 
-Shapes: N replies with a score, P pairs of a better and a worse reply to one prompt, F features.
+Shapes: N completions with a score, P pairs of a better and a worse completion of one prompt, F features, G prompts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -27,39 +27,36 @@ from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import cluster_bootstrap
 
 __all__ = [
+    "Completions",
     "Pairs",
-    "Replies",
+    "collect_completions",
     "collect_pairs",
-    "collect_replies",
-    "correlation",
+    "completion_text",
     "correlation_metric",
     "divided",
     "in_standard_deviations",
-    "mid_ranks",
     "prompt_numbers",
     "regress_within_prompts",
-    "reply_text",
     "shortened",
 ]
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-_RESAMPLES = 1000
 FEWEST_PROMPTS = 10
-"""Of fewer prompts slopes and correlations have no interval: it would hold the truth less often than it says."""
+"""With fewer prompts slopes and correlations have no interval: it would hold the truth less often than it says."""
 
-
+_RESAMPLES = 1000
 _TOO_FEW = "too few for an interval"
 
 
 @dataclass(frozen=True, slots=True)
-class Replies:
-    """Every reply that has a score, in order.
+class Completions:
+    """Every completion that has a score, in order.
 
-    `scores`, `lengths` (characters), `places` (N,) float64: the place of a reply is 0 for the best rank of its
+    `scores`, `lengths` (characters), `places` (N,) float64: the place of a completion is 0 for the best rank of its
     example and 1 for the worst, 0.5 where all are equal. `prompts` (N,): one number for each different context.
-    `examples`, `completions` (N,): which reply it is, indices into what was given. `num_failed`: replies without score.
+    `examples`, `completions` (N,): indices of the example and of its completion. `num_failed`: those without a score.
     """
 
     scores: Floats
@@ -73,11 +70,11 @@ class Replies:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Every pair of replies of an example with different ranks.
+    """Every pair of completions of an example with different ranks.
 
     `margins` (P,): the better one's score less the other's, NaN where one has none. `better`, `worse` (P,): their
-    lengths in characters. `prompts` (P,) as in `Replies`; `examples` (P,): index of the example; `sides` (P, 2): of its
-    completions, the better first.
+    lengths in characters. `prompts` (P,) as in `Completions`; `examples` (P,): index of the example; `sides` (P, 2):
+    indices of its completions, the better first.
     """
 
     margins: Floats
@@ -89,51 +86,48 @@ class Pairs:
 
     @property
     def outcomes(self) -> Floats:
-        """1 where the better reply scores higher, else 0: a tie and a reply without a score count as wrong. (P,)"""
+        """1 where the better completion scores higher, else 0: a tie and a missing score count as wrong. (P,)"""
         return (self.margins > 0).astype(np.float64)  # NaN is not above 0
 
     @property
     def num_failed(self) -> int:
-        """Pairs of which a reply has no score."""
+        """Pairs with a completion that has no score."""
         return int(np.isnan(self.margins).sum())
 
     @property
     def with_scores(self) -> Pairs:
-        """The pairs of which both replies have a score."""
+        """The pairs whose completions both have a score."""
         there = ~np.isnan(self.margins)
-        return Pairs(*(getattr(self, name)[there] for name in self.__slots__))
+        return Pairs(*(getattr(self, field.name)[there] for field in fields(self)))
 
 
-def collect_replies(scored: Sequence[ScoredExample]) -> Replies:
-    """The replies of scored examples."""
-    prompts = prompt_numbers([one.example for one in scored])
+def collect_completions(scored: Sequence[ScoredExample]) -> Completions:
+    """The completions of scored examples."""
+    prompts = prompt_numbers([one.example for one in scored]).tolist()
     rows: list[tuple[float, int, float, int, int, int]] = []
-    num_failed = 0
-    for i, (one, prompt) in enumerate(zip(scored, prompts, strict=True)):
+    for i, one in enumerate(scored):
         distinct = sorted(set(one.example.ranks))
         for j, (score, rank) in enumerate(zip(one.scores, one.example.ranks, strict=True)):
-            if score is None:
-                num_failed += 1
-                continue
             place = distinct.index(rank) / (len(distinct) - 1) if len(distinct) > 1 else 0.5
-            rows.append((score, one.lengths[j], place, int(prompt), i, j))
+            if score is not None:
+                rows.append((score, one.lengths[j], place, prompts[i], i, j))
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 6)
-    whole = table[:, 3:].astype(np.int64)
-    return Replies(table[:, 0], table[:, 1], table[:, 2], whole[:, 0], whole[:, 1], whole[:, 2], num_failed)
+    num_failed = sum(len(one.scores) for one in scored) - len(rows)
+    return Completions(*table[:, :3].T, *table[:, 3:].astype(np.int64).T, num_failed)
 
 
 def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
     """The ordered pairs of scored examples; those without a score are among them."""
-    prompts = prompt_numbers([one.example for one in scored])
+    prompts = prompt_numbers([one.example for one in scored]).tolist()
     rows: list[tuple[float, int, int, int, int, int, int]] = []
-    for i, (one, prompt) in enumerate(zip(scored, prompts, strict=True)):
+    for i, one in enumerate(scored):
         for a, b in one.pairs():
             better, worse = one.scores[a], one.scores[b]
             margin = math.nan if better is None or worse is None else better - worse
-            rows.append((margin, one.lengths[a], one.lengths[b], int(prompt), i, a, b))
+            rows.append((margin, one.lengths[a], one.lengths[b], prompts[i], i, a, b))
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 7)
     whole = table[:, 3:].astype(np.int64)
-    return Pairs(table[:, 0], table[:, 1], table[:, 2], whole[:, 0], whole[:, 1], whole[:, 2:])
+    return Pairs(*table[:, :3].T, whole[:, 0], whole[:, 1], whole[:, 2:])
 
 
 def prompt_numbers(examples: Sequence[EvalExample]) -> Integers:
@@ -148,13 +142,13 @@ def regress_within_prompts(
 ) -> tuple[Metric, ...]:
     """The coefficients b (F) of s_ij = a_i + x_ij b + e_ij, with an intercept a_i for each prompt i.
 
-    Least squares on what is left of scores and features after subtracting the mean of each prompt. Intervals are 95 %,
-    of Student's t with G - 1 degrees of freedom for G prompts, and robust to errors that go together within a prompt
-    (the jackknife over prompts, CV3: MacKinnon, Nielsen and Webb 2023, Journal of Applied Econometrics 38, page 671).
-    Lengths are skewed, so a few prompts carry much of a slope, and the usual CR1 is too narrow then: for 30 prompts of
-    two replies it held the truth in 86 of 100 simulations where the jackknife did in 92. `count`: replies that have
-    another to the same prompt. A feature that does not vary within prompts, or only together with the others, has no
-    value, and there is no interval for fewer than `FEWEST_PROMPTS` or where one prompt alone decides a coefficient.
+    Least squares on scores and features less the mean of their prompt. Intervals are 95 %, of Student's t with G - 1
+    degrees of freedom for G prompts, and robust to errors that go together within a prompt (the jackknife over prompts,
+    CV3: MacKinnon, Nielsen and Webb 2023, Journal of Applied Econometrics 38, page 671). Lengths are skewed, so a few
+    prompts carry much of a slope, and the usual CR1 is too narrow then: for 30 prompts of two completions it held the
+    truth in 86 of 100 simulations where the jackknife did in 92. `count`: completions that have another of the same
+    prompt. A feature that does not vary within prompts, or only together with the others, has no value, and there is
+    no interval for fewer than `FEWEST_PROMPTS` or where one prompt alone decides a coefficient.
     """
     kept = np.bincount(prompts, minlength=1)[prompts] > 1 if len(prompts) else np.zeros(0, dtype=bool)
     groups = np.unique(prompts[kept], return_inverse=True)[1]
@@ -202,13 +196,13 @@ def _jackknifed(y: Floats, x_NF: Floats, groups: Integers) -> tuple[Floats, Floa
     return params, np.sqrt((num - 1) / num * (changes_GF**2).sum(axis=0))
 
 
-def in_standard_deviations(slope: Metric, replies: Replies, name: str) -> Metric:
+def in_standard_deviations(slope: Metric, completions: Completions, name: str) -> Metric:
     """A coefficient divided by the standard deviation of the scores within prompts, which is taken as known.
 
-    Models of different scales can be compared by it. The deviation is pooled: sum (s_ij - mean_i)^2 / (N - G).
+    It compares models of different scales. The deviation is pooled: sum (s_ij - mean_i)^2 / (N - G).
     """
-    groups = np.unique(replies.prompts, return_inverse=True)[1]
-    residuals = _demeaned(replies.scores[:, None], groups)[:, 0]
+    groups = np.unique(completions.prompts, return_inverse=True)[1]
+    residuals = _demeaned(completions.scores[:, None], groups)[:, 0]
     freedom = len(residuals) - len(np.unique(groups))
     std = math.sqrt(float(residuals @ residuals) / freedom) if freedom > 0 else 0.0
     return divided(slope, std, name, slope.note)
@@ -222,40 +216,28 @@ def divided(metric: Metric, size: float, name: str, note: str | None = None) -> 
     return Metric(name, metric.value / size, low, high, metric.count, note)
 
 
-def correlation(x: Floats, y: Floats) -> float | None:
-    """Pearson's correlation of x (N,) and y (N,); None where one of them is constant, or there are fewer than 2."""
-    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return None
-    dx, dy = (column / np.abs(column).max() for column in (x - x.mean(), y - y.mean()))  # no square underflows
-    return max(-1.0, min(1.0, float(dx @ dy) / math.sqrt(float(dx @ dx) * float(dy @ dy))))
+def correlation_metric(x: Floats, y: Floats, prompts: Integers, name: str) -> Metric:
+    """Pearson's correlation of x (N,) and y (N,), with the interval of a bootstrap over prompts (N,).
 
-
-def correlation_metric(x: Floats, y: Floats, prompts: Integers, name: str, note: str | None = None) -> Metric:
-    """The correlation of x (N,) and y (N,), with the interval of a bootstrap over prompts (N,).
-
-    Of fewer than `FEWEST_PROMPTS` there is no interval, and the note says so.
+    No value where one of them is constant; no interval for fewer than `FEWEST_PROMPTS`, and the note says so.
     """
-    num_prompts = len(np.unique(prompts))
+    value, num_prompts = _correlation(np.column_stack([x, y])), len(np.unique(prompts))
     if num_prompts < FEWEST_PROMPTS:
-        few = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'}: {_TOO_FEW}"
-        return Metric(name, correlation(x, y), count=len(x), note="; ".join(filter(None, (note, few))))
+        note = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'}: {_TOO_FEW}"
+        return Metric(name, value, count=len(x), note=note)
     bounds = cluster_bootstrap(
-        np.column_stack([x, y]),
-        prompts.tolist(),
-        statistic=lambda rows: correlation(rows[:, 0], rows[:, 1]),
-        num_resamples=_RESAMPLES,
+        np.column_stack([x, y]), prompts.tolist(), statistic=_correlation, num_resamples=_RESAMPLES
     )
-    return Metric(name, correlation(x, y), *bounds, count=len(x), note=note)
+    return Metric(name, value, *bounds, count=len(x))
 
 
-def mid_ranks(values: Floats) -> Floats:
-    """Ranks from 1 of values (N,), equal ones at the mean of theirs; Pearson's correlation of these is Spearman's."""
-    ordered = np.sort(values)
-    ranks: Floats = (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") + 1) / 2
-    return ranks
+def _correlation(rows_N2: Floats) -> float | None:
+    if len(rows_N2) < 2 or (np.ptp(rows_N2, axis=0) == 0).any():
+        return None
+    return float(np.corrcoef(rows_N2.T)[0, 1])
 
 
-def reply_text(completion: Sequence[Message]) -> str:
+def completion_text(completion: Sequence[Message]) -> str:
     """The text of a completion's last message; of content in parts those that are text."""
     content: Any = completion[-1].get("content") if completion else None
     if content is None or isinstance(content, str):
