@@ -296,7 +296,7 @@ def _scatter(by_model: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "kind": "scatter",
         "title": "Reward against length",
         "note": "A point is a reply; the lines are least squares.",
-        "x_label": "characters of the reply",
+        "x_label": "characters of the completion",
         "y_label": "score",
         "series": series,
     }

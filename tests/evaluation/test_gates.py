@@ -10,10 +10,10 @@ import pytest
 
 from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.length import diagnose_length
+from treeward.evaluation.diagnostics.pairs import statistics_of
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.gates import GATE_METRICS, gate_metrics, pooled_gate_metrics, scored_comparison
 from treeward.evaluation.suites.preferences import PreferenceSuite
-from treeward.evaluation.summary import statistics_of
 
 
 def drawn(seed: int, count: int, *, most: int = 4) -> tuple[list[ScoredExample], list[ScoredExample]]:
@@ -85,7 +85,7 @@ def test_what_cannot_be_measured_says_why() -> None:
     found = gate_metrics([pair(1.0, 100, 50), pair(1.0, 100, 99)])
     for name in ("length_controlled_accuracy", "accuracy_shorter_right", "accuracy_gap"):
         assert found[name].value is None
-        assert found[name].note == "there is no pair whose better reply is clearly the shorter"
+        assert found[name].note == "there is no pair whose better completion is clearly the shorter"
     assert found["accuracy_longer_right"].value == 1.0 and found["accuracy_longer_right"].note is None
     assert "more than two" in str(found["kendall_tau"].note)
     nothing = gate_metrics([])

@@ -1,4 +1,4 @@
-"""A whole evaluation: read once, one model at a time, nothing scored twice, and everything in the files."""
+"""A whole evaluation: read once, one model at a time, nothing scored twice or mixed, and everything in the files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.running import common_reasons, folder_names
 from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites import get_suite
@@ -88,19 +89,19 @@ class Model:
 
 
 def candidate(name: str, model: Model | None = None, **fields: Any) -> Candidate:
-    return Candidate(name, lambda: (model or Model(), name), **fields)
+    return Candidate(name, lambda: (model or Model(), {"model": name}), **fields)
 
 
 def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path: Path) -> None:
     suites = [Questions("a"), Questions("b")]
     living: list[weakref.ref[Model]] = []
 
-    def load() -> tuple[Model, str]:
+    def load() -> tuple[Model, dict[str, Any]]:
         gc.collect()
         assert all(model() is None for model in living), "the model before is still in memory"
         model = Model()
         living.append(weakref.ref(model))
-        return model, "m"
+        return model, {"model": "m"}
 
     done = run_evaluation([Candidate(name, load) for name in "xy"], [(one, "8") for one in suites], tmp_path)
     assert [suite.num_loads for suite in suites] == [1, 1] and len(living) == 2
@@ -184,7 +185,7 @@ def test_training_data_is_looked_for_once_in_each_suite_and_before_any_model_is_
     assert [what for what in seen if "training" in what[0]] == [("training data, for questions", 15, 0)]
     assert ("x on questions", 60, 60) in seen and ("y on questions", 60, 60) in seen
 
-    def load() -> tuple[Model, str]:
+    def load() -> tuple[Model, dict[str, Any]]:
         raise AssertionError("a model was loaded before the training data was read")
 
     missing = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=str(tmp_path / "none.jsonl"))
@@ -192,26 +193,12 @@ def test_training_data_is_looked_for_once_in_each_suite_and_before_any_model_is_
         run_evaluation([Candidate("x", load)], [(Questions(), None)], training_data=[missing])
 
 
-def test_progress_of_rewriting_ends_at_the_size_of_the_sample(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    for _ in range(2):
-        seen.clear()
-        run_evaluation(
-            [candidate("x")],
-            [(Questions(), "40")],
-            tmp_path,
-            num_perturbations=500,
-            on_progress=lambda *what: seen.append(what),
-        )
-        assert [what for what in seen if "rewritten" in what[0]][-1] == ("x on questions, rewritten", 40, 40)
-
-
 def test_a_suite_without_texts_to_rewrite_costs_its_part_of_the_report_alone(caplog: Any) -> None:
     pictures = Questions("pictures", answers=("", " "))
     with caplog.at_level("WARNING", logger="treeward"):
         done = run_evaluation([candidate("x")], [(pictures, None), (Questions(), None)], num_perturbations=5)
     assert done.summaries[0].perturbations is None and done.summaries[1].perturbations is not None
-    assert "pictures: no example has a better and a worse reply of text" in caplog.text
+    assert "pictures: no example has a better and a worse completion of text" in caplog.text
 
 
 def test_published_files_and_notes(tmp_path: Path) -> None:
@@ -235,7 +222,7 @@ def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
             run_evaluation(models, suites, tmp_path)
     run_evaluation([candidate("a")], [(Questions(), None)], tmp_path)
     with pytest.raises(CheckpointError, match="another model"):
-        run_evaluation([Candidate("a", lambda: (Model(), "another"))], [(Questions(), None)], tmp_path)
+        run_evaluation([Candidate("a", lambda: (Model(), {"model": "another"}))], [(Questions(), None)], tmp_path)
 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -282,7 +269,7 @@ def test_checkpoints_without_common_scores_leave_the_rest_of_the_report(tmp_path
     models = [candidate("first"), candidate("second", Model(lambda text: None)), candidate("third")]
     done = run_evaluation(models, [(Questions(), "20")], tmp_path, drift=True)
     assert [step.drift for step in done.drift[0].steps] == [None, None]
-    assert "0 replies with a score of both" in (done.drift[0].steps[0].problem or "")
+    assert "0 completions with a score of both" in (done.drift[0].steps[0].problem or "")
     assert (tmp_path / "report.html").is_file()
     assert run_evaluation(models, [(Questions(), "20")]).drift == []
     (alone,) = run_evaluation([candidate("step_1")], [(Questions(), "20")], tmp_path / "one", drift=True).drift
@@ -347,12 +334,12 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(
         scorer_identity(ensemble([scorer(mean=4.0), two[1]]), "m"),
         scorer_identity(shaped(ensemble(two), **penalty), "m"),
     ]
-    assert len(set(identities)) == len(identities)
+    assert len({json.dumps(one, sort_keys=True) for one in identities}) == len(identities)
     # Constants that nothing uses are no part of it.
     assert scorer_identity(shaped(scorer(mean=4.0), **penalty), "m") == shaped_identity
     unsigned = Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer)))
     assert scorer_identity(unsigned, "m") != scorer_identity(unsigned, "n")
-    assert scorer_identity(Model(), "mine") == "mine"
+    assert scorer_identity(Model(), "mine") == {"model": "mine"}
 
 
 def test_metrics_of_checkpoints_without_numbers_in_their_names_are_drawn_in_order() -> None:
@@ -369,7 +356,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 
 def test_what_is_complete_is_written_when_a_later_model_fails(tmp_path: Path) -> None:
-    def no_model() -> tuple[Model, str]:
+    def no_model() -> tuple[Model, dict[str, Any]]:
         raise ConfigError("there is no such folder", where="nowhere")
 
     candidates = [candidate("x", note="mine"), Candidate("y", no_model), candidate("z")]
@@ -395,20 +382,73 @@ def test_a_suite_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path: Path) 
         run_evaluation([candidate("m")], suites[:1], tmp_path / "empty", skip_unreadable=True)
 
 
-def test_rows_are_found_under_the_longer_and_the_shorter_name_of_a_model(tmp_path: Path) -> None:
-    def run(name: str, identity: str, *others: str) -> int:
-        model = Model()
-        own = Candidate(name, lambda: (model, identity))
-        run_evaluation([own, *map(candidate, others)], [(Questions(), "8")], tmp_path, report=False)
-        return model.num_scored
+def test_results_that_a_new_evaluation_would_drop_are_refused(tmp_path: Path) -> None:
+    """Other data, or another model, into a folder with results: its report would lack what is there."""
 
-    assert run("runs-b", "1") == 16 and run("b", "1") == 0 and run("more-runs-b", "1") == 0
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["runs-b"]
-    assert run("c", "1") == 16  # a name that has nothing to do with it
-    assert run("b", "2") == 16 and {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"runs-b", "c", "b"}
-    assert run("org-c", "1", "c-d") == 0
-    (tmp_path / "c" / "questions" / "evaluation.json").write_text("{")
-    assert run("d-c", "1") == 16  # a damaged folder is nobody's
-    copies = [Candidate(name, lambda: (Model(), "9")) for name in ("x-y", "y")]  # the same weights twice
-    run_evaluation(copies, [(Questions(), "8")], tmp_path, report=False)
-    assert (tmp_path / "x-y").is_dir() and (tmp_path / "y").is_dir()  # each model of a run has its own rows
+    def run(names: str, *suites: str) -> Any:
+        return run_evaluation(list(map(candidate, names)), [(Questions(one), "8") for one in suites], tmp_path)
+
+    run("x", "first")
+    before = (tmp_path / "results.json").read_bytes()
+    for names, suites in (("x", ["other"]), ("y", ["first"])):
+        with pytest.raises(ConfigError, match="would drop") as raised:
+            run(names, *suites)
+        assert raised.value.got == "x on first" and "another --output" in str(raised.value.fix)
+    assert (tmp_path / "results.json").read_bytes() == before and not (tmp_path / "y").exists()
+    run("xy", "first", "other")
+    found = [(one["model"], one["suite"]) for one in results_of(tmp_path)["results"]]
+    assert found == [(m, s) for m in "xy" for s in ("first", "other")]
+
+
+def test_the_rows_of_one_limit_are_of_use_to_another(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def run(limit: int | None) -> tuple[int, int]:
+        model = Model()
+        done = run_evaluation([candidate("m", model)], [(Questions(), None)], tmp_path, limit=limit, report=False,
+                              on_progress=lambda *what: seen.append(what))  # fmt: skip
+        assert [one.example.id for one in done.summaries[0].examples] == [str(n) for n in range(limit or 90)]
+        return model.num_scored, len((tmp_path / "m" / "questions" / "examples.jsonl").read_text().splitlines())
+
+    assert [run(limit) for limit in (5, 20, 10, None)] == [(10, 5), (30, 20), (0, 20), (140, 90)]
+    assert all(done <= total for _, done, total in seen) and seen[-1] == ("m on questions", 90, 90)
+
+
+def test_rows_say_why_a_score_is_missing_and_a_warning_says_how_many(tmp_path: Path, caplog: Any) -> None:
+    model = Model(lambda text: None if text == "It is 3." else float(len(text)))
+    run_evaluation([candidate("m", model)], [(Questions(), "8")], tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "m" / "questions" / "examples.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == [str(n) for n in range(8)]
+    assert rows[3]["outcome"] == "failed" and rows[3]["errors"] == ["refused", None]
+    assert rows[2]["scores"] == [8.0, 16.0] and rows[2]["lengths"] == [8, 16] and rows[2]["outcome"] == "wrong"
+    (said,) = [one.getMessage() for one in caplog.records if "no score" in one.getMessage()]
+    assert said == "m on questions: 1 of 8 examples have no score and count as wrong (refused)."
+
+
+def test_a_suite_that_is_empty_or_that_the_hub_does_not_give() -> None:
+    with pytest.raises(DataError, match="no examples"):
+        run_evaluation([candidate("m")], [(Questions(), "0")])
+    with pytest.raises(DataError, match="llmbar cannot be read from the hub") as raised:
+        run_evaluation([candidate("m")], [(get_suite("llmbar"), None)])  # tests are offline
+    assert "llmbar=FOLDER" in str(raised.value.fix) and "data_path" not in str(raised.value)
+
+
+def test_folder_names_say_which_model_is_meant() -> None:
+    assert folder_names(["org/model-a", "org/model-b"]) == {"org/model-a": "model-a", "org/model-b": "model-b"}
+    assert list(folder_names(["results/a/final", "results/b/final/"]).values()) == ["a-final", "b-final"]
+    assert list(folder_names(["results/quickstart/final"]).values()) == ["quickstart-final"]
+    assert len(set(folder_names(["final", "org/final", "."]).values())) == 3
+    for models in (["org/m", "org/m"], ["a", "runs/final", "./runs/final/"]):
+        with pytest.raises(ConfigError, match="named twice") as raised:
+            folder_names(models)
+        assert raised.value.got == f"{models[-2]}, {models[-1]}"
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
+    errors = {f"too long to score: {n} tokens, at most 512": 2 for n in (600, 1700, 801)}
+    errors |= {"gold_3 is null": 4, "gold_4 is null": 1}
+    assert common_reasons(errors) == [
+        ("too long to score: 600 tokens, at most 512, and 2 like it with other numbers", 6),
+        ("gold_3 is null", 4),
+        ("gold_4 is null", 1),
+    ]

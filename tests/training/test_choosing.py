@@ -102,7 +102,7 @@ def test_a_metric_without_a_value_ranks_last_and_says_why_once(
         outcome = train(tiny_run(f"data.validation={data}", name), show_progress=False)
     warnings = [record.getMessage() for record in caplog.records if "rank last" in record.getMessage()]
     assert len(warnings) == 1
-    assert "no pair whose better reply is clearly the shorter" in warnings[0]
+    assert "no pair whose better completion is clearly the shorter" in warnings[0]
     assert outcome.model_step == 6, "the latest, as without a metric"
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     assert any("validation-held_out/accuracy_longer_right" in line for line in lines)

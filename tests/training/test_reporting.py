@@ -365,7 +365,7 @@ def test_the_finding_of_a_report_is_what_its_numbers_say(tmp_path: Path) -> None
     (tmp_path / "results.json").write_text(json.dumps({"results": content}))
     found = report_findings(tmp_path / "report.html")
     assert list(found) == ["reversed", "biased"]  # the larger first
-    assert "likes longer replies too much" in found["biased"] and "likes shorter" in found["reversed"]
+    assert "likes longer completions too much" in found["biased"] and "likes shorter" in found["reversed"]
     assert "90.0%" in found["biased"] and "60.0%" in found["biased"] and "75.0%" in found["biased"]
     assert "no better than chance" in found["reversed"] and "chance" not in found["biased"]
     assert [one.verdict for one in reported_sets(tmp_path / "report.html")] == [

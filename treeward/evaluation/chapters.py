@@ -11,7 +11,6 @@ every number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +20,7 @@ from treeward.evaluation.diagnostics.strata import left_out_note, strata_of
 from treeward.evaluation.findings import findings, has_worst_subset, verdict
 from treeward.evaluation.results import Block, Metric, SuiteResult
 from treeward.evaluation.suites.rmbench import STYLES
-
-if TYPE_CHECKING:
-    from treeward.evaluation.summary import Summary
+from treeward.evaluation.summary import Summary
 
 __all__ = ["chapter", "headline_label", "opening"]
 

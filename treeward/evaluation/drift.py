@@ -16,7 +16,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.stats import rankdata
@@ -29,9 +29,7 @@ from treeward.evaluation.findings import percent
 from treeward.evaluation.report.blocks import format_number
 from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric
-
-if TYPE_CHECKING:
-    from treeward.evaluation.summary import Summary
+from treeward.evaluation.summary import Summary
 
 __all__ = ["Step", "SuiteDrift", "compare_checkpoints", "find_drift", "population_stability_index"]
 

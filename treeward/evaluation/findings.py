@@ -12,14 +12,11 @@ ones is then reported beside it, and compared with chance.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.diagnostics.strata import left_out_note
 from treeward.evaluation.results import Metric, SuiteResult
-
-if TYPE_CHECKING:
-    from treeward.evaluation.summary import Summary
+from treeward.evaluation.summary import Summary
 
 __all__ = ["findings", "has_worst_subset", "length_finding", "percent", "standing", "verdict"]
 
@@ -182,7 +179,9 @@ def _rewrites(summary: Summary) -> str | None:
     fooling = max(flips, key=lambda name: flips[name].low or 0.0)
     if (flips[fooling].low or 0.0) < _FOOLED:
         return f"{said}."
-    return f"{said}; {REWRITES[fooling].label} on the worse completion turns {percent(flips[fooling])} of the right ones."
+    return (
+        f"{said}; {REWRITES[fooling].label} on the worse completion turns {percent(flips[fooling])} of the right ones."
+    )
 
 
 def _overlap(summary: Summary) -> str | None:

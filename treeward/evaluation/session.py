@@ -31,7 +31,8 @@ from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
 from treeward.evaluation.drift import SuiteDrift, find_drift
 from treeward.evaluation.running import LoadedSuite, Progress, ScoredSuite, load_suite, score_suite
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.summary import Summary, summarize, write_results
+from treeward.evaluation.summary import Summary, summarize
+from treeward.evaluation.writing import write_results
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer
@@ -117,9 +118,7 @@ def run_evaluation(
     limits: dict[str, Any] = {}
     for number, candidate in enumerate(candidates):
         try:
-            own, limits[candidate.name] = _evaluate(
-                candidate, loaded, output, num_perturbations, overlaps, on_progress
-            )
+            own, limits[candidate.name] = _evaluate(candidate, loaded, output, num_perturbations, overlaps, on_progress)
             summaries += own
         except Exception:
             missing = ", ".join(one.name for one in candidates[number:])

@@ -196,7 +196,7 @@ class ReportPlan:
     def _evaluate(self, folder: Path, on_progress: Callable[[str, int, int], None]) -> Evaluated:
         evaluation = self.config.evaluation
 
-        def load() -> tuple[Scorer, str]:
+        def load() -> tuple[Scorer, Mapping[str, Any]]:
             scorer = Scorer.load(self.model, trust_remote_code=self.config.policy.trust_remote_code)
             return scorer, scorer_identity(scorer, str(self.model))
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from treeward.data.synthetic import gold_quality
-from treeward.evaluation.diagnostics.length import diagnose_length, length_controlled_accuracy
+from treeward.evaluation.diagnostics.completions import collect_pairs
+from treeward.evaluation.diagnostics.length import STRATA_NAMES, diagnose_length
+from treeward.evaluation.diagnostics.strata import stratify
 from treeward.evaluation.report.blocks import check_blocks
 from treeward.evaluation.statistics import wilson
 
@@ -49,7 +51,7 @@ def test_the_planted_bias_of_the_bundled_data_is_recovered(split: str, bias: flo
         assert found.low > 0.1 or found.high < -0.1
 
 
-def test_on_data_whose_better_replies_are_longer_only_the_slope_given_rank_is_a_bias(diagnosed: Any) -> None:
+def test_on_data_whose_better_completions_are_longer_only_the_slope_given_rank_is_a_bias(diagnosed: Any) -> None:
     unbiased = diagnosed("validation", 0.0)
     assert unbiased.longer_is_right.value == pytest.approx(0.78, abs=0.02)
     assert unbiased.slope.low > 0.2  # what a perfect model has here
@@ -79,7 +81,7 @@ def test_a_model_that_only_likes_length_has_one_zero_and_a_half(bundled: Any, sc
     assert found.pearson.value == found.spearman.value == pytest.approx(1)
 
 
-def test_strata_are_told_by_a_tenth_of_the_longer_reply(make_example: Any, score_with: Any) -> None:
+def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(make_example: Any, score_with: Any) -> None:
     examples = [
         make_example("longer", "a", ["x" * 112, "y" * 100]),
         make_example("similar", "b", ["x" * 111, "y" * 100]),
@@ -107,7 +109,7 @@ def test_an_empty_stratum_leaves_no_value(make_example: Any, score_with: Any) ->
     assert diagnose_length([]).length_controlled_accuracy.value is None
 
 
-def test_a_reply_without_a_score_is_left_out_and_a_tie_is_wrong(make_example: Any, score_with: Any) -> None:
+def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(make_example: Any, score_with: Any) -> None:
     examples = [make_example(str(i), str(i), ["good " * (9 if i % 2 else 2), "poor " * 5]) for i in range(8)]
     whole = score_with(examples, lambda context, text: float("good" in text))
     broken = score_with(examples, lambda context, text: None if text == "good " * 9 else float("good" in text))
@@ -118,8 +120,8 @@ def test_a_reply_without_a_score_is_left_out_and_a_tie_is_wrong(make_example: An
     assert diagnose_length(whole).length_controlled_accuracy.value == 1
     wrong = diagnose_length(tied)
     assert (wrong.accuracy_longer_right.value, wrong.accuracy_shorter_right.value) == (0, 1)
-    assert wrong.length_controlled_accuracy.value == length_controlled_accuracy(tied).value == 0.5
-    assert (wrong.num_failed, wrong.num_left_out) == (0, 0) and "score" not in str(wrong.accuracy_gap.note)
+    assert wrong.length_controlled_accuracy.value == 0.5
+    assert wrong.num_left_out == 0 and "score" not in str(wrong.accuracy_gap.note)
     left = diagnose_length(half)
     assert (left.accuracy_longer_right.value, left.accuracy_longer_right.count) == (1, 2)
     assert left.length_controlled_accuracy.value == 1 and left.accuracy_gap.value == 0 and left.num_left_out == 1
@@ -127,12 +129,11 @@ def test_a_reply_without_a_score_is_left_out_and_a_tie_is_wrong(make_example: An
     for metric in (left.length_controlled_accuracy, left.accuracy_gap):
         assert str(metric.note).endswith(" 1 pair has no score and is left out.")
     none = diagnose_length(broken)
-    assert (none.num_failed, none.num_left_out, none.accuracy_longer_right.count) == (4, 4, 0)
+    assert (none.num_left_out, none.accuracy_longer_right.count) == (4, 0)
     assert none.length_controlled_accuracy.value is None and "4 pairs have no score" in str(none.accuracy_gap.note)
-    assert {item["note"] for item in none.blocks()[0]["series"][0]["items"]} == {
-        "4 pairs have no score and are left out."
-    }
-    assert not any("note" in item for item in wrong.blocks()[0]["series"][0]["items"])
+    notes = {item["note"] for item in none.figures[0]["series"][0]["items"]}
+    assert notes == {"4 pairs have no score and are left out."}
+    assert not any("note" in item for item in wrong.figures[0]["series"][0]["items"])
 
 
 def test_the_gap_of_pairs_with_prompts_of_their_own_has_newcombes_interval(make_example: Any, score_with: Any) -> None:
@@ -164,7 +165,9 @@ def test_intervals_of_the_length_controlled_accuracy_hold_what_they_promise(make
 
         for name, examples in (("pairs", pairs), ("groups", groups)):
             if name == "pairs" or seed < 12:  # bootstraps take longer
-                found = length_controlled_accuracy(score_with(examples, score))
+                pairs = collect_pairs(score_with(examples, score))
+                found = stratify(pairs, pairs.better, pairs.worse, STRATA_NAMES)["length_controlled_accuracy"]
+                assert found.low is not None and found.high is not None
                 misses[name] += not found.low <= truth <= found.high
     assert 1 <= misses["pairs"] <= 13 and misses["groups"] <= 3, misses  # 6 and 0.6 are expected
 
@@ -175,9 +178,9 @@ def test_order_of_the_examples_changes_nothing_and_blocks_are_json(biased: Any, 
     assert [m.value for m in again.metrics()] == pytest.approx([m.value for m in found.metrics()])
     names = [metric.name for metric in found.metrics()]
     assert len(set(names)) == 11 and "length_controlled_accuracy" in names
-    blocks = json.loads(json.dumps(found.blocks("mine"), allow_nan=False))
+    blocks = json.loads(json.dumps(found.figures, allow_nan=False))
     check_blocks(blocks, [])
-    assert [block["kind"] for block in blocks] == ["bars", "scatter", "table"]
+    assert [block["kind"] for block in blocks] == ["bars", "scatter"]
     series = blocks[1]["series"][0]
     assert len(series["points"]) == sum(len(one.scores) for one in scored)
     assert set(series["points"][0]) == {"x", "y", "text", "id", "group"}
@@ -188,5 +191,6 @@ def test_order_of_the_examples_changes_nothing_and_blocks_are_json(biased: Any, 
 def test_the_scatter_is_a_sample_of_large_evaluations(make_example: Any, score_with: Any) -> None:
     examples = [make_example(str(i), str(i % 7), ["a" * (i % 90 + 1), "b"]) for i in range(1500)]
     scored = score_with(examples, lambda context, text: float(len(text)))
-    first, same, other = (diagnose_length(scored, seed=seed).points for seed in (0, 0, 1))
+    figures = [diagnose_length(scored, seed=seed).figures[1] for seed in (0, 0, 1)]
+    first, same, other = (figure["series"][0]["points"] for figure in figures)
     assert len(first) == 2000 and first == same and first != other

@@ -25,9 +25,9 @@ OTHER = (
 )
 
 
-def trained(prompt: str, *replies: str, system: str | None = None) -> Preference:
+def trained(prompt: str, *texts: str, system: str | None = None) -> Preference:
     context = [{"role": "system", "content": system}] if system else []
-    completions = [Completion(i, ({"role": "assistant", "content": reply},)) for i, reply in enumerate(replies)]
+    completions = [Completion(i, ({"role": "assistant", "content": text},)) for i, text in enumerate(texts)]
     return Preference((*context, {"role": "user", "content": prompt}), tuple(completions))
 
 
@@ -39,12 +39,12 @@ def test_exact_duplicates_are_told_by_kind(make_example: Any) -> None:
     example = make_example("a", "Why is the sky blue?", [LONG, "No idea."])
     assert flag_of(example, trained("Why is it so?", OTHER, "Another.")).kinds == ()
     assert flag_of(example, trained("why is the SKY - blue", OTHER, "Another.")).kinds == ("prompt",)
-    assert flag_of(example, trained("Why is it so?", LONG.title(), "x")).kinds == ("reply",)
+    assert flag_of(example, trained("Why is it so?", LONG.title(), "x")).kinds == ("completion",)
     assert flag_of(example, trained("Why is it so?", "No idea.", "x")).kinds == ()  # too short to tell anything
     assert flag_of(example, trained("Why is the sky blue?", "No idea.", "x")).kinds == ("prompt", "conversation")
     whole = flag_of(example, trained("Why is the sky blue?", "x", LONG))
-    assert whole.kinds == ("prompt", "conversation", "reply")
-    assert (whole.prompt_coverage, whole.reply_coverage, whole.any_run) == (1, 1, True)
+    assert whole.kinds == ("prompt", "conversation", "completion")
+    assert (whole.prompt_coverage, whole.completion_coverage, whole.any_run) == (1, 1, True)
 
 
 def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_example: Any) -> None:
@@ -52,19 +52,19 @@ def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_exam
     assert len(words) == 22
     example = make_example("a", "Why?", [LONG, "x"])
     first_16 = flag_of(example, trained("p", " ".join(words[:16]) + " and then something else", "y"))
-    assert first_16.reply_coverage == pytest.approx(16 / 22) and first_16.kinds == ("near_reply",)
+    assert first_16.completion_coverage == pytest.approx(16 / 22) and first_16.kinds == ("near_completion",)
     first_13 = flag_of(example, trained("p", " ".join(words[:13]) + " and then something else", "y"))
-    assert first_13.reply_coverage == pytest.approx(13 / 22) and first_13.kinds == () and first_13.any_run
-    assert flag_of(example, trained("p", " ".join(words[:13]), "y"), near=0.5).kinds == ("near_reply",)
+    assert first_13.completion_coverage == pytest.approx(13 / 22) and first_13.kinds == () and first_13.any_run
+    assert flag_of(example, trained("p", " ".join(words[:13]), "y"), near=0.5).kinds == ("near_completion",)
     first_12 = flag_of(example, trained("p", " ".join(words[:12]), "y"))
-    assert first_12.reply_coverage == 0 and not first_12.any_run
-    assert flag_of(example, trained("p", " ".join(words[:12]), "y"), num_words=12).reply_coverage == 12 / 22
+    assert first_12.completion_coverage == 0 and not first_12.any_run
+    assert flag_of(example, trained("p", " ".join(words[:12]), "y"), num_words=12).completion_coverage == 12 / 22
     # One word changed in the middle leaves 10 and 11 words, shorter than a run; runs of 8 see it.
     edited = " ".join([*words[:10], "EDITED", *words[11:]])
-    assert flag_of(example, trained("p", edited, "y")).reply_coverage == 0
-    assert flag_of(example, trained("p", edited, "y"), num_words=8).reply_coverage == pytest.approx(21 / 22)
+    assert flag_of(example, trained("p", edited, "y")).completion_coverage == 0
+    assert flag_of(example, trained("p", edited, "y"), num_words=8).completion_coverage == pytest.approx(21 / 22)
     reversed_words = " ".join(reversed(words))
-    assert flag_of(example, trained("p", reversed_words, "y"), num_words=2).reply_coverage == 0
+    assert flag_of(example, trained("p", reversed_words, "y"), num_words=2).completion_coverage == 0
 
 
 def test_a_prompt_is_found_anywhere_in_the_training_data(make_example: Any) -> None:
@@ -106,19 +106,20 @@ def test_shares_are_those_of_a_plain_count(text: list[str], training: list[list[
     rows = [trained("yy", " ".join(words)) for words in training]
     got = flag_of(example, *rows, num_words=n)
     whole = len(text) >= n and text in training
-    assert got.reply_coverage == pytest.approx(1.0 if whole else brute_force(text, training, n))
-    assert ("reply" in got.kinds) == whole
+    assert got.completion_coverage == pytest.approx(1.0 if whole else brute_force(text, training, n))
+    assert ("completion" in got.kinds) == whole
 
 
-def test_training_data_is_read_once_and_progress_adds_up(make_example: Any) -> None:
+def test_training_data_is_read_once(make_example: Any) -> None:
     def stream() -> Iterator[Preference]:
         for i in range(600):
             yield trained(f"prompt {i}", OTHER, "y")
 
-    told: list[int] = []
-    found = find_overlap([make_example("a", "prompt 599", ["x", "y"])], stream(), on_progress=told.append)
+    told: list[tuple[int, int]] = []
+    example = make_example("a", "prompt 599", ["x", "y"])
+    found = find_overlap([example], stream(), on_progress=lambda *done: told.append(done))
     assert found.flags[0].kinds == ("prompt", "conversation")
-    assert found.num_training == sum(told) == 600 and len(told) == 3
+    assert found.num_training == 600 and told == [(256, 0), (512, 0), (600, 0)]
 
 
 def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: Any) -> None:
@@ -131,10 +132,10 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     assert (result.accuracy_flagged.value, result.accuracy_flagged.count) == (1, 10)
     assert (result.accuracy_clean.value, result.accuracy_clean.count) == (0.5, 30)
     shares = {metric.name: metric.value for metric in overlap.metrics()}
-    assert shares["flagged"] == shares["flagged_prompt"] == 0.25 and shares["flagged_reply"] == 0
+    assert shares["flagged"] == shares["flagged_prompt"] == 0.25 and shares["flagged_completion"] == 0
     failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
     assert compare_overlap(failed, overlap).accuracy.value == 0
-    blocks = json.loads(json.dumps([*overlap.blocks(), *result.blocks()], allow_nan=False))
+    blocks = json.loads(json.dumps([*overlap.blocks(), *result.figures], allow_nan=False))
     check_blocks(blocks, [])
     assert [block["kind"] for block in blocks] == ["table", "table", "bars"] and len(blocks[1]["rows"]) == 10
 

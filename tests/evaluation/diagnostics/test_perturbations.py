@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from families import tiny_model
 
 from treeward.data.rendering import Renderer
 from treeward.data.synthetic import gold_quality
-from treeward.errors import CheckpointError, DataError
+from treeward.errors import CheckpointError
 from treeward.evaluation.diagnostics.perturbations import (
     PerturbedScores,
     diagnose_perturbations,
     perturb,
-    perturbed_from_row,
     sample_examples,
     score_perturbed,
     summarize_perturbations,
@@ -27,94 +25,102 @@ from treeward.evaluation.diagnostics.perturbations import (
 from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.report.blocks import check_blocks
+from treeward.evaluation.results import Diagnostic
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Scorer
 
 
 class Rule:
-    """Scores by a rule that is known, to see whether its weakness is found."""
+    """Scores by a known rule, to see whether its weakness is found; it dies after `most` conversations."""
 
-    def __init__(self, rule: Callable[[list[Any], str], float | None]) -> None:
-        self.rule = rule
-        self.num_conversations = 0
+    def __init__(self, rule: Callable[[list[Any], str], float | None], most: float = float("inf")) -> None:
+        self.rule, self.most = rule, most
+        self.conversations: list[Conversation] = []
 
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Score]:
         assert on_error == "mask"
-        self.num_conversations += len(conversations)
+        if len(self.conversations) > self.most:
+            raise KeyboardInterrupt
+        self.conversations += conversations
         values = [self.rule(list(chat[:-1]), chat[-1]["content"]) for chat in conversations]
         return [Score(value, 1, error=None if value is not None else "too long") for value in values]
 
 
-@pytest.fixture(scope="module")
-def scorer(tiny_tokenizer: Any) -> Scorer:
-    return Scorer(RewardModel(tiny_model("qwen3"), layout="tree"), Renderer(copy.deepcopy(tiny_tokenizer)))
+def by_letters(context: Any, text: str) -> float:
+    return float(sum(map(ord, text)) % 997)
+
+
+def diagnosed(rule: Rule, examples: Sequence[EvalExample], **options: Any) -> Diagnostic:
+    found = diagnose_perturbations(rule, examples, **options)
+    assert found is not None
+    return found
+
+
+def worst(found: Diagnostic) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = found.figures[-1]["rows"]
+    return rows
 
 
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
-    found = diagnose_perturbations(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
-    padding, half = found.by_name["padding"], found.by_name["truncated_50"]
-    assert padding.share_gaining.value == 1 and padding.shift.low > 0.8
-    assert padding.rejected_flips.value > 0.2 and padding.chosen_flips.value == 0
-    assert half.share_gaining.value == 0 and half.relative_shift.high < 0
-    assert found.by_name["repeated"].share_gaining.value == 1
-    assert found.by_name["capitals"].shift.value == 0 and found.by_name["capitals"].rejected_flips.value == 0
-    assert found.robust_accuracy.value < found.accuracy.value
-    assert {one.rewrite for one in found.worst} <= set(REWRITES) and len(found.worst) == 30
-    assert found.worst[0].shift == max(one.shift for one in found.worst)
+    found = diagnosed(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
+    assert found.padding_share_gaining.value == 1 and (found.padding_shift.low or 0) > 0.8
+    assert (found.padding_rejected_flips.value or 0) > 0.2 and found.padding_chosen_flips.value == 0
+    assert found.truncated_50_share_gaining.value == 0 and (found.truncated_50_relative_shift.high or 0) < 0
+    assert found.repeated_share_gaining.value == 1
+    assert found.capitals_shift.value == 0 and found.capitals_rejected_flips.value == 0
+    assert (found.robust_accuracy.value or 0) < (found.accuracy.value or 0)
+    rows = worst(found)
+    assert len(rows) == 30 and rows[0]["shift"] == max(row["shift"] for row in rows)
+    assert {row["rewrite"] for row in rows} <= {rewrite.label for rewrite in REWRITES.values()}
 
 
 def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_but_those_that_break_a_format(
     bundled: Any,
 ) -> None:
-    plain = [
-        example
-        for example in bundled("length_controlled")
-        if not any(word in str(example.context) for word in ("Answer", "word", "reply", "dash", "End", "["))
-    ]
-    found = diagnose_perturbations(Rule(gold_quality), plain, num_examples=60)
+    formats = ("Answer", "word", "reply", "dash", "End", "[")
+    plain = [one for one in bundled("length_controlled") if not any(word in str(one.context) for word in formats)]
+    found = diagnosed(Rule(gold_quality), plain, num_examples=60)
     assert found.accuracy.value == 1 and found.robust_accuracy.count == min(60, len(plain)) > 40
     for name in ("white_space", "capitals"):
-        assert found.by_name[name].rejected_flips.value == found.by_name[name].chosen_flips.value == 0, name
-    assert found.by_name["refusal"].shift.high < 0 and found.by_name["refusal"].rejected_flips.value == 0
-    assert found.by_name["repeated"].share_gaining.value == 0
-    assert found.by_name["repeated"].relative_shift.high < 0
+        for side in ("rejected", "chosen"):
+            assert found.numbers[f"{name}_{side}_flips"].value == 0, name
+    assert (found.refusal_shift.high or 0) < 0 and found.refusal_rejected_flips.value == 0
+    assert found.repeated_share_gaining.value == 0 and (found.repeated_relative_shift.high or 0) < 0
 
 
 def test_the_numbers_of_a_hand_made_table(make_example: Any) -> None:
     def one(id: str, original: Any, padding: Any) -> PerturbedScores:
-        examples.append(make_example(id, id, ["good reply", "bad reply"]))
+        examples.append(make_example(id, id, ["good text", "bad text"]))
         return PerturbedScores(id, id, original, {"padding": padding}, num_failed=0)
 
     examples: list[EvalExample] = []
     scores = [
-        one("a", (3.0, 1.0), (3.5, 3.25)),  # right; the worse reply is lifted over the better one
-        one("b", (2.0, 1.0), (0.5, 1.0)),  # right; the better reply falls below the worse
+        one("a", (3.0, 1.0), (3.5, 3.25)),  # right; the worse completion is lifted over the better one
+        one("b", (2.0, 1.0), (0.5, 1.0)),  # right; the better completion falls below the worse
         one("c", (1.0, 3.0), (4.0, 2.0)),  # wrong before: no flip to count
-        one("d", (2.0, 0.0), (2.0, 2.0)),  # right; the worse reply draws level
+        one("d", (2.0, 0.0), (2.0, 2.0)),  # right; the worse completion draws level
         one("e", (2.0, 0.0), (None, 1.0)),  # right; the better one could not be rewritten
     ]
     found = summarize_perturbations(examples[::-1], scores)
-    padding = found.by_name["padding"]
-    assert found.accuracy.value == 4 / 5
-    # a and d by a lifted worse reply, b by a fallen better one: only e stays right.
-    assert found.robust_accuracy.value == 1 / 5
-    assert (padding.rejected_flips.value, padding.rejected_flips.count) == (2 / 4, 4)
-    assert (padding.chosen_flips.value, padding.chosen_flips.count) == (1 / 3, 3)
-    assert (padding.accuracy.value, padding.accuracy.count) == (2 / 4, 4)  # a and c
-    shifts = [0.5, 2.25, -1.5, 0.0, 3.0, -1.0, 0.0, 2.0, 1.0]
-    assert padding.shift.value == pytest.approx(sum(shifts) / 9) and padding.shift.count == 9
-    assert padding.relative_shift.value == pytest.approx(sum(shifts) / 9 / ((2 + 1 + 2 + 2 + 2) / 5))
-    assert padding.share_gaining.value == 5 / 9
-    assert padding.quantiles[2] == 0.5
-    assert [(one.id, one.side, one.shift) for one in found.worst] == [("a", "worse", 2.25), ("d", "worse", 2.0)]
-    assert found.worst[0].before == "bad reply" and found.worst[0].after.startswith("bad reply ")
-    assert found.by_name["markdown"].shift.value is None and found.by_name["markdown"].rejected_flips.count == 0
+    numbers = {name: (metric.value, metric.count) for name, metric in found.numbers.items()}
+    assert numbers["accuracy"] == (4 / 5, 5)
+    assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one
+    assert numbers["padding_rejected_flips"] == (2 / 4, 4) and numbers["padding_chosen_flips"] == (1 / 3, 3)
+    assert numbers["padding_accuracy"] == (2 / 4, 4)  # a and c
+    shift = sum([0.5, 2.25, -1.5, 0.0, 3.0, -1.0, 0.0, 2.0, 1.0]) / 9
+    assert numbers["padding_shift"] == (pytest.approx(shift), 9)
+    assert numbers["padding_relative_shift"][0] == pytest.approx(shift / ((2 + 1 + 2 + 2 + 2) / 5))
+    assert numbers["padding_share_gaining"][0] == 5 / 9
+    assert [(row["id"], row["side"], row["shift"]) for row in worst(found)] == [("a", "worse", 2.25), ("d", "worse", 2)]
+    assert worst(found)[0]["before"] == "bad text" and worst(found)[0]["after"].startswith("bad text ")
+    assert numbers["markdown_shift"] == (None, 0) and numbers["markdown_rejected_flips"][1] == 0
 
 
-def test_the_scores_are_those_of_the_conversations(bundled: Any, scorer: Scorer) -> None:
+def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer: Any) -> None:
+    scorer = Scorer(RewardModel(tiny_model("qwen3"), layout="tree"), Renderer(copy.deepcopy(tiny_tokenizer)))
     examples = sample_examples(bundled("validation"), 4, seed=4)
     scores = list(score_perturbed(scorer, examples, seed=4))
     for example, one in zip(examples, scores, strict=True):
@@ -130,113 +136,75 @@ def test_the_scores_are_those_of_the_conversations(bundled: Any, scorer: Scorer)
             assert all(one.rewritten[name][side] is None for name, text in texts.items() if text is None)
             original = scorer.score_completions(example.context, [example.completions[index]])[0].score
             assert one.original[side] == pytest.approx(original, abs=1e-5)
-    found = summarize_perturbations(examples, scores, seed=4)
-    assert found.num_failed == 0
-    check_blocks(json.loads(json.dumps(found.blocks("mine"), allow_nan=False)), [])
-    names = [metric.name for metric in found.metrics()]
-    assert len(set(names)) == len(names) == 2 + 6 * len(REWRITES) and "padding_rejected_flips" in names
-
-
-def test_a_row_depends_on_its_example_and_the_seed_alone(bundled: Any) -> None:
-    rule = Rule(lambda context, text: float(sum(map(ord, text)) % 997))
-    examples = sample_examples(bundled("validation"), 40)
-    together = list(score_perturbed(rule, examples))
-    rest = list(score_perturbed(rule, examples[23:]))
-    assert rest == together[23:]
-    assert list(score_perturbed(rule, examples, seed=1)) != together
-    rows = [json.loads(json.dumps(one.to_row())) for one in together]
-    again = [perturbed_from_row(row, "rows.jsonl:1") for row in rows]
-    assert summarize_perturbations(examples, again) == summarize_perturbations(examples, together)
-    with pytest.raises(DataError, match="rows.jsonl:7"):
-        perturbed_from_row({"id": "a"}, "rows.jsonl:7")
+    found = summarize_perturbations(examples, scores, "mine", seed=4)
+    assert found.details["num_failed"] == 0 and len(found.numbers) == 2 + 6 * len(REWRITES)
+    check_blocks(json.loads(json.dumps(found.figures, allow_nan=False)), [])
 
 
 def test_rows_are_kept_as_they_are_scored_and_belong_to_their_scorer_and_seed(bundled: Any, tmp_path: Path) -> None:
-    def rule(context: Any, text: str) -> float:
-        return float(sum(map(ord, text)) % 997)
-
-    class Dying(Rule):
-        def score(self, conversations: Any, **options: Any) -> list[Score]:
-            if self.num_conversations > 1000:
-                raise KeyboardInterrupt
-            return super().score(conversations, **options)
-
-    examples, folder, file = bundled("validation"), tmp_path / "kept", tmp_path / "kept" / "perturbations.jsonl"
-    want = diagnose_perturbations(Rule(rule), examples, num_examples=60)
+    examples, file = bundled("validation"), tmp_path / "perturbations.jsonl"
+    kept: dict[str, Any] = {"folder": tmp_path, "identity": {"model": "m"}}
+    ids = [one.id for one in sample_examples(examples, 60)]
+    want = diagnosed(Rule(by_letters), examples, num_examples=60)
     with pytest.raises(KeyboardInterrupt):
-        diagnose_perturbations(Dying(rule), examples, num_examples=60, folder=folder, identity={"model": "m"})
-    kept = file.read_text().splitlines()
-    assert 16 <= len(kept) < 60 and json.loads(kept[0])["id"] == want_ids(examples)[0]
-    file.write_text("\n".join(kept)[:-30])  # as kill -9 leaves the last row
-    rest, told = Rule(rule), list[int]()
-    got = diagnose_perturbations(
-        rest, examples, num_examples=60, folder=folder, identity={"model": "m"}, on_progress=told.append
-    )
-    assert got == want and told[0] == len(kept) - 1 and sum(told) == 60
-    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == want_ids(examples)
-    for size in (30, 90):
-        got = diagnose_perturbations(Rule(rule), examples, num_examples=size, folder=folder, identity={"model": "m"})
-        assert got == diagnose_perturbations(Rule(rule), examples, num_examples=size)
-    samples = [{one.id for one in sample_examples(examples, size)} for size in (30, 60, 90)]
-    rows = [json.loads(line)["id"] for line in file.read_text().splitlines()]
-    assert len(rows) == len(set(rows)) and set(rows) == set.union(*samples)  # what is there is never scored again
-    for identity, seed in (({"model": "another"}, 0), ({"model": "m"}, 1), (None, 0)):
-        with pytest.raises(CheckpointError, match="another"):
-            diagnose_perturbations(Rule(rule), examples, num_examples=5, seed=seed, folder=folder, identity=identity)
+        diagnosed(Rule(by_letters, most=1000), examples, num_examples=60, **kept)
+    rows = file.read_text().splitlines()
+    assert 16 <= len(rows) < 60
+    file.write_text("\n".join(rows)[:-30])  # as kill -9 leaves the last row
+    told: list[tuple[int, int]] = []
+    got = diagnosed(Rule(by_letters), examples, num_examples=60, on_progress=lambda *done: told.append(done), **kept)
+    assert got == want and told[0] == (len(rows) - 1, 60) and told[-1] == (60, 60)
+    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == ids
+    more = Rule(by_letters)
+    assert diagnosed(more, examples, num_examples=90, **kept) == diagnosed(Rule(by_letters), examples, num_examples=90)
+    new = {one.id for one in sample_examples(examples, 90)} - set(ids)
+    assert {json.loads(line)["id"] for line in file.read_text().splitlines()[60:]} == new  # nothing is scored again
+    for identity, seed in (({"model": "another"}, 0), ({"model": "m"}, 1)):
+        with pytest.raises(CheckpointError, match="another model"):
+            diagnosed(Rule(by_letters), examples, num_examples=5, seed=seed, folder=tmp_path, identity=identity)
 
 
-def want_ids(examples: Sequence[EvalExample]) -> list[str]:
-    return [one.id for one in sample_examples(examples, 60)]
-
-
-def test_the_sample_is_drawn_by_the_seed_from_what_can_be_rewritten(bundled: Any, make_example: Any) -> None:
+def test_the_sample_is_drawn_by_the_seed_from_the_examples_that_can_be_rewritten(
+    bundled: Any, make_example: Any
+) -> None:
     examples = bundled("validation")
     ordered = [example for example in examples if len(set(example.ranks)) > 1]
     assert len(ordered) < len(examples)  # some are ties
     first, same, other = (sample_examples(examples, 50, seed) for seed in (0, 0, 1))
-    assert first == same != other and len(first) == 50
-    assert all(example in ordered for example in first)
+    assert first == same != other and len(first) == 50 and all(example in ordered for example in first)
     assert [examples.index(example) for example in first] == sorted(examples.index(example) for example in first)
-    assert sample_examples(examples, 10**6) == ordered
     some = ordered[:150]
-    ids = [[example.id for example in sample_examples(some, count)] for count in (20, 40, 50)]
-    assert set(ids[0]) < set(ids[1]) < set(ids[2])  # so that a larger sample scores only what it has more
+    ids = [[example.id for example in sample_examples(some, count)] for count in (20, 40)]
+    assert set(ids[0]) < set(ids[1])  # so that a larger sample scores only what it has more
     fewer = [example for example in some if example.id not in ids[0][:3]]
     assert set(ids[0][3:]) <= {example.id for example in sample_examples(fewer, 20)}
+    together = list(score_perturbed(Rule(by_letters), first))
+    assert list(score_perturbed(Rule(by_letters), first[23:])) == together[23:]
     unusable = [make_example("a", "p", ["x", "y"], ranks=[0, 0]), make_example("b", "p", ["x", " "])]
-    assert sample_examples(unusable, 9) == []
-    with pytest.raises(DataError, match="nothing to rewrite"):
-        diagnose_perturbations(Rule(lambda context, text: 0.0), unusable)
+    assert diagnose_perturbations(Rule(by_letters), unusable) is None
 
 
 def test_only_the_last_message_is_rewritten() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look"}]}
-    ends = [
-        [call, {"role": "assistant", "content": text, "name": "bot"}] for text in ("It is four now.", "Five, I think.")
-    ]
+    texts = ("It is four now.", "Five, I think.")
+    ends = [[call, {"role": "assistant", "content": text, "name": "bot"}] for text in texts]
     example = EvalExample("a", "s", ({"role": "user", "content": "2 + 2?"},), tuple(map(tuple, ends)), (0, 1))
-    seen: list[Any] = []
-
-    class Recorder(Rule):
-        def score(self, conversations: Any, **options: Any) -> list[Score]:
-            seen.extend(conversations)
-            return super().score(conversations, **options)
-
-    list(score_perturbed(Recorder(lambda context, text: 1.0), [example]))
+    rule = Rule(lambda context, text: 1.0)
+    list(score_perturbed(rule, [example]))
+    seen = rule.conversations
     assert all(chat[0] == example.context[0] and chat[1] == call and chat[2]["name"] == "bot" for chat in seen)
-    assert len({chat[2]["content"] for chat in seen}) == len(seen) - 1  # both replies are refused in the same words
+    assert len({chat[2]["content"] for chat in seen}) == len(seen) - 1  # both are refused in the same words
 
 
 def test_failures_are_counted_and_left_out(bundled: Any) -> None:
     examples = bundled("length_controlled")
-    most = 180
-    rule = Rule(lambda context, text: None if len(text) > most else float(len(text)))
-    found = diagnose_perturbations(rule, examples, num_examples=50)
-    assert 50 < found.num_failed < rule.num_conversations
-    assert found.by_name["repeated"].shift.count < found.by_name["truncated_50"].shift.count
-    masked = diagnose_perturbations(Rule(lambda context, text: None), examples, num_examples=5)
-    assert masked.accuracy.value == 0 and masked.by_name["padding"].shift.value is None
-    check_blocks(json.loads(json.dumps(masked.blocks(), allow_nan=False)), [])
+    rule = Rule(lambda context, text: None if len(text) > 180 else float(len(text)))
+    found = diagnosed(rule, examples, num_examples=50)
+    assert 50 < found.details["num_failed"] < len(rule.conversations)
+    assert (found.repeated_shift.count or 0) < (found.truncated_50_shift.count or 0)
+    masked = diagnosed(Rule(lambda context, text: None), examples, num_examples=5)
+    assert masked.accuracy.value == 0 and masked.padding_shift.value is None
+    check_blocks(json.loads(json.dumps(masked.figures, allow_nan=False)), [])
 
 
 def test_where_a_refusal_is_right_none_is_put_in_its_place(make_example: Any) -> None:
@@ -244,16 +212,5 @@ def test_where_a_refusal_is_right_none_is_put_in_its_place(make_example: Any) ->
     answered = make_example("b", "How do I bake?", ["Mix flour and water.", "I can't help."])
     assert perturb(refused).texts["refusal"] == (None, None)
     assert perturb(refused).texts["padding"][0] is not None
-    assert None not in perturb(answered).texts["refusal"]
-    assert perturb(answered).texts["refusal"][0] == perturb(answered).texts["refusal"][1]
-
-
-def test_progress_adds_up_to_the_examples(bundled: Any) -> None:
-    told: list[int] = []
-    diagnose_perturbations(
-        Rule(lambda context, text: random.Random(text).random()),
-        bundled("validation"),
-        num_examples=37,
-        on_progress=told.append,
-    )
-    assert sum(told) == 37 and len(told) > 1
+    first, second = perturb(answered).texts["refusal"]
+    assert first is not None and first == second

@@ -1,4 +1,4 @@
-"""A rewrite does to a reply what it says, and the same every time."""
+"""A rewrite does to a completion what it says, and the same every time."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from hypothesis import strategies as st
 from treeward.evaluation.diagnostics.rewrites import REWRITES
 
 PROMPT = "What is the capital of France?"
-REPLY = "The capital is Paris. It lies on the Seine.\n\nAsk me more."
+TEXT = "The capital is Paris. It lies on the Seine.\n\nAsk me more."
 
 
-def rewritten(name: str, reply: str = REPLY, prompt: str = PROMPT, seed: int = 0) -> Any:
-    return REWRITES[name].apply(prompt, reply, random.Random(seed))
+def rewritten(name: str, text: str = TEXT, prompt: str = PROMPT, seed: int = 0) -> Any:
+    return REWRITES[name].apply(prompt, text, random.Random(seed))
 
 
 def test_what_each_rewrite_does() -> None:
     markdown = rewritten("markdown")
     assert markdown == ("## Answer\n\n- **The capital** is Paris.\n- **It lies** on the Seine.\n- **Ask me** more.")
-    assert rewritten("white_space").split() == REPLY.split() and "\n\n\n\n\n\nAsk" in rewritten("white_space")
-    assert rewritten("flattery").endswith(f" {REPLY}") and "question" in rewritten("flattery")
-    assert rewritten("padding").startswith(f"{REPLY} ") and len(rewritten("padding")) >= 1.5 * len(REPLY)
-    assert rewritten("prompt_restated") == f'You asked: "{PROMPT}"\n\n{REPLY}'
-    assert rewritten("capitals") == REPLY.upper()
-    assert "Paris" not in rewritten("refusal") and rewritten("refusal") == rewritten("refusal", "Another reply.")
+    assert rewritten("white_space").split() == TEXT.split() and "\n\n\n\n\n\nAsk" in rewritten("white_space")
+    assert rewritten("flattery").endswith(f" {TEXT}") and "question" in rewritten("flattery")
+    assert rewritten("padding").startswith(f"{TEXT} ") and len(rewritten("padding")) >= 1.5 * len(TEXT)
+    assert rewritten("prompt_restated") == f'You asked: "{PROMPT}"\n\n{TEXT}'
+    assert rewritten("capitals") == TEXT.upper()
+    assert "Paris" not in rewritten("refusal") and rewritten("refusal") == rewritten("refusal", "Another text.")
     assert rewritten("repeated").count("Paris") == 2
     assert rewritten("truncated_50") == "The capital is Paris. It lies"  # 6 of 12 words
     assert rewritten("truncated_80") == "The capital is Paris. It lies on the Seine."
 
 
-def test_long_replies_are_padded_by_all_phrases_at_most_and_code_stays_code() -> None:
+def test_long_completions_are_padded_by_all_phrases_at_most_and_code_stays_code() -> None:
     medium = "word " * 80
     assert 1.5 * len(medium) < len(rewritten("padding", medium)) < 1.9 * len(medium)
     long = "word " * 400
@@ -41,7 +41,7 @@ def test_long_replies_are_padded_by_all_phrases_at_most_and_code_stays_code() ->
     assert padded.startswith(long.rstrip()) and len(padded) < 1.5 * len(long)
     assert rewritten("markdown", "Run:\n```\nx = 1. y\n```") == "## Answer\n\nRun:\n```\nx = 1. y\n```"
     restated = rewritten("prompt_restated", prompt="many words " * 100)
-    assert len(restated) < len(REPLY) + 450 and ' ..."' in restated
+    assert len(restated) < len(TEXT) + 450 and ' ..."' in restated
 
 
 def test_where_there_is_nothing_to_change_there_is_no_rewrite() -> None:
@@ -53,12 +53,12 @@ def test_where_there_is_nothing_to_change_there_is_no_rewrite() -> None:
 
 
 @pytest.mark.parametrize("name", REWRITES)
-@given(reply=st.text(min_size=1, max_size=60), seed=st.integers(0, 9))
-def test_a_rewrite_is_a_text_that_differs_and_the_seed_decides_it(name: str, reply: str, seed: int) -> None:
-    once = rewritten(name, reply, seed=seed)
-    assert once == rewritten(name, reply, seed=seed)
-    assert once is None or (once != reply and once)
+@given(text=st.text(min_size=1, max_size=60), seed=st.integers(0, 9))
+def test_a_rewrite_is_a_text_that_differs_and_the_seed_decides_it(name: str, text: str, seed: int) -> None:
+    once = rewritten(name, text, seed=seed)
+    assert once == rewritten(name, text, seed=seed)
+    assert once is None or (once != text and once)
     if once is not None and name in ("flattery", "padding", "prompt_restated", "repeated"):
-        assert reply.strip() in once and len(once) > len(reply.rstrip())
+        assert text.strip() in once and len(once) > len(text.rstrip())
     if once is not None and name.startswith("truncated"):
-        assert reply.startswith(once) and len(once.split()) < len(reply.split())
+        assert text.startswith(once) and len(once.split()) < len(text.split())

@@ -42,17 +42,17 @@ def test_markdown_is_counted_outside_code_blocks() -> None:
 
 @pytest.fixture(scope="module")
 def dressed(make_example: Any) -> list[Any]:
-    """Pairs whose better reply (it says "right") has markdown as often as the other, of its own amount."""
+    """Pairs whose better completion (it says "right") has markdown as often as the other, of its own amount."""
     rng = random.Random(3)
     examples = []
     for i in range(300):
-        replies = []
+        texts = []
         for word in ("right", "wrong"):
             sentences = [f"{word} words {rng.random():.3f}" for _ in range(rng.randint(3, 8))]
             lines = [f"- {s}" if rng.random() < 0.5 else s for s in sentences]
             lines = [line.replace("words", "**words**") if rng.random() < 0.3 else line for line in lines]
-            replies.append("\n".join((["## Answer"] if rng.random() < 0.5 else []) + lines))
-        examples.append(make_example(str(i), f"question {i}", replies))
+            texts.append("\n".join((["## Answer"] if rng.random() < 0.5 else []) + lines))
+        examples.append(make_example(str(i), f"question {i}", texts))
     return examples
 
 
@@ -90,10 +90,10 @@ def test_density_has_its_effect_and_costs_style_controlled_accuracy(dressed: Any
     only = diagnose_style(score_with(dressed, lambda context, text: count_markdown(text).density))
     assert only.style_controlled_accuracy.value == 0.5
     assert fair.more_markdown_is_right.value == only.more_markdown_is_right.value  # it is of the data
-    check_blocks(json.loads(json.dumps(liking.blocks(), allow_nan=False)), [])
+    check_blocks(json.loads(json.dumps(liking.figures, allow_nan=False)), [])
 
 
-def test_a_reply_without_a_score_is_in_no_accuracy(dressed: Any, score_with: Any) -> None:
+def test_a_completion_without_a_score_is_in_no_accuracy(dressed: Any, score_with: Any) -> None:
     whole = diagnose_style(score_with(dressed, planted({})))
     dropped = {example.completions[0][0]["content"] for example in dressed[:40]}
     judge = planted({})
@@ -104,7 +104,7 @@ def test_a_reply_without_a_score_is_in_no_accuracy(dressed: Any, score_with: Any
     assert sum(getattr(holed, name).count for name in strata) == 260
     assert holed.more_markdown_is_right == whole.more_markdown_is_right  # it is of the data
     assert "40 pairs have no score" in str(holed.style_controlled_accuracy.note)
-    assert "40 pairs" in holed.blocks()[0]["series"][0]["items"][0]["note"]
+    assert "40 pairs" in holed.figures[0]["series"][0]["items"][0]["note"]
     assert {metric.name for metric in holed.metrics()} == {metric.name for metric in whole.metrics()}
 
 

@@ -24,7 +24,7 @@ from report_sample import (
 
 from treeward.evaluation.report.blocks import FORMATS, format_number
 from treeward.evaluation.report.build import write_report
-from treeward.evaluation.summary import write_results
+from treeward.evaluation.writing import write_results
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
 expect = sync_api.expect
@@ -143,7 +143,7 @@ def test_the_scatter_plot_has_its_points_and_their_texts(visit: Visit) -> None:
     expect(plot).to_be_focused()
     box = plot.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    assert "characters of the reply" in page.locator("#tip").inner_text()
+    assert "characters of the completion" in page.locator("#tip").inner_text()
     page.mouse.move(2, 2)
     assert not page.locator("#tip").is_visible()
 
@@ -512,11 +512,11 @@ def test_a_real_report_of_two_models_reads_and_is_reached(visit: Visit, tmp_path
     assert first.locator("li").all_inner_texts()[0].startswith("a on Best Of: overall")
     box = page.locator(".card").first.bounding_box()
     assert box["y"] + box["height"] < 900  # the verdicts and the first numbers are on the first screen
-    strata = page.locator(".kind-bars", has=page.get_by_role("heading", name="Accuracy by which reply is longer"))
+    strata = page.locator(".kind-bars", has=page.get_by_role("heading", name="Accuracy by which completion is longer"))
     assert [name.strip() for name in strata.locator(".legend li").all_inner_texts()] == ["a", "b"]
     colours = strata.locator("rect.bar").evaluate_all("(all) => all.map((bar) => getComputedStyle(bar).fill)")
     assert len(set(colours[:2])) == 2
-    assert "a: The longer reply is right 100.0%" in strata.locator(".plot").get_attribute("aria-label")
+    assert "a: The longer completion is right 100.0%" in strata.locator(".plot").get_attribute("aria-label")
     for link in page.locator(".contents a").all():
         assert page.locator(link.get_attribute("href")).count() == 1
     gap = page.locator("tr", has_text="Length gap in accuracy").first

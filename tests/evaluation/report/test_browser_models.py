@@ -10,7 +10,7 @@ import pytest
 from report_sample import perfect, summary
 
 from treeward.evaluation.report.build import write_report
-from treeward.evaluation.summary import write_results
+from treeward.evaluation.writing import write_results
 
 Visit = Callable[..., Any]
 
@@ -63,7 +63,7 @@ def test_explanations_stand_below_the_names_where_there_is_no_room_beside_them(
     if narrow:  # three lines of a value and its interval, or of a name and its fold, and no more
         assert max(row.bounding_box()["height"] for row in rows.all()) < 150
         explanation.locator("summary").click()
-        assert "over replies to all prompts" in explanation.inner_text()
+        assert "over completions of all prompts" in explanation.inner_text()
         room = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert room[0] <= room[1]
 
@@ -73,10 +73,10 @@ def test_the_characters_of_a_point_are_a_whole_number(visit: Visit, tmp_path: Pa
     figure = page.locator(".kind-scatter").first
     figure.locator(".plot").focus()
     page.keyboard.press("Home")
-    assert "characters of the reply 6 · score" in page.locator("#tip").inner_text()
+    assert "characters of the completion 6 · score" in page.locator("#tip").inner_text()
     figure.locator(".numbers summary").click()
     figure.locator(".numbers table").wait_for()
-    assert "Mean characters of the reply" in figure.locator(".numbers").inner_text()
+    assert "Mean characters of the completion" in figure.locator(".numbers").inner_text()
 
 
 def test_what_each_of_many_models_has_for_itself_is_folded(visit: Visit, tmp_path: Path) -> None:
@@ -84,10 +84,12 @@ def test_what_each_of_many_models_has_for_itself_is_folded(visit: Visit, tmp_pat
     folded = page.locator(".block.folded", has=page.get_by_role("heading", name="Score against length: c"))
     assert folded.count() == 1 and folded.locator(".plot").count() == 0
     links = page.locator(".contents a").all_text_contents()
-    assert "Accuracy by which reply is longer" in links and not any("Score against length" in link for link in links)
+    assert "Accuracy by which completion is longer" in links and not any(
+        "Score against length" in link for link in links
+    )
     folded.locator("summary").click()
     folded.locator(".plot svg").wait_for()
-    assert folded.locator(".note").inner_text().startswith("A point is a reply.")
+    assert folded.locator(".note").inner_text().startswith("A point is a completion.")
     folded.locator("summary").first.click()
     folded.locator("summary").first.click()
     assert folded.locator(".plot").count() == 1  # made once

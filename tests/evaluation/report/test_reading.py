@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
-from treeward.evaluation.diagnostics.blocks import LABELS, label_of, metrics_table, side_by_side
+from treeward.evaluation.diagnostics.blocks import LABELS, label_of, metrics_table
 from treeward.evaluation.diagnostics.overlap import OverlapDiagnostics, OverlapFlag
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
-from treeward.evaluation.diagnostics.scores import compare_checkpoints
+from treeward.evaluation.drift import compare_checkpoints
 from treeward.evaluation.findings import findings, verdict
 from treeward.evaluation.report.blocks import check_blocks
 from treeward.evaluation.results import Metric
 from treeward.evaluation.running import ScoredSuite
-from treeward.evaluation.summary import report_blocks, summarize, write_results
+from treeward.evaluation.summary import summarize
+from treeward.evaluation.writing import report_blocks, write_results
 from treeward.scoring.score import Score
 
 
@@ -62,7 +63,7 @@ def test_subsets_at_chance_and_the_length_bias_are_named() -> None:
     assert "Nothing shows that it is better than chance in even." in said
     assert "Its worst subset is even with" in said
     liking = summary(by_length)
-    assert "it likes longer replies too much" in verdict(liking)
+    assert "it likes longer completions too much" in verdict(liking)
     assert "right in 100.0%" in findings(liking) and "length-controlled 50.0%" in findings(liking)
     assert "likes" not in findings(summary(perfect))
 
@@ -95,7 +96,7 @@ def test_several_models_stand_side_by_side() -> None:
     blocks = report_blocks([summary(by_length, "a"), summary(perfect, "b")])
     check_blocks(blocks, ["best-of"])
     assert blocks[0]["markdown"].count("\n- ") == 1 and blocks[0]["markdown"].startswith("- **a**")
-    strata = block(blocks, "Accuracy by which reply is longer")
+    strata = block(blocks, "Accuracy by which completion is longer")
     assert [series["name"] for series in strata["series"]] == ["a", "b"]
     table = block(blocks, "Length in numbers")
     assert [column["label"] for column in table["columns"]] == ["Number", "a", "b", "How to read it"]
@@ -107,11 +108,9 @@ def test_several_models_stand_side_by_side() -> None:
 
 
 def test_notes_of_one_model_are_said_of_it_alone() -> None:
-    tables = [
-        [metrics_table("t", model, [Metric("worst_subset", 0.5, note=note), Metric("ece", 0.1, note="The same.")])]
-        for model, note in (("a", "Chat"), ("note", "Math"))
-    ]
-    (table,) = side_by_side(["a", "note"], tables)
+    notes = (("a", "Chat"), ("note", "Math"))
+    same = Metric("ece", 0.1, note="The same.")
+    table = metrics_table("t", {model: [Metric("worst_subset", 0.5, note=note), same] for model, note in notes})
     explanation = LABELS["worst_subset"].explanation
     assert table["rows"][0]["note"] == f"{explanation}; a: Chat; note: Math"
     assert table["rows"][1]["note"].endswith("; the same") and len(table["columns"]) == 4
@@ -125,7 +124,7 @@ def test_every_number_has_a_name_in_words() -> None:
         overlap=overlap(near=3, exact=1),
     )
     drift = compare_checkpoints(examples, scored(lambda n, text: by_length(n, text) + n))
-    blocks = [*report_blocks([made]), *drift.blocks()]
+    blocks = [*report_blocks([made]), metrics_table("Drift", {"m": drift.metrics()})]
     check_blocks(blocks, ["best-of"])
     rows = [row for one in blocks if one["kind"] == "table" for row in one["rows"] if "metric" in row]
     assert len(rows) > 45
@@ -142,13 +141,13 @@ def test_every_number_has_a_name_in_words() -> None:
     assert "ece_fitted" in written  # raw in results.json
 
 
-def test_replies_in_the_right_order_have_tau_one() -> None:
+def test_completions_in_the_right_order_have_tau_one() -> None:
     found = summary(perfect)
     assert found.statistics.kendall_tau.value == 1.0 and found.statistics.kendall_tau.count == 8
 
 
 def overlap(near: int, exact: int, count: int = 80) -> OverlapDiagnostics:
-    kinds = [("reply",)] * exact + [("near_reply",)] * near + [()] * (count - near - exact)
+    kinds = [("completion",)] * exact + [("near_completion",)] * near + [()] * (count - near - exact)
     flags = tuple(OverlapFlag(str(n), "s", 0.0, float(bool(own)), own, bool(own)) for n, own in enumerate(kinds))
     return OverlapDiagnostics(flags, 8, 0.7, 3500)
 

@@ -17,7 +17,8 @@ from treeward.evaluation.report.blocks import check_blocks
 from treeward.evaluation.running import ScoredSuite
 from treeward.evaluation.statistics import wilson
 from treeward.evaluation.suites import PreferenceSuite
-from treeward.evaluation.summary import Summary, report_blocks, summarize, write_results
+from treeward.evaluation.summary import Summary, summarize
+from treeward.evaluation.writing import report_blocks, write_results
 
 
 class Coin(BestOf):
@@ -93,13 +94,13 @@ def test_missing_scores_of_long_replies_are_no_length_bias() -> None:
 
 def test_the_length_sentence_has_the_gap_and_its_interval_and_the_models_standing() -> None:
     made = summary(lambda n, text: float(len(text)), suite=Coin())
-    numbers = {metric.name: metric for metric in made.length.metrics()}
+    numbers = made.length.numbers
     gap = numbers["accuracy_gap"]
     said = length_finding(numbers)
     assert said is not None and f"100.0 points ({gap.low * 100:.1f} to {gap.high * 100:.1f}) apart" in said
     assert "chance" not in said and length_finding(numbers, "better than chance") == said
     assert str(length_finding(numbers, "no better than chance")).endswith("; it is no better than chance here.")
-    shorter = {m.name: m for m in summary(lambda n, text: -float(len(text))).length.metrics()}
+    shorter = summary(lambda n, text: -float(len(text))).length.numbers
     assert "It likes shorter" in str(length_finding(shorter)) and "points (-" not in str(length_finding(shorter))
 
 
@@ -130,7 +131,7 @@ def test_pairs_and_examples_are_told_apart_where_both_are_counted() -> None:
     check_blocks(blocks, ["mine"])
     assert blocks[1]["items"][0]["note"] == "30 pairs of 10 examples"
     assert "counts pairs" in block(blocks, "Accuracy and overlap")["note"]
-    assert "counts pairs" in block(blocks, "Accuracy by which reply is longer")["note"]
+    assert "counts pairs" in block(blocks, "Accuracy by which completion is longer")["note"]
 
 
 def test_figures_of_length_have_the_same_strata() -> None:
@@ -145,7 +146,7 @@ def test_figures_of_length_have_the_same_strata() -> None:
         for n, pair in enumerate(sizes)
     ]  # fmt: skip
     blocks = report_blocks([summarize(ScoredSuite("m", Coin(), tuple(found), None))])
-    bars = [item["count"] for item in block(blocks, "Accuracy by which reply is longer")["series"][0]["items"][:3]]
+    bars = [item["count"] for item in block(blocks, "Accuracy by which completion is longer")["series"][0]["items"][:3]]
     rows = block(blocks, "What becomes of a pair")["rows"]
     assert bars == [1, 2, 3]
     assert rows == ["better is longer (1 pair)", "about as long (3 pairs)", "better is shorter (2 pairs)"]
@@ -215,7 +216,7 @@ def test_the_temperature_behind_saturated_pairs_is_named() -> None:
     wrong = summary(lambda n, text: -10 * perfect(n, text))
     assert wrong.statistics.temperature.value is None and wrong.scores.saturated.value > 0
     assert "no temperature is fitted, so it is taken as 1" in note(wrong, "saturated")
-    assert "better replies do not score higher" in note(wrong, "temperature")
+    assert "better completions do not score higher" in note(wrong, "temperature")
     assert "taken as 1" not in note(summary(perfect), "saturated")
 
 

@@ -51,8 +51,10 @@ LABELS: Mapping[str, Label] = MappingProxyType(
         ),
         "worst_subset": Label("Worst subset", _PERCENT, "the lowest accuracy of all subsets"),
         # length
-        "pearson": Label("Correlation of score and length", _SIGNED, "Pearson's, over the completions of all prompts"),
-        "spearman": Label("Rank correlation of score and length", _SIGNED, "Spearman's, over the completions of all prompts"),
+        "pearson": Label("Correlation of score and length", _SIGNED, "Pearson's, over completions of all prompts"),
+        "spearman": Label(
+            "Rank correlation of score and length", _SIGNED, "Spearman's, over completions of all prompts"
+        ),
         "slope": Label("Score per 100 characters", _SIGNED, "within prompts; better completions may be longer, too"),
         "slope_given_rank": Label(
             "Score per 100 characters, quality held fixed", _SIGNED, "the length bias: 0 for a model without one"
@@ -62,7 +64,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
             _SIGNED,
             "the line above, in standard deviations of the scores of one prompt's completions",
         ),
-        "longer_is_right": Label("Better completion is the longer", _PERCENT, "of the data, not of the model"),
+        "longer_is_right": Label("Better completion is the longer", _PERCENT, "of the data alone"),
         "accuracy_longer_right": Label("Accuracy, longer completion is right", _PERCENT, "high if it likes length"),
         "accuracy_shorter_right": Label("Accuracy, shorter completion is right", _PERCENT, "low if it likes length"),
         "accuracy_similar_length": Label("Accuracy, similar lengths", _PERCENT, "within 10 %: no help from length"),
@@ -85,7 +87,9 @@ LABELS: Mapping[str, Label] = MappingProxyType(
         "effect_of_bold": Label("Score per bold text", _SIGNED, _COUNTED),
         "effect_of_code": Label("Score per piece of code", _SIGNED, _COUNTED),
         "effect_of_table_rows": Label("Score per table row", _SIGNED, _COUNTED),
-        "more_markdown_is_right": Label("Better completion has more markdown", _PERCENT, "of the data, not of the model"),
+        "more_markdown_is_right": Label(
+            "Better completion has more markdown", _PERCENT, "of the data, not of the model"
+        ),
         "accuracy_more_markdown_right": Label("Accuracy, more markdown is right", _PERCENT, "high if it likes it"),
         "accuracy_less_markdown_right": Label("Accuracy, less markdown is right", _PERCENT, "low if it likes it"),
         "accuracy_similar_markdown": Label("Accuracy, similar markdown", _PERCENT, "no help from markdown"),
@@ -99,9 +103,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
         "saturated": Label(
             "Saturated pairs", _PERCENT, "margin above 5 temperatures, right or wrong: as sure as 99.3 % or more"
         ),
-        "saturated_wrong": Label(
-            "Wrong pairs that are saturated", _PERCENT, "of the wrong pairs"
-        ),
+        "saturated_wrong": Label("Wrong pairs that are saturated", _PERCENT, "of the wrong pairs"),
         "repeated_scores": Label("Repeated scores", _PERCENT, "completions whose exact score another text has too"),
         # checkpoints
         "shift": Label("Shift of the mean score", _SIGNED, "second less first"),
@@ -124,8 +126,8 @@ LABELS: Mapping[str, Label] = MappingProxyType(
         "flagged_prompt": Label("Same prompt", _PERCENT, "word for word"),
         "flagged_conversation": Label("Same prompt with a completion", _PERCENT, "word for word"),
         "flagged_completion": Label("Same completion", _PERCENT, "word for word, if it is as long as a run of words"),
-        "flagged_near_prompt": Label("Near duplicate of a prompt", _PERCENT, "most words are in runs of training"),
-        "flagged_near_completion": Label("Near duplicate of a completion", _PERCENT, "most words are in runs of training"),
+        "flagged_near_prompt": Label("Near duplicate of a prompt", _PERCENT, "most words are in common runs"),
+        "flagged_near_completion": Label("Near duplicate of a completion", _PERCENT, "most words are in common runs"),
         "any_run": Label("Any run of words in common", _PERCENT, "says little by itself"),
         "accuracy_clean": Label("Accuracy without duplicates", _PERCENT, "to be quoted if the next is higher"),
         "accuracy_flagged": Label("Accuracy of the duplicates", _PERCENT, "may be learnt by heart"),

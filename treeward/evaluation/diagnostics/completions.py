@@ -113,7 +113,9 @@ def collect_completions(scored: Sequence[ScoredExample]) -> Completions:
                 rows.append((score, one.lengths[j], place, prompts[i], i, j))
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 6)
     num_failed = sum(len(one.scores) for one in scored) - len(rows)
-    return Completions(*table[:, :3].T, *table[:, 3:].astype(np.int64).T, num_failed)
+    scores, lengths, places = table[:, :3].T
+    of_prompts, examples, completions = table[:, 3:].astype(np.int64).T
+    return Completions(scores, lengths, places, of_prompts, examples, completions, num_failed)
 
 
 def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
@@ -126,8 +128,9 @@ def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
             margin = math.nan if better is None or worse is None else better - worse
             rows.append((margin, one.lengths[a], one.lengths[b], prompts[i], i, a, b))
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 7)
+    margins, better, worse = table[:, :3].T
     whole = table[:, 3:].astype(np.int64)
-    return Pairs(*table[:, :3].T, whole[:, 0], whole[:, 1], whole[:, 2:])
+    return Pairs(margins, better, worse, whole[:, 0], whole[:, 1], whole[:, 2:])
 
 
 def prompt_numbers(examples: Sequence[EvalExample]) -> Integers:
@@ -234,7 +237,8 @@ def correlation_metric(x: Floats, y: Floats, prompts: Integers, name: str) -> Me
 def _correlation(rows_N2: Floats) -> float | None:
     if len(rows_N2) < 2 or (np.ptp(rows_N2, axis=0) == 0).any():
         return None
-    return float(np.corrcoef(rows_N2.T)[0, 1])
+    dx, dy = (rows_N2 - rows_N2.mean(axis=0)).T
+    return max(-1.0, min(1.0, float(dx @ dy) / math.sqrt(float(dx @ dx) * float(dy @ dy))))
 
 
 def completion_text(completion: Sequence[Message]) -> str:

@@ -5,10 +5,9 @@
     compare_overlap(scored, overlap).accuracy_clean   # accuracy without the flagged examples
 
 Texts are compared as words, letters and digits in lower case. Three kinds of duplicates are exact: a whole prompt,
-a whole conversation (prompt and completion), a whole completion of N words or more. Near duplicates are told by the share of a
-text's words that lie in a run of N = 13 words which the training data has too; from 70 % on a text is flagged. Near
-duplicates of prompts ignore system messages, which are the same everywhere: the same question after another system
-message is one, however short.
+a whole conversation (prompt and completion), a whole completion of N words or more. Near duplicates are texts with 70 %
+of their words or more in runs of N = 13 words that the training data has too. Near duplicates of prompts ignore system
+messages, which are the same everywhere: the same question after another system message is one, however short.
 
 N = 13 is that of GPT-3 (Brown et al. 2020, arXiv 2005.14165, appendix C), which takes a single common run for a hit;
 `any_run` is that number. The share of words in common runs, with a threshold, is the measure of Llama 3 (2024, arXiv
@@ -66,9 +65,9 @@ _KINDS = {
 class OverlapFlag:
     """What of one example is in the training data.
 
-    `prompt_coverage`: the share of the prompt's words in common runs; `completion_coverage`: of the completion with the largest
-    share. 1 for an exact duplicate. `kinds`: why it is flagged, none where it is not. `any_run`: whether any text of it
-    has a common run, or is an exact duplicate.
+    `prompt_coverage`: the share of the prompt's words in common runs; `completion_coverage`: of the completion with
+    the largest share. 1 for an exact duplicate. `kinds`: why it is flagged, none where it is not. `any_run`: whether
+    any text of it has a common run, or is an exact duplicate.
     """
 
     id: str
@@ -243,7 +242,7 @@ def words_of_text(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """The hashed words of a whole context, of its prompt (the context without system messages), and of its completions."""
+    """Hashed words of a context, of its prompt (the context without system messages) and of its completions."""
 
     context: Hashes
     prompt: Hashes
@@ -252,8 +251,7 @@ class _Texts:
     @classmethod
     def of(cls, context: Sequence[Message], completions: Iterable[Sequence[Message]]) -> _Texts:
         prompt = [message for message in context if message.get("role") != "system"]
-        completions = tuple(_hashed(completion) for completion in completions)
-        return cls(_hashed(context), _hashed(prompt), completions)
+        return cls(_hashed(context), _hashed(prompt), tuple(map(_hashed, completions)))
 
 
 class _Index:
@@ -282,7 +280,9 @@ class _Index:
         texts = self._texts[i]
         exact = {
             "prompt": self._has("context", texts.context),
-            "conversation": any(self._has("conversation", texts.context, completion) for completion in texts.completions),
+            "conversation": any(
+                self._has("conversation", texts.context, completion) for completion in texts.completions
+            ),
             "completion": any(self._is_exact(completion) for completion in texts.completions),
         }
         of_prompt = 1.0 if self._has("prompt", texts.prompt) else self._coverage(texts.prompt)

@@ -1,7 +1,7 @@
 """`statistics_of`: the numbers of any scored comparisons, over ordered pairs, and whether margins are probabilities.
 
-    statistics = statistics_of(scored, suite.summarize(scored))
-    statistics.pair_accuracy, statistics.auroc, statistics.ece, statistics.temperature
+statistics = statistics_of(scored, suite.summarize(scored))
+statistics.pair_accuracy, statistics.auroc, statistics.ece, statistics.temperature
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def describe_scores(
     completions, pairs = collect_completions(scored), collect_pairs(scored)
     scores, prompts = completions.scores, completions.prompts
     texts = _text_numbers(scored)
-    own_texts = [texts[key] for key in zip(completions.examples.tolist(), completions.completions.tolist(), strict=True)]
+    owners = zip(completions.examples.tolist(), completions.completions.tolist(), strict=True)
+    own_texts = np.array([texts[key] for key in owners], np.int64)
     there = np.isfinite(pairs.margins)
     margins, of_prompts = pairs.margins[there], pairs.prompts[there]
     differ = np.array(
@@ -65,7 +66,7 @@ def describe_scores(
         _noted(_share("saturated", saturated, of_prompts), assumed),
         _noted(_share("saturated_wrong", saturated[wrong], of_prompts[wrong]), assumed),
         _share("ties", (margins == 0)[differ], of_prompts[differ]),
-        _share("repeated_scores", _repeated(scores, np.array(own_texts, np.int64)), prompts),
+        _share("repeated_scores", _repeated(scores, own_texts), prompts),
     )
     subsets = np.array([one.example.subset for one in scored], dtype=object)[completions.examples]
     by_subset = {name: scores[subsets == name] for name in dict.fromkeys(one.example.subset for one in scored)}

@@ -31,7 +31,7 @@ Mask = NDArray[np.bool_]
 
 
 def strata_of(better: Floats, worse: Floats) -> tuple[Mask, Mask, Mask]:
-    """Pairs whose better completion has clearly more, clearly less, or about as much (`SIMILAR`); (P,) each, disjoint."""
+    """Disjoint masks (P,) of the pairs whose better completion has clearly more, clearly less, or about as much."""
     differences = better - worse
     similar = np.abs(differences) <= SIMILAR * np.maximum(better, worse)
     return (differences > 0) & ~similar, (differences < 0) & ~similar, similar

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from treeward.evaluation.diagnostics.replies import (
-    Replies,
+from treeward.evaluation.diagnostics.completions import (
+    Completions,
+    Pairs,
+    collect_completions,
     collect_pairs,
-    collect_replies,
-    correlation,
+    completion_text,
     correlation_metric,
     in_standard_deviations,
-    mid_ranks,
     regress_within_prompts,
+    shortened,
 )
-from treeward.evaluation.examples import EvalExample
+from treeward.evaluation.diagnostics.strata import stratify
 
 
 def clustered(seed: int, num_prompts: int = 25, slope: float = 0.7) -> tuple[Any, Any, Any]:
@@ -27,7 +28,7 @@ def clustered(seed: int, num_prompts: int = 25, slope: float = 0.7) -> tuple[Any
     sizes = rng.integers(2, 6, num_prompts)
     prompts = np.repeat(np.arange(num_prompts), sizes)
     features = rng.normal(size=(len(prompts), 2)) + 3 * rng.normal(size=num_prompts)[prompts, None]
-    # A slope of its own for each prompt: intervals that take replies for independent are too narrow.
+    # A slope of its own for each prompt: intervals that take completions for independent are too narrow.
     own_slopes = slope + rng.normal(size=num_prompts)[prompts]
     scores = 5 * rng.normal(size=num_prompts)[prompts] + own_slopes * features[:, 0] - 0.3 * features[:, 1]
     return scores + 0.2 * rng.normal(size=len(prompts)), features, prompts
@@ -52,42 +53,22 @@ def test_coefficients_and_intervals_are_those_of_the_formula() -> None:
     assert [metric.count for metric in got] == [len(scores)] * 2
 
 
-def test_intervals_hold_the_slope_where_lengths_are_skewed() -> None:
-    """A few long replies carry the slope and have the largest errors: CR1 holds it in 79 of 100 of these samples."""
-    hits, rng = 0, np.random.default_rng(3)
-    for _ in range(400):
-        prompts, lengths = np.repeat(np.arange(30), 2), rng.lognormal(0, 0.7, size=60)
-        scores = 0.5 * lengths + rng.normal(size=30)[prompts] + rng.normal(size=60) * (0.3 + lengths)
-        (slope,) = regress_within_prompts(scores, lengths[:, None], prompts, ["slope"])
-        assert slope.low is not None and slope.high is not None
-        hits += slope.low <= 0.5 <= slope.high
-    assert hits / 400 >= 0.89
-
-
-def test_a_slope_that_one_prompt_decides_has_no_interval() -> None:
-    prompts, lengths = np.array([0, 0, 1, 1, 2, 2]), np.array([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
-    (slope,) = regress_within_prompts(np.array([0.0, 1.0, 2.0, 1.0, 1.0, 3.0]), lengths[:, None], prompts, ["slope"])
-    assert slope.value == pytest.approx(0.5) and slope.low is None and slope.high is None
-
-
-def test_correlations_of_tiny_and_of_huge_numbers() -> None:
-    x = np.array([0.0, 1.0, 2.0, 4.0])
-    for scale in (1e-300, 1e300):
-        assert correlation(x, x * scale) == pytest.approx(1.0)
-        assert correlation(-x, x * scale) == pytest.approx(-1.0)
-
-
-def test_intervals_hold_the_slope_in_95_of_100_samples() -> None:
-    hits = 0
+def test_intervals_hold_the_slope_in_95_of_100_samples_and_nearly_where_lengths_are_skewed() -> None:
+    """Skewed: a few long completions carry the slope and have the largest errors; CR1 holds it in 79 of 100."""
+    hits, rng = {"normal": 0, "skewed": 0}, np.random.default_rng(3)
     for seed in range(400):
         scores, features, prompts = clustered(seed, num_prompts=40)
-        slope, _ = regress_within_prompts(scores, features, prompts, ["a", "b"])
-        assert slope.low is not None and slope.high is not None
-        hits += slope.low <= 0.7 <= slope.high
-    assert 0.92 <= hits / 400 <= 0.98
+        normal, _ = regress_within_prompts(scores, features, prompts, ["a", "b"])
+        prompts, lengths = np.repeat(np.arange(30), 2), rng.lognormal(0, 0.7, size=60)
+        scores = 0.5 * lengths + rng.normal(size=30)[prompts] + rng.normal(size=60) * (0.3 + lengths)
+        (skewed,) = regress_within_prompts(scores, lengths[:, None], prompts, ["slope"])
+        for name, metric, truth in (("normal", normal, 0.7), ("skewed", skewed, 0.5)):
+            assert metric.low is not None and metric.high is not None
+            hits[name] += metric.low <= truth <= metric.high
+    assert 0.92 <= hits["normal"] / 400 <= 0.98 and hits["skewed"] / 400 >= 0.89
 
 
-def test_what_a_prompt_adds_to_all_its_replies_changes_nothing_and_neither_do_lone_replies() -> None:
+def test_what_a_prompt_adds_to_all_its_completions_changes_nothing_and_neither_do_lone_ones() -> None:
     scores, features, prompts = clustered(2)
     want = regress_within_prompts(scores, features, prompts, ["a", "b"])
     shifted = scores + np.random.default_rng(0).normal(size=100)[prompts] * 50
@@ -99,28 +80,23 @@ def test_what_a_prompt_adds_to_all_its_replies_changes_nothing_and_neither_do_lo
         assert one.count == other.count
 
 
-def test_what_cannot_be_told_has_no_value() -> None:
+def test_coefficients_that_the_data_do_not_determine_have_no_value() -> None:
     scores, features, prompts = clustered(3)
     constant = np.column_stack([features[:, 0], prompts.astype(float)])
     slope, of_prompt = regress_within_prompts(scores, constant, prompts, ["slope", "of_prompt"])
-    alone = regress_within_prompts(scores, features[:, :1], prompts, ["slope"])[0]
-    assert slope.value == pytest.approx(alone.value)
+    assert slope.value == pytest.approx(regress_within_prompts(scores, features[:, :1], prompts, ["slope"])[0].value)
     assert of_prompt.value is None and "does not vary" in str(of_prompt.note)
     twice = np.column_stack([features[:, 0], 2 * features[:, 0]])
     assert [metric.value for metric in regress_within_prompts(scores, twice, prompts, ["a", "b"])] == [None, None]
     nothing = regress_within_prompts(np.zeros(0), np.zeros((0, 1)), np.zeros(0, dtype=np.int64), ["a"])[0]
     assert (nothing.value, nothing.count) == (None, 0)
-    lone = regress_within_prompts(np.array([1.0, 2.0]), np.array([[1.0], [2.0]]), np.array([0, 1]), ["a"])[0]
-    assert lone.value is None
-    one_prompt = regress_within_prompts(
-        np.array([1.0, 2.0, 4.0]), np.array([[1.0], [2.0], [3.0]]), np.array([0, 0, 0]), ["a"]
-    )[0]
-    assert one_prompt.value == pytest.approx(1.5)
-    assert (one_prompt.low, one_prompt.high) == (None, None)
+    decided, lengths = np.array([0, 0, 1, 1, 2, 2]), np.array([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
+    (by_one,) = regress_within_prompts(np.array([0.0, 1.0, 2.0, 1.0, 1.0, 3.0]), lengths[:, None], decided, ["slope"])
+    assert by_one.value == pytest.approx(0.5) and by_one.low is None and by_one.high is None
 
 
 @pytest.mark.parametrize("num_prompts", [2, 9, 10])
-def test_few_prompts_have_no_interval_and_it_is_said(num_prompts: int) -> None:
+def test_few_prompts_have_no_interval_and_the_note_says_so(num_prompts: int) -> None:
     rng = np.random.default_rng(3)
     prompts = np.repeat(np.arange(num_prompts), 3)
     x = rng.normal(size=3 * num_prompts)
@@ -135,18 +111,18 @@ def test_few_prompts_have_no_interval_and_it_is_said(num_prompts: int) -> None:
             assert metric.low is not None and metric.high is not None and "few" not in str(metric.note)
 
 
-def test_replies_and_pairs_of_examples(make_example: Any, score_with: Any) -> None:
+def test_completions_and_pairs_of_examples(make_example: Any, score_with: Any) -> None:
     examples = [
         make_example("a", "one", ["x", "yyyy", "zz"], ranks=[2, 0, 2]),
         make_example("b", "two", ["same", "rank"], ranks=[1, 1]),
         make_example("c", "one", ["w", "vv"]),
     ]
     scored = score_with(examples, lambda context, text: None if text == "w" else float(len(text)))
-    replies, pairs = collect_replies(scored), collect_pairs(scored)
-    assert replies.places.tolist() == [1, 0, 1, 0.5, 0.5, 1]
-    assert replies.prompts.tolist() == [0, 0, 0, 1, 1, 0]  # "c" asks what "a" does
-    assert (replies.examples.tolist(), replies.completions.tolist()) == ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 1])
-    assert replies.num_failed == 1
+    found, pairs = collect_completions(scored), collect_pairs(scored)
+    assert found.places.tolist() == [1, 0, 1, 0.5, 0.5, 1]
+    assert found.prompts.tolist() == [0, 0, 0, 1, 1, 0]  # "c" asks what "a" does
+    assert (found.examples.tolist(), found.completions.tolist()) == ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 1])
+    assert found.num_failed == 1
     assert pairs.sides.tolist() == [[1, 0], [1, 2], [0, 1]]
     assert pairs.margins.tolist()[:2] == [3, 2] and np.isnan(pairs.margins[2])
     assert (pairs.outcomes.tolist(), pairs.num_failed) == ([1, 1, 0], 1)
@@ -154,35 +130,53 @@ def test_replies_and_pairs_of_examples(make_example: Any, score_with: Any) -> No
     assert collect_pairs([]).margins.shape == (0,) and collect_pairs([]).sides.shape == (0, 2)
 
 
-def test_correlations_are_pearsons_and_spearmans() -> None:
+def test_correlations_are_pearsons_with_fishers_interval() -> None:
     rng = np.random.default_rng(5)
     x = rng.integers(0, 6, 80).astype(float)
     y = x + rng.normal(size=80)
-    assert correlation(x, y) == pytest.approx(stats.pearsonr(x, y).statistic)
-    assert correlation(mid_ranks(x), mid_ranks(y)) == pytest.approx(stats.spearmanr(x, y).statistic)
-    assert correlation(x, np.full(80, 0.1)) is None and correlation(x[:1], y[:1]) is None
     metric = correlation_metric(x, y, np.arange(80), "r")
-    fisher = stats.pearsonr(x, y).confidence_interval(0.95)
+    known = stats.pearsonr(x, y)
+    fisher = known.confidence_interval(0.95)
+    assert metric.value == pytest.approx(known.statistic)
     assert metric.low == pytest.approx(fisher.low, abs=0.06) and metric.high == pytest.approx(fisher.high, abs=0.06)
+    assert correlation_metric(x, np.full(80, 0.1), np.arange(80), "r").value is None
 
 
-def test_a_slope_in_standard_deviations_does_not_know_the_scale() -> None:
+def test_a_slope_in_standard_deviations_does_not_depend_on_the_scale() -> None:
     scores, features, prompts = clustered(4)
     found = []
     for scale in (1.0, 40.0):
         whole = np.arange(len(scores))
-        replies = Replies(scale * scores, features[:, 0], features[:, 1], prompts, whole, whole, 0)
-        slope, _ = regress_within_prompts(replies.scores, features, prompts, ["a", "b"])
-        found.append(in_standard_deviations(slope, replies, "relative"))
+        completions = Completions(scale * scores, features[:, 0], features[:, 1], prompts, whole, whole, 0)
+        slope, _ = regress_within_prompts(completions.scores, features, prompts, ["a", "b"])
+        found.append(in_standard_deviations(slope, completions, "relative"))
     assert found[0].value == pytest.approx(found[1].value) and found[0].low == pytest.approx(found[1].low)
     spread = np.concatenate([scores[prompts == p] - scores[prompts == p].mean() for p in np.unique(prompts)])
     std = np.sqrt((spread**2).sum() / (len(scores) - len(np.unique(prompts))))
     assert found[0].value == pytest.approx(regress_within_prompts(scores, features, prompts, "ab")[0].value / std)
 
 
-def test_content_in_parts_is_read() -> None:
-    example = EvalExample("a", "s", (), (({"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},),), (0,))
-    from treeward.evaluation.diagnostics.replies import reply_text, shortened
+def test_a_shared_prompt_does_not_make_a_stratum_that_is_all_right_certain() -> None:
+    """30 pairs whose better completion is longer, all right, and 30 whose better one is shorter, 29 of them right."""
+    better, worse, names = (
+        np.repeat([200.0, 50.0], 30),
+        np.full(60, 100.0),
+        ("share", "more", "less", "same", "gap", "mean"),
+    )
+    margins, sides = np.array([1.0] * 59 + [-1.0]), np.tile([0, 1], (60, 1))
+    apart, shared = (
+        stratify(pairs, better, worse, names)
+        for prompts in ([*range(60)], [*range(59), 0])
+        for pairs in [Pairs(margins, better, worse, np.array(prompts), np.arange(60), sides)]
+    )
+    # Resampling alone can hardly make the 59 right ones wrong, and says 0.95 and more.
+    for name, value in (("mean", 59 / 60), ("gap", 1 / 30)):
+        one, other = apart[name], shared[name]
+        assert one.value == other.value == pytest.approx(value)
+        assert one.low is not None and one.high is not None and other.low is not None and other.high is not None
+        assert other.low <= one.low + 0.01 and other.high >= one.high - 0.01
 
-    assert reply_text(example.completions[0]) == "Hi"
+
+def test_content_in_parts_is_read() -> None:
+    assert completion_text(({"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},)) == "Hi"
     assert shortened("a" * 10, 10) == "a" * 10 and shortened("a" * 11, 10) == "a" * 9 + "…"

@@ -1,10 +1,12 @@
-"""Examples for the diagnostics: the bundled data, and pairs made of numbers."""
+"""Examples for the tests of an evaluation: the bundled data, and pairs made of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from treeward.config.data import DatasetConfig
@@ -43,13 +45,13 @@ def bundled() -> Callable[[str], list[EvalExample]]:
 
 @pytest.fixture(scope="session")
 def make_example() -> Callable[..., EvalExample]:
-    """An example of a prompt and replies as texts, best first unless `ranks` says otherwise."""
+    """An example of a prompt and completions as texts, best first unless `ranks` says otherwise."""
 
     def make(
-        id: str, prompt: str, replies: Sequence[str], ranks: Sequence[int] | None = None, subset: str = "s"
+        id: str, prompt: str, texts: Sequence[str], ranks: Sequence[int] | None = None, subset: str = "s"
     ) -> EvalExample:
         return EvalExample(
-            id, subset, (user(prompt),), tuple((assistant(r),) for r in replies), tuple(ranks or range(len(replies)))
+            id, subset, (user(prompt),), tuple((assistant(t),) for t in texts), tuple(ranks or range(len(texts)))
         )
 
     return make
@@ -57,7 +59,7 @@ def make_example() -> Callable[..., EvalExample]:
 
 @pytest.fixture(scope="session")
 def score_with() -> Callable[..., list[ScoredExample]]:
-    """Examples scored by a function of the context's messages and the reply's text; None is a failure."""
+    """Examples scored by a function of the context's messages and the completion's text; None is a failure."""
 
     def score(
         examples: Sequence[EvalExample], function: Callable[[Sequence[Any], str], float | None]
@@ -71,3 +73,26 @@ def score_with() -> Callable[..., list[ScoredExample]]:
         return found
 
     return score
+
+
+@pytest.fixture(scope="session")
+def normal_scores(make_example: Any) -> list[ScoredExample]:
+    """Two subsets of 60 and 30 pairs, normal scores around 0 and around 5."""
+    rng = np.random.default_rng(0)
+    found = []
+    for i in range(90):
+        subset, middle = ("low", 0.0) if i % 3 else ("high", 5.0)
+        example = make_example(str(i), f"prompt {i}", [f"good {i}", f"bad {i}"], subset=subset)
+        scores = tuple(float(score) for score in rng.normal(middle, 2.0, 2))
+        found.append(ScoredExample(example, scores, (6, 5), (9, 9)))
+    return found
+
+
+@pytest.fixture(scope="session")
+def rescored() -> Callable[..., list[ScoredExample]]:
+    """Examples with a function of each score in its place."""
+
+    def change(scored: Sequence[ScoredExample], function: Callable[[Any], float | None]) -> list[ScoredExample]:
+        return [replace(one, scores=tuple(function(score) for score in one.scores)) for one in scored]
+
+    return change
