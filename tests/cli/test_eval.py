@@ -12,7 +12,6 @@ import pytest
 
 from treeward.cli.main import main
 from treeward.config.reward_shaping import RewardShapingConfig
-from treeward.evaluation import running
 from treeward.model.contract import read_contract, write_contract
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
@@ -110,33 +109,49 @@ def test_shaped_rewards_and_ensembles_are_ranked_and_said_to_be(
     other = tmp_path / "other"
     other.symlink_to(model_folder)
 
-    def rows(*words: str) -> tuple[str, list[dict[str, Any]]]:
-        assert main(["eval", *words, "--data", str(data), "--output", str(output)]) == 0
-        (result,) = json.loads((output / "results.json").read_text())["results"]
-        file = output / result["model"] / "held_out" / "examples.jsonl"
+    def rows(folder: str, *words: str) -> tuple[str, list[dict[str, Any]]]:
+        assert main(["eval", *words, "--data", str(data), "--output", str(output / folder)]) == 0
+        (result,) = json.loads((output / folder / "results.json").read_text())["results"]
+        file = output / folder / result["model"] / "held_out" / "examples.jsonl"
         return result["model"], [json.loads(line) for line in file.read_text().splitlines()]
 
-    name, plain = rows(str(model_folder))
-    shaped_name, shaped = rows(str(model_folder), "--shaping", "{length_penalty: {coefficient: 10, threshold: 0}}")
+    name, plain = rows("plain", str(model_folder))
+    penalty = "{length_penalty: {coefficient: 10, threshold: 0}}"
+    shaped_name, shaped = rows("shaped", str(model_folder), "--shaping", penalty)
     assert shaped_name == f"{name}-shaped"
     for before, after in zip(plain, shaped, strict=True):
         want = [score - 10 * length for score, length in zip(before["scores"], before["lengths"], strict=True)]
         assert after["scores"] == pytest.approx(want, abs=1e-4) and after["outcome"] == "right"  # the shorter is
-    report = json.loads((output / "report.json").read_text())
+    report = json.loads((output / "shaped" / "report.json").read_text())
     assert "rewards, shaped by {length_penalty: {coefficient: 10.0, threshold: 0.0}}" in report["subtitle"]
     # Other shapings and other members are never mixed with rows that are there.
-    words = ["eval", "--data", str(data), "--output", str(output), str(model_folder)]
-    assert main([*words, "--shaping", "{length_penalty: {coefficient: 9}}"]) == 2
-    assert "another model" in capsys.readouterr().err
+    words = ["eval", "--data", str(data), str(model_folder)]
+    shaping = ["--shaping", "{length_penalty: {coefficient: 9}}", "--output", str(output / "shaped")]
+    assert main([*words, *shaping]) == 2
+    assert "another shaping" in capsys.readouterr().err
     ensemble = "{method: uncertainty, uncertainty_coefficient: 4, standardize: true, means: [0, 1], stds: [1, 2]}"
-    ensemble_name, joined = rows(str(model_folder), str(other), "--ensemble", ensemble)
-    assert ensemble_name == f"uncertainty-of-{name}-other" and len(list(output.glob("*/held_out"))) == 3
+    ensemble_name, joined = rows("ensemble", str(model_folder), str(other), "--ensemble", ensemble)
+    assert ensemble_name == f"uncertainty-of-{name}-other"
     for before, after in zip(plain, joined, strict=True):
         members = [(score, (score - 1) / 2) for score in before["scores"]]
         want = [(a + b) / 2 - 4 * ((a - b) / 2) ** 2 for a, b in members]
         assert after["scores"] == pytest.approx(want, abs=1e-4)
-    assert main([*words, str(other), "--ensemble", ensemble.replace("[0, 1]", "[0, 2]")]) == 2
-    assert "another model" in capsys.readouterr().err
+    changed = [str(other), "--ensemble", ensemble.replace("[0, 1]", "[0, 2]"), "--output", str(output / "ensemble")]
+    assert main([*words, *changed]) == 2
+    assert "another ensemble" in capsys.readouterr().err
+
+
+def test_other_data_into_a_folder_with_results_is_refused(
+    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(model_folder), "--output", str(tmp_path / "eval"), "--data"]
+    first, other = (str(write_rows(f"{name}.jsonl", ROWS[:4])) for name in ("first", "other"))
+    assert main([*words, first]) == 0
+    assert main([*words, other]) == 2
+    assert "would drop from its report" in capsys.readouterr().err
+    assert main([*words, first, "--data", other]) == 0
+    results = json.loads((tmp_path / "eval" / "results.json").read_text())["results"]
+    assert [one["suite"] for one in results] == ["first", "other"]
 
 
 def test_running_statistics_of_a_contract_are_refused_too(
@@ -262,34 +277,3 @@ def test_rows_of_a_suite_that_are_given_as_data_are_known(
     assert main(["eval", str(model_folder), "--data", str(data)]) == 2
     assert f"--suite llmbar={data}" in capsys.readouterr().err
     assert main(["eval", str(model_folder), "--suite", f"llmbar={data}"]) == 0
-
-
-def test_what_takes_long_says_how_far_it_is_without_a_terminal(
-    model_folder: Path,
-    write_rows: Write,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(running, "_LINE_SECONDS", 0.0)
-    caplog.set_level("INFO", "treeward")
-    data = write_rows("d.jsonl", ROWS)
-    answers = [{"prompt": "How many?", "responses": ["Two.", "None at all."], "gold_scores": [1, 0]} for _ in range(3)]
-    samples = write_rows("samples.jsonl", answers)
-    words = {
-        "eval": ["--data", str(data)],
-        "calibrate": ["--data", str(data), "--output", str(tmp_path / "constants.json")],
-        "score": ["--data", str(data), "--output", str(tmp_path / "scores.jsonl")],
-    }
-    wanted = {
-        "eval": " on d: 30 of 30 examples",
-        "calibrate": "calibrating: 30 comparisons",
-        "score": "scoring: 30 rows",
-    }
-    for verb, more in words.items():
-        caplog.clear()
-        assert main([verb, str(model_folder), *more]) == 0
-        assert wanted[verb] in caplog.text, verb
-    caplog.clear()
-    assert main(["bon", "--proxy", str(model_folder), "--data", str(samples)]) == 0
-    assert ": 3 of 3 prompts" in caplog.text

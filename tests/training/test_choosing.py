@@ -31,7 +31,7 @@ def evaluated(outcome: TrainingOutcome, config: DatasetConfig, perturbations: in
     """The numbers of `treeward eval` of an exported model on a set."""
     scorer = Scorer.load(str(outcome.model_folder), device="cpu")
     suite = PreferenceSuite("held_out", config)
-    candidate = Candidate("model", lambda: (scorer, "model"))
+    candidate = Candidate("model", lambda: (scorer, {"model": "model"}))
     (summary,) = run_evaluation([candidate], [(suite, None)], num_perturbations=perturbations).summaries
     metrics = [*summary.statistics.metrics(), *summary.length.metrics()]
     if summary.perturbations is not None:
