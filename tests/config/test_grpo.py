@@ -9,7 +9,7 @@ from treeward.config import load_config, load_grpo_config, save_config
 from treeward.config.checkpointing import GRPO_METRICS, GRPOCheckpointingConfig, parse_grpo_metric_name
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig, WatchConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig, LoraConfig
-from treeward.data.prompt_files import Prompts
+from treeward.data.prompt_files import PromptFiles
 from treeward.errors import ConfigError
 from treeward.rl.advantages import AdvantageSettings
 from treeward.rl.watch import WatchSettings
@@ -53,7 +53,7 @@ def wrong(section, **keys):
 
 
 def test_the_shipped_prompt_is_a_template_that_asks_for_a_box():
-    prompts = Prompts.load(str(ROOT / "examples" / "prompts" / "cot.txt"), None)
+    prompts = PromptFiles.load(str(ROOT / "examples" / "prompts" / "cot.txt"), None)
     asked = prompts.template.format("What is {1} + 1?")
     assert "What is {1} + 1?" in asked and "\\boxed{" in asked and "{{" not in asked
 

@@ -275,7 +275,6 @@ def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.Mo
     assert (train.completions[0].messages[0], held.completions[0].messages[0]) == (assistant("one"), assistant("two"))
     assert set(HelpSteer3().formatted_ds) == {"train", "validation"}
     assert HelpSteer3().formatted_ds["validation"][0]["completions"][0]["completion"] == [assistant("two")]
-    assert set(Tulu3Preference().formatted_ds) == {"train"}
     with pytest.raises(ConfigError, match="no data of its own for validation"):
         open_dataset(DatasetConfig(dataset_name="Tulu3Preference", name="default"))
     calls.clear()
@@ -430,14 +429,6 @@ def test_classes_offer_the_contract(tmp_path: Path) -> None:
         PreferenceDataset()
     with pytest.raises(ConfigError, match="contradict"):
         PreferenceDataset(train, data_path=held)
-
-
-def test_formatted_ds_is_lazy(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", rank_row(), {"context": []})
-    rows = PreferenceDataset(path).formatted_ds["train"]
-    assert next(iter(rows))["context"] == [user("2 + 2?")]
-    with pytest.raises(DataError, match="a.jsonl:2"):
-        len(rows)
 
 
 def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from treeward.config.data import DatasetConfig
-from treeward.data import non_contextual
+from treeward.data import datasets
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import EncodedDataset, encode_dataset
 from treeward.data.preference import Preference
@@ -46,7 +46,7 @@ def text(preference: Preference) -> str | None:
 
 @pytest.mark.parametrize("window", [5, 4096])
 def test_it_is_a_good_answer_to_another_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    monkeypatch.setattr(non_contextual, "_WINDOW", window)
+    monkeypatch.setattr(datasets, "_WINDOW", window)
     rows = [row(f"question {n // 2}", [f"good {n}", f"fair {n}", f"bad {n}"]) for n in range(40)]
     drawn = [text(preference) for preference in opened(tmp_path, rows)]
     for n, answer in enumerate(drawn):

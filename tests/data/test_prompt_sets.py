@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.prompt_files import Prompts
+from treeward.data.prompt_files import PromptFiles
 from treeward.data.prompt_rows import from_prompt_row, from_response_row
 from treeward.data.prompt_sets import (
     _PROMPT_DATASETS,
@@ -237,7 +237,7 @@ def test_prompt_files_are_applied_once(tmp_path: Path) -> None:
     asked = ({"role": "system", "content": "You do sums."}, user("Think, then \\boxed{}.\nWhat is 2 + 3?"))
     (prompt,) = opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, **files)
     assert prompt.messages == asked
-    prompts = Prompts.load(files["prompt_file"], files["system_prompt_file"])
+    prompts = PromptFiles.load(files["prompt_file"], files["system_prompt_file"])
     processed = math_hf_data_processor(OPEN_MATH, "row", prompts=prompts)
     assert processed == Prompt(asked, {"ground_truth": "5"}, "row")
     hf = {"messages": [user(OPEN_MATH["problem"]), assistant("5")], "task_name": "math"}

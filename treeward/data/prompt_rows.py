@@ -1,27 +1,26 @@
-"""From one row, in each of the formats that prompts come in, to a `Prompt`.
+"""`Prompt`, and the formats of rows that become one.
 
     from_prompt_row({"prompt": "2 + 2?", "ground_truth": "4"}, "train.jsonl:1")
-    math_hf_data_processor({"problem": "2 + 2?", "expected_answer": "4"}, "train.jsonl:1", prompts=prompts)
+    math_hf_data_processor({"problem": "2 + 2?", "expected_answer": "4"}, "train.jsonl:1", prompts=files)
 
-Each function is pure, and raises `DataError` naming the place, the row's own key, what was found and the fix. What a
-row says beside the prompt is the prompt's `info`, under the keys that environments read: `ground_truth`,
-`reference_answers`, `environment`.
+Each function is pure, and raises `DataError` naming the place, the row's own key, what was found and the fix. The other
+columns of a row are the prompt's `info`, under the keys that environments read: `ground_truth`, `reference_answers`,
+`environment`.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treeward.data.preference import Message, as_messages, last_text
-from treeward.data.prompt_files import Prompts
+from treeward.data.preference import Message, as_messages, last_text, required
+from treeward.data.prompt_files import PromptFiles
 from treeward.data.responses_items import messages_of_input
 from treeward.errors import DataError
 
-__all__ = ["Prompt", "check_asks", "from_prompt_row", "from_response_row", "math_hf_data_processor"]
+__all__ = ["Prompt", "check_prompt", "from_prompt_row", "from_response_row", "math_hf_data_processor"]
 
 _PROMPT_KEYS = ("responses_create_params", "messages", "prompt", "context")
 _ENVIRONMENT_KEYS = ("environment", "env_name")
@@ -29,9 +28,8 @@ _ENVIRONMENT_KEYS = ("environment", "env_name")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked. `info`: what environments need to know (ground truth, reference answers, the environment's name).
-
-    `where`: file and line, for errors.
+    """The messages that a policy completes. `info`: for environments (ground truth, reference answers, the
+    environment's name). `where`: file and line, for errors.
     """
 
     messages: tuple[Message, ...]
@@ -49,23 +47,22 @@ def from_prompt_row(
     - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses API.
 
     `ground_truth` is the row's own, under `answer_key` if that is given, or verl's `reward_model.ground_truth`, or the
-    reference answer. `environment` or `env_name` is the environment. What verl has in `extra_info`, and every other
-    column with a value, is in `info` under its own name.
+    reference answer. `environment` or `env_name` is the environment. The entries of verl's `extra_info`, and every
+    other column with a value, are in `info` under their own names.
     """
     given = {key: value for key, value in values.items() if value is not None}
     key = _prompt_key(values, where) if prompt_key is None else prompt_key
-    value = _required(values, key, where, "the key of the prompt, which input_key names")
-    reference: Message | None = None
+    value = required(values, key, where, "the key of the prompt, which input_key names")
+    info, reference = _columns(given, key), None
     if key == "responses_create_params":
         messages, kept = _messages_of_request(value, where)
+        info |= kept
     else:
-        messages, kept = as_messages(value, key, "user", where), {}
+        messages = as_messages(value, key, "user", where)
         if key == "messages" and messages[-1]["role"] == "assistant":
-            *asked, reference = messages
-            messages = tuple(asked)
-    info = _columns(given, key) | kept
+            messages, reference = messages[:-1], messages[-1]
     if answer_key is not None:
-        info["ground_truth"] = _required(values, answer_key, where, "the key of the answer, which output_key names")
+        info["ground_truth"] = required(values, answer_key, where, "the key of the answer, which output_key names")
     elif "ground_truth" not in info:
         verl = given.get("reward_model")
         truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
@@ -76,7 +73,7 @@ def from_prompt_row(
     if reference is not None and "reference_answers" not in info:
         text = reference.get("content")
         info["reference_answers"] = [text if isinstance(text, str) else [reference]]
-    return Prompt(check_asks(messages, key, where), info, where)
+    return Prompt(check_prompt(messages, key, where), info, where)
 
 
 def from_response_row(
@@ -90,11 +87,11 @@ def from_response_row(
     if values.get(input_key) is None and values.get("messages") is not None:
         return from_prompt_row(values, where, prompt_key="messages")
     given = {key: value for key, value in values.items() if value is not None}
-    question = _required(values, input_key, where, "a question: input_key names the key that holds it")
-    messages = check_asks(as_messages(question, input_key, "user", where), input_key, where)
+    question = required(values, input_key, where, "a question: input_key names the key that holds it")
+    messages = check_prompt(as_messages(question, input_key, "user", where), input_key, where)
     info = {key: value for key, value in _columns(given, input_key).items() if key != output_key}
     need = "an answer: output_key names the key that holds it; for rows without one use dataset_name: PromptDataset"
-    info["ground_truth"] = answer = _truth(_required(values, output_key, where, need), output_key, where)
+    info["ground_truth"] = answer = _truth(required(values, output_key, where, need), output_key, where)
     if isinstance(answer, str):
         info.setdefault("reference_answers", [answer])
     return Prompt(messages, info, where)
@@ -104,7 +101,7 @@ def math_hf_data_processor(
     values: Mapping[str, Any],
     where: str,
     *,
-    prompts: Prompts | None = None,
+    prompts: PromptFiles | None = None,
     problem_key: str = "problem",
     answer_key: str = "expected_answer",
 ) -> Prompt:
@@ -115,60 +112,40 @@ def math_hf_data_processor(
     """
     if values.get(problem_key) is None and values.get("messages") is not None:
         read = from_prompt_row({"messages": values["messages"]}, where)
-        messages, truth = read.messages, _required(read.info, "ground_truth", where, "a last message with the answer")
+        messages, truth = read.messages, required(read.info, "ground_truth", where, "a last message with the answer")
     else:
-        problem = _required(values, problem_key, where, "the text of a problem")
+        problem = required(values, problem_key, where, "the text of a problem")
         if not isinstance(problem, str):
             raise DataError("a problem is not text", where=where, field=problem_key, got=problem, need="a text")
-        messages = check_asks(({"role": "user", "content": problem},), problem_key, where)
-        truth = _truth(_required(values, answer_key, where, "the expected answer"), answer_key, where)
+        messages = check_prompt(({"role": "user", "content": problem},), problem_key, where)
+        truth = _truth(required(values, answer_key, where, "the expected answer"), answer_key, where)
     return Prompt(messages if prompts is None else prompts.complete(messages, where), {"ground_truth": truth}, where)
 
 
-def check_asks(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
+def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
     """The messages, which must ask something: the last is not the assistant's, and says something.
 
     Instructions (`system`, `developer`) alone ask nothing.
     """
     given: Any = messages  # a dataset's own code may have made it
     if isinstance(given, str) or not all(isinstance(one, Mapping) and "role" in one for one in given):
-        raise DataError(
-            "the prompt is not messages", where=where, field=field, got=messages, need='{"role": ..., "content": ...}'
-        )
-    last = messages[-1] if messages else None
-    if last is None:
-        raise DataError(
-            "nothing comes before the answer",
-            where=where,
-            field=field,
-            got="no message but one of the assistant",
-            need="a message that is to be answered",
-            fix="remove the row",
-        )
-    if last["role"] == "assistant":
-        raise DataError(
-            "the prompt ends with a message of the assistant",
-            where=where,
-            field=field,
-            got="roles " + " > ".join(str(message["role"]) for message in messages),
-            need="a conversation that ends with what is to be answered",
-            fix="remove the answer, or give the conversation as messages: its last message is the reference answer",
-        )
-    if all(message["role"] in ("system", "developer") for message in messages):
-        raise DataError(
-            "the prompt asks nothing",
-            where=where,
-            field=field,
-            got="roles " + " > ".join(str(message["role"]) for message in messages),
-            need="a message of the user",
-            fix="add what is asked, or remove the row",
-        )
-    content = last.get("content")
-    if not content or (isinstance(content, str) and not content.strip()):
-        raise DataError(
-            "the prompt asks nothing", where=where, field=field, got=content, need="a text", fix="remove the row"
-        )
-    return tuple(messages)
+        need = '{"role": ..., "content": ...}'
+        raise DataError("the prompt is not messages", where=where, field=field, got=messages, need=need)
+    roles = [str(message["role"]) for message in messages]
+    got: Any = "roles " + " > ".join(roles)
+    content = messages[-1].get("content") if messages else None
+    if not messages:
+        summary, got, need = "nothing comes before the answer", "no message but one of the assistant", "a prompt"
+    elif roles[-1] == "assistant":
+        summary = "the prompt ends with a message of the assistant"
+        need = "a conversation that ends with a question; given as messages, its last message is the reference answer"
+    elif set(roles) <= {"system", "developer"}:
+        summary, need = "the prompt asks nothing", "a message of the user"
+    elif not content or (isinstance(content, str) and not content.strip()):
+        summary, got, need = "the prompt asks nothing", content, "a text"
+    else:
+        return tuple(messages)
+    raise DataError(summary, where=where, field=field, got=got, need=need, fix="mend or remove the row")
 
 
 def _prompt_key(values: Mapping[str, Any], where: str) -> str:
@@ -176,34 +153,28 @@ def _prompt_key(values: Mapping[str, Any], where: str) -> str:
     if found[:1] == ["responses_create_params"] or len(found) == 1:
         return found[0]
     empty = [key for key in _PROMPT_KEYS if key in values]
-    if not found and empty:
+    if found:
         raise DataError(
-            "the row asks nothing",
+            "the row has several prompts",
             where=where,
-            field=empty[0],
-            got=", ".join(f"{key}: null" for key in empty),
-            need="a text, or messages",
-            fix="add what is asked, or remove the row",
+            got=" and ".join(found),
+            need="one of them",
+            fix="set input_key to the one that is the prompt",
         )
-    if not found:
-        raise DataError(
-            "the row asks nothing",
-            where=where,
-            got=f"keys {sorted(str(key) for key, value in values.items() if value is not None)}",
-            need=f"one of {', '.join(_PROMPT_KEYS)}",
-            fix="set input_key to the key of the prompt; for questions with answers use dataset_name: ResponseDataset",
-        )
+    keys = sorted(str(key) for key, value in values.items() if value is not None)
     raise DataError(
-        "the row has several prompts",
+        "the row asks nothing",
         where=where,
-        got=" and ".join(found),
-        need="one of them",
-        fix="set input_key to the one that is the prompt",
+        field=empty[0] if empty else None,
+        got=", ".join(f"{key}: null" for key in empty) or f"keys {keys}",
+        need=f"one of {', '.join(_PROMPT_KEYS)}",
+        fix="set input_key to the key of the prompt, or remove the row; for questions with answers use dataset_name: "
+        "ResponseDataset",
     )
 
 
 def _messages_of_request(request: Any, where: str) -> tuple[tuple[Message, ...], dict[str, Any]]:
-    """The messages, and what else the request says (its tools, its temperature) under its own name."""
+    """The messages, and the request's other settings (its tools, its temperature) under its own name."""
     field = "responses_create_params"
     if not isinstance(request, Mapping):
         raise DataError("the request is not an object", where=where, field=field, got=request, need='{"input": ...}')
@@ -219,7 +190,7 @@ def _messages_of_request(request: Any, where: str) -> tuple[tuple[Message, ...],
 
 
 def _columns(given: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
-    """What a row says beside its prompt."""
+    """The row's columns beside its prompt."""
     own = {key: value for key, value in given.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS, "extra_info")}
     chosen = next((given[key] for key in _ENVIRONMENT_KEYS if key in given), None)
     if chosen is not None:
@@ -228,22 +199,6 @@ def _columns(given: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
     if isinstance(extra, Mapping):
         return {key: value for key, value in extra.items() if value is not None} | own
     return own if extra is None else own | {"extra_info": extra}
-
-
-def _required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
-    value = values.get(key)
-    if value is None:
-        there = sorted(str(name) for name, one in values.items() if one is not None)
-        near = difflib.get_close_matches(key, there, n=1)
-        raise DataError(
-            f"the row has no {key}",
-            where=where,
-            field=key,
-            got="null" if key in values else f"keys {there}",
-            need=need,
-            fix=f"is it {near[0]}?" if near else "mend or remove the row",
-        )
-    return value
 
 
 def _truth(value: Any, key: str, where: str) -> Any:

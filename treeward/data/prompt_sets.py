@@ -1,8 +1,8 @@
 """`PromptSet`: prompts for reinforcement learning, from the `data` section of a config.
 
     prompts = open_prompts(PromptSetConfig(dataset_name="OpenMathInstruct-2", prompt_file="cot.txt", env_name="math"))
-    prompts[0].messages, prompts[0].info          # what is asked, and what environments are told: {"ground_truth": ...}
-    prompts.counts.summary()                      # what was read, kept and held out
+    prompts[0].messages, prompts[0].info          # the conversation, and for environments: {"ground_truth": ...}
+    prompts.counts.summary()                      # prompts that were read, kept and held out
 
 Prompts are messages: the policy's template renders them for the policy, a reward model's own for the reward model. A
 dataset says how its rows are read, and may bring its own data:
@@ -14,8 +14,8 @@ dataset says how its rows are read, and may bring its own data:
         def to_prompt(self, row: Row) -> Prompt:
             return from_response_row(row.values, row.where, input_key="question", output_key="solution")
 
-A class may also be named by its dotted path, and then needs no base class: see `treeward.data.custom`. Its rows are
-read as those of `PromptDataset`, or are `Prompt`s. Prompts are held in memory, about a kilobyte each.
+The config may also name a class by its dotted path, which then needs no base class: see `treeward.data.registry`. Its
+rows are read as those of `PromptDataset`, or are `Prompt`s. Prompts are held in memory, about a kilobyte each.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ import numpy.typing as npt
 
 from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig, PromptSetConfig
-from treeward.data.custom import construct, rows_of
-from treeward.data.prompt_files import Prompts
-from treeward.data.prompt_rows import Prompt, check_asks, from_prompt_row, from_response_row, math_hf_data_processor
-from treeward.data.registry import Registry
+from treeward.data.prompt_files import PromptFiles
+from treeward.data.prompt_rows import Prompt, check_prompt, from_prompt_row, from_response_row, math_hf_data_processor
+from treeward.data.registry import Registry, construct, rows_of
 from treeward.data.sources import Row, read_rows
 from treeward.data.synthetic.bundled import best_answers
 from treeward.data.synthetic.bundled import prompts as bundled_prompts
@@ -62,7 +61,7 @@ _Class = TypeVar("_Class", bound="type[RowPrompts]")
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """What became of the rows that were read: `read` = `kept` + `held_out` + `too_long`.
+    """The outcomes of the rows that were read: `read` = `kept` + `held_out` + `too_long`.
 
     `held_out`: rows of the other part, training or validation, of a set that holds some out.
     """
@@ -126,10 +125,9 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
             need="a PromptSetConfig",
             fix='write open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path="prompts.jsonl"))',
         )
-    source, completing = _open(config)
-    name = source.name
+    source, name, files = _open(config)
     prompts = tuple(
-        _with_environment(_completed(prompt, completing), config.env_name, environments)
+        _with_environment(_completed(prompt, files), config.env_name, environments)
         for prompt in itertools.islice(source, config.max_samples)
     )
     if not prompts:
@@ -238,8 +236,8 @@ class Aime2024(_MathProblems):
 class BundledPrompts(RowPrompts):
     """The prompts of the data that comes with treeward: `train`, `validation` or `length_controlled`, each once.
 
-    Their `reference_answers` are the best answers of their comparisons. How good any answer is, is known:
-    `treeward.data.synthetic.gold_quality`.
+    Their `reference_answers` are the best completions of their comparisons. `treeward.data.synthetic.gold_quality` is
+    the quality of any completion.
     """
 
     hub_path = "Bundled"
@@ -264,40 +262,35 @@ class BundledPrompts(RowPrompts):
             yield Prompt(tuple(messages), {"reference_answers": answers}, f"{self.name}:prompt {number}")
 
 
-class _CustomPrompts:
-    """The rows of a class by dotted path: `Prompt`s, or rows as `PromptDataset` reads them."""
-
-    def __init__(self, rows: Iterable[Any], name: str) -> None:
-        self._rows, self.name = rows, name
-
-    def __iter__(self) -> Iterator[Prompt]:
-        for number, row in enumerate(self._rows, 1):
-            where = f"{self.name}:row {number}"
-            if isinstance(row, Prompt):
-                yield row if row.where is not None else replace(row, where=where)
-            elif isinstance(row, Mapping):
-                yield from_prompt_row(row, where)
-            else:
-                raise DataError("a row is not an object", where=where, got=row, need="an object, or a Prompt")
-
-
-def _open(config: PromptSetConfig) -> tuple[RowPrompts | _CustomPrompts, Prompts]:
+def _open(config: PromptSetConfig) -> tuple[Iterable[Prompt], str, PromptFiles]:
+    """The prompts as the set has them, the set's name in errors, and the files that complete its prompts."""
     cls: Any = _PROMPT_DATASETS.find(config.dataset_name)
     if isinstance(cls, type) and issubclass(cls, RowPrompts):
-        return cls(config), Prompts.load(config.prompt_file, config.system_prompt_file)
+        ours = cls(config)
+        return ours, ours.name, PromptFiles.load(config.prompt_file, config.system_prompt_file)
     as_comparisons = _as_dataset_config(config, cls)
     dataset = construct(cls, as_comparisons)
     spec = getattr(dataset, "task_spec", None)
-    files = (
+    files = PromptFiles.load(
         config.prompt_file or getattr(spec, "prompt_file", None),
         config.system_prompt_file or getattr(spec, "system_prompt_file", None),
     )
-    return _CustomPrompts(*rows_of(dataset, as_comparisons)), Prompts.load(*files)
+    rows, name = rows_of(dataset, as_comparisons)
+    return (_as_prompt(row, f"{name}:row {number}") for number, row in enumerate(rows, 1)), name, files
+
+
+def _as_prompt(row: Any, where: str) -> Prompt:
+    """The row of a class by dotted path: a `Prompt`, or a row as `PromptDataset` reads it."""
+    if isinstance(row, Prompt):
+        return row if row.where is not None else replace(row, where=where)
+    if isinstance(row, Mapping):
+        return from_prompt_row(row, where)
+    raise DataError("a row is not an object", where=where, got=row, need="an object, or a Prompt")
 
 
 def _as_dataset_config(config: PromptSetConfig, cls: Any) -> DatasetConfig:
-    """What classes by dotted path are constructed from, with the keys that only prompts have where the class takes
-    them."""
+    """The config that a class by dotted path is constructed from: its keys that only prompts have, where the class
+    takes them, are `kwargs`."""
     parameters = inspect.signature(cls).parameters
     own = {key: getattr(config, key) for key in ("input_key", "output_key") if key in parameters}
     keys = {key: value for key, value in own.items() if value is not None}
@@ -310,8 +303,8 @@ def _as_dataset_config(config: PromptSetConfig, cls: Any) -> DatasetConfig:
 # --- what happens to every prompt ------------------------------------------------------------------------------------
 
 
-def _completed(prompt: Prompt, completing: Prompts) -> Prompt:
-    messages = completing.complete(check_asks(prompt.messages, "messages", prompt.where), prompt.where or "")
+def _completed(prompt: Prompt, files: PromptFiles) -> Prompt:
+    messages = files.complete(check_prompt(prompt.messages, "messages", prompt.where), prompt.where or "")
     return prompt if messages is prompt.messages else replace(prompt, messages=messages)
 
 
@@ -359,7 +352,7 @@ def _warn_of_tools(prompts: Sequence[Prompt], name: str) -> None:
     ]
     if with_tools:
         logger.warning(
-            "%s: %d of %d rows have tools (the first is %s); the policy is not told of them",
+            "%s: %d of %d rows have tools (the first is %s); the policy does not see them",
             name,
             len(with_tools),
             len(prompts),

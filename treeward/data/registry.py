@@ -1,29 +1,44 @@
-"""`Registry`: classes of datasets by the name that a configuration calls them.
+"""Datasets by name or by dotted path: the one way from `dataset_name` in a config to an object with rows.
 
-datasets = Registry("datasets", example="my_module.MyDataset")
+    datasets = Registry("datasets", example="my_module.MyDataset")
 
-@datasets.register("HelpSteer3", "HelpSteer3Dataset")
-class HelpSteer3: ...
+    @datasets.register("HelpSteer3", "HelpSteer3Dataset")
+    class HelpSteer3: ...
 
-datasets.find("HelpSteer3")                   # or the dotted path of any class
+    datasets.find("HelpSteer3")                   # or the dotted path of any class
+
+A class by dotted path needs to know nothing of this package:
+
+    # my_module.py, and in the config `dataset_name: my_module.MyDataset`
+    class MyDataset:
+        def __init__(self, data_path):
+            self.formatted_ds = {"train": [{"context": [...], "completions": [...]}, ...]}
+            self.task_spec = TaskDataSpec(task_name="mine")
+
+NeMo RL's guide describes this contract; its newer form, `dataset` (the rows) and `task_name`, works too. The
+constructor gets `kwargs` of the config, and those of `data_path` (or `train_data_path`), `split` (or `train_split`),
+`subset`, `prompt_key`, `chosen_key`, `rejected_key`, `prompt_file` and `system_prompt_file` that its signature names
+(the first three also by `**kwargs`). The prompt files are applied here, once, and not by the class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from treeward.config.base import nearest_name
-from treeward.data.custom import import_class
+from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "construct", "rows_of", "task_name_of"]
 
 _Class = TypeVar("_Class", bound=type[Any])
 
 
 class Registry:
-    """`what`: the datasets, as errors call them. `example`: a dotted path. `classes`: by name and alias."""
+    """`what`: the plural that errors use. `example`: a dotted path. `classes`: by name and alias."""
 
     def __init__(self, what: str, *, example: str) -> None:
         self._what, self._example = what, example
@@ -56,7 +71,7 @@ class Registry:
         if name in self.classes:
             return self.classes[name]
         if "." in name.strip("."):
-            return import_class(name)
+            return _import_class(name)
         near = nearest_name(name, self.classes)
         raise ConfigError(
             f"there is no such name among the {self._what}",
@@ -65,3 +80,137 @@ class Registry:
             need=f"one of {', '.join(self.classes)}, or the dotted path of a class, as {self._example}",
             fix=f"did you mean {near}?" if near else None,
         )
+
+
+def _import_class(path: str) -> Any:
+    module_name, _, attribute = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the module of the dataset cannot be imported: {error}",
+            field="dataset_name",
+            got=path,
+            need="module.Class, where the module is on Python's path",
+            fix="install it, or set PYTHONPATH to the folder that holds it",
+        ) from error
+    cls = getattr(module, attribute, None)
+    if not isinstance(cls, type):
+        near = nearest_name(attribute, vars(module))
+        raise ConfigError(
+            f"the module has no class {attribute}",
+            field="dataset_name",
+            got=path,
+            need=f"a class in {getattr(module, '__file__', None) or module_name}",
+            fix=f"did you mean {module_name}.{near}?" if near else None,
+        )
+    return cls
+
+
+def construct(cls: Any, config: DatasetConfig) -> Any:
+    """Call the class with `kwargs`, and with those values of the config that its signature names.
+
+    Raises `ConfigError` for arguments that are missing, unknown, or of no use to the class.
+    """
+    signature = inspect.signature(cls)
+    takes_any = _takes_any(signature)
+    arguments: dict[str, Any] = {}
+    for names in (("data_path", "train_data_path"), ("subset",), ("split", "train_split")):
+        value = getattr(config, names[0])
+        if value is None or set(names) & set(config.kwargs):
+            continue
+        accepted = next((name for name in names if name in signature.parameters), names[0] if takes_any else None)
+        if accepted is not None:
+            arguments[accepted] = value
+        elif names[0] != "split":  # a split may also be a key of formatted_ds
+            raise ConfigError(
+                f"{config.dataset_name} takes no {names[0]}",
+                field=names[0],
+                got=value,
+                need=f"a value that {cls.__name__}{signature} can use",
+                fix=f"remove {names[0]}, give it under another name in kwargs, or add the parameter to the class",
+            )
+    for name in ("prompt_key", "chosen_key", "rejected_key", "prompt_file", "system_prompt_file"):
+        if name in signature.parameters and getattr(config, name) is not None:
+            arguments[name] = getattr(config, name)
+    arguments |= config.kwargs
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{config.dataset_name} cannot be constructed: {error}",
+            field="kwargs",
+            got=", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments",
+            need=f"{cls.__name__}{signature}",
+            fix="set the missing arguments in kwargs, or remove those that the class does not know",
+        ) from error
+    return cls(**arguments)
+
+
+def rows_of(dataset: Any, config: DatasetConfig) -> tuple[Iterable[Any], str]:
+    """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
+
+    The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path of its own, else
+    "train". Raises `ConfigError` where there are no such rows, or they can be read only once.
+    """
+    name = label = config.dataset_name
+    signature = inspect.signature(type(dataset))
+    reads_split = _takes_any(signature) or bool({"split", "train_split"} & signature.parameters.keys())
+    rows = getattr(dataset, "formatted_ds", None)
+    if isinstance(rows, Mapping):
+        # A class that was given a path has read that one, as its training data.
+        key = "validation" if config.name is not None and config.data_path is None else "train"
+        if config.split is not None and (config.split in rows or not reads_split):
+            key = config.split
+        splits = [str(each) for each in rows if rows[each] is not None]
+        rows, label = rows.get(key), f"{name}[{key}]"
+        if rows is None:
+            raise ConfigError(
+                f"{name} has no rows for {key}",
+                field="split",
+                got=f"formatted_ds with {', '.join(splits)}",
+                need=key,
+                fix="set split to a key of formatted_ds",
+            )
+    elif rows is None and hasattr(dataset, "dataset"):
+        rows = dataset.dataset
+        if config.split is not None and not reads_split:
+            raise ConfigError(
+                f"{name} takes no split", field="split", got=config.split, need="a parameter split", fix="remove split"
+            )
+    else:
+        raise ConfigError(
+            f"{name} offers no rows" if rows is None else f"formatted_ds of {name} is not a dict",
+            field="dataset_name",
+            got=f"an object of {type(dataset).__name__}, formatted_ds: {type(rows).__name__}",
+            need='formatted_ds: {"train": rows, ...} and task_spec: TaskDataSpec',
+            fix=f"set self.formatted_ds and self.task_spec in {type(dataset).__name__}.__init__",
+        )
+    if not isinstance(rows, Iterable) or isinstance(rows, Iterator | str | bytes | Mapping):
+        raise ConfigError(
+            f"the rows of {name} cannot be read again and again",
+            field="dataset_name",
+            got=type(rows).__name__,
+            need="a list, a datasets.Dataset, or an object whose __iter__ starts over",
+            fix="make a list of it",
+        )
+    return rows, label
+
+
+def task_name_of(dataset: Any, name: str) -> str:
+    """The task name of an object with `task_spec` or `task_name`. Raises `ConfigError` where it has none."""
+    spec = getattr(dataset, "task_spec", None)
+    task_name = getattr(spec, "task_name", None) or getattr(dataset, "task_name", None)
+    if not isinstance(task_name, str):
+        raise ConfigError(
+            f"{name} has no task name",
+            field="dataset_name",
+            got="no task_spec" if spec is None else f"task_spec {spec!r}",
+            need='task_spec = TaskDataSpec(task_name="..."), or an attribute task_name',
+            fix=f"set self.task_spec in {type(dataset).__name__}.__init__",
+        )
+    return task_name
+
+
+def _takes_any(signature: inspect.Signature) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
