@@ -120,7 +120,7 @@ def _cause(error: BaseException) -> str:
 
 def _json(text: str, url: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant) if text.strip() else None
     except ValueError as error:
         raise ServerError("the server's answer is not JSON", status=200, where=url, got=f"{text[:150]!r}") from error
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +19,12 @@ from families import VOCABULARY, config_of, randomise
 from loopback import Asked, Loopback
 from transformers import AutoModelForCausalLM
 
+from treeward.config.grpo_policy import GenerationConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.generation import GenerationError, GenerationSettings
-from treeward.rl.http_generation import HttpGenerator, ServerSettings
+from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.sampling import Row, Sampled, sample, uniforms
 
 PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "b", "c"))]
@@ -149,6 +152,16 @@ def policy() -> PolicyModel:
     return PolicyModel(randomise(hf.eval()))
 
 
+@pytest.fixture
+def my_sync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The versions that the function `my_sync.note_version` was called with."""
+    versions: list[int] = []
+    module = types.ModuleType("my_sync")
+    module.note_version = lambda policy, version: versions.append(version)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_sync", module)
+    return versions
+
+
 @contextmanager
 def serving(
     policy: PolicyModel,
@@ -157,7 +170,7 @@ def serving(
     backend: Any = "vllm",
     raw: bool = False,
     server: dict[str, Any] | None = None,
-    generator: dict[str, Any] | None = None,
+    folder: Path | None = None,
     **settings: Any,
 ) -> Iterator[tuple[HttpGenerator, Served, Loopback]]:
     served = Served(policy, tokenizer, raw=raw)
@@ -165,16 +178,19 @@ def serving(
         made = HttpGenerator(
             policy,
             tokenizer,
-            ServerSettings(
-                loopback.url, **{"backend": backend, "model": "m", "timeout_seconds": 20.0, **(server or {})}
-            ),
+            section(loopback.url, backend=backend, **(server or {})),
             GenerationSettings(**{"max_new_tokens": 12, **settings}),
             end_ids=ENDS,
-            **(generator or {}),
+            folder=folder,
         )
         yield made, served, loopback
         made.close()
         made.close()
+
+
+def section(url: str = "http://x", **values: Any) -> GenerationConfig:
+    common = {"backend": "vllm", "model": "m", "timeout_seconds": 20.0, "weight_sync": "none"}
+    return GenerationConfig(url=url, **(common | values))
 
 
 def completions_of(groups: list[CompletionGroup]) -> list[SampledCompletion]:
@@ -270,18 +286,6 @@ def test_a_busy_or_restarting_server_is_asked_again(policy: PolicyModel, tiny_to
         served.statuses = [429, 503, 500, None]
         assert generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1) == want
         assert len(loopback.requests) == 6
-        aborted = iter([True, False])
-
-        def abort_once(reply: Any) -> Any:
-            if next(aborted):
-                if backend == "sglang":
-                    reply[1]["meta_info"]["finish_reason"] = {"type": "abort", "message": "weights"}
-                else:
-                    reply["choices"][0]["finish_reason"] = "abort"
-            return reply
-
-        served.change = abort_once
-        assert generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1) == want
 
 
 def test_a_server_that_fails_is_named_in_time(policy: PolicyModel, tiny_tokenizer: Any) -> None:
@@ -293,8 +297,8 @@ def test_a_server_that_fails_is_named_in_time(policy: PolicyModel, tiny_tokenize
         assert time.monotonic() - start < 4.0
         assert loopback.url in str(caught.value) and "2 completions of at most 12 tokens" in str(caught.value)
         assert "resume" in str(caught.value)
-    with serving(policy, tiny_tokenizer, server={"timeout_seconds": 0.5, "max_retries": 50}) as (generator, served, _):
-        served.statuses = [500] * 1000
+    with serving(policy, tiny_tokenizer, server={"max_retries": 1}) as (generator, served, _):
+        served.statuses = [500] * 100
         with pytest.raises(GenerationError, match="500"):
             generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
     with serving(policy, tiny_tokenizer, server={"max_retries": 1}) as (generator, served, loopback):
@@ -302,7 +306,7 @@ def test_a_server_that_fails_is_named_in_time(policy: PolicyModel, tiny_tokenize
         with pytest.raises(GenerationError, match="cannot be reached"):
             generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
     with pytest.raises(GenerationError, match="cannot be reached"):  # it is gone altogether
-        HttpGenerator(policy, tiny_tokenizer, ServerSettings(loopback.url, max_retries=1), end_ids=ENDS).generate(
+        HttpGenerator(policy, tiny_tokenizer, section(loopback.url, max_retries=1), end_ids=ENDS).generate(
             PROMPTS, IDS, num_completions=2, seed=1
         )
 
@@ -338,21 +342,22 @@ def _said(change: Callable[[list[float]], Any]) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda _: [], "object"),
-        (lambda _: {"object": "error"}, "no list choices"),
-        (lambda reply: reply | {"choices": ["text"] * 2}, "object"),
+        (lambda _: [], "another form"),
+        (lambda _: {"object": "error"}, "choices"),
+        (lambda reply: reply | {"choices": ["text"] * 2}, "another form"),
         (_drop, "choices with the indices|1 completions instead of 2"),
         (_each(index=0), "indices"),
         (_each(finish_reason="content_filter"), "content_filter"),
+        (_each(finish_reason="abort"), "broke the completion off"),
         (_each(token_ids=[VOCABULARY]), f"{VOCABULARY}"),
         (_each(token_ids=[1.5]), "1.5"),
-        (_each(token_ids="text"), "token_ids"),
-        (_each(token_ids=[5] * 13), "13 tokens where at most 12"),
+        (_each(token_ids="text"), "the token id"),
+        (_each(token_ids=[5] * 13), "13 tokens, at most 12"),
         (_each(token_ids=lambda choice: choice["token_ids"][:-1]), "log-probabilities for"),
         (_each(prompt_token_ids=[1, 2]), "another prompt"),
         (_each(logprobs=None), "token_logprobs"),
-        (_said(lambda said: [None] * len(said)), "log-probabilities that are none"),
-        (_said(lambda said: [0.5] * len(said)), "log-probabilities that are none"),
+        (_said(lambda said: [None] * len(said)), "log-probabilities that are not finite"),
+        (_said(lambda said: [0.5] * len(said)), "log-probabilities that are not finite"),
         (_each(token_ids=None, logprobs=None), "which tokens it sampled"),
     ],
 )  # fmt: skip
@@ -371,8 +376,11 @@ def test_an_completion_that_is_malformed_is_refused(
     [
         (lambda reply: reply[:1], "1 completions instead of 2"),
         (lambda reply: [part | {"output_ids": [7] * 9} for part in reply], "others than those"),
-        (lambda reply: [part | {"meta_info": {"finish_reason": {"type": "stop"}}} for part in reply], "no list"),
-        (lambda reply: [{"text": part["text"]} for part in reply], "object"),
+        (
+            lambda reply: [part | {"meta_info": {"finish_reason": {"type": "stop"}}} for part in reply],
+            "output_token_logprobs",
+        ),
+        (lambda reply: [{"text": part["text"]} for part in reply], "meta_info"),
     ],
 )
 def test_an_completion_of_sglang_that_is_malformed_is_refused(
@@ -442,10 +450,7 @@ def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: Po
             generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
             assert generator.metrics() == {"num_retokenized": 7, "num_retokenized_apart": 7 * apart}
     with pytest.raises(ConfigError, match="top_k"):
-        HttpGenerator(
-            policy, tiny_tokenizer, ServerSettings("http://x", backend="openai", model="m"),
-            GenerationSettings(top_k=4), end_ids=ENDS,
-        )  # fmt: skip
+        HttpGenerator(policy, tiny_tokenizer, section(backend="openai"), GenerationSettings(top_k=4), end_ids=ENDS)
 
 
 def test_the_key_comes_from_the_environment(
@@ -456,7 +461,7 @@ def test_the_key_comes_from_the_environment(
         generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
         assert loopback.requests[0].headers["authorization"] == "Bearer secret-1"
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
-        HttpGenerator(policy, tiny_tokenizer, ServerSettings("http://x", api_key_env="NO_SUCH_KEY"), end_ids=ENDS)
+        HttpGenerator(policy, tiny_tokenizer, section(api_key_env="NO_SUCH_KEY"), end_ids=ENDS)
 
 
 def moved(policy: PolicyModel, by: float) -> PolicyModel:
@@ -471,13 +476,8 @@ def moved(policy: PolicyModel, by: float) -> PolicyModel:
 def test_a_server_loads_the_weights_from_a_folder(
     policy: PolicyModel, tiny_tokenizer: Any, backend: str, tmp_path: Path
 ) -> None:
-    sync = {"weight_sync": "folder", "folder": tmp_path / "weights"}
-    strict = {"probe_tolerance": 1e-3}
-    with serving(policy, tiny_tokenizer, backend=backend, generator=sync, server=strict) as (
-        generator,
-        served,
-        loopback,
-    ):
+    strict, folder = {"weight_sync": "folder", "probe_tolerance": 1e-3}, tmp_path / "weights"
+    with serving(policy, tiny_tokenizer, backend=backend, server=strict, folder=folder) as (generator, _, loopback):
         for version in (1, 2):
             changed = moved(policy, 0.1 * version)
             generator.load_weights(changed, version)
@@ -495,20 +495,20 @@ def test_a_server_loads_the_weights_from_a_folder(
 def test_weights_that_did_not_arrive_stop_the_run(
     policy: PolicyModel, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = {"weight_sync": "folder", "folder": tmp_path / "weights"}
-    with serving(policy, tiny_tokenizer, backend="sglang", generator=sync) as (generator, served, _):
+    sync: dict[str, Any] = {"server": {"weight_sync": "folder"}, "folder": tmp_path / "weights"}
+    with serving(policy, tiny_tokenizer, backend="sglang", **sync) as (generator, served, _):
         monkeypatch.setattr(Served, "_load", lambda self, folder: None)
         with pytest.raises(GenerationError, match=r"(?s)not those of the policy.*version 4"):
             generator.load_weights(moved(policy, 0.3), 4)
         served.change = lambda reply: {"success": False, "message": "no such folder"}
         with pytest.raises(GenerationError, match="no such folder"):
             generator.load_weights(policy, 5)
-    with serving(policy, tiny_tokenizer, backend="sglang", generator=sync) as (generator, served, _):
+    with serving(policy, tiny_tokenizer, backend="sglang", **sync) as (generator, served, _):
         served.change = lambda reply: reply
         monkeypatch.setattr(Served, "version", property(lambda self: "3", lambda self, value: None), raising=False)
         with pytest.raises(GenerationError, match="the server says version 3"):
             generator.load_weights(policy, 4)
-    with serving(policy, tiny_tokenizer, generator=sync) as (generator, served, _):
+    with serving(policy, tiny_tokenizer, **sync) as (generator, served, _):
         monkeypatch.setattr(served, "_completion", lambda asked: (404, {"detail": "Not Found"}))
         with pytest.raises(GenerationError, match="VLLM_SERVER_DEV_MODE"):
             generator.load_weights(policy, 1)
@@ -553,7 +553,7 @@ def test_log_probs_after_top_p_and_top_k_are_not_taken_for_those_before(
 
 
 def test_a_server_that_keeps_its_weights_is_said_to(
-    policy: PolicyModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+    policy: PolicyModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture, my_sync: list[int]
 ) -> None:
     with serving(policy, tiny_tokenizer) as (generator, _, loopback), caplog.at_level(logging.WARNING):
         generator.load_weights(policy, 0)
@@ -569,38 +569,22 @@ def test_a_server_that_keeps_its_weights_is_said_to(
         generator.load_weights(moved(policy, 0.4), 8)
         assert len(caplog.records) == 2 and "off-policy" in caplog.records[1].message
     caplog.clear()
-    sync = {"weight_sync": lambda policy, version: None}
-    with serving(policy, tiny_tokenizer, backend="openai", generator=sync) as (generator, _, _):
+    sync = {"weight_sync": "my_sync.note_version"}
+    with serving(policy, tiny_tokenizer, backend="openai", server=sync) as (generator, _, _):
         for version in (0, 1, 2):
             generator.load_weights(policy, version)
         assert [record.message.split()[-1] for record in caplog.records] == ["log-probabilities."]
 
 
-CALLS: list[int] = []
-
-
-def note_version(policy: PolicyModel, version: int) -> None:
-    CALLS.append(version)
-
-
-def test_a_function_of_the_user_s(policy: PolicyModel, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
-
-    module = types.ModuleType("my_sync")
-    module.note_version = note_version  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "my_sync", module)
-    for sync in ("my_sync.note_version", note_version):
-        with serving(policy, tiny_tokenizer, generator={"weight_sync": sync}) as (generator, _, _):
-            generator.load_weights(policy, 7)
-    assert CALLS == [7, 7]
-    with (
-        pytest.raises(GenerationError, match="not those of the policy"),
-        serving(policy, tiny_tokenizer, generator={"weight_sync": note_version}) as (generator, _, _),
-    ):
-        generator.load_weights(moved(policy, 0.3), 8)
-    for wrong in ("my_sync.nothing", "no_such_module.sync", "sync"):
+def test_a_function_of_the_user_s(policy: PolicyModel, tiny_tokenizer: Any, my_sync: list[int]) -> None:
+    sync = {"weight_sync": "my_sync.note_version"}
+    with serving(policy, tiny_tokenizer, server=sync) as (generator, _, _):
+        generator.load_weights(policy, 7)
+        assert my_sync == [7]
+        with pytest.raises(GenerationError, match="not those of the policy"):
+            generator.load_weights(moved(policy, 0.3), 8)
+    for wrong in ("my_sync.nothing", "no_such_module.sync"):
         with pytest.raises(ConfigError, match="weight_sync"):
-            HttpGenerator(policy, tiny_tokenizer, ServerSettings("http://x"), end_ids=ENDS, weight_sync=wrong)
+            HttpGenerator(policy, tiny_tokenizer, section(weight_sync=wrong), end_ids=ENDS)
     with pytest.raises(ConfigError, match="folder"):
-        HttpGenerator(policy, tiny_tokenizer, ServerSettings("http://x"), end_ids=ENDS, weight_sync="folder")
+        HttpGenerator(policy, tiny_tokenizer, section(weight_sync="folder"), end_ids=ENDS)

@@ -33,7 +33,7 @@ from treeward.model.pretrained import DTYPES, quiet_transformers
 from treeward.rl.advantages import AdvantageSettings
 from treeward.rl.experience import Prompt
 from treeward.rl.generation import GenerationSettings, Generator, LocalGenerator, end_ids_of, template_end_ids
-from treeward.rl.http_generation import HttpGenerator, ServerSettings
+from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.identity import identity_of
 from treeward.rl.order import PromptOrder
 from treeward.rl.policy_loss import PolicyLossSettings
@@ -302,25 +302,13 @@ def _make_generator(
     end_ids = end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer))
     if not generation.is_remote:
         return LocalGenerator(policy, tokenizer, settings, end_ids=end_ids)
-    assert generation.url is not None and generation.backend != "hf"
     folder = generation.weight_folder or str(Path(config.checkpointing.checkpoint_dir) / "weights")
     return HttpGenerator(
         policy,
         tokenizer,
-        ServerSettings(
-            url=generation.url,
-            model=generation.model or config.policy.model_name or "",
-            backend=generation.backend,
-            api_key_env=generation.api_key_env,
-            max_concurrency=generation.max_concurrency,
-            max_retries=generation.max_retries,
-            timeout_seconds=generation.timeout_seconds,
-            retokenize=generation.retokenize,
-            probe_tolerance=generation.probe_tolerance,
-        ),
+        generation.model_copy(update={"model": generation.model or config.policy.model_name}),
         settings,
         end_ids=end_ids,
-        weight_sync=generation.weight_sync_method,
         folder=Path(folder),
         export=lambda model, path: export_policy(model, tokenizer, path, chat_template=renderer.chat_template),
     )

@@ -1,4 +1,4 @@
-"""How a server gets the policy's weights after an update: not at all, from a folder, or by a function of the user's.
+"""How a server gets the policy's weights after an update: from a folder, or by a function of the user's.
 
     sync = FolderSync(Path("/shared/weights"), export, announce)
     sync(policy, 3)             # writes /shared/weights/version-3 and has the server load it
@@ -10,7 +10,6 @@ A function is called with the policy and the version, and returns when the serve
 from __future__ import annotations
 
 import importlib
-import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -20,9 +19,7 @@ from typing import Protocol
 from treeward.errors import ConfigError
 from treeward.model.policy_model import PolicyModel
 
-__all__ = ["FolderSync", "StaleWeights", "WeightSync", "sync_function"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["FolderSync", "WeightSync", "sync_function"]
 
 _VERSION = re.compile(r"version-\d+(\.partial)?")
 
@@ -33,40 +30,16 @@ class WeightSync(Protocol):
     def __call__(self, policy: PolicyModel, version: int) -> None: ...
 
 
-class StaleWeights:
-    """The server keeps the weights that it was started with; the log says once that they are no longer the policy's."""
-
-    def __init__(self) -> None:
-        self._first: int | None = None
-        self._told = False
-
-    def __call__(self, policy: PolicyModel, version: int) -> None:
-        if self._first is None:
-            self._first = version
-        elif version != self._first and not self._told:
-            self._told = True
-            logger.warning(
-                "The server still samples from the weights of version %d, and the policy is at version %d: completions "
-                "are off-policy, more with every update. Set loss_fn.use_importance_sampling_correction=true, or give "
-                "the server the weights (weight_sync: folder).",
-                self._first,
-                version,
-            )
-
-
 class FolderSync:
     """Writes the weights to `folder/version-N`, which the server must see under the same path, and announces them.
 
     `export(policy, folder)` writes a model folder; `announce(folder, version)` returns when the server has loaded it.
-    `folder` is one run's: only the version that the server has is kept there, what a run that was killed has left
-    is removed before the first is written, and `close` removes the last.
+    `folder` belongs to one run and keeps only the version that the server has: versions of a run that was killed are
+    removed before the first is written, and `close` removes the last.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        export: Callable[[PolicyModel, Path], None],
-        announce: Callable[[Path, int], None],
+        self, folder: Path, export: Callable[[PolicyModel, Path], None], announce: Callable[[Path, int], None]
     ) -> None:
         self.folder, self._export, self._announce = folder, export, announce
         self._last: Path | None = None
@@ -83,7 +56,7 @@ class FolderSync:
         self._clear(keep=target)
 
     def close(self) -> None:
-        """Remove what was written; a folder in which it wrote nothing stays as it is. It can be called twice."""
+        """Remove the versions, if any was written. It can be called twice."""
         if self._wrote:
             self._clear(keep=None)
         self._last, self._wrote = None, False
@@ -96,17 +69,14 @@ class FolderSync:
 
 def sync_function(path: str) -> WeightSync:
     """The function at a dotted path. Raises `ConfigError` if there is none."""
-    module_name, _, name = path.rpartition(".")
+    module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), name, None) if module_name else None
-        problem = "it is no function of that module"
-    except ModuleNotFoundError as error:
-        found, problem = None, str(error)
-    if not callable(found):
+        found: WeightSync = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             "there is no such function to give a server its weights",
             field="weight_sync",
-            got=f"{path}: {problem}",
+            got=f"{path}: {error}",
             need="none, folder, or module.function, called with the policy and the version",
-        )
-    return found  # type: ignore[no-any-return]
+        ) from error
+    return found
