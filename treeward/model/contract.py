@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +22,7 @@ from treeward.config.base import Strict
 from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
 from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
+from treeward.storage import write_text
 
 __all__ = [
     "CONTRACT_FILE",
@@ -280,19 +279,9 @@ def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
     Raises `ModelError` where the folder cannot be written.
     """
     path = Path(folder).expanduser() / CONTRACT_FILE
-    text = json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
-    partial = ""
     try:
-        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{CONTRACT_FILE}.")
-        with open(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(partial, path.stat().st_mode & 0o777 if path.exists() else 0o644)  # mkstemp's is the owner's alone
-        os.replace(partial, path)
+        write_text(path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        if partial:
-            Path(partial).unlink(missing_ok=True)
         raise ModelError(
             "the scoring contract cannot be written",
             where=str(path),

@@ -1,11 +1,11 @@
-"""Golden conversations, and the contract that is made of what a model says of them.
+"""`sign_folder`: golden conversations are scored, and the scoring contract is written into a model folder.
 
     sign_folder(Path("results/rm/final"))                                     # load, score, write the contract
-    sign_folder(folder, model=run.model, renderer=run.renderer)               # of a model that was just saved there
+    sign_folder(folder, model=run.model, renderer=run.renderer)               # a model that was just saved there
 
-Each conversation has something that goes wrong somewhere: several turns, a system message, letters beyond ASCII, code,
-white space at the end, hardly any answer, a long one. Their scores are computed in float32 from the weights as they lie
-on the disk, along with the scores that known mistakes would give.
+Each golden conversation holds something that goes wrong somewhere: several turns, a system message, letters beyond
+ASCII, code, white space at the end, a very short completion, a long one. Their scores are computed in float32 from the
+weights on the disk, along with the scores that known mistakes would give.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from treeward.model.reward_model import RewardModel, check_finite, head_name
 from treeward.model.stored import (
     StoredWeights,
     architecture_of,
+    dtype_of,
     has_template,
     hash_of_all,
     named_dtype,
@@ -136,14 +137,14 @@ def sign_folder(
 ) -> ScoringContract:
     """Make the contract of a model folder, write it there, and return it.
 
-    `model`: the model that was saved there. It is used as it is where its weights on the disk are the same numbers;
-    where saving rounded them, and without it, the folder is loaded in float32 (onto the model's device, or `device`).
-    It is left as it was, training mode included. `renderer`: the one whose settings the folder was exported with; else
-    those of `like`, a contract whose rendering, heads and shaping hold for this model too (a merged model); else the
-    tokenizer's own template and the model's own limit. `heads`: what makes the score of a model with several labels;
-    else those of `like`; else the first label alone, of which the log warns. Raises `ModelError` for weights that give
-    no finite score; a checkpoint `may_be_broken`, it is kept as it is and the log says so. Of a checkpoint the head
-    alone is hashed: hashing the rest takes about a second per GB, at every saving.
+    `model`: the model that was saved there, if it is in memory; it stays as it was. If saving rounded its weights, or
+    without it, the folder is loaded in float32 (onto the model's device, or `device`). `renderer`: the one whose
+    settings the folder was exported with; else those of `like`, a contract whose rendering, heads and shaping hold for
+    this model too; else the tokenizer's own template and the model's own limit. `heads`: how a model with several
+    labels makes its score; else as in `like`; else the first label alone, with a warning.
+
+    Raises `ModelError` for weights that give no finite score. With `may_be_broken` (checkpoints) they are signed with a
+    warning, and the head alone is hashed: hashing the rest takes about a second per GB, at every saving.
     """
     stored = read_stored(folder)
     same_numbers = (
@@ -397,10 +398,10 @@ def _labels(config: Any, number: int) -> list[str]:
 
 
 def _dtypes(stored: StoredWeights, head: str, config: Mapping[str, Any]) -> DtypeContract:
-    weights = stored.dtype_of(stored.backbone(head))
+    weights, of_head = map(dtype_of, stored.split(head))
     return DtypeContract(
         weights=weights,
-        head=stored.dtype_of(stored.under(head)),
+        head=of_head,
         config=named_dtype(config, "dtype") or named_dtype(config, "torch_dtype") or weights,
         compute="float32",
     )

@@ -1,12 +1,12 @@
-"""Replaying a scoring contract: does this folder, on this machine, still make the scores that it says?
+"""`verify`: does this folder, on this machine, still make the scores that its scoring contract says?
 
     verification = verify("results/rm/final", device="cuda")
     verification.equal, verification.first_difference      # True, None; or the part that differs first, with the remedy
-    verify("results/rm/final", quick=True)                 # without hashing every tensor, about a second per GB
+    verify("results/rm/final", quick=True)                 # hashes the head alone; all tensors take a second per GB
 
 Everything between messages and a score is compared in the order in which it acts: the contract itself, the files, the
-chat template, the tokens, the read position, the number format, what is applied to the number, the weights. A part that
-is wrong makes later ones look wrong too, so the first is the cause.
+chat template, the tokens, the read position, the number format, the activation, the weights. A wrong part makes later
+ones look wrong too, so the first is the cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import copy
 import json
 import math
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError, TreewardError
-from treeward.model.contract import CONTRACT_FILE, GoldenExample, ScoringContract, read_contract, text_sha256
+from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract, text_sha256
 from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import load_tokenizer, quiet_transformers
@@ -33,7 +32,7 @@ from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.stored import (
     StoredWeights,
     architecture_of,
-    changed_keys,
+    dtype_of,
     hash_of_all,
     named_dtype,
     raw_config,
@@ -59,8 +58,8 @@ _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktok
 class Verification:
     """What was found. `checks`: one per part, in order. `largest_difference`: of golden scores, None if not scored.
 
-    `num_tensors`: tensors whose bytes were compared; of the backbone's they are not in a quick verification, nor with
-    the contract of a checkpoint.
+    `num_tensors`: tensors whose bytes were compared, beside the head's: none in a quick verification, and with the
+    contract of a checkpoint.
     """
 
     model: str
@@ -96,9 +95,9 @@ def verify(
 ) -> Verification:
     """Replay the contract of a model in a folder or on the hub.
 
-    `device`: None is a GPU where there is one. `dtype`: of the backbone; of scores in bfloat16 only what bfloat16 can
-    tell apart is compared. `quick`: of the weights on the disk only the head is hashed. What is wrong with the model is
-    in the result; `ModelError` is raised where there is no model at all.
+    `device`: None is a GPU where there is one. `dtype`: of the backbone; in bfloat16 scores are compared to the
+    contract's tolerance for bfloat16. `quick`: of the weights on the disk only the head is hashed. What is wrong with
+    the model is in the result; `ModelError` is raised where there is no model at all.
     """
     quiet_transformers()
     folder = local_folder(name, trust_remote_code=trust_remote_code)
@@ -113,8 +112,7 @@ def verify(
         )  # fmt: skip
         return _unreadable(str(name), missing)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    replay = _Replay(str(name), folder, contract, torch.device(device), dtype, quick, trust_remote_code)
-    return replay.run()
+    return _Replay(str(name), folder, contract, torch.device(device), dtype, quick, trust_remote_code).run()
 
 
 def local_folder(name: str | Path, *, trust_remote_code: bool = False) -> Path:
@@ -143,7 +141,7 @@ def local_folder(name: str | Path, *, trust_remote_code: bool = False) -> Path:
 def _differs(part: Part, error: TreewardError) -> Check:
     got = None if error.got is None else str(error.got)
     summary = error.summary if error.field is None else f"{error.summary}, field {error.field}"
-    return Check(part, "differs", summary, got, error.need, error.fix)
+    return Check(part, "differs", summary, got, error.need, error.fix or restore("the files"))
 
 
 def _unreadable(model: str, check: Check) -> Verification:
@@ -153,7 +151,7 @@ def _unreadable(model: str, check: Check) -> Verification:
 
 @dataclass
 class _Replay:
-    """One verification on its way: each step leaves its check, and what later steps need."""
+    """One verification: each step leaves its check, and the objects that later steps need."""
 
     name: str
     folder: Path
@@ -164,14 +162,11 @@ class _Replay:
     trust_remote_code: bool
     checks: dict[Part, Check] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    changed_keys: list[str] = field(default_factory=list)
     stored: StoredWeights | None = None
-    others: list[str] = field(default_factory=list)
-    num_tensors: int = 0
-    is_rounded: bool = False
     tokenizer: PreTrainedTokenizerBase | None = None
     renderer: Renderer | None = None
     model: RewardModel | None = None
+    num_tensors: int = 0
 
     def run(self) -> Verification:
         contract = self.contract
@@ -181,11 +176,11 @@ class _Replay:
         self.check_tokens()
         self.load_model()
         self.check_read_position()
-        self.check_precision()
-        self.check_activation()
-        self.compare_tensors()
-        largest = self.check_scores()
-        checks = tuple(self.checks.get(part) or Check(part, "not checked", self._why_not()) for part in PARTS)
+        self.check_precision_and_activation()
+        largest = self.check_weights()
+        first = next((check for part in PARTS if (check := self.checks.get(part)) and check.state == "differs"), None)
+        why = f"it cannot be, because of the {first.part}" if first else "the contract has no golden scores"
+        checks = tuple(self.checks.get(part) or Check(part, "not checked", why) for part in PARTS)
         return Verification(self.name, checks, self.num_tensors, len(contract.golden), largest, self.tolerance)
 
     @property
@@ -202,46 +197,33 @@ class _Replay:
         if before is None or before.state != "differs":
             self.checks[part] = Check(part, "differs", summary, str(got), str(need), fix)
 
-    def _why_not(self) -> str:
-        first = next((check for part in PARTS if (check := self.checks.get(part)) and check.state == "differs"), None)
-        return f"it cannot be, because of the {first.part}" if first else "there is nothing to compare"
-
     def check_files(self) -> None:
         try:
             self.config = raw_config(self.folder)
         except (OSError, ValueError) as error:
             self.differs("files", "config.json is missing or damaged", error, "config.json", restore("config.json"))
         else:
-            self._check_architecture()
+            # Compared in the file: a limit or a window may change no conversation as short as the golden ones.
+            got, need = architecture_of(self.config), self.contract.weights.config
+            keys = sorted(key for key in got.keys() | need.keys() if got.get(key) != need.get(key))
+            if keys:
+                more = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
+                self.differs(
+                    "files", f"config.json is of another architecture, by {keys[0]}{more}",
+                    f"{keys[0]} {got.get(keys[0])}", f"{keys[0]} {need.get(keys[0])}", restore("config.json"),
+                )  # fmt: skip
         try:
             self.stored = read_stored(self.folder)
+            if self.config:  # it names the class of the tokenizer
+                self.tokenizer = load_tokenizer(str(self.folder), trust_remote_code=self.trust_remote_code)
         except ModelError as error:
             self.checks.setdefault("files", _differs("files", error))
         if self.stored is not None:
             self.equal("files", f"{len(self.stored.tensors)} tensors, {self.stored.num_parameters:,} numbers")
 
-    def _check_architecture(self) -> None:
-        """It is seen in the file: a limit or a window may change no conversation that is as short as the golden are."""
-        got, need = architecture_of(self.config), self.contract.weights.config
-        self.changed_keys = changed_keys(got, need)
-        if self.changed_keys:
-            key, others = self.changed_keys[0], len(self.changed_keys) - 1
-            more = f" and {others} more keys" if others else ""
-            self.differs(
-                "files", f"config.json is of another architecture, by {key}{more}", f"{key} {got.get(key)}",
-                f"{key} {need.get(key)}", restore("config.json"),
-            )  # fmt: skip
-
     def check_template(self) -> None:
         need = self.contract.rendering
-        if not self.config:
-            return  # which class a tokenizer is of, transformers finds there
-        try:
-            self.tokenizer = load_tokenizer(str(self.folder), trust_remote_code=self.trust_remote_code)
-        except ModelError as error:
-            self.checks.setdefault("files", _differs("files", error))
-            if self.checks["files"].state == "equal":
-                self.checks["files"] = _differs("files", error)
+        if self.tokenizer is None:
             return
         raw = self.tokenizer.chat_template
         try:
@@ -262,33 +244,36 @@ class _Replay:
             )  # fmt: skip
             return
         # What the renderer adds to a template (a fixed date, a BOS) is in that of an export already.
-        if need.chat_template_sha256 in (text_sha256(raw) if isinstance(raw, str) else None, self._sha256()):
+        texts = [raw if isinstance(raw, str) else "", self.renderer.chat_template]
+        if need.chat_template_sha256 in map(text_sha256, texts):
             self.equal("template", f"sha256 {need.chat_template_sha256[:12]}")
             return
-        line, got, want = _first_line_that_differs(
-            raw if isinstance(raw, str) else self.renderer.chat_template, need.chat_template
-        )
-        same = self._golden_difference() is None
-        effect = "; the golden conversations come out the same" if same else ""
+        lines = [text.split("\n") for text in (texts[0] or texts[1], need.chat_template)]
+        number = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
+        got, want = (json.dumps(one[number]) if number < len(one) else "(the text has ended)" for one in lines)
+        effect = "; the golden conversations come out the same" if self.token_difference() is None else ""
         self.differs(
-            "template", f"the chat template was changed{effect}", f"line {line}: {got}", f"line {line}: {want}",
-            restore("chat_template.jinja"),
+            "template", f"the chat template was changed{effect}", f"line {number + 1}: {got}",
+            f"line {number + 1}: {want}", restore("chat_template.jinja"),
         )  # fmt: skip
 
-    def _sha256(self) -> str:
-        assert self.renderer is not None
-        return text_sha256(self.renderer.chat_template)
-
-    def _golden_difference(self) -> tuple[GoldenExample, list[int] | None, str] | None:
-        """The first golden conversation that does not become its tokens, with those that it becomes, or why none."""
+    def token_difference(self) -> tuple[str, str, str] | None:
+        """Summary, got and need of the first golden conversation that does not become its tokens."""
         assert self.renderer is not None
         for example in self.contract.golden:
+            summary, need = f"the conversation {example.name!r} becomes other tokens", example.token_ids
             try:
                 fitted = self.renderer.fit(example.messages)
             except DataError as error:
-                return example, None, error.summary
-            if fitted is None or list(fitted.token_ids) != example.token_ids:
-                return example, None if fitted is None else list(fitted.token_ids), "too long"
+                return summary, error.summary, f"{len(need)} tokens"
+            if fitted is None:
+                return summary, "a conversation that is too long", f"{len(need)} tokens"
+            got = list(fitted.token_ids)
+            if got != need:
+                at = next((i for i, (a, b) in enumerate(zip(got, need, strict=False)) if a != b), 0)
+                decode = self.renderer.tokenizer.decode
+                texts = [f"{ids[at : at + 4]} at position {at}, {decode(ids[at : at + 4])!r}" for ids in (got, need)]
+                return summary, texts[0], texts[1]
         return None
 
     def check_tokens(self) -> None:
@@ -297,18 +282,12 @@ class _Replay:
         tokenizer, need = self.renderer.tokenizer, self.contract.rendering
         fix = restore("tokenizer.json and tokenizer_config.json")
         if (got := tokenizer_sha256(tokenizer)) != need.tokenizer_sha256:
-            self.differs(
-                "tokens", "it is another tokenizer", f"{len(tokenizer)} tokens, sha256 {got[:12]}",
-                f"sha256 {need.tokenizer_sha256[:12]}", fix,
-            )  # fmt: skip
-        for name in ("bos_token_id", "eos_token_id"):
-            if (token := getattr(tokenizer, name)) != getattr(need, name):
-                self.differs("tokens", f"the tokenizer has another {name}", token, getattr(need, name), fix)
-        found = self._golden_difference()
-        if found is not None:
-            self.differs("tokens", *_token_difference(tokenizer, *found), fix)
+            sums = f"sha256 {got[:12]}", f"sha256 {need.tokenizer_sha256[:12]}"
+            self.differs("tokens", "another tokenizer: vocabulary, merges or special tokens", *sums, fix)
+        if (found := self.token_difference()) is not None:
+            self.differs("tokens", *found, fix)
         rows = [example.token_ids for example in self.contract.golden]
-        if found is None and (frame := frame_of(self.renderer, rows)) != need.frame and rows:
+        if rows and not found and (frame := frame_of(self.renderer, rows)) != need.frame:
             self.differs("tokens", "another frame is put around conversations", frame, need.frame, fix)
         self.equal("tokens", f"{len(rows)} conversations, {sum(map(len, rows))} tokens")
 
@@ -325,7 +304,7 @@ class _Replay:
             )  # fmt: skip
             return
         try:
-            self.model = load_reward_model(
+            model = load_reward_model(
                 self.folder,
                 tokenizer=copy.deepcopy(self.tokenizer),  # loading mends its padding
                 dtype=self.dtype,
@@ -335,232 +314,146 @@ class _Replay:
             ).model
         except ModelError as error:
             self.checks.setdefault("weights", _differs("weights", error))
+            return
+        if max((max(one.token_ids) for one in self.contract.golden), default=0) < model.num_embeddings:
+            self.model = model
 
     def check_read_position(self) -> None:
         contract, need = self.contract, self.contract.rendering.pad_token_id
-        decode = self.tokenizer.convert_ids_to_tokens if self.tokenizer is not None else str
-        if contract.read.plain_transformers:
-            padding: list[tuple[str, int | None, str]] = []
-            if self.config:
-                padding.append(("config.json", raw_pad_token_id(self.config), f"pad_token_id to {json.dumps(need)}"))
-            if self.tokenizer is not None:
-                token = None if need is None else decode(need)
-                padding.append(
-                    ("tokenizer_config.json", self.tokenizer.pad_token_id, f"pad_token to {json.dumps(token)}")
-                )
+        if contract.read.plain_transformers and self.tokenizer is not None:
             ends = {example.token_ids[-1] for example in contract.golden}
-            for file, pad, setting in padding:
+            token = None if need is None else self.tokenizer.convert_ids_to_tokens(need)
+            for file, pad, setting in [
+                ("config.json", raw_pad_token_id(self.config), f"pad_token_id to {json.dumps(need)}"),
+                ("tokenizer_config.json", self.tokenizer.pad_token_id, f"pad_token to {json.dumps(token)}"),
+            ]:
                 if pad != need:
-                    reads = "so transformers reads the score before it" if pad in ends else "so padding may be read"
+                    what = "the end of conversations" if pad in ends else "another token"
                     self.differs(
-                        "read position",
-                        f"{file} pads with {'the end of conversations' if pad in ends else 'another token'}, {reads}",
-                        f"pad_token_id {pad}{'' if pad is None else f', {decode(pad)!r}'}",
-                        f"pad_token_id {need}{'' if need is None else f', {decode(need)!r}'}",
-                        f"in {file} set {setting}, or restore the file",
-                    )
+                        "read position", f"{file} pads with {what}: transformers may read the score elsewhere",
+                        f"pad_token_id {pad}", f"pad_token_id {need}", f"in {file} set {setting}, or restore the file",
+                    )  # fmt: skip
         if self.renderer is not None and self.renderer.read_token != contract.read.token:
             self.differs(
                 "read position", "conversations end with another kind of token", self.renderer.read_token,
                 contract.read.token, restore("the chat template and the tokenizer"),
             )  # fmt: skip
-        if self.model is None or self._vocabulary_is_small():
+        if self.model is None:
             return
         # (In bfloat16 transformers would have to be told to keep the head in float32.)
         if contract.read.plain_transformers and contract.golden and self.dtype == torch.float32:
-            self._check_plain_scores(self.model)
+            rows = [example.token_ids for example in contract.golden]
+            with exact_scoring(self.model):
+                ours = self.model.score_tokens(rows).tolist()
+            theirs = plain_values(self.model, rows, raw_pad_token_id(self.config))
+            for example, mine, plain in zip(contract.golden, ours, theirs, strict=True):
+                if not close(plain, mine, self.tolerance):
+                    self.differs(
+                        "read position", "transformers alone reads another score from padded rows",
+                        f"{plain[0]:.6g} for the conversation {example.name!r}", f"{mine[0]:.6g}",
+                        restore("config.json"),
+                    )  # fmt: skip
         self.equal("read position", f"{contract.read.position}, {contract.read.token or 'whatever it is'}")
 
-    def _check_plain_scores(self, model: RewardModel) -> None:
-        rows = [example.token_ids for example in self.contract.golden]
-        with exact_scoring(model):
-            ours = model.score_tokens(rows).tolist()
-        theirs = plain_values(model, rows, raw_pad_token_id(self.config))
-        for example, mine, plain in zip(self.contract.golden, ours, theirs, strict=True):
-            if not close(plain, mine, self.tolerance):
-                self.differs(
-                    "read position", "transformers alone reads another score from padded rows",
-                    f"{plain[0]:.6g} for the conversation {example.name!r}", f"{mine[0]:.6g}",
-                    restore("config.json"),
-                )  # fmt: skip
-                return
-
-    def _vocabulary_is_small(self) -> bool:
-        assert self.model is not None
-        highest = max((max(example.token_ids) for example in self.contract.golden), default=0)
-        return highest >= self.model.num_embeddings
-
-    def check_precision(self) -> None:
-        need, stored = self.contract.dtypes, self.stored
-        if stored is not None and self.model is not None:
-            head = head_name(self.model.hf)
-            for what, tensors, want in [
-                ("backbone", stored.backbone(head), need.weights),
-                ("head", stored.under(head), need.head),
-            ]:
-                if (got := stored.dtype_of(tensors)) != want:
-                    self.is_rounded = True
+    def check_precision_and_activation(self) -> None:
+        need = self.contract.dtypes
+        if self.stored is not None and self.model is not None:
+            for what, tensors, want in zip(
+                ("backbone", "head"),
+                self.stored.split(head_name(self.model.hf)),
+                (need.weights, need.head),
+                strict=True,
+            ):
+                if (got := dtype_of(tensors)) != want:
                     self.differs(
                         "precision", f"the {what}'s weights are stored in another number format", got, want,
                         f"{restore('the weights')}; they were rounded when they were saved again",
                     )  # fmt: skip
-        if not self.config:
-            return
-        named = {key: dtype for key in ("dtype", "torch_dtype") if (dtype := named_dtype(self.config, key)) is not None}
-        for key, dtype in (named or {"dtype": need.weights}).items():  # transformers then asks the weights
-            if dtype != need.config:
+        for key in ("dtype", "torch_dtype"):
+            if (dtype := named_dtype(self.config, key)) not in (None, need.config):
                 self.differs(
                     "precision", f"config.json has transformers load the weights in another number format, by {key}",
-                    f"{key} {self.config.get(key)}", f"{key} {need.config}",
+                    f"{key} {dtype}", f"{key} {need.config}",
                     f"in config.json set {key} to {need.config}, or restore the file",
                 )  # fmt: skip
-
-    def check_activation(self) -> None:
-        if not self.config:
-            return
-        got, need = self.config.get("problem_type"), self.contract.problem_type
-        if got != need:
+        if self.config and self.config.get("problem_type") != self.contract.problem_type:
             self.differs(
                 "activation", "config.json has other programs apply another function to the score",
-                f"problem_type {got}", f"problem_type {need}", "set problem_type in config.json, or restore the file",
+                f"problem_type {self.config.get('problem_type')}", f"problem_type {self.contract.problem_type}",
+                "set problem_type in config.json, or restore the file",
             )  # fmt: skip
 
-    def compare_tensors(self) -> None:
-        """Find the tensors that are others by their bytes: of all that were hashed at signing, or of the head alone."""
-        if self.stored is None or self.model is None:
-            return
-        need, stored = self.contract.weights, self.stored
+    def changed_tensors(self) -> list[str]:
+        """Tensors whose bytes are others: of all that were hashed at signing, or of the head alone."""
+        assert self.stored is not None and self.model is not None
+        need, head = self.contract.weights, head_name(self.model.hf)
         if need.tensors and not self.quick:
-            hashes = stored.hashes()
+            hashes = self.stored.hashes()
             self.num_tensors = len(hashes)
-            self.others = [name for name, digest in hashes.items() if digest[:HASH_DIGITS] != need.tensors.get(name)]
-            if not self.others and hash_of_all(hashes) != need.sha256:
-                self.others = list(hashes)
-        elif stored.sha256_of(head := head_name(self.model.hf)) != need.head_sha256:
-            self.others = [tensor.name for tensor in stored.under(head)]
+            changed = [name for name, digest in hashes.items() if digest[:HASH_DIGITS] != need.tensors.get(name)]
+            return changed or ([] if hash_of_all(hashes) == need.sha256 else list(hashes))
+        if self.stored.sha256_of(head) != need.head_sha256:
+            return [tensor.name for tensor in self.stored.split(head)[1]]
+        return []
 
-    def check_scores(self) -> float | None:
+    def check_weights(self) -> float | None:
+        """Compare the tensors' bytes and replay the scores; returns the largest difference of a score."""
         contract = self.contract
-        if self.model is None or self._vocabulary_is_small():
+        if self.model is None:
             return None
+        changed = self.changed_tensors()
         with exact_scoring(self.model):
             values = self.model.score_tokens([example.token_ids for example in contract.golden]).tolist()
         scores = [combined_heads(heads, contract.heads) for heads in values]
         verdict = diagnose(contract, scores, dtype="float32" if self.dtype == torch.float32 else "bfloat16")
-        self._judge(verdict)
+        if verdict.state == "differs":
+            verdict = self.judged(verdict, changed)
+            self.differs(verdict.part, verdict.summary, verdict.got, verdict.need, str(verdict.fix))
+        elif changed:
+            same = "; the golden scores are equal all the same" if contract.golden else ""
+            self.differs(
+                "weights", f"{self.named(changed)}{same}", f"other bytes in {changed[0]}",
+                "the tensors that were signed", restore("the weights"),
+            )  # fmt: skip
+        need = contract.dtypes
+        self.equal("precision", f"weights in {need.weights}, head in {need.head}, loaded in {need.config}")
+        self.equal("activation", "none")
+        same = f"the bytes of {self.num_tensors} tensors" if self.num_tensors else "the bytes of the head"
+        if contract.golden or self.num_tensors:
+            told = verdict.summary if contract.golden else "the contract has no golden scores"
+            self.equal("weights", f"{same} are equal; {told}")
         largest = max((abs(got - one.score) for got, one in zip(scores, contract.golden, strict=True)), default=None)
         return largest if largest is not None and math.isfinite(largest) else None
 
-    def _judge(self, verdict: Check) -> None:
-        """Put what the scores say where it belongs, with what is known of the files."""
-        is_same_model = self.num_tensors > 0 and not self.others and not self.changed_keys
-        explained = verdict.state == "equal"
-        if verdict.part == "precision":
-            explained = self._explain_rounding(verdict, is_same_model)
-        elif verdict.state == "differs" and verdict.part != "weights":
-            # Other weights can make scores that look scaled or turned round; of the same ones something was applied.
-            explained = verdict.part != "activation" or is_same_model
-            if explained:
-                self.differs(verdict.part, verdict.summary, verdict.got, verdict.need, str(verdict.fix))
-        need = self.contract.dtypes
-        self.equal("precision", f"weights in {need.weights}, head in {need.head}, loaded in {need.config}")
-        self.equal("activation", "none")
-        if self.others and not (self.is_rounded and explained):
-            self._name_the_tensors(verdict)
-        elif not explained:
-            self._name_what_else(verdict)
-        self._weights_are_equal(verdict)
-
-    def _explain_rounding(self, verdict: Check, is_same_model: bool) -> bool:
-        """Whether the scores differ by what rounding makes of them, on the disk or while they were computed."""
-        assert self.stored is not None and self.model is not None
-        if self.is_rounded:
-            return True
-        backbone = self.stored.backbone(head_name(self.model.hf))
-        # Of weights that are in bfloat16 as they should be, that they fit it says nothing.
-        may_be_others = self.others or not self.num_tensors
-        if may_be_others and self.stored.dtype_of(backbone) != "bfloat16" and self.stored.fits_bfloat16(backbone):
-            summary = "the weights were rounded to bfloat16 and saved as float32"
-            self._put("precision", replace(verdict, summary=summary, fix=restore("the weights")))
-            self.is_rounded = True
-        elif self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-            fix = 'torch.set_float32_matmul_precision("highest")'
-            self._put("precision", replace(verdict, summary="float32 products are rounded to TF32", fix=fix))
-        elif is_same_model:
-            summary = "the weights are the same, and this machine computes their scores in a coarser number format"
-            self._put("precision", replace(verdict, summary=summary))
-        else:
-            return False
-        return True
-
-    def _put(self, part: Part, check: Check) -> None:
-        self.differs(part, check.summary, check.got, check.need, str(check.fix))
-
-    def _name_the_tensors(self, verdict: Check) -> None:
-        assert self.stored is not None and self.model is not None
-        in_head = {tensor.name for tensor in self.stored.under(head_name(self.model.hf))}.intersection(self.others)
-        what = "the head is another"
-        if len(in_head) < len(self.others):
-            what = "head and backbone are others" if in_head else "the backbone is another"
-        first = self.others[0]
-        more = f" and {len(self.others) - 3} more" if len(self.others) > 3 else ""
-        named = f"{len(self.others)} of {len(self.stored.tensors)} tensors: {', '.join(self.others[:3])}{more}"
-        summary, got, need = f"{what}, {named}", verdict.got, verdict.need
-        if verdict.state == "equal":
-            summary += "; the golden scores are equal all the same" if self.contract.golden else ""
-            digest = self.contract.weights.tensors.get(first) if self.num_tensors else None
-            got, need = f"other bytes in {first}", f"its sha256 {digest}..." if digest else "the head that was signed"
-        self.differs("weights", summary, got, need, restore("the weights"))
-
-    def _name_what_else(self, verdict: Check) -> None:
-        """Scores that are others although no tensor is known to be."""
-        if self.changed_keys:
-            summary, fix = "the scores are others, as config.json is", restore("config.json")
-        elif self.is_rounded:
-            summary, fix = "the scores are others by more than rounding makes of them", restore("the weights")
-        elif self.num_tensors:
+    def judged(self, verdict: Check, changed: list[str]) -> Check:
+        """A difference of scores, put down to the part that explains it with what is known of the files."""
+        if verdict.part == "precision" or self.is_rounded():
+            if self.is_rounded() or not changed:
+                what = "the weights were rounded" if self.is_rounded() else "this machine computes in a coarser format"
+                return replace(verdict, part="precision", summary=f"{verdict.summary}: {what}")
+        elif verdict.part in ("tokens", "read position"):
+            return verdict
+        elif verdict.part == "activation" and self.num_tensors and not changed:
+            return verdict  # other weights can make scores that look scaled or turned round
+        if changed:
+            return replace(verdict, part="weights", summary=self.named(changed), fix=restore("the weights"))
+        if self.num_tensors and self.checks["files"].state == "equal":
             summary = "every tensor is the contract's, and the scores are others: this machine computes another model"
-            fix = "compare its versions of torch and transformers with those of where the model was made; try another "
-            fix += "--device"
-        else:
-            summary, fix = "the head is the contract's, the backbone is another", restore("the weights")
-        self.differs("weights", summary, verdict.got, verdict.need, fix)
+            fix = "compare its versions of torch and transformers with those of where the model was made"
+            return replace(verdict, part="weights", summary=summary, fix=fix)
+        summary = "the scores are others: the backbone or config.json was changed"
+        return replace(verdict, part="weights", summary=summary, fix=restore("the weights and config.json"))
 
-    def _weights_are_equal(self, verdict: Check) -> None:
-        """Unless a difference was found."""
-        same = f"the bytes of {self.num_tensors} tensors" if self.num_tensors else "the bytes of the head"
-        if self.is_rounded:
-            self.equal("weights", "equal but for the rounding")
-        elif verdict.state == "differs":
-            self.equal("weights", f"{same} are equal")
-        elif self.contract.golden:
-            self.equal("weights", f"{same} are equal, {verdict.summary}")
-        elif self.num_tensors:
-            self.equal("weights", f"{same} are equal; the contract has no golden scores")
-        else:
-            self.checks.setdefault("weights", Check("weights", "not checked", "the contract has no golden scores"))
+    def is_rounded(self) -> bool:
+        """Whether the weights hold only what a coarser number format can hold, and should hold more."""
+        assert self.model is not None and self.stored is not None
+        backbone, _ = self.stored.split(head_name(self.model.hf))
+        if dtype_of(backbone) != self.contract.dtypes.weights:
+            return True
+        matrices = [tensor.read() for tensor in backbone if len(tensor.shape) > 1 and tensor.dtype == "float32"]
+        return bool(matrices) and all(torch.equal(one.to(torch.bfloat16).float(), one) for one in matrices)
 
-
-def _first_line_that_differs(got: str, need: str) -> tuple[int, str, str]:
-    pairs = enumerate(zip_longest(got.split("\n"), need.split("\n")), start=1)
-    number, lines = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-    one, other = ("(the text has ended)" if line is None else json.dumps(line) for line in lines)
-    return number, one, other
-
-
-def _token_difference(
-    tokenizer: PreTrainedTokenizerBase, example: GoldenExample, got: list[int] | None, why: str
-) -> tuple[str, str, str]:
-    """Summary, got and need of a conversation that does not become its tokens."""
-    need = example.token_ids
-    summary = f"the conversation {example.name!r} becomes other tokens"
-    if got is None:
-        return summary, why, f"{len(need)} tokens"
-    at = next((i for i, (a, b) in enumerate(zip(got, need, strict=False)) if a != b), min(len(got), len(need)))
-
-    def shown(ids: list[int]) -> str:
-        if at >= len(ids):
-            return f"an end after {len(ids)} tokens"
-        return f"{ids[at : at + 4]} at position {at}, {tokenizer.decode(ids[at : at + 4])!r}"
-
-    return summary, shown(got), shown(need)
+    def named(self, changed: list[str]) -> str:
+        assert self.stored is not None
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        return f"{len(changed)} of {len(self.stored.tensors)} tensors are others: {', '.join(changed[:3])}{more}"
