@@ -222,13 +222,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "others: score.weight; the golden scores are equal all the same got other bytes in score.weight",
     ),
     "head scaled": (lambda f: change_weights(f, times("score.weight", 2.0)), "weights", "others: score.weight got"),
-    "head turned round": (lambda f: change_weights(f, times("score.weight", -1.0)), "weights", "others: score.weight got"),
+    "head turned round": (lambda f: change_weights(f, times("score.weight", -1.0)), "weights", "others: score.weight"),
     "the last norm scaled": (
         lambda f: change_weights(f, times("model.norm.weight", 2.0)), "weights", "others: model.norm.weight got",
     ),
     "rows of the embedding that no golden conversation has": (
-        replace_unused_rows, "weights",
-        "1 of 21 tensors are others: model.embed_tokens.weight; the golden scores are equal all the same",
+        replace_unused_rows, "weights", "others: model.embed_tokens.weight; the golden scores are equal all the same",
     ),
     "a tensor of the backbone changed": (
         lambda f: change_weights(f, add_to(UP, 3.0)), "weights", f"1 of 21 tensors are others: {UP} got",
