@@ -123,13 +123,12 @@ class RewardModelEnvironment(RayActor, Environment):
             check_conversation(conversation_of(log, name), name) for log, name in zip(message_logs, names, strict=True)
         ]
         rows = []
-        for log, ids, name in zip(logs, renderer.encode_many(logs, where=names), names, strict=True):
-            fitted = renderer.fit(log, encoded=ids, where=name)
+        for (fitted, num_tokens), name in zip(renderer.fit_many(logs, where=names), names, strict=True):
             if fitted is None:
                 raise DataError(
                     "the conversation is too long",
                     where=name,
-                    got=f"{len(ids)} tokens",
+                    got=f"{num_tokens} tokens",
                     need=f"at most {renderer.max_length}",
                 )
             rows.append(fitted.token_ids)

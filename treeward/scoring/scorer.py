@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from treeward.data.preference import check_messages
-from treeward.data.rendering import Renderer, Truncation
+from treeward.data.rendering import Fitted, Renderer, Truncation
 from treeward.errors import ConfigError, DataError, ModelError, shown
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
 from treeward.model.loading import load_reward_model
@@ -303,8 +303,8 @@ class Scorer:
     def _render(self, conversations: Sequence[Conversation], names: Sequence[str], on_error: OnError) -> list[Prepared]:
         try:
             checked = [check_conversation(*item) for item in zip(conversations, names, strict=True)]
-            encoded = self.renderer.encode_many(checked, where=names)
-            return [self._fit(*item) for item in zip(checked, encoded, names, strict=True)]
+            fitted = self.renderer.fit_many(checked, where=names)
+            return [self._prepared(*one, name) for one, name in zip(fitted, names, strict=True)]
         except DataError as error:
             if on_error == "raise":
                 raise
@@ -316,11 +316,10 @@ class Scorer:
             for conversation, name in zip(conversations, names, strict=True)
         ]
 
-    def _fit(self, conversation: Conversation, ids: list[int], name: str) -> Prepared:
-        fitted = self.renderer.fit(conversation, encoded=ids, where=name)
+    def _prepared(self, fitted: Fitted | None, num_tokens: int, name: str) -> Prepared:
         if fitted is None:
-            too_long = f"too long to score: {len(ids)} tokens, at most {self.renderer.max_length}"
-            return Prepared(name, None, len(ids), error=too_long)
+            too_long = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
+            return Prepared(name, None, num_tokens, error=too_long)
         return Prepared(name, fitted.token_ids, len(fitted.token_ids), fitted.truncated)
 
 
