@@ -124,7 +124,7 @@ def test_replicas() -> None:
         ({"dtensor_cfg": {"tensor_parallel_size": 4}}, "tensor_parallel_size is not supported yet.*4.*replica"),
         ({"dtensor_cfg": {"context_parallel_size": 2}}, "not supported yet.*context_parallel_size"),
         ({"megatron_cfg": {"enabled": True}}, "no Megatron backend.*megatron_cfg"),
-        ({"reward_model_cfg": {"enabled": False}}, "must be a reward model.*reward_model_cfg.enabled"),
+        ({"reward_model_cfg": {"enabled": False}}, "reward_model_cfg.enabled.*Must be true"),
         ({"reward_model_cfg": {"reward_model_type": "regression"}}, "regression.*bradley_terry"),
         ({"enabled": False}, "switched off"),
         ({"checkpoint_path": "weights"}, "checkpoint_path is not supported.*model_name"),

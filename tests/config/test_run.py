@@ -368,7 +368,7 @@ def test_activation_checkpointing_by_either_key():
         ({"dtensor_cfg": {"custom_parallel_plan": "a.b"}}, "custom_parallel_plan is not supported yet"),
         ({"dtensor_cfg": {"lora_cfg": {"enabled": True}}}, "not supported yet"),
         ({"megatron_cfg": {"enabled": True, "anything": 1}}, "no Megatron backend"),
-        ({"reward_model_cfg": {"enabled": False}}, "must be a reward model"),
+        ({"reward_model_cfg": {"enabled": False}}, "reward_model_cfg.enabled"),
         ({"reward_model_cfg": {"reward_model_type": "regression"}}, "bradley_terry"),
         ({"attention": "flash"}, "tree"),
         ({"max_grad_norm": 0}, "greater than 0"),
@@ -387,20 +387,11 @@ def test_foreign_sections_are_accepted_while_disabled():
 
 
 def test_optimizer():
-    assert OptimizerConfig(kwargs={"lr": 1e-3, "fused": True, "foreach": False}).kwargs["lr"] == 1e-3
-    refused(OptimizerConfig, {"name": "AdamW"}, "without its module")
-    refused(OptimizerConfig, {"name": "adamw"}, r"as torch\.optim\.AdamW\n.*did you mean torch\.optim\.AdamW\?")
-    refused(OptimizerConfig, {"name": "torch.optim.adamw"}, r"no such class(.|\n)*did you mean torch\.optim\.AdamW\?")
-    refused(
-        OptimizerConfig,
-        {"kwargs": {"lr": 1e-5, "weight_decy": 0.1}},
-        r"no weight_decy(.|\n)*did you mean weight_decay\?",
-    )
-    assert OptimizerConfig(name="mine.AdamW", kwargs={"lr": 1e-5, "weight_decy": 0.1}).name == "mine.AdamW"
+    assert OptimizerConfig(kwargs={"lr": 1e-3, "fused": True}).kwargs["lr"] == 1e-3
+    refused(OptimizerConfig, {"name": "AdamW"}, r"without its module(.|\n)*torch\.optim\.AdamW")
     refused(OptimizerConfig, {"kwargs": {"weight_decay": 0.1}}, "learning rate is missing")
-    refused(OptimizerConfig, {"kwargs": {"lr": "fast"}}, "not a positive number")
-    refused(OptimizerConfig, {"kwargs": {"lr": float("nan")}}, "not a positive number")
-    refused(OptimizerConfig, {"kwargs": {"lr": 1.0, "fused": True, "foreach": True}}, "exclude each other")
+    for rate in ("fast", float("nan"), 0, True):
+        refused(OptimizerConfig, {"kwargs": {"lr": rate}}, "not a positive number")
 
 
 LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}
@@ -564,7 +555,7 @@ def test_one_process():
 
 def test_trackers():
     assert LoggerConfig.model_validate({"wandb": {"project": "p", "entity": "e"}}).wandb.model_extra == {"entity": "e"}
-    refused(LoggerConfig, {"swanlab_enabled": True}, "SwanLab")
+    refused(LoggerConfig, {"swanlab_enabled": True}, "swanlab_enabled is not supported")
     refused(LoggerConfig, {"tensorbord_enabled": True}, "Extra inputs")
 
 

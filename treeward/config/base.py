@@ -16,6 +16,7 @@ appears in `docs/config.md` and in error messages:
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import UnionType
@@ -40,8 +41,18 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
-__all__ = ["Limit", "Location", "Period", "Strict", "TextOrTexts", "at_field", "config_error", "nearest_name"]
-__all__ += ["sections"]
+__all__ = [
+    "Limit",
+    "Location",
+    "OneIsAList",
+    "Period",
+    "Strict",
+    "TextOrTexts",
+    "at_field",
+    "config_error",
+    "nearest_name",
+]
+__all__ += ["nearest_name", "sections"]
 
 Location = tuple[str, ...]
 """The keys that lead to a value, as ("policy", "optimizer", "kwargs")."""
@@ -50,7 +61,8 @@ Limit = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if valu
 """The most that something may be. Other toolkits write -1 for no limit."""
 Period = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if str(value) in ("0", "-1") else value)]
 """Steps from one event to the next. Other toolkits write 0 or -1 for never."""
-TextOrTexts = Annotated[tuple[str, ...], BeforeValidator(lambda texts: (texts,) if isinstance(texts, str) else texts)]
+OneIsAList = BeforeValidator(lambda texts: (texts,) if isinstance(texts, str) else texts)
+TextOrTexts = Annotated[tuple[str, ...], OneIsAList]
 """Texts; a single one needs no list."""
 
 
@@ -115,6 +127,16 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
                     fix=f"remove {theirs}",
                 )
         return kept
+
+    def conflict(self, summary: str, *keys: str, need: str, fix: str | None = None) -> ConfigError:
+        """The error of `keys` that do not fit together, at the first of them; `watch.max_kl` is in an inner section."""
+
+        def shown(key: str) -> str:
+            value: Any = functools.reduce(getattr, key.split("."), self)
+            return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+        got = ", ".join(f"{key}: {shown(key)}" for key in keys)
+        return ConfigError(summary, field=keys[0], got=got, need=need, fix=fix)
 
     @classmethod
     def key_names(cls) -> tuple[str, ...]:

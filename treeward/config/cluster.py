@@ -8,7 +8,6 @@ from typing import ClassVar
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from treeward.config.base import Strict
-from treeward.errors import ConfigError
 
 __all__ = ["ClusterConfig"]
 
@@ -29,10 +28,11 @@ class ClusterConfig(Strict):
     @model_validator(mode="after")
     def _one_process(self) -> ClusterConfig:
         if self.gpus_per_node > 1 or self.num_nodes > 1:
-            raise ConfigError(
+            key, other = ("num_nodes", "gpus_per_node") if self.num_nodes > 1 else ("gpus_per_node", "num_nodes")
+            raise self.conflict(
                 "training on more than one process is not supported yet",
-                field="num_nodes" if self.num_nodes > 1 else "gpus_per_node",
-                got=f"num_nodes: {self.num_nodes}, gpus_per_node: {self.gpus_per_node}",
+                key,
+                other,
                 need="one process",
                 fix="set cluster.num_nodes=1 cluster.gpus_per_node=1",
             )

@@ -32,7 +32,6 @@ from pydantic import (
 
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.policy import DisabledSection
-from treeward.errors import ConfigError
 
 __all__ = ["AdvantageEstimatorConfig", "AlarmKind", "AsyncGRPOConfig", "Estimator", "GRPOConfig"]
 __all__ += ["OverlongShapingConfig", "PolicyLossConfig", "RewardScalingConfig", "WatchConfig"]
@@ -93,10 +92,10 @@ class PolicyLossConfig(Strict):
     @model_validator(mode="after")
     def _kl_has_a_gradient(self) -> PolicyLossConfig:
         if self.reference_policy_kl_type == "k1" and not self.kl_in_reward and self.reference_policy_kl_penalty > 0:
-            raise ConfigError(
+            raise self.conflict(
                 "k1 as a loss teaches nothing: its expected gradient is zero",
-                field="reference_policy_kl_type",
-                got="k1, kl_in_reward: false",
+                "reference_policy_kl_type",
+                "kl_in_reward",
                 need="k3 or k2 in the loss, or k1 in the reward",
                 fix="set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3",
             )
@@ -105,29 +104,28 @@ class PolicyLossConfig(Strict):
     @model_validator(mode="after")
     def _ratios_fit(self) -> PolicyLossConfig:
         if self.sequence_level_importance_ratios and self.token_level_loss:
-            raise ConfigError(
+            raise self.conflict(
                 "sequence_level_importance_ratios needs a loss over whole completions",
-                field="sequence_level_importance_ratios",
-                got="true, token_level_loss: true",
+                "sequence_level_importance_ratios",
+                "token_level_loss",
                 need="token_level_loss: false",
                 fix="set loss_fn.token_level_loss=false",
             )
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max:
-            raise ConfigError(
+            raise self.conflict(
                 "the dual clip is inside the clip",
-                field="ratio_clip_c",
-                got=f"{self.ratio_clip_c}, ratio_clip_max: {self.ratio_clip_max}",
+                "ratio_clip_c",
+                "ratio_clip_max",
                 need="more than 1 + ratio_clip_max; usually 3",
                 fix="set loss_fn.ratio_clip_c=3",
             )
         if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
-            raise ConfigError(
+            raise self.conflict(
                 "truncated_importance_sampling_ratio limits a correction that is switched off",
-                field="truncated_importance_sampling_ratio",
-                got=f"{self.truncated_importance_sampling_ratio}, use_importance_sampling_correction: false",
+                "truncated_importance_sampling_ratio",
+                "use_importance_sampling_correction",
                 need="use_importance_sampling_correction: true, or null",
-                fix="set loss_fn.use_importance_sampling_correction=true, or "
-                "loss_fn.truncated_importance_sampling_ratio=null",
+                fix="set loss_fn.use_importance_sampling_correction=true",
             )
         return self
 
@@ -149,19 +147,18 @@ class AdvantageEstimatorConfig(Strict):
 
     @model_validator(mode="after")
     def _keys_fit_the_name(self) -> AdvantageEstimatorConfig:
-        field = None
-        if self.name == "leave_one_out" and self.use_leave_one_out_baseline is False:
-            field = "use_leave_one_out_baseline"
-        if self.name == "reinforce_plus_plus" and self.normalize_rewards is False:
-            field = "normalize_rewards"
-        if field is not None:
-            raise ConfigError(
-                f"{field}: false contradicts the estimator {self.name}",
-                field=field,
-                got=f"false, name: {self.name}",
-                need="name: grpo, or no such key",
-                fix=f"remove grpo.adv_estimator.{field}",
-            )
+        for name, key in (
+            ("leave_one_out", "use_leave_one_out_baseline"),
+            ("reinforce_plus_plus", "normalize_rewards"),
+        ):
+            if self.name == name and getattr(self, key) is False:
+                raise self.conflict(
+                    f"{name} always has {key}: true",
+                    key,
+                    "name",
+                    need="name: grpo, or no such key",
+                    fix=f"remove {key}",
+                )
         return self
 
 
@@ -200,12 +197,11 @@ class RewardScalingConfig(Strict):
     @model_validator(mode="after")
     def _ranges_rise(self) -> RewardScalingConfig:
         for side in ("source", "target"):
-            low, high = getattr(self, f"{side}_min"), getattr(self, f"{side}_max")
-            if low >= high:
-                raise ConfigError(
+            if getattr(self, f"{side}_min") >= getattr(self, f"{side}_max"):
+                raise self.conflict(
                     f"the {side} range of reward_scaling does not rise",
-                    field=f"{side}_min",
-                    got=f"{side}_min: {low}, {side}_max: {high}",
+                    f"{side}_min",
+                    f"{side}_max",
                     need=f"{side}_min below {side}_max: a better completion has the higher reward",
                 )
         return self
@@ -407,25 +403,29 @@ class GRPOConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _overlong_filtering_masks(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping) or raw.get("overlong_filtering") is not True:
-            return raw
-        if raw.get("truncated", "mask") != "mask":
-            raise ConfigError(
+        if isinstance(raw, Mapping) and raw.get("overlong_filtering") is True:
+            return {"truncated": "mask", **raw}
+        return raw
+
+    @model_validator(mode="after")
+    def _one_treatment_of_truncated_completions(self) -> GRPOConfig:
+        if self.overlong_filtering and self.truncated != "mask":
+            raise self.conflict(
                 "overlong_filtering and truncated contradict each other",
-                field="truncated",
-                got=f"{raw['truncated']}, overlong_filtering: true",
+                "truncated",
+                "overlong_filtering",
                 need="truncated: mask, which is what overlong_filtering means",
                 fix="set grpo.overlong_filtering=false",
             )
-        return {**raw, "truncated": "mask"}
+        return self
 
     @model_validator(mode="after")
     def _dynamic_sampling_is_on(self) -> GRPOConfig:
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
-            raise ConfigError(
+            raise self.conflict(
                 "batch_multiplier needs dynamic sampling",
-                field="batch_multiplier",
-                got=f"{self.batch_multiplier}, use_dynamic_sampling: false",
+                "batch_multiplier",
+                "use_dynamic_sampling",
                 need="1, or use_dynamic_sampling: true",
                 fix="set grpo.use_dynamic_sampling=true, or grpo.batch_multiplier=1",
             )
@@ -434,10 +434,9 @@ class GRPOConfig(Strict):
     @model_validator(mode="after")
     def _environments_have_weights(self) -> GRPOConfig:
         if self.environments is not None and (not self.environments or 0.0 in self.environments.values()):
-            raise ConfigError(
-                "an environment without weight rewards nothing" if self.environments else "environments is empty",
-                field="environments",
-                got=self.environments,
+            raise self.conflict(
+                "an environment without weight rewards nothing",
+                "environments",
                 need="names of sections of env with weights other than 0, or null",
                 fix="to watch an environment without training on it set grpo.gold_environment",
             )

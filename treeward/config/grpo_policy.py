@@ -59,18 +59,17 @@ class LoraConfig(Strict):
         if not self.enabled:
             return self
         if self.dropout != 0.0:
-            raise ConfigError(
+            raise self.conflict(
                 "adapters have no dropout in reinforcement learning",
-                field="dropout",
-                got=self.dropout,
+                "dropout",
                 need="0",
                 fix="set policy.dtensor_cfg.lora_cfg.dropout=0",
             )
         if self.match_all_linear == bool(self.target_modules):
-            raise ConfigError(
+            raise self.conflict(
                 "match_all_linear and target_modules do not fit together",
-                field="target_modules",
-                got=f"{list(self.target_modules)}, match_all_linear: {str(self.match_all_linear).lower()}",
+                "target_modules",
+                "match_all_linear",
                 need="match_all_linear: true, or layers in target_modules, as [q_proj, v_proj]",
                 fix="set policy.dtensor_cfg.lora_cfg.match_all_linear=false to adapt only some layers",
             )
@@ -97,10 +96,9 @@ class VllmConfig(Strict):
     @model_validator(mode="after")
     def _is_not_eight_bit(self) -> VllmConfig:
         if self.precision is not None and "8" in self.precision:
-            raise ConfigError(
+            raise self.conflict(
                 "generation in eight bits is not supported",
-                field="precision",
-                got=self.precision,
+                "precision",
                 need="bfloat16 or float32, as policy.precision",
                 fix="set policy.generation.vllm_cfg.precision=bfloat16",
             )
@@ -178,20 +176,19 @@ class GenerationConfig(Strict):
     @model_validator(mode="after")
     def _url_fits_the_backend(self) -> GenerationConfig:
         if self.backend == "hf" and self.url is not None:
-            raise ConfigError(
+            raise self.conflict(
                 "url is given, and backend hf samples in this process",
-                field="url",
-                got=self.url,
+                "url",
+                "backend",
                 need="backend: vllm, sglang or openai, or no url",
                 fix="set policy.generation.backend=vllm, or policy.generation.url=null",
             )
         if self.url is None and (self.backend == "openai" or not self.colocated.enabled):
-            raise ConfigError(
-                "backend openai needs a server"
-                if self.backend == "openai"
-                else "generation on GPUs of its own needs a server",
-                field="url",
-                got=f"null, backend: {self.backend}, colocated.enabled: {str(self.colocated.enabled).lower()}",
+            raise self.conflict(
+                "backend openai, and generation on GPUs of its own, need a server",
+                "url",
+                "backend",
+                "colocated.enabled",
                 need="a url, as http://127.0.0.1:8000/v1",
                 fix="start the server and give policy.generation.url, or set policy.generation.backend=hf and "
                 "policy.generation.colocated.enabled=true",
@@ -208,8 +205,6 @@ class PolicyDTensorConfig(ShardingConfig):
 
 class GRPOPolicyConfig(TrainedModelConfig):
     """The policy, its batches, its numerics, its optimiser and its generation."""
-
-    _batch_unit: ClassVar[str] = "completions"
 
     ignored_keys: ClassVar[Mapping[str, str]] = {
         "logprob_batch_size": "log-probabilities without gradients are computed in the micro-batches of training",
@@ -264,10 +259,9 @@ class GRPOPolicyConfig(TrainedModelConfig):
     @model_validator(mode="after")
     def _overrides_are_of_a_loaded_model(self) -> GRPOPolicyConfig:
         if self.hf_config_overrides and self.architecture is not None:
-            raise ConfigError(
+            raise self.conflict(
                 "hf_config_overrides change a loaded model, and model_config builds one",
-                field="hf_config_overrides",
-                got=f"{self.hf_config_overrides}, with policy.model_config",
+                "hf_config_overrides",
                 need="one of the two",
                 fix="give these keys in policy.model_config",
             )
@@ -277,10 +271,10 @@ class GRPOPolicyConfig(TrainedModelConfig):
     def _lengths_fit(self) -> GRPOPolicyConfig:
         longest, new = self.max_total_sequence_length, self.generation.max_new_tokens
         if new is not None and new > longest:
-            raise ConfigError(
+            raise self.conflict(
                 "generation.max_new_tokens is larger than max_total_sequence_length",
-                field="generation.max_new_tokens",
-                got=f"{new} tokens, policy.max_total_sequence_length: {longest}",
+                "generation.max_new_tokens",
+                "max_total_sequence_length",
                 need="at most policy.max_total_sequence_length; prompt and completion share it",
                 fix="set policy.generation.max_new_tokens=null for the room that the prompt leaves",
             )

@@ -138,7 +138,12 @@ class GRPORunConfig(Strict):
                 f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, "
                 "in this process"
             )
-        found += _without_effect(self)
+        of_a_server = ("weight_sync", "weight_folder", "retokenize", "probe_tolerance")
+        unread = [key for key in of_a_server if getattr(generation, key) != type(generation).model_fields[key].default]
+        if unread and not generation.is_remote:
+            found.append(
+                f"policy.generation.{', '.join(unread)} has no effect without a url: the policy itself samples"
+            )
         unused = [
             name for name in self.environments if name not in (*self.used_environments, self.grpo.gold_environment)
         ]
@@ -179,10 +184,11 @@ class GRPORunConfig(Strict):
     def _ratios_have_one_update(self) -> GRPORunConfig:
         updates = self.grpo.updates_per_batch * self.updates_per_pass
         if self.loss_fn.force_on_policy_ratio and updates > 1:
-            raise ConfigError(
+            raise self.conflict(
                 "loss_fn.force_on_policy_ratio does not limit several updates from the same completions",
-                field="loss_fn.force_on_policy_ratio",
-                got=f"true, with {updates} optimiser steps for the completions of a step",
+                "loss_fn.force_on_policy_ratio",
+                "grpo.updates_per_batch",
+                "policy.train_global_batch_size",
                 need="grpo.updates_per_batch: 1 and policy.train_global_batch_size: null",
                 fix="set loss_fn.force_on_policy_ratio=false",
             )
@@ -195,20 +201,12 @@ class GRPORunConfig(Strict):
         if not generation.is_remote or not (loss.use_importance_sampling_correction or in_kl):
             return self
         key = "use_on_policy_kl_approximation" if in_kl else "use_importance_sampling_correction"
-        why = None
-        if generation.backend == "openai" and generation.retokenize:
-            why = "backend: openai, retokenize: true"
-        elif (
-            generation.backend != "sglang"
-            and generation.temperature != 1.0
-            and (generation.top_k is not None or generation.top_p != 1.0)
-        ):
-            why = f"backend: {generation.backend}, temperature: {generation.temperature}, with top_k or top_p"
-        if why is not None:
-            raise ConfigError(
+        filters = generation.temperature != 1.0 and (generation.top_k is not None or generation.top_p != 1.0)
+        if (generation.backend == "openai" and generation.retokenize) or (generation.backend != "sglang" and filters):
+            raise self.conflict(
                 f"{key} needs the generator's log-probabilities, and it returns none for these settings",
-                field=f"loss_fn.{key}",
-                got=f"true, policy.generation.{why}",
+                f"loss_fn.{key}",
+                *(f"policy.generation.{each}" for each in ("backend", "retokenize", "temperature", "top_k", "top_p")),
                 need="a generator that returns the log-probabilities of the tokens that it sampled",
                 fix=f"set loss_fn.{key}=false, or sample with backend hf or sglang",
             )
@@ -218,18 +216,18 @@ class GRPORunConfig(Strict):
     def _kl_has_a_reference(self) -> GRPORunConfig:
         if self.needs_reference:
             return self
-        skip = "grpo.skip_reference_policy_logprobs_calculation"
-        penalty, budget = self.loss_fn.reference_policy_kl_penalty, self.grpo.watch.max_kl
-        if penalty > 0 or (self.grpo.watch.enabled and budget is not None):
-            key = f"loss_fn.reference_policy_kl_penalty: {penalty}" if penalty > 0 else f"grpo.watch.max_kl: {budget}"
-            raise ConfigError(
-                f"{key.split(':')[0]} needs the reference policy",
-                field=skip,
-                got=f"true, {key}",
-                need=f"false, or {'a penalty of 0' if penalty > 0 else 'no max_kl'}",
-                fix=f"set {skip}=false",
-            )
-        return self
+        key = "loss_fn.reference_policy_kl_penalty"
+        if self.loss_fn.reference_policy_kl_penalty == 0:
+            key = "grpo.watch.max_kl"
+            if not self.grpo.watch.enabled or self.grpo.watch.max_kl is None:
+                return self
+        raise self.conflict(
+            f"{key} needs the reference policy",
+            "grpo.skip_reference_policy_logprobs_calculation",
+            key,
+            need=f"false, or no {key}",
+            fix="set grpo.skip_reference_policy_logprobs_calculation=false",
+        )
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> GRPORunConfig:
@@ -290,28 +288,30 @@ class GRPORunConfig(Strict):
     def _gold_is_not_trained_on(self) -> GRPORunConfig:
         gold = self.grpo.gold_environment
         if gold is not None and gold in self.used_environments:
-            raise ConfigError(
+            raise self.conflict(
                 "the gold reward is trained on, and could not show over-optimisation",
-                field="grpo.gold_environment",
-                got=f"{gold}, which rewards training too",
+                "grpo.gold_environment",
+                "grpo.environments",
                 need="an environment that neither grpo.environments nor a set of data names",
                 fix="set grpo.gold_environment=null, or grpo.environments to the others",
             )
-        stops_on_gold = self.grpo.watch.stop and self.grpo.watch.stop_on == ("gold_falls",)
-        if stops_on_gold and gold is None:
-            raise ConfigError(
+        if not self.grpo.watch.stop:
+            return self
+        if self.grpo.watch.stop_on == ("gold_falls",) and gold is None:
+            raise self.conflict(
                 "grpo.watch is to stop when the gold reward falls, and there is none",
-                field="grpo.watch.stop",
-                got="true, stop_on: [gold_falls], grpo.gold_environment: null",
+                "grpo.watch.stop",
+                "grpo.watch.stop_on",
+                "grpo.gold_environment",
                 need="a gold_environment, or another kind of alarm in stop_on",
                 fix="set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]",
             )
-        if self.grpo.watch.stop and not (self.data.validation and self.grpo.validates):
-            raise ConfigError(
+        if not (self.data.validation and self.grpo.validates):
+            raise self.conflict(
                 "grpo.watch is to stop the run, and there is no validation to watch",
-                field="grpo.watch.stop",
-                got="true, with no set in data.validation, or grpo.val_period: null",
-                need="a validation set, and a validation",
+                "grpo.watch.stop",
+                "grpo.val_period",
+                need="a set in data.validation, and a validation",
                 fix="give data.val_data_path, or set grpo.watch.stop=false",
             )
         return self
@@ -340,25 +340,3 @@ class GRPORunConfig(Strict):
                 fix=fix,
             )
         return self
-
-
-def _without_effect(config: GRPORunConfig) -> list[str]:
-    """Remarks on keys that have another value than their default, and no effect."""
-
-    def changed(section: Strict, *keys: str) -> list[str]:
-        return [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
-
-    grpo, generation, found = config.grpo, config.policy.generation, []
-    unread = changed(generation, "weight_sync", "weight_folder", "retokenize", "probe_tolerance")
-    if unread and not generation.is_remote:
-        found.append(f"policy.generation.{', '.join(unread)} has no effect without a url: the policy itself samples")
-    unread = []
-    if grpo.estimator == "reinforce_plus_plus":
-        unread = changed(grpo, "normalize_rewards", "use_leave_one_out_baseline")
-    elif grpo.adv_estimator.name == "leave_one_out":
-        unread = changed(grpo, "use_leave_one_out_baseline")
-    if unread:
-        found.append(f"grpo.{', grpo.'.join(unread)} has no effect with adv_estimator.name: {grpo.estimator}")
-    if grpo.estimator != "reinforce_plus_plus" and changed(grpo.adv_estimator, "minus_baseline"):
-        found.append(f"grpo.adv_estimator.minus_baseline has no effect with {grpo.estimator}")
-    return found

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict
 
 from treeward.config.base import Strict
-from treeward.errors import ConfigError
 
 __all__ = ["GRPOLoggerConfig", "LoggerConfig", "MlflowConfig", "TensorboardConfig", "WandbConfig"]
 
@@ -58,7 +57,11 @@ class LoggerConfig(Strict):
         "num_val_samples_to_print": "validating a reward model generates no text",
         "monitor_gpus": "the use of the GPUs is not sampled",
         "gpu_monitoring": "the use of the GPUs is not sampled",
-        "swanlab": "SwanLab must be disabled",
+        "swanlab": "there is no SwanLab tracker",
+    }
+
+    switched_off_keys: ClassVar[Mapping[str, str]] = {
+        "swanlab_enabled": "enable tensorboard, wandb or mlflow; logger.log_dir always has a metrics.jsonl",
     }
 
     log_dir: str = "logs/rm"
@@ -75,20 +78,6 @@ class LoggerConfig(Strict):
     """Log to MLflow."""
     mlflow: MlflowConfig = MlflowConfig()
     """MLflow."""
-    swanlab_enabled: bool = False
-    """Must be false."""
-
-    @model_validator(mode="after")
-    def _no_swanlab(self) -> LoggerConfig:
-        if self.swanlab_enabled:
-            raise ConfigError(
-                "treeward has no SwanLab tracker",
-                field="swanlab_enabled",
-                got="true",
-                need="false",
-                fix="enable tensorboard, wandb or mlflow; logger.log_dir always has a metrics.jsonl",
-            )
-        return self
 
 
 class GRPOLoggerConfig(LoggerConfig):

@@ -16,10 +16,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
-from pydantic import model_validator as validates_model
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
-from treeward.config.base import Strict, nearest_name
+from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
 __all__ = [
@@ -30,35 +39,28 @@ __all__ = [
     "TorchSchedulerConfig",
 ]
 
-# Names only, for a mistake to be said before PyTorch is loaded: any other class is accepted and looked up later.
-_CLASSES: Mapping[str, tuple[str, ...]] = {
-    "torch.optim": (
-        *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop"),
-        *("Rprop", "SGD"),
-    ),
-    "torch.optim.lr_scheduler": (
-        *("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LambdaLR"),
-        *("LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR", "StepLR"),
-    ),
-}
-_ADAM_ARGUMENTS = (
-    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
-    "decoupled_weight_decay",
-)
+
+def _dotted(name: str) -> str:
+    if "." not in name.strip("."):
+        raise ConfigError(
+            "a class is given without its module",
+            got=name,
+            need="a dotted path, as torch.optim.AdamW or torch.optim.lr_scheduler.LinearLR",
+        )
+    return name
+
+
+DottedPath = Annotated[str, AfterValidator(_dotted)]
+"""The dotted path of a class."""
 
 
 class OptimizerConfig(Strict):
     """A class of `torch.optim`, or any other with its interface, and its arguments."""
 
-    name: str = "torch.optim.AdamW"
+    name: DottedPath = "torch.optim.AdamW"
     """Dotted path of the class."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 3e-6})
-    """Its arguments; `lr`, the peak of the schedule, must be among them."""
-
-    @field_validator("name")
-    @classmethod
-    def _is_dotted(cls, name: str) -> str:
-        return _dotted(name, "torch.optim")
+    """Its arguments, with `lr`, the peak of the schedule."""
 
     @field_validator("kwargs")
     @classmethod
@@ -71,39 +73,15 @@ class OptimizerConfig(Strict):
                 got=lr,
                 need="a positive number, as 3.0e-6",
             )
-        if kwargs.get("fused") and kwargs.get("foreach"):
-            raise ConfigError(
-                "fused and foreach exclude each other",
-                got="fused: true, foreach: true",
-                need="at most one of them",
-                fix="set policy.optimizer.kwargs.foreach=false",
-            )
         return kwargs
-
-    @validates_model(mode="after")
-    def _arguments_are_spelt_right(self) -> OptimizerConfig:
-        """Of the usual classes; others say themselves what they take when they are made."""
-        if self.name not in ("torch.optim.Adam", "torch.optim.AdamW"):
-            return self
-        others = [name for name in _ADAM_ARGUMENTS if name not in self.kwargs]  # what is there is not what was meant
-        for key in self.kwargs:
-            near = None if key in _ADAM_ARGUMENTS else nearest_name(key, others)
-            if near is not None:
-                raise ConfigError(
-                    f"{self.name} takes no {key}",
-                    field=f"kwargs.{key}",
-                    got=self.kwargs[key],
-                    need="an argument of the class",
-                    fix=f"did you mean {near}?",
-                )
-        return self
 
 
 class NamedScheduleConfig(Strict):
     """A schedule over the whole run: warm up linearly, then stay or fall."""
 
     name: Literal["constant", "linear", "cosine"] = "linear"
-    """What follows the warm-up: stay, or fall to `min_lr_ratio` in a line or half a cosine by the last step."""
+    """After the warm-up the rate stays (`constant`), or falls to `min_lr_ratio` by the last step, in a line or half a
+    cosine."""
     warmup_steps: NonNegativeInt | None = None
     """Optimiser steps of linear warm-up from zero. None: by `warmup_ratio`."""
     warmup_ratio: float | None = Field(default=None, ge=0.0, lt=1.0)
@@ -111,12 +89,13 @@ class NamedScheduleConfig(Strict):
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """The last learning rate as a fraction of the peak."""
 
-    @validates_model(mode="after")
+    @model_validator(mode="after")
     def _one_warmup(self) -> NamedScheduleConfig:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ConfigError(
+            raise self.conflict(
                 "warmup_steps and warmup_ratio exclude each other",
-                got=f"warmup_steps: {self.warmup_steps}, warmup_ratio: {self.warmup_ratio}",
+                "warmup_steps",
+                "warmup_ratio",
                 need="at most one of them",
                 fix="set the other one to null",
             )
@@ -126,15 +105,10 @@ class NamedScheduleConfig(Strict):
 class TorchSchedulerConfig(Strict):
     """One class of `torch.optim.lr_scheduler` and its arguments."""
 
-    name: str
+    name: DottedPath
     """Dotted path of the class, as `torch.optim.lr_scheduler.LinearLR`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its arguments, without the optimiser; steps are optimiser steps."""
-
-    @field_validator("name")
-    @classmethod
-    def _is_dotted(cls, name: str) -> str:
-        return _dotted(name, "torch.optim.lr_scheduler")
 
 
 class TorchScheduleConfig(Strict):
@@ -143,9 +117,9 @@ class TorchScheduleConfig(Strict):
     schedulers: tuple[TorchSchedulerConfig, ...] = Field(min_length=1)
     """The schedulers in their order."""
     milestones: tuple[PositiveInt, ...] = ()
-    """The optimiser step at which each of them but the first begins."""
+    """The optimiser steps at which the second and later schedulers begin."""
 
-    @validates_model(mode="after")
+    @model_validator(mode="after")
     def _milestones_fit(self) -> TorchScheduleConfig:
         rising = all(a < b for a, b in zip(self.milestones, self.milestones[1:], strict=False))
         if len(self.milestones) != len(self.schedulers) - 1 or not rising:
@@ -156,25 +130,6 @@ class TorchScheduleConfig(Strict):
                 need=f"{len(self.schedulers) - 1} rising steps: where each scheduler but the first begins",
             )
         return self
-
-
-def _dotted(name: str, module: str) -> str:
-    """The dotted path of a class; raises `ConfigError` for a bare name, and for one of `module` in another case."""
-    classes = _CLASSES[module]
-    if "." not in name.strip("."):
-        near = nearest_name(name, classes)
-        raise ConfigError(
-            "a class is given without its module",
-            got=name,
-            need=f"a dotted path, as {module}.{near or classes[0]}",
-            fix=f"did you mean {module}.{near}?" if near else None,
-        )
-    parent, _, own = name.rpartition(".")
-    by_lower_case = {one.lower(): one for one in classes}
-    if parent == module and own not in classes and own.lower() in by_lower_case:
-        meant = f"{module}.{by_lower_case[own.lower()]}"
-        raise ConfigError("there is no such class", got=name, need=f"a class of {module}", fix=f"did you mean {meant}?")
-    return name
 
 
 def _normalise_schedule(raw: Any) -> Any:

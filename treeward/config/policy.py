@@ -108,14 +108,9 @@ class ShardingConfig(Strict):
         for key in ("tensor_parallel_size", "context_parallel_size", "custom_parallel_plan", "cpu_offload"):
             default = ShardingConfig.model_fields[key].default
             if getattr(self, key) != default and not (key == "cpu_offload" and self._can_offload):
-                shown = "null" if default is None else str(default).lower()
-                raise ConfigError(
-                    f"{key} is not supported yet",
-                    field=key,
-                    got=getattr(self, key),
-                    need=shown,
-                    fix=f"set {key}={shown}; {self._saves_memory}",
-                )
+                need = "null" if default is None else str(default).lower()
+                fix = f"set {key}={need}; {self._saves_memory}"
+                raise ConfigError(f"{key} is not supported yet", field=key, got=getattr(self, key), need=need, fix=fix)
         return self
 
 
@@ -180,28 +175,14 @@ class TokenizerConfig(ScoringTokenizerConfig):
 class RewardModelConfig(Strict):
     """What kind of reward model it is."""
 
-    enabled: bool = True
+    enabled: Literal[True] = True
     """Must be true."""
     reward_model_type: Literal["bradley_terry"] = "bradley_terry"
     """One score per conversation; P(a is preferred to b) = sigmoid(score(a) - score(b))."""
 
-    @model_validator(mode="after")
-    def _is_enabled(self) -> RewardModelConfig:
-        if not self.enabled:
-            raise ConfigError(
-                "the model must be a reward model",
-                field="enabled",
-                got="false",
-                need="true",
-                fix="set reward_model_cfg.enabled=true, or remove it",
-            )
-        return self
-
 
 class TrainedModelConfig(Strict):
     """What a model that is trained needs, whatever it is trained for."""
-
-    _batch_unit: ClassVar[str] = "comparisons"
 
     model_name: str | None = None
     """Hub name or folder of a causal language model or a sequence classifier."""
@@ -300,11 +281,11 @@ class TrainedModelConfig(Strict):
     def _batches_fit(self) -> TrainedModelConfig:
         size, whole = self.train_micro_batch_size, self.train_global_batch_size
         if size is not None and whole is not None and size > whole:
-            raise ConfigError(
+            raise self.conflict(
                 "train_micro_batch_size is larger than train_global_batch_size",
-                field="train_micro_batch_size",
-                got=f"{size} {self._batch_unit} per forward pass, {whole} per optimiser step",
-                need="at most as many per forward pass as per step",
+                "train_micro_batch_size",
+                "train_global_batch_size",
+                need="at most as many in a forward pass as in an optimiser step",
                 fix=f"set policy.train_micro_batch_size={whole}, or raise policy.train_global_batch_size",
             )
         return self
@@ -313,10 +294,10 @@ class TrainedModelConfig(Strict):
     def _vocabulary_fits(self) -> TrainedModelConfig:
         trained = self.trained_vocab_size
         if trained is None and self.tokenizer.vocab_size is not None:
-            raise ConfigError(
+            raise self.conflict(
                 "vocab_size is given for a tokenizer that is not trained",
-                field="tokenizer.vocab_size",
-                got=self.tokenizer.vocab_size,
+                "tokenizer.vocab_size",
+                "tokenizer.name",
                 need="no such key, or policy.model_config with no policy.tokenizer.name",
             )
         rows = (self.architecture or {}).get("vocab_size")

@@ -1,11 +1,13 @@
-"""The sections of the environments that need no reward model: rules, a judge, a function, and a mixture.
+"""`env`: the environments of a run by name, and the sections of those without a reward model: rules, a judge, a
+function, and a mixture.
 
     env:
       math:  {type: rules, rule: math}
       judge: {model: some-model, base_url: "http://127.0.0.1:8000/v1", api_key_env: null}
       mixed: {type: hybrid, mode: fallback, members: {math: {type: rules, rule: math}, judge: {...}}}
 
-`treeward/environments/registry.py` makes environments of them.
+The kind of a section is its name unless it has `type`; a kind with a dot is the path of a class, which checks its own
+keys. `treeward/environments/registry.py` constructs the environments.
 """
 
 from __future__ import annotations
@@ -24,56 +26,57 @@ __all__ += ["HybridMember", "JudgeEnvironmentConfig", "MathEnvironmentConfig", "
 __all__ += ["check_environment", "is_enabled"]
 
 REQUIRED_PLACEHOLDERS = {"rating": ("{reply}",), "pairwise": ("{reply_a}", "{reply_b}")}
-"""By mode, what a judge's template must have."""
+"""Mode of a judge -> the placeholders that its template must have."""
 
 _Names = Annotated[TextOrTexts, Field(min_length=1)]
 
 
 class RuleEnvironmentConfig(Strict):
-    """Rewards by a rule: the answer equals the ground truth, matches a pattern, or is mathematically the same."""
+    """Rewards by a rule: the answer in a completion equals the ground truth, matches a pattern, or is mathematically
+    the same."""
 
     rule: Literal["exact_match", "regex", "math"]
-    """`exact_match`: the same text as a ground truth; `regex`: the pattern is found in it; `math`: mathematically
-    equal (needs `treeward[math]`)."""
+    """`exact_match`: the answer is the text of a ground truth; `regex`: the answer has the pattern; `math`: the answer
+    is mathematically equal (needs `treeward[math]`)."""
     answer_key: _Names = ("ground_truth", "expected_answer")
     """The key of `env_infos` with the ground truth: text, a number, or a list of accepted ones; of several keys, the
     first that a sample has. For `regex` without `pattern` it holds the patterns."""
     extract: str | None = None
-    """A regular expression that says which part of the reply is the answer: its first group (or, without groups, all of
-    it) where it matches last. Where it matches nowhere the reply is wrong. None: the whole reply."""
+    """A regular expression that finds the answer in a completion: the first group of its last match, or the whole match
+    without groups. A completion without a match is wrong. None: the whole completion is the answer."""
     pattern: str | None = None
-    """Of `regex`: what must be found in the answer, in the syntax of the package `regex`. Then no ground truth is
-    needed."""
+    """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`. No ground truth is needed
+    then."""
     ignore_case: bool = False
-    """Whether upper and lower case are the same to `exact_match` and `regex`."""
+    """Ignore case in `exact_match` and `regex`."""
     strip: bool = True
-    """Whether `exact_match` leaves out white space around answer and ground truth."""
+    """Ignore white space around answer and ground truth in `exact_match`."""
     correct: FiniteFloat = 1.0
     """The reward of a right answer."""
     wrong: FiniteFloat = 0.0
     """The reward of any other answer."""
     timeout_seconds: PositiveFloat = 5.0
-    """The time that a pattern or algebra may take for one sample; beyond it the sample has no reward. A pattern that
-    has taken it for three samples of a step is not tried for the others, which have none either."""
+    """Time limit of a pattern or of algebra for one sample; beyond it the sample has no reward. After three such
+    samples a pattern is not tried on the other samples of the step, which have no reward either."""
     workers: PositiveInt = 2
-    """Processes that do mathematics."""
+    """Processes of the rule `math`."""
 
     @model_validator(mode="after")
     def _keys_fit_the_rule(self) -> RuleEnvironmentConfig:
         if self.pattern is not None and self.rule != "regex":
             raise ConfigError(
-                f"pattern has no meaning to rule {self.rule}",
+                f"pattern has no effect with rule: {self.rule}",
                 field="pattern",
                 got=self.pattern,
                 need="rule: regex",
-                fix="set rule: regex, or give the part of the reply to compare as extract",
+                fix="set rule: regex, or give the pattern of the answer as extract",
             )
         if self.correct <= self.wrong:
-            raise ConfigError(
-                "a right answer is worth no more than a wrong one",
-                field="correct",
-                got=self.correct,
-                need=f"more than wrong, {self.wrong}",
+            raise self.conflict(
+                "the reward of a right answer is not above that of a wrong one",
+                "correct",
+                "wrong",
+                need="correct above wrong",
             )
         return self
 
@@ -82,16 +85,16 @@ class MathEnvironmentConfig(RuleEnvironmentConfig):
     """The rule math under the keys of NeMo RL: `env.math: {num_workers: 8, math_verify_impl: hf_math_verify}`."""
 
     ignored_keys: ClassVar[Mapping[str, str]] = {
-        "stop_strings": "where an answer ends is up to policy.generation.stop_strings",
+        "stop_strings": "policy.generation.stop_strings ends completions",
     }
     other_names: ClassVar[Mapping[str, str]] = {"num_workers": "workers"}
 
     rule: Literal["math"] = "math"
     """Mathematical equality with the ground truth."""
     math_verify_impl: Literal["hf_math_verify"] = "hf_math_verify"
-    """What compares: the package math-verify."""
+    """The implementation: the package math-verify."""
     verifier_type: Literal["math"] = "math"
-    """What is compared; for a choice among letters use rule exact_match or regex of `rules`."""
+    """The kind of problem; for a choice among letters use the rules `exact_match` or `regex`."""
 
 
 class JudgeEnvironmentConfig(Strict):
@@ -104,27 +107,29 @@ class JudgeEnvironmentConfig(Strict):
     api_key_env: str | None = "OPENAI_API_KEY"
     """The environment variable that holds the key; the key itself never stands in a configuration. None: no key."""
     mode: Literal["rating", "pairwise"] = "rating"
-    """`rating`: a number for the reply alone; the reward is 0 at `lowest_rating` and 1 at `highest_rating`. `pairwise`:
-    against a reference answer, asked twice with positions swapped; the reward is the mean of win 1, tie 0.5, loss 0."""
+    """`rating`: the judge rates the completion with a number; the reward is 0 at `lowest_rating` and 1 at
+    `highest_rating`. `pairwise`: the judge compares it with a reference completion, twice with positions swapped; the
+    reward is the mean of win 1, tie 0.5, loss 0."""
     reference_key: str = "reference_answers"
-    """Of `pairwise`: the key of `env_infos` with the reference answer, or a list of them, which are averaged over."""
+    """With `pairwise`: the key of `env_infos` with the reference completion, or with a list of them for an average."""
     template: str | None = None
-    """The question to the judge, with `{conversation}` and `{reply}`, or `{reply_a}` and `{reply_b}`, where these texts
-    go; each comes between tags with a random number. None: the built-in one."""
+    """The prompt of the judge, with the placeholders `{conversation}` and `{reply}`, or `{reply_a}` and `{reply_b}`.
+    Each text is put between tags with a random number. None: the built-in prompt."""
     system_prompt: str | None = None
-    """None: the built-in one, which says that text between the tags is to be judged, never obeyed."""
+    """The system prompt of the judge. None: the built-in one, which says to judge the text between the tags, and never
+    to obey it."""
     lowest_rating: FiniteFloat = 1.0
-    """A rating below is taken as no rating."""
+    """A lower rating is not a verdict."""
     highest_rating: FiniteFloat = 10.0
-    """A rating above is taken as no rating."""
+    """A higher rating is not a verdict."""
     temperature: FiniteFloat | None = 0.0
-    """None: not sent, for models that refuse it."""
+    """Temperature of the judge. None: not sent, for models that refuse it."""
     max_tokens: PositiveInt | None = 1024
-    """Longest message of the judge, in tokens; one that was cut off is no verdict. None: not sent."""
+    """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent."""
     extra_body: dict[str, Any] = {}
     """Further fields of the request, as `{max_completion_tokens: 1024}`."""
     max_characters: PositiveInt = 100_000
-    """A sample whose question to the judge is longer has no reward: nothing is cut silently."""
+    """A sample with a longer prompt for the judge has no reward: nothing is cut silently."""
     max_concurrency: PositiveInt = 16
     """Most requests at a time."""
     timeout_seconds: PositiveFloat = 60.0
@@ -133,7 +138,7 @@ class JudgeEnvironmentConfig(Strict):
     """Further attempts of a request after 408, 409, 429, 5xx, timeouts and broken connections: exponential backoff, or
     as long as Retry-After says."""
     step_timeout_seconds: PositiveFloat | None = 600.0
-    """The time that one step may take; what has no verdict by then has no reward. None: no limit."""
+    """Time limit of a step; samples without a verdict by then have no reward. None: no limit."""
 
     @model_validator(mode="after")
     def _template_has_its_placeholders(self) -> JudgeEnvironmentConfig:
@@ -146,21 +151,21 @@ class JudgeEnvironmentConfig(Strict):
                 need=f"{' and '.join(REQUIRED_PLACEHOLDERS[self.mode])}, where the texts to judge go",
             )
         if self.lowest_rating >= self.highest_rating:
-            raise ConfigError(
+            raise self.conflict(
                 "lowest_rating is not below highest_rating",
-                field="lowest_rating",
-                got=self.lowest_rating,
-                need=f"less than highest_rating, {self.highest_rating}",
+                "lowest_rating",
+                "highest_rating",
+                need="lowest_rating below highest_rating",
             )
         return self
 
 
 class CustomEnvironmentConfig(Strict):
-    """Rewards by a Python function or class of the user's."""
+    """Rewards by your own Python function or class."""
 
     function: str
     """`package.module:name`, `package.module.name` or `path/to/file.py:name`; a function, or a class, which is
-    constructed once with `kwargs` and asked by its `score`, `predict` or `__call__`."""
+    constructed once with `kwargs` and called by its `score`, `predict` or `__call__`."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments of the function, or those of the class's constructor."""
     signature: Literal["conversations", "conversation", "prompt_response", "trl", "verl"] | None = None
@@ -172,14 +177,14 @@ class CustomEnvironmentConfig(Strict):
 
 
 class HybridMember(Strict):
-    """One member of a hybrid: its weight, and beside it the member's own configuration."""
+    """One member of a hybrid: its weight, and its own keys beside it."""
 
     weight: FiniteFloat | None = None
-    """Of mode `weighted`: what its reward is multiplied by; 1 if not given."""
+    """With `weighted`: factor of its reward. None: 1."""
     type: str | None = None
-    """The kind of environment; may be left out where the member's name says it."""
+    """The kind of environment. None: the name of the member."""
     settings: dict[str, Any] = {}
-    """The member's own keys; they may as well stand beside `weight` and `type`."""
+    """The member's own keys; they may also stand beside `weight` and `type`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -192,19 +197,19 @@ class HybridMember(Strict):
 
 
 class HybridEnvironmentConfig(Strict):
-    """Several environments that make one reward."""
+    """Several environments whose rewards become one."""
 
     members: dict[str, HybridMember] = Field(min_length=1)
     """The environments by name, in order."""
     mode: Literal["weighted", "fallback"] = "weighted"
-    """`weighted`: the sum of weight times reward. `fallback`: the first member, in order, whose reward holds; the next
-    is asked about the other samples only."""
+    """`weighted`: the sum of weight times reward. `fallback`: the reward of the first member that has a valid one;
+    later members get the other samples only."""
     missing: Literal["mask", "renormalise"] = "mask"
-    """Of `weighted`: a sample that a member could not reward has no reward (`mask`), or the weights of the others are
+    """With `weighted`: a sample that a member could not reward has no reward (`mask`), or the weights of the others are
     scaled up to the sum of all (`renormalise`)."""
     fallback_on: tuple[Literal["failed", "wrong"], ...] = ("failed", "wrong")
-    """Of `fallback`: the next member is asked where this one has no reward (`failed`), and where it says that the
-    answer is not right (`wrong`: its component `correct` is 0). The last member's word is final."""
+    """With `fallback`: the next member gets the samples without a reward (`failed`), and those with a wrong answer
+    (`wrong`: the component `correct` is 0)."""
 
     @model_validator(mode="after")
     def _weights_fit_the_mode(self) -> HybridEnvironmentConfig:
@@ -239,7 +244,7 @@ ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
 
 
 def is_enabled(section: Any) -> bool:
-    """Whether a section is to be made an environment of."""
+    """Whether the environment of a section is switched on."""
     return not isinstance(section, Mapping) or section.get("enabled", True) is not False
 
 

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 LengthUnit = Literal["characters", "tokens"]
-"""What the length of a reply is counted in: its characters, or its tokens without special ones."""
+"""Unit of the length of a completion: characters, or tokens without special ones."""
 
 
 def _form_of_temperature(raw: Any) -> str:
@@ -52,18 +52,18 @@ class LengthPenaltyConfig(Strict):
     coefficient: PositiveFloat = 0.001
     """alpha: deducted per unit of length above the threshold, in units of the model's score."""
     threshold: NonNegativeFloat = 500
-    """L0: replies up to this length lose nothing."""
+    """L0: completions up to this length lose nothing."""
     unit: LengthUnit = "characters"
-    """What length is counted in, `characters` or `tokens`."""
+    """Unit of length, `characters` or `tokens`."""
 
 
 class RewardShapingConfig(Strict):
     """How scores become rewards. As it stands, it changes nothing."""
 
     length_calibration: bool = False
-    """Subtract what the length of a reply alone predicts: the curve that `treeward calibrate` has fitted."""
+    """Subtract the score that length alone predicts, by the curve that `treeward calibrate` has fitted."""
     length_penalty: LengthPenaltyConfig | None = None
-    """A deduction for long replies. None: there is none."""
+    """A deduction for long completions. None: no deduction."""
     temperature: (
         Annotated[
             Annotated[PositiveFloat, Tag("<number>")] | Annotated[Literal["calibrated"], Tag("<calibrated>")],
@@ -71,23 +71,22 @@ class RewardShapingConfig(Strict):
         ]
         | None
     ) = None
-    """Scores are divided by it. `calibrated`: by the one that `treeward calibrate` has fitted. Normalisation by the
-    contract's constants or by running statistics divides it out again. None: they are not divided."""
+    """Divide scores by this number, or by the temperature that `treeward calibrate` has fitted (`calibrated`). It has
+    no effect with normalisation by the contract's constants or by running statistics. None: scores are not divided."""
 
     reference: Literal["log_sigmoid", "par"] | None = None
-    """Rewards relative to reference answers to the same prompt: the mean of log sigmoid(r - r_ref) (`log_sigmoid`), or
-    of sigmoid(r - r_ref) (`par`), over the answers. A sample without one has no reward. None: no reference."""
+    """Rewards relative to reference completions of the same prompt: the mean over references of log sigmoid(r - r_ref)
+    (`log_sigmoid`) or of sigmoid(r - r_ref) (`par`). A sample without a reference has no reward. None: no reference."""
     reference_key: str = "reference_answers"
-    """The key of `env_infos` that holds the reference answers of a sample: a text, or a list of texts and message
+    """The key of `env_infos` that holds the reference completions of a sample: a text, or a list of texts and message
     lists."""
 
     normalize_rewards: bool = False
-    """Subtract a mean and divide by a standard deviation, the last step of all."""
+    """Subtract a mean and divide by a standard deviation, as the last step."""
     reward_mean: float | None = None
-    """The mean of what reaches the normalisation. None: that of the model's contract, unless `running`."""
+    """The mean to subtract. None: from the model's contract, unless `running`."""
     reward_std: PositiveFloat | None = None
-    """The standard deviation of what reaches the normalisation. None: that of the model's contract, unless
-    `running`."""
+    """The standard deviation to divide by. None: from the model's contract, unless `running`."""
     running: bool = False
     """Normalise by the mean and standard deviation of all rewards so far, this batch included."""
     reward_clip: PositiveFloat | None = 5.0
@@ -107,10 +106,10 @@ class RewardShapingConfig(Strict):
     def _both_constants(self) -> RewardShapingConfig:
         if (self.reward_mean is None) != (self.reward_std is None):
             given, missing = ("reward_mean", "reward_std") if self.reward_std is None else ("reward_std", "reward_mean")
-            raise ConfigError(
+            raise self.conflict(
                 f"{given} is given without {missing}",
-                field=given,
-                got=f"{given}: {getattr(self, given)}, no {missing}",
+                given,
+                missing,
                 need="both of them, or neither",
                 fix=f"give {missing} too, or remove {given} to use both constants of the model's contract",
             )
@@ -118,27 +117,20 @@ class RewardShapingConfig(Strict):
 
     @model_validator(mode="after")
     def _one_normalisation(self) -> RewardShapingConfig:
-        if self.running and not self.normalize_rewards:
-            raise ConfigError(
-                "running statistics are asked for without normalize_rewards",
-                field="running",
-                got="running: true, normalize_rewards: false",
-                need="normalize_rewards: true, which they are for",
-                fix="set normalize_rewards to true, or remove running",
-            )
-        if self.running and self.reward_mean is not None:
-            raise ConfigError(
-                "running statistics and fixed constants exclude each other",
-                field="running",
-                got=f"running: true, reward_mean: {self.reward_mean}, reward_std: {self.reward_std}",
-                need="one of them",
-                fix="remove running for the fixed constants, or reward_mean and reward_std for running statistics",
+        if self.running and (not self.normalize_rewards or self.reward_mean is not None):
+            raise self.conflict(
+                "running statistics need normalize_rewards, and exclude fixed constants",
+                "running",
+                "normalize_rewards",
+                "reward_mean",
+                need="normalize_rewards: true, without reward_mean and reward_std",
+                fix="set normalize_rewards=true and remove reward_mean and reward_std, or remove running",
             )
         if self.reference is not None and self.uses_contract_constants:
-            raise ConfigError(
+            raise self.conflict(
                 "the contract's constants describe scores, not rewards relative to a reference",
-                field="normalize_rewards",
-                got=f"normalize_rewards: true, reference: {self.reference}",
+                "normalize_rewards",
+                "reference",
                 need="constants of the relative rewards, or running statistics",
                 fix="set running to true, or give reward_mean and reward_std, or set normalize_rewards to false: "
                 "relative rewards are bounded from above already",
@@ -163,7 +155,7 @@ class NormalizationConstants(Strict):
 
 
 class CalibratedTemperature(Strict):
-    """The temperature at which sigmoid((s_i - s_j) / T) predicts the data's preferences best."""
+    """The temperature at which sigmoid((s_i - s_j) / T) predicts the preferences of the data best."""
 
     value: PositiveFloat
     """T."""
@@ -172,14 +164,14 @@ class CalibratedTemperature(Strict):
     nll_after: NonNegativeFloat
     """The same at T."""
     num_pairs: PositiveInt
-    """Ordered pairs of completions that it was fitted to; ties are none."""
+    """Ordered pairs of completions in the fit, without ties."""
 
 
 class LengthCurve(Strict):
-    """What length alone predicts of a score: piecewise linear between knots, constant beyond the first and last."""
+    """The score that length alone predicts: piecewise linear between knots, constant beyond the first and last."""
 
     unit: LengthUnit
-    """What length is counted in."""
+    """Unit of length."""
     lengths: tuple[float, ...] = Field(min_length=1)
     """Lengths of the knots, strictly increasing."""
     values: tuple[float, ...] = Field(min_length=1)
@@ -206,7 +198,7 @@ class LengthCurve(Strict):
 
 
 class CalibrationProvenance(Strict):
-    """Where the constants come from."""
+    """The data that the constants were fitted on."""
 
     data: str
     """The data's name as it was given, without folders of the machine."""
@@ -215,9 +207,9 @@ class CalibrationProvenance(Strict):
     num_comparisons: PositiveInt
     """Comparisons read."""
     num_conversations: PositiveInt
-    """Completions that have a score: what the constants were fitted to."""
+    """Completions with a score, on which the constants were fitted."""
     num_failed: NonNegativeInt
-    """Completions without a score, as those that are too long."""
+    """Completions without a score, for example too long ones."""
     treeward_version: str
     """The version of treeward."""
     date: str
@@ -225,13 +217,13 @@ class CalibrationProvenance(Strict):
 
 
 class RewardCalibration(Strict):
-    """The constants that `treeward calibrate` has fitted for one model; what could not be fitted is None."""
+    """The constants that `treeward calibrate` has fitted for one model; None where a fit was not possible."""
 
     normalization: NormalizationConstants | None = None
     """Mean and standard deviation of scores."""
     length_curve: LengthCurve | None = None
-    """What length alone predicts of a score."""
+    """The score that length alone predicts."""
     temperature: CalibratedTemperature | None = None
-    """What scores are divided by to be log-odds."""
+    """Scores divided by this temperature are log-odds."""
     provenance: CalibrationProvenance | None = None
-    """Where they come from."""
+    """The data that they were fitted on."""

@@ -201,10 +201,10 @@ class RewardModelRunConfig(Strict):
             return self
         for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
             if is_on:
-                raise ConfigError(
+                raise self.conflict(
                     f"{key} needs the exported model, and checkpointing.enabled is false",
-                    field=key,
-                    got="true",
+                    key,
+                    "checkpointing.enabled",
                     need="checkpointing.enabled: true",
                     fix=f"set checkpointing.enabled=true, or {key}=false",
                 )

@@ -1,4 +1,4 @@
-"""`ServerConfig`: what `treeward serve` answers for, where it listens, and how much it accepts.
+"""`ServerConfig`: the models of `treeward serve`, the address, and the limits on requests.
 
     models:
       - model: results/rm/final
@@ -16,57 +16,56 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import model_validator as validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from treeward.config.base import Strict
+from treeward.config.base import OneIsAList, Strict, TextOrTexts
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import ShapingOrContract
 from treeward.errors import ConfigError
 
-__all__ = ["ServedModelConfig", "ServerConfig", "is_loopback"]
+__all__ = ["HostedModelConfig", "Models", "ServedModelConfig", "ServerConfig", "is_loopback"]
 
-_Models = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda models: (models,) if isinstance(models, str) else models),
-    Field(min_length=1),
-]
+Models = Annotated[TextOrTexts, Field(min_length=1)]
+HostName = Annotated[str, Field(pattern=r"^(\*|[a-z0-9_.-]+|\[[0-9a-f:.]+\])$")]
 
 
-_Names = Annotated[
-    tuple[str, ...], BeforeValidator(lambda names: (names,) if isinstance(names, str) else names)
-]  # fmt: skip
+class HostedModelConfig(Strict):
+    """How a reward model is loaded and scored with, on a server of either kind."""
+
+    shaping: ShapingOrContract | None = None
+    """How scores become rewards; `contract` takes the section of the model's scoring contract. None: rewards are
+    scores."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the backbone's weights; the head is float32."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... None: a GPU where there is one."""
+    max_length: PositiveInt | None = None
+    """Longest conversation, in tokens. None: as in training."""
+    truncation: Literal["drop", "truncate_left", "error"] | None = None
+    """Longer conversations have no reward (`drop`, `error`), or lose the oldest tokens of their context
+    (`truncate_left`). None: as in training."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository brings."""
+    check_contract: bool = True
+    """Refuse to serve a model that does not reproduce the tokens and scores of its contract's golden conversations."""
+    reward_class: str | None = None
+    """A reward of your own, as `my_module:MyReward`: a class that is constructed with the path of the model and has
+    `score(prompt, response) -> float`, or `score_batch(prompts, responses) -> list[float]`. None: the path is a reward
+    model."""
 
 
-class ServedModelConfig(Strict):
+class ServedModelConfig(HostedModelConfig):
     """A reward model, or several as one, under a name."""
 
     model: str | None = None
     """Folder or hub name of a reward model. Give this, or `models`."""
-    models: _Models | None = None
-    """Folders or hub names of the members of an ensemble; it needs `ensemble`."""
+    models: Models | None = None
+    """Folders or hub names of the members of an ensemble; needs `ensemble`."""
     name: str | None = None
-    """What requests call it. None: the folder's name with that of the folder above where it says nothing of the model
-    (`results/rm/final` is `rm`), or the hub name."""
+    """Name of the model in requests. None: the hub name, or the folder's name; of folders called `final` or `model` the
+    name of the folder above (`results/rm/final` is `rm`)."""
     ensemble: EnsembleConfig | None = None
-    """How the members, or the heads of one model, become one score."""
-    shaping: ShapingOrContract | None = None
-    """How scores become rewards; `contract` is what the model's scoring contract says. None: scores as they are."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the backbone's weights; the head is float32."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... None: a GPU where there is one."""
-    max_length: PositiveInt | None = None
-    """Most tokens of a conversation. None: as in training."""
-    truncation: Literal["drop", "truncate_left", "error"] | None = None
-    """What becomes of longer ones. None: as in training."""
-    trust_remote_code: bool = False
-    """Run Python code that the model brings."""
-    check_contract: bool = True
-    """Refuse to serve a model that does not give its contract's golden conversations their tokens and scores."""
-    reward_class: str | None = None
-    """A reward of your own, as `my_module:MyReward`: a class that is made with `model` and has `score(prompt,
-    response)`, or `score_batch(prompts, responses)`. None: `model` is a reward model."""
+    """How the scores of the members, or of the heads of one model, are combined."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -75,7 +74,7 @@ class ServedModelConfig(Strict):
 
     @property
     def served_name(self) -> str:
-        """What requests call it."""
+        """Name of the model in requests."""
         if self.name is not None:
             return self.name
         names = [_name_of(member) for member in self.members]
@@ -83,27 +82,27 @@ class ServedModelConfig(Strict):
             return names[0]
         return f"{self.ensemble.method}-of-{'-'.join(names)}"
 
-    @validator(mode="after")
-    def _says_what_is_served(self) -> ServedModelConfig:
+    @model_validator(mode="after")
+    def _one_model_or_an_ensemble(self) -> ServedModelConfig:
         if (self.model is None) == (self.models is None):
-            raise ConfigError(
+            raise self.conflict(
                 "a served model is either one model or several",
-                field="model",
-                got="neither model nor models" if self.model is None else "both model and models",
+                "model",
+                "models",
                 need="model: FOLDER, or models: [FOLDER, FOLDER] with ensemble",
             )
         if self.reward_class is not None and (self.models is not None or self.ensemble is not None):
-            raise ConfigError(
-                "a reward class is one model",
-                field="reward_class",
-                got=f"{self.reward_class} with models or an ensemble",
-                need="model: PATH, which the class is made with",
+            raise self.conflict(
+                "a reward class serves one model",
+                "reward_class",
+                "models",
+                need="model: PATH, without models and ensemble",
             )
         if self.models is not None and self.ensemble is None:
-            raise ConfigError(
-                "nothing says how the scores of several models become one",
-                field="ensemble",
-                got="null",
+            raise self.conflict(
+                "several models need an ensemble section to combine their scores",
+                "ensemble",
+                "models",
                 need="an ensemble section, as {method: mean}",
             )
         return self
@@ -113,46 +112,46 @@ class ServerConfig(Strict):
     """What `treeward serve` reads."""
 
     models: tuple[ServedModelConfig, ...] = Field(min_length=1)
-    """The models; the first answers requests that name none."""
+    """The models; the first one serves requests without a model name."""
     host: str = "127.0.0.1"
-    """The address to listen on; 0.0.0.0 is every network."""
+    """The address to listen on; 0.0.0.0 for every network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """The port to listen on; 0 takes a free one and says which."""
+    """The port to listen on; 0 for a free one, which the log names."""
     batch_tokens: PositiveInt = 4096
     """Most tokens computed in one forward pass, counted after sharing."""
     prefix_cache_bytes: NonNegativeInt = 2**28
-    """Memory for the keys and values of prompts that were scored before, of each model; 0 keeps none."""
+    """Memory of each model for the keys and values of prompts that were scored before; 0 disables the cache."""
     max_queued: PositiveInt = 20_000
-    """Most conversations that wait to be scored. Beyond it requests are refused with 429 and a time to come back."""
+    """Most conversations in the queue. Beyond it requests get 429 with a time for a retry."""
     max_queued_bytes: PositiveInt = 2**29
-    """Most bytes of request bodies that are held at one time, until they are answered; beyond it 429 as well."""
+    """Most bytes of request bodies in memory at a time; beyond it requests get 429 as well."""
     max_body_bytes: PositiveInt = 2**25
     """The largest request body; a larger one gets 413 before it is read."""
     max_conversations: PositiveInt = 4096
     """Most conversations in one request; more get 413."""
     max_conversation_characters: PositiveInt = 1_000_000
     """Most characters of one conversation, or token ids where a client sends these; each message counts as 64 more, and
-    a part of one as 16. A longer conversation is refused before tokens are made of it, as one with too many tokens is.
-    """
+    a part of a message as 16. A longer conversation is refused before it is tokenized."""
     deadline_seconds: PositiveFloat = 120.0
-    """The time in which a request is answered, from its first byte; beyond it 504, and what it asked for is not
-    scored any more. A request may ask for less in the header X-Deadline-Seconds."""
+    """Time limit of a request, from its first byte; beyond it 504, and its conversations are dropped from the queue. A
+    request may ask for less in the header X-Deadline-Seconds."""
     body_seconds: PositiveFloat = 30.0
-    """The time that a client may take to send its headers, and then its body; beyond it 408."""
+    """Time limit for a client to send its headers, and then its body; beyond it 408."""
     shutdown_seconds: PositiveFloat = 60.0
-    """On SIGTERM or SIGINT: how long to go on with what was accepted, while new requests get 503."""
+    """Time for accepted requests after SIGTERM or SIGINT, while new requests get 503."""
     token_env: str | None = None
-    """The environment variable with the bearer token that requests must have. None: no token is asked for."""
+    """Environment variable that holds the bearer token of requests. None: requests need no token."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain; with `tls_key` the server speaks HTTPS."""
     tls_key: str | None = None
     """PEM file with the private key."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the server, as https://example.org; none by default."""
-    allowed_hosts: _Names | None = None
-    """Names that requests may have in their header Host, as rm.example.org, without a port; others get 421. Loopback's
-    own names are always allowed. None: no others where `host` is a loopback address, so that a page of another site
-    cannot reach the server by a name that was made to mean this machine, and any name elsewhere. "*" is any."""
+    allowed_hosts: Annotated[tuple[HostName, ...], OneIsAList] | None = None
+    """Names that requests may have in their header Host, in lower case, without scheme and port, as rm.example.org;
+    other names get 421. The names of loopback are always allowed. None: only these where `host` is a loopback address,
+    so that a page of another site cannot reach the server by a name that points to this machine, and any name
+    elsewhere. "*" is any name."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object a line, with the id of the request."""
     access_log: bool = True
@@ -167,19 +166,7 @@ class ServerConfig(Strict):
             return () if is_loopback(self.host) else None
         return None if "*" in self.allowed_hosts else self.allowed_hosts
 
-    @validator(mode="after")
-    def _hosts_are_names(self) -> ServerConfig:
-        for name in self.allowed_hosts or ():
-            if name != "*" and not re.fullmatch(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]", name):
-                raise ConfigError(
-                    "this is no name of a server",
-                    field="allowed_hosts",
-                    got=repr(name),
-                    need="names in lower case without a scheme or port, as rm.example.org or 10.0.0.7, or *",
-                )
-        return self
-
-    @validator(mode="after")
+    @model_validator(mode="after")
     def _names_differ(self) -> ServerConfig:
         names = [model.served_name for model in self.models]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -193,15 +180,11 @@ class ServerConfig(Strict):
             )
         return self
 
-    @validator(mode="after")
+    @model_validator(mode="after")
     def _tls_is_whole(self) -> ServerConfig:
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ConfigError(
-                "tls_certificate and tls_key belong together",
-                field="tls_key" if self.tls_key is None else "tls_certificate",
-                got="null",
-                need="both of them, or neither",
-            )
+            missing, given = ("tls_key", "tls_certificate") if self.tls_key is None else ("tls_certificate", "tls_key")
+            raise self.conflict("tls_certificate and tls_key belong together", missing, given, need="both, or neither")
         return self
 
 
