@@ -2,7 +2,7 @@
 # make rlhf-demo    a small policy against that reward model: kept close, hacked, cured (seven minutes on two cores)
 # make test         the tests (ten minutes on two cores); make test-slow: the slow ones; make check: style, types, layers
 # make benchmark    the side-by-side measurements; make soak: the server under ten minutes of mixed traffic
-# make docs         what is generated in docs/
+# make docs         docs/config.md from the schema, and the documentation as a site in site/
 
 PYTHON ?= python3
 VENV := .venv
@@ -55,6 +55,7 @@ soak: env-dev
 
 docs: env-dev
 	$(BIN)/python -m treeward.config.reference > docs/config.md
+	$(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) results logs .treeward_cache
+	rm -rf $(VENV) results logs site .treeward_cache
