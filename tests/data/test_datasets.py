@@ -104,14 +104,6 @@ def test_rank_format_in_csv_and_parquet(tmp_path: Path) -> None:
         assert list(stream) == list(stream)
 
 
-def test_arrow_gives_every_message_every_key_and_they_are_dropped(tmp_path: Path) -> None:
-    row = rank_row()
-    row["context"].insert(0, {"role": "system", "content": "Be brief.", "name": "owner"})
-    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
-    ((preference, _),) = open_dataset(DatasetConfig(data_path=str(tmp_path / "rows.parquet")))
-    assert preference == preference_from_dict(row, task_name="PreferenceDataset")
-
-
 @pytest.mark.parametrize(
     ("row", "field", "words"),
     [
@@ -172,13 +164,6 @@ def test_a_prompt_of_text_and_named_keys(tmp_path: Path) -> None:
     preference = binary(tmp_path, row, prompt_key="q", chosen_key="good", rejected_key="bad")
     assert shape(preference) == ([user("[1, 2, 3]")], {0: [assistant("4")], 1: [assistant("5")]})
     assert (preference.margin, preference.task_name) == (2.0, "lists")
-
-
-def test_conversations_that_part_early(tmp_path: Path) -> None:
-    chosen = [user("Hi"), assistant("Hello"), user("2 + 2?"), assistant("4")]
-    rejected = [user("Hi"), assistant("What?")]
-    context, completions = shape(binary(tmp_path, {"chosen": chosen, "rejected": rejected}))
-    assert (context, completions) == ([user("Hi")], {0: chosen[1:], 1: rejected[1:]})
 
 
 def test_a_completion_of_several_messages(tmp_path: Path) -> None:
@@ -300,12 +285,6 @@ def test_transcripts(tmp_path: Path) -> None:
         assert shape(parse(tmp_path, name, row)) == PLAIN
 
 
-def test_an_empty_answer_is_an_answer() -> None:
-    preference = hh("\n\nHuman: Hi\n\nAssistant: ", "\n\nHuman: Hi\n\nAssistant: Hello")
-    assert shape(preference) == ([user("Hi")], {0: [assistant("")], 1: [assistant("Hello")]})
-    assert parse_transcript("\n\nHuman: Hi\n\nAssistant:")[1] == assistant("")
-
-
 def test_speakers_named_inside_a_turn_stay_inside() -> None:
     text = "\n\nHuman: Is\nHuman: a tag?\n\nAssistant: Yes.  Human: Why?\n\nAssistant: Because  \n\nHuman: Ok"
     messages = parse_transcript(text)
@@ -387,17 +366,6 @@ def test_prompt_files(tmp_path: Path) -> None:
     before = open_dataset(config).fingerprint
     (tmp_path / "system.txt").write_text("Be long.")
     assert open_dataset(config).fingerprint != before
-
-
-def test_prompt_files_leave_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("<{}>")
-    (tmp_path / "system.txt").write_text("Be brief.")
-    context = [{"role": "system", "content": "Own."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    files = {"prompt_file": str(tmp_path / "prompt.txt"), "system_prompt_file": str(tmp_path / "system.txt")}
-    preference = parse(tmp_path, "PreferenceDataset", rank_row(context=context), **files)
-    assert list(preference.context) == [context[0], {"role": "user", "content": [{"type": "text", "text": "<Hi>"}]}]
-    with pytest.raises(DataError, match="no user message"):
-        parse(tmp_path, "PreferenceDataset", rank_row(context=[]), **files)
 
 
 @pytest.mark.parametrize("text", ["no place", "{} and {}", "{name}", "{", "\\boxed{}: {}"])
@@ -543,11 +511,6 @@ def test_a_prompt_file_is_applied_once(custom: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("<{}>")
     stream = open_dataset(DatasetConfig(dataset_name=f"{custom}.Old", prompt_file=str(tmp_path / "prompt.txt")))
     assert next(iter(stream))[0].context == (user("<Hi>"),)
-
-
-def test_ours_by_dotted_path(tmp_path: Path) -> None:
-    preference = parse(tmp_path, "treeward.data.datasets.PreferenceDataset", rank_row())
-    assert shape(preference) == shape(preference_from_dict(rank_row()))
 
 
 @pytest.mark.parametrize(

@@ -293,29 +293,6 @@ def test_several_processes_write_the_same_file(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_an_error_in_a_process_is_the_error_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_CHUNK_ROWS", 10)
-    broken = Preference(({"role": "broken", "content": ""},), preference("Paris.", "Lyon.").completions)
-
-    class Unreadable(Rows):
-        def __iter__(self) -> Iterator[tuple[Preference, str]]:
-            yield from super().__iter__()
-            raise DataError("not JSON", where="rows.jsonl:141")
-
-    preferences = varied(140)
-    preferences[115] = preferences[125] = broken
-    messages = []
-    for workers in (1, 2):
-        with pytest.raises(DataError) as caught:
-            encode_dataset(Unreadable(preferences), renderer_of(), ties="drop", cache_dir=tmp_path, num_workers=workers)
-        messages.append((str(caught.value), caught.value.where))
-    assert messages[0] == messages[1] and messages[0][1] == "rows.jsonl:116"
-    with pytest.raises(DataError, match=r"rows\.jsonl:141: not JSON"):
-        encode_dataset(Unreadable(varied(140)), renderer_of(), ties="drop", cache_dir=tmp_path, num_workers=2)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_memory_does_not_grow_with_the_stream(tmp_path: Path, num_workers: int) -> None:
     held: list[int] = []

@@ -1,4 +1,4 @@
-"""Answers to other prompts: worse than all others, never of the same prompt, and no say in what is kept."""
+"""Completions of other prompts: worse than all others, never of the same prompt, and no say in what is kept."""
 
 from __future__ import annotations
 
@@ -67,24 +67,13 @@ def test_what_has_nothing_to_give(tmp_path: Path) -> None:
 
 def test_roles_fit(tmp_path: Path) -> None:
     """A completion that brings the question itself is no answer to one that has been asked, nor the other way round."""
-    whole = [
-        {
-            "context": [],
-            "completions": [
-                {
-                    "rank": rank,
-                    "completion": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": a}],
-                }
-                for rank, a in enumerate([f"whole {n}", f"bad {n}"])
-            ],
-        }
-        for n in range(10)
-    ]
-    rows = [
-        one
-        for pair in zip(whole, [row(f"question {n}", [f"part {n}", "bad"]) for n in range(10)], strict=True)
-        for one in pair
-    ]
+    rows = []
+    for n in range(10):
+        whole, part = row("", [f"whole {n}", f"bad {n}"]), row(f"question {n}", [f"part {n}", "bad"])
+        whole["context"] = []
+        for completion in whole["completions"]:
+            completion["completion"].insert(0, {"role": "user", "content": f"q{n}"})
+        rows += [whole, part]
     for n, preference in enumerate(opened(tmp_path, rows)):
         assert preference.non_contextual is not None and str(text(preference)).startswith(["whole", "part"][n % 2])
 
@@ -130,13 +119,3 @@ def test_an_answer_that_is_too_long_is_not_added(encoded: Any, truncation: str) 
     )
     assert 0 < with_one.counts.non_contextual < 32
     assert max(max(map(len, one.token_ids)) for one in with_one) <= longest
-
-
-def test_a_row_that_must_not_tie_does_not_tie_with_it(encoded: Any) -> None:
-    rows = [row(f"question {n}", [f"good {n}", f"bad {n}"]) for n in range(10)]
-    assert encoded(rows, ties="error").counts.non_contextual == 10
-
-
-def test_it_changes_the_fingerprint() -> None:
-    plain, other = (open_dataset(DatasetConfig(dataset_name="Bundled", non_contextual_answer=on)) for on in (0, 1))
-    assert plain.fingerprint != other.fingerprint and plain.name == other.name

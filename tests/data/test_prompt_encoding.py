@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import TEMPLATES, byte_bpe, family_renderer
 
-from treeward.config.data import PromptSetConfig
 from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
-from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet, open_prompts
+from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError
 
@@ -58,15 +57,6 @@ def test_a_prompt_is_how_an_answered_one_begins(name: str, chat: list[Any]) -> N
         assert asked == own
 
 
-def test_the_template_is_given_the_generation_prompt() -> None:
-    renderer = Renderer(byte_bpe(), chat_template=WITH_GENERATION_PROMPT)
-    chat = [user("Hi")]
-    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert renderer.render(chat, generation_prompt=True) == text
-    assert renderer.encode_prompt(chat) == renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert renderer.encode(chat) == renderer.tokenizer(text.partition("<|im_start|>ass")[0])["input_ids"]
-
-
 @settings(deadline=None)
 @given(st.text(min_size=1).filter(str.strip), st.text(alphabet="abc 🙂é.", min_size=1).map("A".__add__))
 def test_without_a_template_it_is_the_default_one(tiny_tokenizer: Any, question: str, answer: str) -> None:
@@ -78,20 +68,6 @@ def test_without_a_template_it_is_the_default_one(tiny_tokenizer: Any, question:
     asked = renderer.encode_prompt([user(question)])
     assert tiny_tokenizer.decode(asked).endswith("\n<|assistant|>\n")
     assert renderer.encode([user(question), assistant(answer)])[: len(asked)] == asked
-
-
-def test_a_base_model_is_asked_with_the_default_template() -> None:
-    tokenizer = byte_bpe((), "<s>", "</s>", True)
-    assert tokenizer.chat_template is None
-    renderer = Renderer(tokenizer)
-    (encoded,) = encode_prompts([prompts_of("Hi")], renderer)
-    assert tokenizer.decode(encoded.token_ids) == "<s><|user|>\nHi\n<|assistant|>\n"
-
-
-def test_a_bos_of_the_prompt_itself_is_not_doubled() -> None:
-    renderer = Renderer(byte_bpe((), "<s>", "</s>", True), chat_template="{{ bos_token }}" + WITH_GENERATION_PROMPT)
-    ids = renderer.encode_prompt([user("Hi")])
-    assert ids[0] == renderer.tokenizer.bos_token_id and ids.count(ids[0]) == 1
 
 
 def test_an_encoder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +94,7 @@ def test_encoded_prompts(renderer: Renderer) -> None:
         renderer.encode_prompt(prompt.messages) for one in sets for prompt in one
     ]
     assert all(type(token) is int for token in encoded[0].token_ids)
-    assert encoded[-1] == encoded[4] == encoded[3:][1]
+    assert encoded[-1] == encoded[4]
     with pytest.raises(IndexError):
         encoded[5]
     assert (encoded.sizes, encoded.weights) == ((2, 3), (0.5, 1.0))
@@ -144,16 +120,6 @@ def test_prompts_that_are_too_long_are_left_out_counted_and_named(
         encode_prompts(sets, renderer, max_length=limit, too_long="error")
     with pytest.raises(DataError, match="set: no prompt is short enough"):
         encode_prompts(sets, renderer, max_length=2)
-
-
-def test_many_prompts_are_those_of_one_at_a_time(tiny_tokenizer: Any) -> None:
-    renderer = Renderer(tiny_tokenizer)
-    prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="train", max_samples=1100))
-    encoded = encode_prompts([prompts], renderer)
-    assert len(encoded) == 1100
-    for i in (0, 511, 512, 1023, 1024, 1099):
-        assert encoded[i].prompt == prompts[i]
-        assert list(encoded[i].token_ids) == renderer.encode_prompt(prompts[i].messages)
 
 
 def test_the_fingerprint_is_of_what_is_asked_and_told(renderer: Renderer) -> None:

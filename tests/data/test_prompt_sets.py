@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -199,32 +198,6 @@ def test_bundled() -> None:
         open_prompts(PromptSetConfig(dataset_name="Bundled", data_path="x.jsonl"))
 
 
-@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow", "jsonl.gz", "saved"])
-def test_every_source(tmp_path: Path, kind: str) -> None:
-    rows = [{"prompt": f"{n} + 1?", "ground_truth": str(n + 1)} for n in range(3)]
-    table = datasets.Dataset.from_list(rows)
-    file = tmp_path / f"rows.{kind}"
-    match kind:
-        case "json":
-            file.write_text(json.dumps(rows))
-        case "csv":
-            table.to_csv(file)
-        case "parquet":
-            table.to_parquet(file)
-        case "arrow":
-            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.data.schema) as writer:
-                writer.write_table(table.data.table)
-        case "jsonl.gz":
-            file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-        case "saved":
-            table.save_to_disk(file)
-    prompts = open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path=str(file)))
-    assert [(p.messages[0]["content"], p.info) for p in prompts] == [
-        (row["prompt"], {"ground_truth": row["ground_truth"]}) for row in rows
-    ]
-    assert list(prompts) == list(prompts)
-
-
 # --- prompt files, environments --------------------------------------------------------------------------------------
 
 
@@ -384,13 +357,6 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], mess
         opened(tmp_path, name, first, row)
 
 
-def test_data_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such file"):
-        open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path=str(tmp_path / "x.jsonl")))
-    with pytest.raises(ConfigError, match="did you mean DeepScaler"):
-        open_prompts(PromptSetConfig(dataset_name="DeepScaleR"))
-
-
 # --- classes ---------------------------------------------------------------------------------------------------------
 
 
@@ -464,25 +430,6 @@ def test_registered_classes(tmp_path: Path) -> None:
         open_prompts(PromptSetConfig(dataset_name="Mine"))
     with pytest.raises(ConfigError, match="same name"):
         register_prompt_dataset("Mine")(type("Other", (RowPrompts,), {}))
-
-
-@pytest.mark.usefixtures("my_prompts")
-def test_what_to_prompt_must_return(tmp_path: Path) -> None:
-    @register_prompt_dataset("Mine")
-    class Mine(RowPrompts):
-        def to_prompt(self, row: Row) -> Prompt:
-            returned: Any = {"dict": {"messages": []}, "text": Prompt("2?", {}, row.where)}  # type: ignore[arg-type]
-            return cast(Prompt, returned[row.values["kind"]])
-
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: Mine.to_prompt does not return a Prompt(.|\n)*Prompt\("):
-        opened(tmp_path, "Mine", {"kind": "dict"})
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the prompt is not messages"):
-        opened(tmp_path, "Mine", {"kind": "text"})
-
-
-def test_a_path_is_no_configuration_of_a_set() -> None:
-    with pytest.raises(ConfigError, match="PromptSetConfig"):
-        open_prompts("x.jsonl")  # type: ignore[arg-type]
 
 
 def test_a_reference_that_is_no_text_stays_a_message() -> None:

@@ -392,35 +392,12 @@ def test_fingerprint_follows_what_changes_the_ids() -> None:
     assert after.fingerprint == before.fingerprint
 
 
-def test_a_renderer_can_be_pickled() -> None:
-    renderer = Renderer(byte_bpe(), chat_template=CHATML, max_length=20)
-    copy = pickle.loads(pickle.dumps(renderer))
-    assert copy.encode(CHAT) == renderer.encode(CHAT) and copy.fingerprint == renderer.fingerprint
-
-
-def test_batch_equals_singles() -> None:
-    renderer = Renderer(byte_bpe(), chat_template=CHATML)
-    conversations = [CHAT[:n] for n in range(1, 5)]
-    assert renderer.encode_many(conversations) == [renderer.encode(messages) for messages in conversations]
-    assert renderer.encode_many([]) == []
-
-
 def test_unknown_roles_fill_neither_memory_nor_log(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     renderer = Renderer(tiny_tokenizer)
     for n in range(100):
         renderer.render([{"role": f"{n}" + "x" * 500, "content": "a"}, {"role": "assistant", "content": "b"}])
     assert len(renderer._unknown_roles) <= 32
     assert sum(len(record.getMessage()) for record in caplog.records) < 32 * 400
-
-
-def test_values_nested_too_deep_are_the_conversations_fault(tiny_tokenizer: Any) -> None:
-    deep: Any = []
-    for _ in range(5000):
-        deep = [deep]
-    template = "{% for m in messages %}{{ m['content'] }}{{ m['extra'] | tojson }}{% endfor %}"
-    renderer = Renderer(tiny_tokenizer, chat_template=template)
-    with pytest.raises(DataError, match="refused the conversation"):
-        renderer.render([{"role": "user", "content": "a", "extra": deep}])
 
 
 FAILING = {

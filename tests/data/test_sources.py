@@ -112,12 +112,6 @@ def test_layouts_of_json(tmp_path: Path, text: str) -> None:
     assert values(path) == [{"a": 1}, {"a": 2}]
 
 
-def test_a_line_with_a_data_list_is_a_row_if_more_lines_follow(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text('{"data": [1]}\n{"data": [2]}\n')
-    assert values(path) == [{"data": [1]}, {"data": [2]}]
-
-
 def test_csv_names_the_line_where_a_row_begins(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'\xef\xbb\xbfa,b\r\n"x\ny",1\r\n\r\nz,"[1, 2]"\r\n')
@@ -127,25 +121,10 @@ def test_csv_names_the_line_where_a_row_begins(tmp_path: Path) -> None:
     ]
 
 
-def test_long_csv_cells(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.csv", [{"a": "x" * 200_000}])
-    assert len(values(path)[0]["a"]) == 200_000
-
-
 def test_stream_of_text_and_bytes() -> None:
     rows = list(read_jsonl_stream(['{"a": 1}\n', b"\n", b'{"a": 2}'], "-"))
     assert [(row.values["a"], row.where) for row in rows] == [(1, "-:1"), (2, "-:3")]
     assert list(read_jsonl_stream([], "-")) == []
-
-
-def test_text_is_streamed(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2}\nbroken\n')
-    rows = read_rows(str(path))
-    assert next(rows).values == {"a": 1}
-    assert next(rows).values == {"a": 2}
-    with pytest.raises(DataError):
-        next(rows)
 
 
 # --- errors of files -------------------------------------------------------------------------------------------------
@@ -195,23 +174,6 @@ def test_bad_files(tmp_path: Path, name: str, raw: bytes, where: str, words: lis
         assert word in str(error)
 
 
-def test_a_truncated_gzip_gives_its_rows_first(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    lines = [json.dumps({"a": os.urandom(200).hex()}) + "\n" for _ in range(100)]
-    path.write_bytes(gzip.compress("".join(lines).encode())[:-2000])
-    read = []
-    with pytest.raises(DataError, match="ends too early") as caught:
-        for row in read_rows(str(path)):
-            read.append(row)
-    assert caught.value.where == f"{path}:{len(read) + 1}"
-
-
-def test_a_truncated_arrow_stream(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.arrow", [{"a": "x" * 5000} for _ in range(10)])
-    path.write_bytes(path.read_bytes()[:20_000])
-    assert "cannot be read" in str(refused(path))
-
-
 def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     assert str(tmp_path / "train.jsonl") in str(refused(tmp_path / "trian.jsonl").fix)
@@ -225,11 +187,6 @@ def test_splits_of_a_file(tmp_path: Path) -> None:
     error = refused(plain, split="validation")
     assert error.field == "split" and "null or train" in str(error)
     assert refused(plain, subset="preference").field == "subset"
-
-
-def test_the_path_is_checked_before_the_first_row() -> None:
-    with pytest.raises(DataError):
-        read_rows("nowhere.jsonl")
 
 
 # --- folders, patterns -----------------------------------------------------------------------------------------------

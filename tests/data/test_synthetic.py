@@ -23,7 +23,7 @@ from treeward.data.synthetic import (
     prompts,
 )
 from treeward.data.synthetic.__main__ import main
-from treeward.data.synthetic.generate import NUM_ROWS, length_gaps
+from treeward.data.synthetic.generate import length_gaps
 from treeward.data.synthetic.world import (
     ALL_FORMATS,
     FACTS,
@@ -37,7 +37,7 @@ from treeward.data.synthetic.world import (
     known_words,
     words_of,
 )
-from treeward.errors import ConfigError, DataError
+from treeward.errors import DataError
 
 FRANCE = "What is the capital of France?"
 ONE_WORD = f"{FRANCE} Answer in one word."
@@ -67,11 +67,6 @@ def test_seed_and_length_bias_are_arguments() -> None:
     biased = generate(3, longer_is_better=1.0, num_rows=num_rows)
     assert _share_longer(biased["train"]) > _share_longer(few["train"]) + 0.08
     assert abs(_share_longer(biased["length_controlled"]) - 0.5) < 0.1
-
-
-def test_total_size_is_fit_for_the_repository() -> None:
-    assert sum(bundled_path(split).stat().st_size for split in SPLITS) < 2_200_000
-    assert {split: len(rows(split)) for split in SPLITS} == NUM_ROWS
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -204,11 +199,6 @@ def test_unknown_questions_are_errors(context: Any) -> None:
         gold_quality(context, "Paris.")
 
 
-def test_a_follow_up_needs_its_question() -> None:
-    with pytest.raises(DataError, match="asks nothing"):
-        parse_question([user("And of Italy?")])
-
-
 CONTEXTS = st.sampled_from([context for split in SPLITS for context in prompts(split)[:150]])
 WORDS = sorted(known_words())
 BABBLE = st.lists(
@@ -226,12 +216,6 @@ def test_any_text_has_a_quality_that_repetition_never_raises(context: Any, text:
     assert gold_quality(context, " ".join([text] * 6)) <= quality + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.text(alphabet="bdfgjkqvwxz \n.-", max_size=60), CONTEXTS)
-def test_gibberish_earns_nothing(text: str, context: Any) -> None:
-    assert gold_quality(context, text) == 0.0
-
-
 def test_filler_changes_nothing_and_loops_lose() -> None:
     padded = 0
     for row in rows("validation"):
@@ -246,18 +230,6 @@ def test_filler_changes_nothing_and_loops_lose() -> None:
     assert padded > 300
 
 
-def test_unknown_words_are_borne_up_to_a_half() -> None:
-    assert gold_quality(FRANCE, "Sure! Paris, beside its river, naturally.") == 1.0
-    assert gold_quality(FRANCE, "Sure! Paris qa qb qc qd qe qf qg qh qi qj") < 0.5
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_prompts_are_distinct_and_askable(split: str) -> None:
-    contexts = prompts(split)
-    assert len({json.dumps(context) for context in contexts}) == len(contexts) > 300
-    assert all(context[-1]["role"] == "user" for context in contexts)
-
-
 def test_every_format_and_phrasing_is_taught() -> None:
     seen = Counter(parse_question(context).format for context in prompts("train"))
     assert set(seen) == {None, *(fmt.name for fmt in ALL_FORMATS)}
@@ -265,8 +237,3 @@ def test_every_format_and_phrasing_is_taught() -> None:
     for request, kind in itertools.product((r for fmt in ALL_FORMATS for r in fmt.requests), KINDS):
         assert request in text
         assert all(phrasing.split("{x}")[0] in text for phrasing in kind.phrasings)
-
-
-def test_unknown_split_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean validation"):
-        bundled_path("validaton")

@@ -465,21 +465,14 @@ def _batches(
 
 
 def _in_processes(
-    chunks: Iterator[list[tuple[Preference, str]]], renderer: Renderer, ties: Ties, num_workers: int
+    chunks: Iterable[list[tuple[Preference, str]]], renderer: Renderer, ties: Ties, num_workers: int
 ) -> Iterator[pa.RecordBatch]:
     pending: deque[Future[pa.RecordBatch]] = deque()
     pool = ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(renderer, ties)
     )
-    unread: Exception | None = None
     try:
-        while unread is None:
-            try:
-                chunk = next(chunks, None)
-            except DataError as error:  # an error in an earlier row, which is still being encoded, comes first
-                chunk, unread = None, error
-            if chunk is None:
-                break
+        for chunk in chunks:
             pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) > 2 * num_workers:
                 yield pending.popleft().result()
@@ -495,8 +488,6 @@ def _in_processes(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-    if unread is not None:
-        raise unread
 
 
 _worker: tuple[Renderer, Ties] | None = None

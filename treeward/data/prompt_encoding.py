@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ class EncodedPrompt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EncodedPrompts(Sequence[EncodedPrompt]):
+class EncodedPrompts:
     """The prompts of one or several sets that are short enough, set after set, N in all.
 
     `token_ids`: N int32 arrays. `sizes`, `weights`: the number of prompts of each set, and the passes over it per
@@ -63,15 +63,10 @@ class EncodedPrompts(Sequence[EncodedPrompt]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @overload
-    def __getitem__(self, index: int) -> EncodedPrompt: ...
+    def __iter__(self) -> Iterator[EncodedPrompt]:
+        return (self[i] for i in range(len(self)))
 
-    @overload
-    def __getitem__(self, index: slice) -> list[EncodedPrompt]: ...
-
-    def __getitem__(self, index: int | slice) -> EncodedPrompt | list[EncodedPrompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> EncodedPrompt:
         return EncodedPrompt(self.prompts[index], tuple(self.token_ids[index].tolist()))
 
     @cached_property
@@ -141,7 +136,7 @@ def _encoded(
 ) -> Iterator[tuple[Prompt, list[int] | None, int]]:
     with tqdm(total=len(one), desc=f"Tokenizing {one.name}", unit=" prompts", disable=not progress) as bar:
         for start in range(0, len(one), _PROMPTS_AT_ONCE):
-            some = one[start : start + _PROMPTS_AT_ONCE]
+            some = one.prompts[start : start + _PROMPTS_AT_ONCE]
             texts = [renderer.render(p.messages, where=p.where, generation_prompt=True) for p in some]
             encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in some])
             yield from ((prompt, *ids) for prompt, ids in zip(some, encoded, strict=True))

@@ -21,20 +21,19 @@ rows are read as those of `PromptDataset`, or are `Prompt`s. Prompts are held in
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from treeward.config.base import nearest_name
-from treeward.config.data import DatasetConfig, PromptSetConfig
+from treeward.config.data import PromptSetConfig
 from treeward.data.prompt_files import PromptFiles
 from treeward.data.prompt_rows import Prompt, check_prompt, from_prompt_row, from_response_row, math_hf_data_processor
 from treeward.data.registry import Registry, construct, rows_of
@@ -82,7 +81,7 @@ class PromptCounts:
 
 
 @dataclass(frozen=True)
-class PromptSet(Sequence[Prompt]):
+class PromptSet:
     """The prompts of one set, in the order of the data. `name`: for messages. `weight`: passes over it per epoch."""
 
     name: str
@@ -93,13 +92,10 @@ class PromptSet(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
 
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+    def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
 
 
@@ -268,14 +264,13 @@ def _open(config: PromptSetConfig) -> tuple[Iterable[Prompt], str, PromptFiles]:
     if isinstance(cls, type) and issubclass(cls, RowPrompts):
         ours = cls(config)
         return ours, ours.name, PromptFiles.load(config.prompt_file, config.system_prompt_file)
-    as_comparisons = _as_dataset_config(config, cls)
-    dataset = construct(cls, as_comparisons)
+    dataset = construct(cls, config)
     spec = getattr(dataset, "task_spec", None)
     files = PromptFiles.load(
         config.prompt_file or getattr(spec, "prompt_file", None),
         config.system_prompt_file or getattr(spec, "system_prompt_file", None),
     )
-    rows, name = rows_of(dataset, as_comparisons)
+    rows, name = rows_of(dataset, config)
     return (_as_prompt(row, f"{name}:row {number}") for number, row in enumerate(rows, 1)), name, files
 
 
@@ -286,18 +281,6 @@ def _as_prompt(row: Any, where: str) -> Prompt:
     if isinstance(row, Mapping):
         return from_prompt_row(row, where)
     raise DataError("a row is not an object", where=where, got=row, need="an object, or a Prompt")
-
-
-def _as_dataset_config(config: PromptSetConfig, cls: Any) -> DatasetConfig:
-    """The config that a class by dotted path is constructed from: its keys that only prompts have, where the class
-    takes them, are `kwargs`."""
-    parameters = inspect.signature(cls).parameters
-    own = {key: getattr(config, key) for key in ("input_key", "output_key") if key in parameters}
-    keys = {key: value for key, value in own.items() if value is not None}
-    shared = {key: getattr(config, key) for key in DatasetConfig.model_fields if key in PromptSetConfig.model_fields}
-    if config.part is not None:
-        shared["name"] = None  # the rows that are held out are of the training data, not of a set for validation
-    return DatasetConfig(**shared | {"kwargs": keys | config.kwargs})
 
 
 # --- what happens to every prompt ------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ A class by dotted path needs to know nothing of this package:
 
 NeMo RL's guide describes this contract; its newer form, `dataset` (the rows) and `task_name`, works too. The
 constructor gets `kwargs` of the config, and those of `data_path` (or `train_data_path`), `split` (or `train_split`),
-`subset`, `prompt_key`, `chosen_key`, `rejected_key`, `prompt_file` and `system_prompt_file` that its signature names
-(the first three also by `**kwargs`). The prompt files are applied here, once, and not by the class.
+`subset`, `prompt_key`, `chosen_key`, `rejected_key` (for prompts `input_key` and `output_key`), `prompt_file` and
+`system_prompt_file` that its signature names (the first three also by `**kwargs`). The prompt files are applied here,
+once, and not by the class.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from treeward.config.base import nearest_name
-from treeward.config.data import DatasetConfig
+from treeward.config.data import DatasetConfig, PromptSetConfig
 from treeward.errors import ConfigError
 
 __all__ = ["Registry", "construct", "rows_of", "task_name_of"]
 
+_OTHER_ARGUMENTS = (
+    *("prompt_key", "chosen_key", "rejected_key", "input_key", "output_key"),
+    *("prompt_file", "system_prompt_file"),
+)
 _Class = TypeVar("_Class", bound=type[Any])
 
 
@@ -107,7 +112,7 @@ def _import_class(path: str) -> Any:
     return cls
 
 
-def construct(cls: Any, config: DatasetConfig) -> Any:
+def construct(cls: Any, config: DatasetConfig | PromptSetConfig) -> Any:
     """Call the class with `kwargs`, and with those values of the config that its signature names.
 
     Raises `ConfigError` for arguments that are missing, unknown, or of no use to the class.
@@ -130,8 +135,8 @@ def construct(cls: Any, config: DatasetConfig) -> Any:
                 need=f"a value that {cls.__name__}{signature} can use",
                 fix=f"remove {names[0]}, give it under another name in kwargs, or add the parameter to the class",
             )
-    for name in ("prompt_key", "chosen_key", "rejected_key", "prompt_file", "system_prompt_file"):
-        if name in signature.parameters and getattr(config, name) is not None:
+    for name in _OTHER_ARGUMENTS:
+        if name in signature.parameters and getattr(config, name, None) is not None:
             arguments[name] = getattr(config, name)
     arguments |= config.kwargs
     try:
@@ -147,7 +152,7 @@ def construct(cls: Any, config: DatasetConfig) -> Any:
     return cls(**arguments)
 
 
-def rows_of(dataset: Any, config: DatasetConfig) -> tuple[Iterable[Any], str]:
+def rows_of(dataset: Any, config: DatasetConfig | PromptSetConfig) -> tuple[Iterable[Any], str]:
     """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
 
     The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path of its own, else
@@ -159,7 +164,9 @@ def rows_of(dataset: Any, config: DatasetConfig) -> tuple[Iterable[Any], str]:
     rows = getattr(dataset, "formatted_ds", None)
     if isinstance(rows, Mapping):
         # A class that was given a path has read that one, as its training data.
-        key = "validation" if config.name is not None and config.data_path is None else "train"
+        # Prompts that are held out of the training data are read from there too.
+        is_part = getattr(config, "part", None) is not None
+        key = "validation" if config.name is not None and config.data_path is None and not is_part else "train"
         if config.split is not None and (config.split in rows or not reads_split):
             key = config.split
         splits = [str(each) for each in rows if rows[each] is not None]
