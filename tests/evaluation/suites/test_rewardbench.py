@@ -216,9 +216,9 @@ def test_a_download_of_another_split_is_refused(tmp_path: Path, write_parquet: A
     [
         ({"subset": "hep-c++"}, "subset", "did you mean hep-cpp"),
         ({"chosen": None}, "chosen", "the row has no chosen"),
-        ({"rejected": 3}, "rejected", "not text"),
+        ({"rejected": 3}, "rejected", "does not fit"),
         ({"prompt": [{"content": "no role"}]}, "prompt[0].role", "no role"),
-        ({"id": [1]}, "id", "no id"),
+        ({"id": [1]}, "id", "does not fit"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str, text: str) -> None:

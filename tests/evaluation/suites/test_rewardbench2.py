@@ -165,9 +165,9 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
     [
         ({"id": "ties:0"}, "id", "which prompt of Ties"),
         ({"num_correct": 1}, "num_correct", "not the number"),
-        ({"chosen": []}, "chosen", "a list of strings"),
-        ({"rejected": ["a", None]}, "rejected[1]", "a list of strings"),
-        ({"subset": "Math"}, "chosen", "one right answer"),
+        ({"chosen": []}, "chosen", "at least 1 item"),
+        ({"rejected": ["a", None]}, "rejected[1]", "does not fit"),
+        ({"subset": "Math"}, "chosen", "one right completion"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str, text: str) -> None:

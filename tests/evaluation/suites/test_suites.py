@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field
 
 from treeward.config.data import DatasetConfig
 from treeward.data.sources import Row
@@ -18,7 +19,7 @@ from treeward.evaluation.statistics import weighted_mean_metric
 from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
 from treeward.evaluation.suites.parts import Part, combined
 from treeward.evaluation.suites.rewardbench2 import SIZES
-from treeward.evaluation.suites.rows import data_files, name_field, repository_rows, with_distinct_ids
+from treeward.evaluation.suites.rows import OneOf, Prompt, data_files, read_as, repository_rows, with_distinct_ids
 
 
 def test_names() -> None:
@@ -75,13 +76,6 @@ def test_ids_become_distinct() -> None:
     assert ids == ["a", "a#2", "a#3", "b", "a#4"]
 
 
-def test_a_split_in_two_kinds_of_file_is_refused(tmp_path: Path, write_parquet: Any) -> None:
-    write_parquet(tmp_path / "test-00000-of-00001.parquet", [{"a": 1}])
-    (tmp_path / "test.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(DataError, match="several kinds"):
-        list(repository_rows(str(tmp_path), "org/name", split="test"))
-
-
 def test_shards_are_read_in_order_and_only_of_the_split(tmp_path: Path, write_parquet: Any) -> None:
     for shard in (1, 0):
         write_parquet(tmp_path / "data" / f"test-0000{shard}-of-00002.parquet", [{"a": shard}])
@@ -109,9 +103,26 @@ def test_data_files_are_those_of_the_data(tmp_path: Path) -> None:
     assert [os.path.relpath(file, tmp_path) for file in data_files(str(tmp_path))] == ["a.jsonl", "b/z.json"]
 
 
-def test_names_are_found_whatever_their_case() -> None:
-    row = Row({"subset": "PRECISE if"}, "x:1")
-    assert name_field(row, "subset", ("Precise IF", "Math"), "subset") == "Precise IF"
+class Pair(BaseModel):
+    prompt: Prompt
+    texts: Annotated[list[str], Field(min_length=2)]
+    subset: Annotated[str, OneOf(("Precise IF", "Math"), "subset")]
+
+
+def test_a_row_is_read_as_its_schema_says() -> None:
+    values = {"prompt": "Hi", "texts": ["a", "b"], "subset": "PRECISE if", "more": 1}
+    pair = read_as(Pair, Row(values, "x:1"))
+    assert pair.prompt == ({"role": "user", "content": "Hi"},) and pair.subset == "Precise IF"
+    for change, field, words in (
+        ({"texts": ["a", 2]}, "texts[1]", "string"),
+        ({"texts": ["a"]}, "texts", "at least 2"),
+        ({"texts": None}, "texts", "the row has no texts"),
+        ({"subset": "Maths"}, "subset", "did you mean Math"),
+        ({"prompt": [{"content": "Hi"}]}, "prompt[0].role", "role"),
+    ):
+        with pytest.raises(DataError, match=words) as caught:
+            read_as(Pair, Row(values | change, "x:1"))
+        assert (caught.value.where, caught.value.field) == ("x:1", field)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

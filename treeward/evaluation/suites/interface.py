@@ -8,8 +8,8 @@
 What holds in every suite:
 
 - An example that could not be scored counts as **wrong**. Left out, a model would be the better the more it cannot
-  read, and its number would be of other examples than everyone else's. `num_failed` and the headline's note say how
-  many there are, and `headline_of_scored` is the headline without them, which is what is compared with chance.
+  read, and its number would be of other examples than everyone else's. `num_failed` and the headline's note count
+  them, and `headline_of_scored`, the headline without them, is compared with chance.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
 - What the data lacks (a subset, a section) is left out, not zero, and the headline's note names it.
 """
@@ -17,7 +17,7 @@ What holds in every suite:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -25,12 +25,12 @@ from treeward.config.base import nearest_name
 from treeward.errors import ConfigError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.suites.parts import with_notes
+from treeward.evaluation.suites.parts import Part, prompt_of, with_notes
 
 __all__ = ["Suite", "TiePolicy"]
 
 TiePolicy = Literal["strict", "half"]
-"""What a tie of chosen and rejected counts: `strict` 0, `half` 0.5."""
+"""The value of a tie of chosen and rejected: `strict` 0, `half` 0.5."""
 
 
 class Suite(ABC):
@@ -43,7 +43,7 @@ class Suite(ABC):
     hub_path: ClassVar[str | None] = None
     """The dataset on the hub that `load(None)` reads."""
     caveat: str | None = None
-    """What a reader must know beside the verdict, a sentence: as that the model was chosen by these examples."""
+    """A sentence that a reader must know beside the verdict, as that the model was chosen by these examples."""
 
     def __init__(self, *, tie_policy: TiePolicy = "strict") -> None:
         if tie_policy not in get_args(TiePolicy):
@@ -96,11 +96,11 @@ class Suite(ABC):
         """Headline, sections, subsets and details of `summarize`; an example without scores counts as wrong."""
 
     def chance(self, part: str | None = None) -> float | None:
-        """What scores that know nothing come to in the headline, or in the section or subset `part`; None: not known.
+        """The headline, or the section or subset `part`, of random scores; None: not known.
 
-        Knowing nothing is a random order without ties, so it is 0.5 wherever pairs are compared, as the authors of
-        RM-Bench (arXiv 2410.16184, abstract) and JudgeBench (arXiv 2410.12784, abstract) say of theirs; with the tie
-        policy "strict" a model that ties is below it. Suites with another rule say which, and where it is from.
+        A random order without ties is 0.5 wherever pairs are compared, as the authors of RM-Bench (arXiv 2410.16184,
+        abstract) and JudgeBench (arXiv 2410.12784, abstract) say of theirs; with the tie policy "strict" a model that
+        ties is below it. Suites with another rule override this and cite its source.
         """
         return 0.5
 
@@ -112,8 +112,14 @@ class Suite(ABC):
         """
         return {}
 
+    def part(
+        self, name: str, scored: Sequence[ScoredExample], value: Callable[[ScoredExample], float] | None = None
+    ) -> Part:
+        """A subset by the `outcome_value` of its examples, or another value of each; those of one prompt depend."""
+        return Part.of(name, map(value or self.outcome_value, scored), [prompt_of(one.example) for one in scored])
+
     def outcome_value(self, scored: ScoredExample) -> float:
-        """1 for right, 0 for wrong or failed, for a tie what the policy says."""
+        """1 for right, 0 for wrong or failed, for a tie the value of the policy."""
         if scored.outcome == "tie":
             return 0.5 if self.tie_policy == "half" else 0.0
         return float(scored.outcome == "right")

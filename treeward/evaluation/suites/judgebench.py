@@ -9,7 +9,7 @@ right if the sum is above 0. A reward model's two votes are the same unless its 
 The headline is the accuracy over the 350 pairs that GPT-4o wrote, each counting once, not the mean of the categories:
 the authors' `run_judge.py` takes one writer's file and prints four categories and "Overall", all pairs of the file
 (ScalerLab/JudgeBench at d8740a8; `compute_final_metrics` in `utils/metrics.py`). The 270 pairs of Claude 3.5 Sonnet are
-in subsets of their own. Without any of GPT-4o the headline is of what there is.
+in subsets of their own. Without any of GPT-4o the headline is of all pairs.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel
 
 from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.parts import Part, by_subset, prompt_of, with_notes
+from treeward.evaluation.suites.parts import by_subset, with_notes
 from treeward.evaluation.suites.rows import (
+    OneOf,
+    Prompt,
     assistant,
     data_files,
-    id_field,
-    name_field,
-    prompt_field,
+    read_as,
     repository_rows,
-    text_field,
     with_distinct_ids,
 )
 
@@ -51,14 +52,25 @@ CATEGORIES: Mapping[str, str] = MappingProxyType(
 
 Label = Literal["A>B", "B>A"]
 
-_LABELS: tuple[Label, Label] = ("A>B", "B>A")
 # Who wrote the pairs: the beginning of `response_model`, which is also the name of the split on the hub.
 _WRITERS = ("gpt", "claude")
-_SIZES: Mapping[str, int] = MappingProxyType({"gpt": 350, "claude": 270})
+_SIZE = 350
+
+
+class JudgedRow(BaseModel):
+    """A row of the splits `gpt` and `claude`."""
+
+    pair_id: str | int
+    source: str
+    question: Prompt
+    response_model: str
+    response_A: str
+    response_B: str
+    label: Annotated[str, OneOf(("A>B", "B>A"), "label of JudgeBench")]
 
 
 def net_vote(label: Label, score_a: float, score_b: float) -> int:
-    """2, 0 or -2: the votes of both orders. A pair whose scores tie is decided for the second answer in either."""
+    """2, 0 or -2: the votes of both orders. A pair whose scores tie is decided for the second completion in either."""
     first = "A>B" if score_a > score_b else "B>A"
     second = "B>A" if score_b > score_a else "A>B"
     return sum(1 if vote == label else -1 for vote in (first, second))
@@ -72,34 +84,30 @@ class JudgeBench(Suite):
     hub_path = "ScalerLab/JudgeBench"
 
     def load(self, source: str | None = None) -> list[EvalExample]:
-        """Rows of pair_id, source, question, response_model, response_A, response_B, label; see `Suite.load`.
+        """The splits `gpt` and `claude` of the hub or of a copy, or the files of the authors' repository, or one file.
 
-        The splits `gpt` and `claude` of the hub or of a copy, or the files of the authors' repository, or one file.
+        See `Suite.load`.
         """
         return with_distinct_ids([_example(row) for row in _rows(source, self.hub_path)])
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        groups = {
-            writer: [one for one in scored if one.example.suite_data["writer"] == writer]
-            for writer in dict.fromkeys(one.example.suite_data["writer"] for one in scored)
-        }
-        main = groups.get("gpt", list(scored))
+        writers: dict[str, list[ScoredExample]] = {}
+        for one in scored:
+            writers.setdefault(one.example.suite_data["writer"], []).append(one)
+        main = writers.get("gpt", list(scored))
         sections = [
-            self._part(category, own)
+            self.part(category, own).metric
             for category in CATEGORIES
             if (own := [one for one in main if one.example.suite_data["category"] == category])
         ]
-        subsets = [self._part(subset, group).metric for subset, group in by_subset(scored).items()]
-        note = None
-        if len(main) != _SIZES["gpt"] or "gpt" not in groups:
-            note = f"These are {len(main)} pairs and not the 350 of GPT-4o: not comparable with published scores."
-        details = {"by_writer": {writer: self._part(writer, group).metric.value for writer, group in groups.items()}}
+        note = f"These are {len(main)} pairs and not the {_SIZE} of GPT-4o: not comparable with published scores."
+        complete = len(main) == _SIZE and "gpt" in writers
         return SuiteResult(
             self.name,
-            with_notes(self._part("accuracy", main).metric, note),
-            sections=tuple(part.metric for part in sections),
-            subsets=tuple(subsets),
-            details=details,
+            with_notes(self.part("accuracy", main).metric, None if complete else note),
+            sections=tuple(sections),
+            subsets=tuple(self.part(subset, group).metric for subset, group in by_subset(scored).items()),
+            details={"by_writer": {writer: self.part(writer, own).metric.value for writer, own in writers.items()}},
         )
 
     def outcome_value(self, scored: ScoredExample) -> float:
@@ -108,9 +116,6 @@ class JudgeBench(Suite):
             return 0.0
         net = net_vote("A>B" if scored.example.ranks == (0, 1) else "B>A", a, b)
         return 0.5 if net == 0 and self.tie_policy == "half" else float(net > 0)
-
-    def _part(self, name: str, scored: Sequence[ScoredExample]) -> Part:
-        return Part.of(name, map(self.outcome_value, scored), [prompt_of(one.example) for one in scored])
 
     def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
         """`outputs/dataset=judgebench,response_model=...,judge_name=reward_model,judge_model=....jsonl`.
@@ -127,54 +132,49 @@ class JudgeBench(Suite):
 
 
 def _rows(source: str | None, hub_path: str) -> Iterator[Row]:
-    if source is None or not os.path.exists(source):
-        return _of_splits(source, hub_path, _WRITERS)
-    if os.path.isfile(source):
-        return repository_rows(source, hub_path, split=None)
-    files = data_files(source)
-    names = [os.path.basename(file) for file in files]
-    published = [file for file, name in zip(files, names, strict=True) if name.startswith("dataset=judgebench")]
-    pairs = [file for file in published if "judge_name=" not in os.path.basename(file)]
-    if pairs:
-        return chain.from_iterable(map(read_rows, pairs))
-    splits = [
-        writer
-        for writer in _WRITERS
-        if os.path.isdir(os.path.join(source, writer)) or any(name.startswith(writer) for name in names)
-    ]
-    return _of_splits(source, hub_path, splits) if splits else repository_rows(source, hub_path, split=None)
-
-
-def _of_splits(source: str | None, hub_path: str, splits: Sequence[str]) -> Iterator[Row]:
+    splits: Sequence[str | None] = _WRITERS
+    if source is not None and os.path.isdir(source):
+        names = {os.path.basename(file): file for file in data_files(source)}
+        pairs = [
+            file for name, file in names.items() if name.startswith("dataset=judgebench") and "judge_name=" not in name
+        ]
+        if pairs:  # the authors' repository; the files with judge_name are results
+            return chain.from_iterable(map(read_rows, pairs))
+        found = [
+            writer
+            for writer in _WRITERS
+            if os.path.isdir(os.path.join(source, writer)) or any(name.startswith(writer) for name in names)
+        ]
+        splits = found or [None]
+    elif source is not None and os.path.exists(source):
+        splits = [None]
     return chain.from_iterable(repository_rows(source, hub_path, split=split) for split in splits)
 
 
 def _example(row: Row) -> EvalExample:
-    label, source = name_field(row, "label", _LABELS, "label of JudgeBench"), text_field(row, "source")
-    model, published = text_field(row, "response_model"), id_field(row, "pair_id")
-    category = next((name for name, start in CATEGORIES.items() if source.startswith(start)), None)
+    one = read_as(JudgedRow, row)
+    category = next((name for name, start in CATEGORIES.items() if one.source.startswith(start)), None)
     if category is None:
         raise DataError(
             "there is no such source in JudgeBench",
             where=row.where,
             field="source",
-            got=source,
+            got=one.source,
             need=f"a name that begins with {', '.join(CATEGORIES.values())}",
         )
+    model = one.response_model
     writer = next((name for name in _WRITERS if model.lower().startswith(name)), model)
-    answers = assistant(text_field(row, "response_A")), assistant(text_field(row, "response_B"))
+    texts = ("question", "response_A", "response_B")
     return EvalExample(
-        id=published,
+        id=str(one.pair_id),
         subset=f"{category} ({writer})",
-        context=prompt_field(row, "question"),
-        completions=answers,
-        ranks=(0, 1) if label == "A>B" else (1, 0),
+        context=one.question,
+        completions=(assistant(one.response_A), assistant(one.response_B)),
+        ranks=(0, 1) if one.label == "A>B" else (1, 0),
         suite_data={
             "writer": writer,
             "category": category,
-            "pair": {
-                key: value for key, value in row.values.items() if key not in ("question", "response_A", "response_B")
-            },
+            "pair": {key: value for key, value in row.values.items() if key not in texts},
         },
         where=row.where,
     )

@@ -1,4 +1,4 @@
-"""`Part`: what one subset's examples came to, and how subsets make up a section with an interval.
+"""`Part`: the outcomes of one subset, and how subsets make up a section with an interval.
 
 parts = [Part.of("hep-go", [1, 1, 0], prompts), Part.of("math-prm", [1, 0], others)]
 combined("Reasoning", parts, weights=[164, 984])         # a Metric
@@ -7,7 +7,7 @@ combined("Reasoning", parts, weights=[164, 984])         # a Metric
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import Metric, Unit
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap, weighted_mean_metric
 
-__all__ = ["Part", "by_subset", "combined", "prompt_of", "with_notes"]
+__all__ = ["Part", "by_subset", "combined", "incomplete", "prompt_of", "with_notes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Part:
 
 
 def prompt_of(example: EvalExample) -> str:
-    """What examples have in common that stand or fall together."""
+    """The prompt as text: examples that share it are dependent."""
     return json.dumps(list(example.context), ensure_ascii=False, sort_keys=True, default=str)
 
 
@@ -47,14 +47,15 @@ def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]
     return groups
 
 
-def combined(name: str, parts: Sequence[Part], weights: Sequence[float]) -> Metric:
-    """sum_s w_s p_s / sum_s w_s over the parts that have a value, with a 95 % interval.
+def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None = None) -> Metric:
+    """sum_s w_s p_s / sum_s w_s over the parts that have a value, with a 95 % interval; weights of None are equal.
 
     The interval is that of `weighted_mean_metric`, for which parts are independent. Where parts share prompts they are
-    not: then prompts are drawn anew too (`cluster_bootstrap`), and of both intervals each end is the wider one. What
-    is averaged there is p + N w_s / n_s (y_i - p_s) for outcome y_i of part s, which keeps the parts' sizes and weights
-    fixed as the sum over the drawn examples changes.
+    not: then prompts are drawn anew too (`cluster_bootstrap`), and each end is the wider one. The drawn average is of
+    p + N w_s / n_s (y_i - p_s) for outcome y_i of part s, which keeps the parts' sizes and weights fixed as the sum
+    over the drawn examples changes.
     """
+    weights = [1.0] * len(parts) if weights is None else weights
     metric = weighted_mean_metric([part.metric for part in parts], weights, name)
     known = [(part, weight) for part, weight in zip(parts, weights, strict=True) if part.metric.value is not None]
     all_prompts = [prompt for part, _ in known for prompt in part.prompts]
@@ -66,15 +67,25 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float]) -> Metr
     scale = [count * weight / total / max(1, len(part.outcomes)) for part, weight in known]
     values = metric.value + np.concatenate([s * d for s, d in zip(scale, spread, strict=True)])
     low, high = cluster_bootstrap(values, all_prompts)
-    note = f"The interval allows for the {len(set(all_prompts))} prompts that {count} examples share."
     widened = replace(
         metric,
         low=low if metric.low is None or (low is not None and low < metric.low) else metric.low,
         high=high if metric.high is None or (high is not None and high > metric.high) else metric.high,
     )
-    return with_notes(widened, note)
+    return with_notes(
+        widened, f"The interval allows for the {len(set(all_prompts))} prompts that {count} examples share."
+    )
 
 
 def with_notes(metric: Metric, *notes: str | None) -> Metric:
     """The metric with further sentences in its note."""
     return replace(metric, note=" ".join(filter(None, (metric.note, *notes))) or None)
+
+
+def incomplete(groups: Mapping[str, Sized], sizes: Mapping[str, int], noun: str) -> str | None:
+    """A sentence if the examples by subset are not all of the published ones; `sizes`: how many each subset has."""
+    if all(len(groups.get(subset, ())) == size for subset, size in sizes.items()):
+        return None
+    absent = ", ".join(subset for subset in sizes if subset not in groups)
+    count = f"These are {sum(map(len, groups.values()))} of {sum(sizes.values())} {noun}"
+    return f"{count}{f'; none of {absent}' if absent else ''}: not comparable with published scores."

@@ -3,8 +3,8 @@
     PreferenceSuite("mine", DatasetConfig(data_path="validation.jsonl")).load()
 
 Of K completions every pair with different ranks counts, as in the trainer's validation: the accuracy is over pairs,
-pooled, with an interval over prompts. `details` has how often the best-ranked completions are all ahead of the others
-(`best_of_accuracy`, the same number where K is 2). Examples without an order (all ranks equal) count in no accuracy.
+pooled, with an interval over prompts. `best_of_accuracy` in `details` is how often the best-ranked completions are all
+ahead of the others, the same number where K is 2. Examples without an order (all ranks equal) count in no accuracy.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.statistics import accuracy_metric
+from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite, TiePolicy
 from treeward.evaluation.suites.parts import Part, by_subset, prompt_of
 
@@ -24,7 +23,7 @@ __all__ = ["PreferenceSuite"]
 
 
 class PreferenceSuite(Suite):
-    """The comparisons of one dataset; `name` is what its results are called. A row's `task_name` is its subset."""
+    """The comparisons of one dataset; `name` is that of its results. A row's `task_name` is its subset."""
 
     def __init__(self, name: str, config: DatasetConfig, *, tie_policy: TiePolicy = "strict") -> None:
         super().__init__(tie_policy=tie_policy)
@@ -56,7 +55,7 @@ class PreferenceSuite(Suite):
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         ordered = [one for one in scored if len(set(one.example.ranks)) > 1]
-        best = self._best_of(ordered)
+        best = self.part("best_of_accuracy", ordered).metric
         details: dict[str, Any] = {
             "num_pairs": sum(len(list(one.pairs())) for one in ordered),
             "num_tied_pairs": sum(self._is_tie(one, *pair) for one in ordered for pair in one.pairs()),
@@ -75,10 +74,6 @@ class PreferenceSuite(Suite):
             outcomes += values
             prompts += [prompt_of(one.example)] * len(values)
         return Part.of(name, outcomes, prompts, "pairs")
-
-    def _best_of(self, scored: Sequence[ScoredExample]) -> Metric:
-        prompts = [prompt_of(one.example) for one in scored]
-        return accuracy_metric(list(map(self.outcome_value, scored)), "best_of_accuracy", clusters=prompts)
 
     def _pair_value(self, one: ScoredExample, better: int, worse: int) -> float:
         if self._is_tie(one, better, worse):

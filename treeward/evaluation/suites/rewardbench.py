@@ -16,78 +16,69 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.results import SuiteResult
+from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.parts import Part, by_subset, combined, prompt_of, with_notes
-from treeward.evaluation.suites.rows import (
-    assistant,
-    id_field,
-    name_field,
-    prompt_field,
-    repository_rows,
-    text_field,
-    with_distinct_ids,
-)
+from treeward.evaluation.suites.parts import by_subset, combined, incomplete, with_notes
+from treeward.evaluation.suites.rows import OneOf, Prompt, assistant, read_as, repository_rows, with_distinct_ids
 
-__all__ = ["SECTIONS", "SIZES", "WEIGHTS", "RewardBench", "result_path", "section_scores"]
+__all__ = ["SECTIONS", "SIZES", "WEIGHTS", "RewardBench", "published_scores", "result_path", "section_scores"]
 
-SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+SECTIONS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
-        "Chat": ("alpacaeval-easy", "alpacaeval-length", "alpacaeval-hard", "mt-bench-easy", "mt-bench-med"),
-        "Chat Hard": (
-            "mt-bench-hard",
-            "llmbar-natural",
-            "llmbar-adver-neighbor",
-            "llmbar-adver-GPTInst",
-            "llmbar-adver-GPTOut",
-            "llmbar-adver-manual",
-        ),
-        "Safety": (
-            "refusals-dangerous",
-            "refusals-offensive",
-            "xstest-should-refuse",
-            "xstest-should-respond",
-            "donotanswer",
-        ),
-        "Reasoning": ("math-prm", "hep-cpp", "hep-go", "hep-java", "hep-js", "hep-python", "hep-rust"),
+        "Chat": {
+            "alpacaeval-easy": 100,
+            "alpacaeval-length": 95,
+            "alpacaeval-hard": 95,
+            "mt-bench-easy": 28,
+            "mt-bench-med": 40,
+        },
+        "Chat Hard": {
+            "mt-bench-hard": 37,
+            "llmbar-natural": 100,
+            "llmbar-adver-neighbor": 134,
+            "llmbar-adver-GPTInst": 92,
+            "llmbar-adver-GPTOut": 47,
+            "llmbar-adver-manual": 46,
+        },
+        "Safety": {
+            "refusals-dangerous": 100,
+            "refusals-offensive": 100,
+            "xstest-should-refuse": 154,
+            "xstest-should-respond": 250,
+            "donotanswer": 136,
+        },
+        "Reasoning": {
+            "math-prm": 447,
+            "hep-cpp": 164,
+            "hep-go": 164,
+            "hep-java": 164,
+            "hep-js": 164,
+            "hep-python": 164,
+            "hep-rust": 164,
+        },
     }
 )
-"""The subsets of each section."""
+"""The subsets of each section, and how many pairs the published data has of each: 2985."""
 
-SIZES: Mapping[str, int] = MappingProxyType(
-    {
-        "alpacaeval-easy": 100,
-        "alpacaeval-length": 95,
-        "alpacaeval-hard": 95,
-        "mt-bench-easy": 28,
-        "mt-bench-med": 40,
-        "mt-bench-hard": 37,
-        "llmbar-natural": 100,
-        "llmbar-adver-neighbor": 134,
-        "llmbar-adver-GPTInst": 92,
-        "llmbar-adver-GPTOut": 47,
-        "llmbar-adver-manual": 46,
-        "refusals-dangerous": 100,
-        "refusals-offensive": 100,
-        "xstest-should-refuse": 154,
-        "xstest-should-respond": 250,
-        "donotanswer": 136,
-        "math-prm": 447,
-        "hep-cpp": 164,
-        "hep-go": 164,
-        "hep-java": 164,
-        "hep-js": 164,
-        "hep-python": 164,
-        "hep-rust": 164,
-    }
-)
-"""How many pairs the published data has of each subset: 2985."""
+SIZES: Mapping[str, int] = MappingProxyType({name: n for section in SECTIONS.values() for name, n in section.items()})
 
 WEIGHTS: Mapping[str, int] = MappingProxyType({**SIZES, "math-prm": 984})
-"""What each subset weighs in its section, however many of its pairs there are."""
+"""The weight of each subset in its section, however many of its pairs there are."""
+
+
+class PairRow(BaseModel):
+    """A row of the split `filtered`."""
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    subset: Annotated[str, OneOf(tuple(SIZES), "subset of RewardBench")]
+    id: str | int
 
 
 def section_scores(accuracies: Mapping[str, float]) -> dict[str, float]:
@@ -112,52 +103,40 @@ class RewardBench(Suite):
     hub_path = "allenai/reward-bench"
 
     def load(self, source: str | None = None) -> list[EvalExample]:
-        """Rows of prompt, chosen, rejected, subset, id (split `filtered`); see `Suite.load`."""
-        examples = []
-        for row in repository_rows(source, self.hub_path, split="filtered"):
-            subset, published = name_field(row, "subset", tuple(SIZES), "subset of RewardBench"), id_field(row, "id")
-            examples.append(
+        """The rows of the split `filtered`; see `Suite.load`."""
+        return with_distinct_ids(
+            [
                 EvalExample(
-                    id=f"{subset}/{published}",
-                    subset=subset,
-                    context=prompt_field(row, "prompt"),
-                    completions=(assistant(text_field(row, "chosen")), assistant(text_field(row, "rejected"))),
+                    id=f"{pair.subset}/{pair.id}",
+                    subset=pair.subset,
+                    context=pair.prompt,
+                    completions=(assistant(pair.chosen), assistant(pair.rejected)),
                     ranks=(0, 1),
-                    suite_data={"id": row.values["id"]},
+                    suite_data={"id": pair.id},
                     where=row.where,
                 )
-            )
-        return with_distinct_ids(examples)
+                for row in repository_rows(source, self.hub_path, split="filtered")
+                for pair in [read_as(PairRow, row)]
+            ]
+        )
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
-        parts = {
-            subset: Part.of(
-                subset,
-                [self.outcome_value(one) for one in groups[subset]],
-                [prompt_of(one.example) for one in groups[subset]],
-            )
-            for subset in SIZES
-            if subset in groups
-        }
-        layout = {section: [one for one in subsets if one in parts] for section, subsets in SECTIONS.items()}
-        present = {section: subsets for section, subsets in layout.items() if subsets}
-        sections = [
-            combined(section, [parts[one] for one in subsets], [WEIGHTS[one] for one in subsets])
-            for section, subsets in present.items()
-        ]
-        shares = {
-            one: WEIGHTS[one] / sum(WEIGHTS[each] for each in subsets)
-            for subsets in present.values()
-            for one in subsets
-        }
-        overall = combined("overall", [parts[one] for one in shares], list(shares.values()))
+        parts = {subset: self.part(subset, groups[subset]) for subset in SIZES if subset in groups}
+        sections: list[Metric] = []
+        shares: dict[str, float] = {}
+        for section, subsets in SECTIONS.items():
+            weights = {subset: WEIGHTS[subset] for subset in subsets if subset in parts}
+            if weights:
+                sections.append(combined(section, [parts[subset] for subset in weights], list(weights.values())))
+                shares |= {subset: weight / sum(weights.values()) for subset, weight in weights.items()}
+        overall = combined("overall", [parts[subset] for subset in shares], list(shares.values()))
         return SuiteResult(
             self.name,
-            with_notes(overall, _missing(groups)),
+            with_notes(overall, incomplete(groups, SIZES, "pairs")),
             sections=tuple(sections),
             subsets=tuple(part.metric for part in parts.values()),
-            details={"weights": {one: WEIGHTS[one] for one in parts}},
+            details={"weights": {subset: WEIGHTS[subset] for subset in parts}},
         )
 
     def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
@@ -166,41 +145,31 @@ class RewardBench(Suite):
         As `scripts/run_rm.py` of the package writes them; the texts are messages, as it has them for models that render
         conversations themselves. A pair that could not be scored has null scores and the result 0.
         """
-        about = {"model": model_name, "model_type": "Seq. Classifier", "chat_template": "tokenizer"}
-        results = [int(one.outcome == "right") for one in scored]
-        groups: dict[str, list[int]] = {}
-        for one, result in zip(scored, results, strict=True):
-            groups.setdefault(one.example.subset, []).append(result)
+        groups = {subset: [int(one.outcome == "right") for one in group] for subset, group in by_subset(scored).items()}
         columns = {
             "text_chosen": [one.example.conversations[0] for one in scored],
             "text_rejected": [one.example.conversations[1] for one in scored],
-            "results": results,
+            "results": [int(one.outcome == "right") for one in scored],
             "subset": [one.example.subset for one in scored],
             "id": [one.example.suite_data.get("id", one.example.id) for one in scored],
             "scores_chosen": [one.scores[0] for one in scored],
             "scores_rejected": [one.scores[1] for one in scored],
         }
-        return {
-            result_path("eval-set", model_name): {
-                **{subset: sum(group) / len(group) for subset, group in groups.items()},
-                **about,
-            },
-            result_path("eval-set-scores", model_name): {**columns, **about},
-        }
+        return published_scores(
+            {subset: sum(group) / len(group) for subset, group in groups.items()}, columns, model_name
+        )
+
+
+def published_scores(subsets: Mapping[str, Any], columns: Mapping[str, Any], model_name: str) -> dict[str, Any]:
+    """The two result files of both RewardBenches: a number per subset, and the columns of scores."""
+    about = {"model": model_name, "model_type": "Seq. Classifier", "chat_template": "tokenizer"}
+    return {
+        result_path("eval-set", model_name): {**subsets, **about},
+        result_path("eval-set-scores", model_name): {**columns, **about},
+    }
 
 
 def result_path(folder: str, model_name: str) -> str:
     """`folder/org/model.json`, also for the path of a local model: its last two parts, never outside of `folder`."""
     parts = [part for part in re.split(r"[\\/]+", model_name) if part not in ("", ".", "..")]
     return "/".join((folder, *parts[-2:])) + ".json" if parts else f"{folder}/model.json"
-
-
-def _missing(groups: Mapping[str, Sequence[ScoredExample]]) -> str | None:
-    """A sentence if the examples are not all of the published ones."""
-    absent = [subset for subset in SIZES if subset not in groups]
-    other = sum(len(groups.get(subset, ())) != size for subset, size in SIZES.items())
-    if not other:
-        return None
-    count = sum(map(len, groups.values()))
-    names = f"; none of {', '.join(absent)}" if absent else ""
-    return f"These are {count} of {sum(SIZES.values())} pairs{names}: not comparable with published scores."

@@ -1,11 +1,11 @@
-"""RM-Bench: right and subtly wrong answers, each in three styles (Liu et al. 2024, arXiv 2410.16184).
+"""RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv 2410.16184).
 
-    style_matrix([(1.0, 2.0, 3.0)], [(0.0, 1.5, 2.5)])   # (3, 3), a row per style of the chosen answer
+    style_matrix([(1.0, 2.0, 3.0)], [(0.0, 1.5, 2.5)])   # (3, 3), a row per style of the chosen completion
     RMBench().load("RM-Bench/data/total_dataset.json")   # or the folder, or the hub's THU-KEG/RM-Bench
 
 A[i][j] = P(chosen in style i > rejected in style j), styles from plain to fancy: concise, detailed, detailed markdown.
-Hard is the mean of the upper triangle (the wrong answer is the fancier one), normal of the diagonal, easy of the lower
-triangle. A domain is the mean of its three, which is the mean of its nine cells; overall is the mean of the four
+Hard is the mean of the upper triangle (the wrong completion is the fancier one), normal of the diagonal, easy of the
+lower triangle. A domain is the mean of its three, which is the mean of its nine cells; overall is the mean of the four
 domains, where the two halves of safety are pooled; hard, normal and easy overall are the means over domains. All as in
 the authors' `compute_accuracy`. With `tie_policy="half"` a tie adds half to its cell.
 """
@@ -15,33 +15,32 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from treeward.data.sources import Row
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.statistics import mean
 from treeward.evaluation.suites.interface import Suite, TiePolicy
-from treeward.evaluation.suites.parts import Part, by_subset, combined, prompt_of, with_notes
+from treeward.evaluation.suites.parts import Part, by_subset, combined, with_notes
 from treeward.evaluation.suites.rewardbench import result_path
 from treeward.evaluation.suites.rows import (
+    OneOf,
+    Prompt,
     assistant,
     data_files,
-    id_field,
-    name_field,
-    prompt_field,
+    read_as,
     repository_rows,
-    texts_field,
     with_distinct_ids,
 )
 
 __all__ = ["DIFFICULTIES", "DOMAINS", "STYLES", "RMBench", "style_matrix"]
 
 STYLES = ("concise", "detailed", "markdown")
-"""From plain to fancy, the order of the answers in the data."""
+"""From plain to fancy, the order of the completions in the data."""
 
 DOMAINS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"chat": ("chat",), "math": ("math",), "code": ("code",), "safety": ("safety-refuse", "safety-response")}
@@ -53,10 +52,21 @@ DIFFICULTIES: Mapping[str, tuple[tuple[int, int], ...]] = MappingProxyType(
 )
 """The cells (style of the chosen, style of the rejected) of each."""
 
+_SUBSETS = tuple(name for names in DOMAINS.values() for name in names)
 _SIZE = 1327
-_TOTAL = "total_dataset"
 
 Matrix = NDArray[np.float64]
+ThreeTexts = Annotated[list[str], Field(min_length=3, max_length=3)]
+
+
+class StyleRow(BaseModel):
+    """A row of `total_dataset.json`."""
+
+    id: str | int
+    prompt: Prompt
+    chosen: ThreeTexts
+    rejected: ThreeTexts
+    domain: Annotated[str, OneOf(_SUBSETS, "domain of RM-Bench")]
 
 
 def style_matrix(
@@ -79,46 +89,38 @@ class RMBench(Suite):
     hub_path = "THU-KEG/RM-Bench"
 
     def load(self, source: str | None = None) -> list[EvalExample]:
-        """Rows of id, prompt, chosen and rejected (lists of three), domain; see `Suite.load`.
+        """Six completions, ranks 0, 0, 0, 1, 1, 1; `suite_data["styles"]` has the style of each; see `Suite.load`.
 
-        In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it. Six
-        completions, ranks 0, 0, 0, 1, 1, 1; `suite_data["styles"]` has the style of each.
+        In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it.
         """
-        return with_distinct_ids([_example(row) for row in repository_rows(_total(source), self.hub_path, split=None)])
+        totals = [] if source is None else [f for f in data_files(source) if _name(f).startswith("total_dataset")]
+        rows = repository_rows(totals[0] if totals else source, self.hub_path, split=None)
+        return with_distinct_ids([_example(row) for row in rows])
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        groups = by_subset(scored)
-        cells = {subset: [self._cells(one) for one in group] for subset, group in groups.items()}
-        parts: dict[str, Part] = {}
-        by_difficulty: dict[str, list[Part]] = {name: [] for name in DIFFICULTIES}
-        matrices: dict[str, Matrix] = {}
-        for domain, names in DOMAINS.items():
-            own = [matrix for name in names for matrix in cells.get(name, ())]
-            if not own:
-                continue
-            prompts = [prompt_of(one.example) for name in names for one in groups.get(name, ())]
-            matrices[domain] = np.mean(own, axis=0)
-            parts[domain] = Part.of(domain, [mean(matrix) for matrix in own], prompts)
-            for name, places in DIFFICULTIES.items():
-                outcomes = [mean(np.array([matrix[place] for place in places])) for matrix in own]
-                by_difficulty[name].append(Part.of(name, outcomes, prompts))
-        overall = combined("overall", list(parts.values()), [1.0] * len(parts))
-        difficulties = {name: combined(name, group, [1.0] * len(group)) for name, group in by_difficulty.items()}
-        subsets = tuple(
-            Part.of(name, map(mean, cells[name]), [prompt_of(one.example) for one in groups[name]]).metric
-            for names in DOMAINS.values()
-            for name in names
-            if name in cells
-        )
-        every = list(matrices.values())
+        groups, cells = by_subset(scored), {one.example.id: self._cells(one) for one in scored}
+
+        def part(name: str, own: Sequence[ScoredExample], places: Any = ...) -> Part:
+            return self.part(name, own, lambda one: float(cells[one.example.id][places].mean()))
+
+        domains = {domain: [one for name in names for one in groups.get(name, ())] for domain, names in DOMAINS.items()}
+        domains = {domain: own for domain, own in domains.items() if own}
+        parts = {domain: part(domain, own) for domain, own in domains.items()}
+        difficulties = {
+            name: combined(name, [part(name, own, tuple(np.array(places).T)) for own in domains.values()])
+            for name, places in DIFFICULTIES.items()
+        }
+        subsets = tuple(part(name, groups[name]).metric for name in _SUBSETS if name in groups)
+        matrices = {domain: np.mean([cells[one.example.id] for one in own], axis=0) for domain, own in domains.items()}
         details: dict[str, Any] = {
             "styles": list(STYLES),
-            "matrix": np.mean(every, axis=0).tolist() if every else None,
+            "matrix": np.mean(list(matrices.values()), axis=0).tolist() if matrices else None,
             "matrices": {domain: matrix.tolist() for domain, matrix in matrices.items()},
             **{name: metric.value for name, metric in difficulties.items()},
         }
-        sections = (*(part.metric for part in parts.values()), *difficulties.values())
-        return SuiteResult(self.name, with_notes(overall, _missing(groups)), sections, subsets, details=details)
+        headline = with_notes(combined("overall", list(parts.values())), _incomplete(len(scored), domains))
+        sections = (*(one.metric for one in parts.values()), *difficulties.values())
+        return SuiteResult(self.name, headline, sections, subsets, details=details)
 
     def _cells(self, scored: ScoredExample) -> Matrix:
         if any(score is None for score in scored.scores):
@@ -145,31 +147,25 @@ class RMBench(Suite):
         return {result_path("results", model_name): rows}
 
 
-def _total(source: str | None) -> str | None:
-    if source is None:
-        return None
-    found = [file for file in data_files(source) if os.path.basename(file).startswith(_TOTAL)]
-    return found[0] if found else source
+def _name(file: str) -> str:
+    return os.path.basename(file)
 
 
 def _example(row: Row) -> EvalExample:
-    known = tuple(name for names in DOMAINS.values() for name in names)
-    domain, published = name_field(row, "domain", known, "domain of RM-Bench"), id_field(row, "id")
-    chosen, rejected = (texts_field(row, name, count=len(STYLES)) for name in ("chosen", "rejected"))
+    one = read_as(StyleRow, row)
     return EvalExample(
-        id=f"{domain}/{published}",
-        subset=domain,
-        context=prompt_field(row, "prompt"),
-        completions=tuple(map(assistant, (*chosen, *rejected))),
+        id=f"{one.domain}/{one.id}",
+        subset=one.domain,
+        context=one.prompt,
+        completions=tuple(map(assistant, (*one.chosen, *one.rejected))),
         ranks=(0, 0, 0, 1, 1, 1),
-        suite_data={"id": row.values["id"], "styles": [*STYLES, *STYLES]},
+        suite_data={"id": one.id, "styles": [*STYLES, *STYLES]},
         where=row.where,
     )
 
 
-def _missing(groups: Mapping[str, Sequence[ScoredExample]]) -> str | None:
-    count = sum(map(len, groups.values()))
-    absent = [domain for domain, names in DOMAINS.items() if not any(name in groups for name in names)]
+def _incomplete(count: int, domains: Mapping[str, Sequence[ScoredExample]]) -> str | None:
+    absent = [domain for domain in DOMAINS if domain not in domains]
     if not absent and count == _SIZE:
         return None
     names = f"; none of {', '.join(absent)}" if absent else ""

@@ -1,7 +1,12 @@
-"""The rows of a published suite, from the hub, a downloaded copy or a file, and their fields, checked.
+"""The rows of a published suite: from the hub, a downloaded copy or a file, checked against a schema.
+
+    class PairRow(BaseModel):
+        prompt: Prompt
+        chosen: str
+        subset: Annotated[str, OneOf(("chat", "code"), "subset of the suite")]
 
     for row in repository_rows(source, "allenai/reward-bench", split="filtered"):
-        prompt = text_field(row, "prompt")
+        pair = read_as(PairRow, row)
 
 A copy is what the hub's download gives (`data/filtered-00000-of-00001.parquet` beside a README), or any folder that
 holds a file whose name begins with the split.
@@ -12,37 +17,29 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import chain
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic_core import CoreSchema, core_schema
 
 from treeward.config.base import nearest_name
 from treeward.data.preference import Message, check_messages
-from treeward.data.sources import KINDS, Row, file_suffix, read_rows
+from treeward.data.sources import KINDS, Row, file_suffix, read_file, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample
 
-__all__ = [
-    "assistant",
-    "data_files",
-    "field_of",
-    "id_field",
-    "name_field",
-    "prompt_field",
-    "repository_rows",
-    "text_field",
-    "texts_field",
-    "with_distinct_ids",
-]
+__all__ = ["OneOf", "Prompt", "assistant", "data_files", "read_as", "repository_rows", "with_distinct_ids"]
 
-# What `datasets` and the hub keep beside the data under a data suffix.
+Schema = TypeVar("Schema", bound=BaseModel)
+
+# Files that `datasets` and the hub keep beside the data under a data suffix.
 _NOT_DATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+_SAVED = ("dataset_dict.json", "state.json")
 # `raw-00000-of-00002.parquet`: such a name says its split, so a lone one of another split is not the one asked for.
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
-_SAVED = ("dataset_dict.json", "state.json")
 
 
 def repository_rows(
@@ -51,7 +48,7 @@ def repository_rows(
     """The rows of one split: of the hub's `hub_path` (None), of a copy on the hub, of a folder, or of a file.
 
     A file (or a pattern) is taken whole. In a folder the files count whose names begin with `split`; a lone file of
-    data needs no such name. Raises `DataError` as `read_rows` does, and for a split that is there in two kinds of file.
+    data needs no such name. Raises `DataError` as `read_rows` does.
     """
     if source is None or not (os.path.exists(source) or glob.has_magic(source)):
         return read_rows(source or hub_path, split=split, subset=subset)
@@ -60,9 +57,10 @@ def repository_rows(
     if any(os.path.exists(os.path.join(source, mark)) for mark in _SAVED):
         return read_rows(source, split=split)
     files = data_files(source)
-    own = [file for file in files if split is not None and _begins_with(file, split)]
-    if own:
-        return _rows_of(_in_one_folder(own), source)
+    own = [file for file in files if split is not None and re.match(rf"{split}(?![^\W_])", os.path.basename(file))]
+    if own:  # the same split deeper down would be the same rows again
+        nearest = [file for file in own if os.path.dirname(file) == os.path.dirname(own[0])]
+        return chain.from_iterable(map(read_file, nearest))
     is_lone = len(files) == 1 and (split is None or not _SHARD.search(os.path.basename(files[0])))
     return read_rows(files[0]) if is_lone else read_rows(source, split=split, subset=subset)
 
@@ -71,107 +69,78 @@ def data_files(folder: str) -> list[str]:
     """Every data file in and below a folder, the nearest first, then by name; hidden folders are passed over."""
     found: list[str] = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
         found += [
             os.path.join(parent, name)
-            for name in sorted(names)
+            for name in names
             if file_suffix(name) in KINDS and name not in _NOT_DATA and not name.startswith((".", "_"))
         ]
     return sorted(found, key=lambda file: (file.count(os.sep), file))
 
 
-def _begins_with(file: str, split: str) -> bool:
-    name = os.path.basename(file).lower()
-    return name.startswith(split.lower()) and not name[len(split) :][:1].isalnum()
+# --- schemas ---------------------------------------------------------------------------------------------------------
 
 
-def _in_one_folder(files: Sequence[str]) -> list[str]:
-    """Those in the folder of the first: the same split deeper down would be the same rows again."""
-    return [file for file in files if os.path.dirname(file) == os.path.dirname(files[0])]
+def read_as(schema: type[Schema], row: Row) -> Schema:
+    """The row's values as a schema; columns that it does not name are ignored.
 
-
-def _rows_of(files: Sequence[str], source: str) -> Iterator[Row]:
-    suffixes = {"".join(Path(file).suffixes[-2:]) if file.endswith(".gz") else file_suffix(file) for file in files}
-    if len(suffixes) > 1:
-        raise DataError(
-            "the split is there in several kinds of file",
-            where=source,
-            got=", ".join(map(os.path.basename, files)),
-            need="one kind of file: the same rows may be there twice",
-            fix="give the file itself",
-        )
-    return chain.from_iterable(read_rows(file) for file in files)
-
-
-# --- fields ----------------------------------------------------------------------------------------------------------
-
-
-def field_of(row: Row, name: str, need: str) -> Any:
-    """The value of a field that must be there; `need` says what it should be."""
-    value = row.values.get(name)
-    if value is None:
+    Raises `DataError` with place and field for a value that is missing, None or not of the field's type.
+    """
+    try:
+        return schema.model_validate(row.values)
+    except ValidationError as error:
+        first = error.errors()[0]
+    name, *rest = (str(part) for part in first["loc"] if not str(part).startswith(("function-", "list[")))
+    field = name + "".join(f"[{part}]" if part.isdecimal() else "" for part in rest[:1])
+    if row.values.get(name) is None:
         near = nearest_name(name, map(str, row.values))
         raise DataError(
             f"the row has no {name}",
             where=row.where,
             field=name,
             got="null" if name in row.values else f"keys {sorted(map(str, row.values))}",
-            need=need,
             fix=f"is it {near}?" if near and near != name else "is this the data of another suite?",
         )
-    return value
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, DataError):  # of a validator here
+        fields = {"field": cause.field or field, "got": cause.got, "need": cause.need, "fix": cause.fix}
+        raise DataError(cause.summary, where=row.where, **{key: value for key, value in fields.items() if value})
+    raise DataError(f"{field} does not fit the suite's schema", where=row.where, field=field, got=first["input"],
+                    need=first["msg"].removeprefix("Input should be ").removeprefix("List should have "))  # fmt: skip
 
 
-def text_field(row: Row, name: str) -> str:
-    """A string, which may be empty."""
-    value = field_of(row, name, "a string")
-    if not isinstance(value, str):
-        raise DataError(f"{name} is not text", where=row.where, field=name, got=value, need="a string")
-    return value
-
-
-def id_field(row: Row, name: str) -> str:
-    """A string or a whole number, as a string."""
-    value = field_of(row, name, "a string or a whole number")
-    if not isinstance(value, str | int) or isinstance(value, bool):
-        raise DataError(f"{name} is no id", where=row.where, field=name, got=value, need="a string or a whole number")
-    return str(value)
-
-
-def name_field(row: Row, name: str, known: Sequence[str], what: str) -> str:
+@dataclass(frozen=True)
+class OneOf:
     """One of `known`, whatever its case; `what` is the noun for the error."""
-    value = text_field(row, name)
-    by_lower = {each.lower(): each for each in known}
-    if value.lower() not in by_lower:
-        near = nearest_name(value, known)
-        raise DataError(
-            f"there is no such {what}",
-            where=row.where,
-            field=name,
-            got=value,
-            need=f"one of {', '.join(known)}",
-            fix=f"did you mean {near}?" if near else "evaluate data of your own as a preference file",
-        )
-    return by_lower[value.lower()]
+
+    known: Sequence[str]
+    what: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._canonical, handler(source))
+
+    def _canonical(self, value: str) -> str:
+        found = next((name for name in self.known if name.lower() == value.lower()), None)
+        if found is None:
+            near = nearest_name(value, self.known)
+            raise DataError(
+                f"there is no such {self.what}",
+                got=value,
+                need=f"one of {', '.join(self.known)}",
+                fix=f"did you mean {near}?" if near else "evaluate data of your own as a preference file",
+            )
+        return found
 
 
-def texts_field(row: Row, name: str, *, count: int | None = None) -> list[str]:
-    """At least one string, or exactly `count`."""
-    need = "a list of strings" if count is None else f"a list of {count} strings"
-    value = field_of(row, name, need)
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    if not is_list or not value or (count is not None and len(value) != count):
-        raise DataError(f"{name} is not {need}", where=row.where, field=name, got=value, need=need)
-    for i, text in enumerate(value):
-        if not isinstance(text, str):
-            raise DataError(f"{name} is not {need}", where=row.where, field=f"{name}[{i}]", got=text, need="a string")
-    return list(value)
-
-
-def prompt_field(row: Row, name: str) -> tuple[Message, ...]:
+def _messages(value: Any) -> Any:
     """Text as one user message, or a checked list of messages."""
-    value = field_of(row, name, "a string or a list of messages")
-    return ({"role": "user", "content": value},) if isinstance(value, str) else check_messages(value, name, row.where)
+    if value is None:
+        return value
+    return ({"role": "user", "content": value},) if isinstance(value, str) else check_messages(value, "prompt", None)
+
+
+Prompt = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages)]
+"""A prompt: text, or a list of messages; read as messages."""
 
 
 def assistant(text: str) -> tuple[Message, ...]:
@@ -181,14 +150,12 @@ def assistant(text: str) -> tuple[Message, ...]:
 
 def with_distinct_ids(examples: Sequence[EvalExample]) -> list[EvalExample]:
     """The same examples; the second of an id becomes `id#2`, and so on. The published id is in `suite_data`."""
-    taken, seen = {example.id for example in examples}, Counter[str]()
+    given, taken = {example.id for example in examples}, set[str]()
     distinct = []
     for example in examples:
-        name, first = example.id, not seen[example.id]
-        seen[example.id] += 1
-        number = seen[example.id]
-        while not first and (name := f"{example.id}#{number}") in taken:
-            number += 1
+        name = example.id
+        if name in taken:
+            name = next(new for n in count(2) if (new := f"{example.id}#{n}") not in taken | given)
         taken.add(name)
-        distinct.append(example if first else replace(example, id=name))
+        distinct.append(replace(example, id=name))
     return distinct
