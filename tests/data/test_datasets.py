@@ -166,13 +166,6 @@ def test_a_prompt_of_text_and_named_keys(tmp_path: Path) -> None:
     assert (preference.margin, preference.task_name) == (2.0, "lists")
 
 
-def test_a_completion_of_several_messages(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
-    chosen = [call, {"role": "tool", "content": "4"}, assistant("4")]
-    row = {"prompt": "2 + 2?", "chosen": chosen, "rejected": [assistant("5")]}
-    assert shape(binary(tmp_path, row))[1] == {0: chosen, 1: [assistant("5")]}
-
-
 @pytest.mark.parametrize(
     ("row", "field", "words"),
     [
@@ -291,15 +284,6 @@ def test_speakers_named_inside_a_turn_stay_inside() -> None:
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert messages[1]["content"] == "Yes.  Human: Why?\n\nAssistant: Because  "
     assert join(messages) == text
-
-
-def test_transcripts_that_part_early_or_not_at_all() -> None:
-    start = [user("Hi"), assistant("Hello")]
-    longer = [*start, user("More"), assistant("Done")]
-    assert shape(hh(join(longer), join(start))) == ([user("Hi")], {0: longer[1:], 1: start[1:]})
-    other = [*start, user("Less"), assistant("Done")]
-    assert shape(hh(join(longer), join(other))) == (start, {0: longer[2:], 1: other[2:]})
-    assert shape(hh(join(start), join(start))) == ([user("Hi")], {0: start[1:], 1: start[1:]})
 
 
 @pytest.mark.parametrize(

@@ -322,15 +322,3 @@ def test_fingerprint_follows_content(tmp_path: Path, make: Callable[[Path], Path
     with (tmp_path / "a.jsonl").open("a") as handle:
         handle.write(" ")
     assert fingerprint(path) != first
-
-
-def test_fingerprint_of_a_folder_follows_names_and_splits(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", ROWS)
-    write(tmp_path / "b.jsonl", ROWS)
-    first = fingerprint(str(tmp_path))
-    (tmp_path / "b.jsonl").rename(tmp_path / "c.jsonl")
-    assert fingerprint(str(tmp_path)) != first
-    parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS)}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
-    saved = [fingerprint(str(tmp_path / "saved"), split=split) for split in parts]
-    assert saved[0] != saved[1]

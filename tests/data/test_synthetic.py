@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -25,7 +23,6 @@ from treeward.data.synthetic import (
 from treeward.data.synthetic.__main__ import main
 from treeward.data.synthetic.generate import length_gaps
 from treeward.data.synthetic.world import (
-    ALL_FORMATS,
     FACTS,
     FILLERS,
     KINDS,
@@ -97,25 +94,6 @@ def test_length_goes_with_quality_except_where_it_is_controlled() -> None:
     assert sum(gaps["length_controlled"]) / len(gaps["length_controlled"]) > 1.4 * sum(gaps["train"]) / len(
         gaps["train"]
     )
-
-
-def test_shapes_of_the_training_rows() -> None:
-    train = rows("train")
-    share = {
-        "pairs": sum(len(row["completions"]) == 2 for row in train) / len(train),
-        "tied": sum(len({c["rank"] for c in row["completions"]}) == 1 for row in train) / len(train),
-        "several turns": sum(len([m for m in row["context"] if m["role"] == "user"]) > 1 for row in train) / len(train),
-        "system": sum(row["context"][0]["role"] == "system" for row in train) / len(train),
-    }
-    assert 0.65 < share["pairs"] < 0.85
-    assert 0.03 < share["tied"] < 0.08
-    assert 0.2 < share["several turns"] < 0.3
-    assert 0.1 < share["system"] < 0.3
-    assert {len(row["completions"]) for row in train} == {2, 3, 4, 5}
-    inner_ties = [row for row in train if 1 < len({c["rank"] for c in row["completions"]}) < len(row["completions"])]
-    assert len(inner_ties) > 50
-    kinds = Counter(parse_question(row["context"]).fact.kind for row in train)
-    assert min(kinds.values()) > 0.1 * len(train)
 
 
 def test_held_out_prompts_are_new_combinations_of_taught_facts() -> None:
@@ -228,12 +206,3 @@ def test_filler_changes_nothing_and_loops_lose() -> None:
                 assert gold_quality(row["context"], f"{answer}\n{answer}") < completion["score"]
             padded += 1
     assert padded > 300
-
-
-def test_every_format_and_phrasing_is_taught() -> None:
-    seen = Counter(parse_question(context).format for context in prompts("train"))
-    assert set(seen) == {None, *(fmt.name for fmt in ALL_FORMATS)}
-    text = "\n".join(message["content"] for context in prompts("train") for message in context)
-    for request, kind in itertools.product((r for fmt in ALL_FORMATS for r in fmt.requests), KINDS):
-        assert request in text
-        assert all(phrasing.split("{x}")[0] in text for phrasing in kind.phrasings)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from treeward.config.base import nearest_name
-from treeward.config.data import DatasetConfig, PromptSetConfig
+from treeward.config.data import SetConfig
 from treeward.errors import ConfigError
 
 __all__ = ["Registry", "construct", "rows_of", "task_name_of"]
@@ -112,7 +112,7 @@ def _import_class(path: str) -> Any:
     return cls
 
 
-def construct(cls: Any, config: DatasetConfig | PromptSetConfig) -> Any:
+def construct(cls: Any, config: SetConfig) -> Any:
     """Call the class with `kwargs`, and with those values of the config that its signature names.
 
     Raises `ConfigError` for arguments that are missing, unknown, or of no use to the class.
@@ -152,7 +152,7 @@ def construct(cls: Any, config: DatasetConfig | PromptSetConfig) -> Any:
     return cls(**arguments)
 
 
-def rows_of(dataset: Any, config: DatasetConfig | PromptSetConfig) -> tuple[Iterable[Any], str]:
+def rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
 
     The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path of its own, else
