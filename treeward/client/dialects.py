@@ -1,11 +1,11 @@
-"""How reward servers are asked for scores, and how their answers are read: as their clients do it.
+"""The requests and answers of reward servers, as their own clients write and read them.
 
     dialect = DIALECTS["vllm"]
     path, body = dialect.path, dialect.body("rm", "text", [Asked(text, ...)])
-    [one.values for one in dialect.read(reply)]      # the numbers of each conversation, as the server gives them
+    [one.values for one in dialect.read(reply)]      # the server's numbers for each conversation
 
-Requests are those of the clients in use (verl, OpenRLHF, text-embeddings-inference's own), and ask for raw scores where
-a dialect has a word for it.
+Requests are those of verl, OpenRLHF and text-embeddings-inference's own client. They ask for raw scores where a dialect
+has a parameter for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["DIALECTS", "FORMS", "Asked", "Dialect", "Form", "Given"]
 
 Form = Literal["text", "bare", "tokens", "messages"]
 FORMS: tuple[Form, ...] = ("text", "bare", "tokens", "messages")
-"""What is sent: the text that the chat template writes, that text without its BOS (or CLS and SEP), its token ids, or
-the messages."""
+"""Forms of a conversation: the text of the chat template, that text without its BOS (or CLS and SEP), its token ids,
+and the messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A conversation in every form; `reply`: the text of its answer, where it is text."""
+    """A conversation in every form; `reply`: the text of its completion, where it is text."""
 
     messages: Sequence[Message]
     text: str
@@ -38,9 +38,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a server gives for a conversation: its numbers, by label where labels are named, and the tokens it counted.
+    """A server's answer about one conversation: numbers (with `labels`, if it has them) and its count of tokens.
 
-    `contract`: the hash of the scoring contract that the server says it serves.
+    `contract`: the hash of the scoring contract that the server reports.
     """
 
     values: tuple[float | None, ...]
@@ -51,10 +51,11 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`forms`: what it can be sent, that of its clients first. `read` raises what a wrong answer makes it raise.
+    """`forms`: the forms it accepts, that of its own clients first. `read` raises `LookupError`, `TypeError` or
+    `ValueError` for an answer of another form.
 
-    `one_by_one`: forms of which a request holds a single conversation. `lists_models`: whether it has /v1/models and
-    its requests name one.
+    `one_by_one`: forms of which a request holds one conversation. `lists_models`: it has /v1/models, and its requests
+    name a model.
     """
 
     path: str
@@ -79,9 +80,9 @@ def _vllm_body(model: str | None, form: Form, asked: Sequence[Asked]) -> dict[st
     return {**_named(model), **what, "use_activation": False}
 
 
-def _read_vllm(answer: Any) -> list[Given]:
-    rows = sorted(answer["data"], key=lambda row: row["index"])
-    tokens = answer.get("usage", {}).get("prompt_tokens") if len(rows) == 1 else None
+def _read_vllm(reply: Any) -> list[Given]:
+    rows = sorted(reply["data"], key=lambda row: row["index"])
+    tokens = reply.get("usage", {}).get("prompt_tokens") if len(rows) == 1 else None
     return [Given(tuple(row["probs"]), num_tokens=tokens) for row in rows]
 
 
@@ -89,8 +90,8 @@ def _sglang_body(model: str | None, form: Form, asked: Sequence[Asked]) -> dict[
     return {**_named(model), "input_ids" if form == "tokens" else "text": _contents(form, asked)}
 
 
-def _read_sglang(answer: Any) -> list[Given]:
-    rows = answer if isinstance(answer, list) else [answer]
+def _read_sglang(reply: Any) -> list[Given]:
+    rows = reply if isinstance(reply, list) else [reply]
     return [Given(tuple(row["embedding"]), num_tokens=row.get("meta_info", {}).get("prompt_tokens")) for row in rows]
 
 
@@ -103,9 +104,9 @@ def _openrlhf_body(model: str | None, form: Form, asked: Sequence[Asked]) -> dic
     return {"query": queries, "prompts": prompts, "labels": [""] * len(queries)}
 
 
-def _read_openrlhf(answer: Any) -> list[Given]:
+def _read_openrlhf(reply: Any) -> list[Given]:
     # A server may give each reward as a list of one.
-    rewards = answer["rewards"]
+    rewards = reply["rewards"]
     return [Given(tuple(one) if isinstance(one, list) else (one,)) for one in rewards]
 
 
@@ -113,8 +114,8 @@ def _tei_body(model: str | None, form: Form, asked: Sequence[Asked]) -> dict[str
     return {"inputs": [[text] for text in _contents(form, asked)], "raw_scores": True, "truncate": False}
 
 
-def _read_tei(answer: Any) -> list[Given]:
-    rows = answer if answer and isinstance(answer[0], list) else [answer]
+def _read_tei(reply: Any) -> list[Given]:
+    rows = reply if reply and isinstance(reply[0], list) else [reply]
     given = []
     for row in rows:
         ordered = sorted(row, key=lambda one: _number_of(one["label"]))  # TEI sorts by score
@@ -132,10 +133,10 @@ def _treeward_body(model: str | None, form: Form, asked: Sequence[Asked]) -> dic
     return {**_named(model), "conversations": _contents(form, asked), "on_error": "mask", "shaped": False}
 
 
-def _read_treeward(answer: Any) -> list[Given]:
+def _read_treeward(reply: Any) -> list[Given]:
     return [
-        Given((row["score"],), num_tokens=row["num_tokens"] or None, contract=answer["contract"])
-        for row in sorted(answer["data"], key=lambda row: row["index"])
+        Given((row["score"],), num_tokens=row["num_tokens"] or None, contract=reply["contract"])
+        for row in sorted(reply["data"], key=lambda row: row["index"])
     ]
 
 
