@@ -41,14 +41,16 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad
 
+from treeward.config.grpo import GRPOConfig as GRPOSection
+from treeward.config.grpo import PolicyLossConfig
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.advantages import AdvantageSettings, advantages
+from treeward.rl.advantages import advantages
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
-from treeward.rl.policy_loss import PolicyLossSettings
-from treeward.rl.update import PolicyUpdater, UpdateMetrics
+from treeward.rl.policy_loss import UpdateMetrics
+from treeward.rl.update import PolicyUpdater
 from treeward.tables import Column, results_table
 from treeward.tree.batch import TreeBatch, plan_micro_batches
 from treeward.tree.token_tree import TokenIds
@@ -161,8 +163,7 @@ def make_work(
         ]
         groups.append(CompletionGroup(Prompt(({"role": "user", "content": prompt},), {}), tuple(kept), tuple(cut)))
     rewards_PG = torch.randn(len(groups), setting.completions, generator=torch.Generator().manual_seed(0))
-    known_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
-    return Work(tuple(groups), advantages(rewards_PG, known_PG, AdvantageSettings()))
+    return Work(tuple(groups), advantages(rewards_PG, GRPOSection()))
 
 
 def _ids(tokens: Iterable[Any]) -> list[int]:
@@ -232,7 +233,7 @@ def _ours(
 ) -> Variant:
     model = kind(deepcopy(policy), layout="tree", compute_dtype=dtype)
     frozen = kind(deepcopy(reference).requires_grad_(False), layout="tree", compute_dtype=dtype)
-    settings = PolicyLossSettings(kl_coefficient=BETA)
+    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA)
     used_PG = torch.ones_like(work.advantages_PG, dtype=torch.bool)
     sizes = [group.num_tree_tokens for group in work.groups]
     plan = plan_micro_batches(sizes, max_tokens=MICRO_BATCH_TOKENS)
@@ -242,7 +243,7 @@ def _ours(
             model,
             optimizer,
             reference=frozen,
-            settings=settings,
+            loss=loss,
             micro_batch_tokens=MICRO_BATCH_TOKENS,
             max_grad_norm=max_grad_norm,
         )

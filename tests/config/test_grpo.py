@@ -7,12 +7,10 @@ import pytest
 
 from treeward.config import load_config, load_grpo_config, save_config
 from treeward.config.checkpointing import GRPO_METRICS, GRPOCheckpointingConfig, parse_grpo_metric_name
-from treeward.config.grpo import GRPOConfig, PolicyLossConfig, WatchConfig
+from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig, LoraConfig
 from treeward.data.prompt_files import PromptFiles
 from treeward.errors import ConfigError
-from treeward.rl.advantages import AdvantageSettings
-from treeward.rl.watch import WatchSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,16 +134,6 @@ def test_what_grpo_refuses(keys, field):
     error = wrong(GRPOConfig, **keys)
     assert error.field == field
     assert error.need
-
-
-def test_what_the_algorithm_is_given_are_its_own_names():
-    made = AdvantageSettings(**GRPOConfig(use_leave_one_out_baseline=True).advantage_settings)
-    assert made == AdvantageSettings(use_leave_one_out_baseline=True)
-    plus = GRPOConfig(adv_estimator={"name": "reinforce_plus_plus", "minus_baseline": False}, advantage_std_floor=0.1)
-    assert AdvantageSettings(**plus.advantage_settings) == AdvantageSettings(
-        name="reinforce_plus_plus", minus_baseline=False, std_floor=0.1
-    )
-    assert WatchSettings(**WatchConfig().model_dump()) == WatchSettings(), "one set of defaults"
 
 
 def test_overlong_filtering_masks():

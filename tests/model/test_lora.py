@@ -16,6 +16,7 @@ from families import DECODERS, VOCABULARY, config_of, gradient_error, randomise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from treeward.config.grpo import PolicyLossConfig
 from treeward.config.grpo_policy import LoraConfig
 from treeward.config.optimisation import OptimizerConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
@@ -33,7 +34,6 @@ from treeward.model.lora import (
 from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
-from treeward.rl.policy_loss import PolicyLossSettings
 from treeward.rl.sampling import Row, sample, uniforms
 from treeward.rl.update import PolicyUpdater
 from treeward.training.optimisation import build_optimizer
@@ -354,7 +354,7 @@ def experience(seed: int) -> tuple[list[CompletionGroup], Tensor, Tensor]:
     return groups, torch.from_numpy(generator.normal(size=(2, 3))).float(), torch.ones(2, 3, dtype=torch.bool)
 
 
-SETTINGS = PolicyLossSettings(kl_coefficient=0.1)
+LOSS = PolicyLossConfig(reference_policy_kl_penalty=0.1)
 LR = 0.01
 ADAM = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 3e-3})
 
@@ -364,7 +364,7 @@ def updater_of(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> PolicyU
         policy,
         optimizer,
         reference=AdapterReference(policy),
-        settings=SETTINGS,
+        loss=LOSS,
         micro_batch_tokens=30,
         updates_per_batch=2,
     )

@@ -1,8 +1,10 @@
-"""Advantages against the same formulas written out for one completion at a time."""
+"""Advantages against the same formulas written out for one completion at a time, and what length does to rewards."""
 
 from __future__ import annotations
 
+import math
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -10,38 +12,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from treeward.rl.advantages import AdvantageSettings, advantages, informative_groups
+from treeward.config.grpo import GRPOConfig
+from treeward.rl.advantages import advantages, informative_groups, shaped_rewards, used_completions
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.5, -1.0, 3.0, 0.25], [7.0, 1.0, 1.0, 1.0], [5.0] * 4]
 KNOWN = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
 FLOOR = 0.01
 ALL = [
-    AdvantageSettings(std_floor=FLOOR),
-    AdvantageSettings(normalize_rewards=False),
-    AdvantageSettings(use_leave_one_out_baseline=True, std_floor=FLOOR),
-    AdvantageSettings(use_leave_one_out_baseline=True, normalize_rewards=False),
-    AdvantageSettings("leave_one_out"),
-    AdvantageSettings("reinforce_plus_plus", std_floor=FLOOR),
-    AdvantageSettings("reinforce_plus_plus", minus_baseline=False, std_floor=FLOOR),
+    GRPOConfig(advantage_std_floor=FLOOR, **options)
+    for options in (
+        {},
+        {"normalize_rewards": False},
+        {"use_leave_one_out_baseline": True},
+        {"use_leave_one_out_baseline": True, "normalize_rewards": False},
+        {"adv_estimator": {"name": "leave_one_out"}},
+        {"adv_estimator": {"name": "reinforce_plus_plus"}},
+        {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}},
+    )
 ]
 
 
 @pytest.fixture
-def given_rewards() -> tuple[Tensor, Tensor]:
-    rewards, known = torch.tensor(REWARDS), torch.tensor(KNOWN)
-    return rewards.masked_fill(known == 0, torch.nan), known
+def given_rewards() -> Tensor:
+    return torch.tensor(REWARDS).masked_fill(torch.tensor(KNOWN) == 0, torch.nan)
 
 
 def members(p: int) -> list[float]:
     return [r for r, k in zip(REWARDS[p], KNOWN[p], strict=True) if k]
 
 
-def written_out(p: int, g: int, settings: AdvantageSettings) -> float:
+def written_out(p: int, g: int, config: GRPOConfig) -> float:
     own, reward = members(p), REWARDS[p][g]
-    if settings.name == "reinforce_plus_plus":
+    if config.estimator == "reinforce_plus_plus":
         base = [statistics.mean(members(q)) if members(q) else 0.0 for q in range(len(REWARDS))]
         everything = [r for q in range(len(REWARDS)) for r in members(q)]
-        if not settings.minus_baseline:
+        if not config.adv_estimator.minus_baseline:
             base = [statistics.mean(everything)] * len(REWARDS)
         spread = [r - base[q] for q in range(len(REWARDS)) for r in members(q)]
         std = (sum(d * d for d in spread) / (len(spread) - 1)) ** 0.5
@@ -49,60 +55,96 @@ def written_out(p: int, g: int, settings: AdvantageSettings) -> float:
     if len(own) < 2:
         return 0.0
     others = [r for h, r in enumerate(REWARDS[p]) if KNOWN[p][h] and h != g]
-    alone = settings.name == "leave_one_out" or settings.use_leave_one_out_baseline
-    value = reward - statistics.mean(others if alone else own)
-    divided = settings.name == "grpo" and settings.normalize_rewards
-    return value / (statistics.stdev(own) + FLOOR) if divided else value
+    value = reward - statistics.mean(others if config.estimator == "leave_one_out" else own)
+    return value / (statistics.stdev(own) + FLOOR) if config.divides_by_std else value
 
 
-@pytest.mark.parametrize("settings", ALL)
-def test_it_is_the_formula(settings: AdvantageSettings, given_rewards: tuple[Tensor, Tensor]) -> None:
-    got = advantages(*given_rewards, settings)
+@pytest.mark.parametrize("config", ALL)
+def test_it_is_the_formula(config: GRPOConfig, given_rewards: Tensor) -> None:
+    got = advantages(given_rewards, config)
     assert got.dtype == torch.float32
     for p in range(len(REWARDS)):
         for g in range(4):
-            want = written_out(p, g, settings) if KNOWN[p][g] else 0.0
+            want = written_out(p, g, config) if KNOWN[p][g] else 0.0
             assert float(got[p, g]) == pytest.approx(want, abs=1e-6)
 
 
 def test_the_only_good_completion_is_not_blown_up() -> None:
     """With the std of the others its advantage would be of the order 1 / floor."""
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1e-4]])
-    settings = AdvantageSettings(use_leave_one_out_baseline=True)
-    assert float(advantages(rewards, torch.ones(1, 4), settings).abs().max()) < 3
+    assert float(advantages(rewards, GRPOConfig(use_leave_one_out_baseline=True)).abs().max()) < 3
 
 
 def test_a_large_offset_does_not_swallow_the_differences() -> None:
     small = torch.tensor([[0.0, 0.0625, 0.5, 1.0, 0.125]])
-    for settings in ALL:
-        known = torch.ones(1, 5)
-        apart = advantages(small + 1e6, known, settings) - advantages(small, known, settings)
+    for config in ALL:
+        apart = advantages(small + 1e6, config) - advantages(small, config)
         assert float(apart.abs().max()) < 1e-6
 
 
-@given(st.floats(-1e3, 1e3), st.integers(2, 9), st.sampled_from(ALL), st.sampled_from([0.0, 1e-6]))
-def test_equal_rewards_teach_exactly_nothing(
-    value: float, size: int, settings: AdvantageSettings, floor: float
-) -> None:
-    rewards, known = torch.full((2, size), value, dtype=torch.float64), torch.ones(2, size)
-    settings = AdvantageSettings(
-        settings.name,
-        settings.normalize_rewards,
-        settings.use_leave_one_out_baseline,
-        settings.minus_baseline,
-        std_floor=max(floor, 1e-12),
+@given(st.floats(-1e3, 1e3), st.integers(2, 9), st.sampled_from(ALL))
+def test_equal_rewards_teach_exactly_nothing(value: float, size: int, config: GRPOConfig) -> None:
+    rewards = torch.full((2, size), value, dtype=torch.float64)
+    tiny = config.model_copy(update={"advantage_std_floor": 1e-12})
+    assert torch.equal(advantages(rewards, tiny), torch.zeros(2, size))
+
+
+def test_without_rewards(given_rewards: Tensor) -> None:
+    for config in ALL:
+        assert not advantages(given_rewards.fill_(torch.nan), config).any()
+        assert advantages(torch.zeros(0, 0), config).shape == (0, 0)
+
+
+def test_informative_groups(given_rewards: Tensor) -> None:
+    assert informative_groups(given_rewards).tolist() == [True, False, True, False, False]
+    assert informative_groups(torch.zeros(2, 0)).tolist() == [False, False]
+
+
+def group(prompt_tokens: int, *lengths: int, truncated: tuple[bool, ...] = ()) -> CompletionGroup:
+    """A prompt and completions of so many tokens."""
+    cut = truncated or (False,) * len(lengths)
+    completions = (SampledCompletion((5,) * n, "", c) for n, c in zip(lengths, cut, strict=True))
+    return CompletionGroup(Prompt(()), (1,) * prompt_tokens, tuple(completions))
+
+
+def test_used_completions() -> None:
+    groups = [group(2, 3, 1, 0, truncated=(True, False, False))] * 2
+    rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
+    for truncated in ("keep", "penalty"):
+        used = used_completions(groups, rewards, GRPOConfig(truncated=truncated))
+        assert used.tolist() == [[True, True, False], [True, False, False]]
+    masked = used_completions(groups, rewards, GRPOConfig(truncated="mask"))
+    assert masked.tolist() == [[False, True, False], [False] * 3]
+
+
+def test_penalties_are_subtracted_and_scaling_is_linear_and_clipped(tiny_grpo: Any) -> None:
+    rewards = torch.tensor([[2.0, -3.0, math.nan, -1.0]])
+    cut = [group(2, 1, 1, 1, 1, truncated=(True, True, True, False))]
+    found = shaped_rewards(tiny_grpo("grpo.truncated=penalty", "grpo.truncation_penalty=0.5"), cut, rewards)
+    assert found[0, [0, 1, 3]].tolist() == [1.5, -3.5, -1.0] and found[0, 2].isnan()
+    scaling = "grpo.reward_scaling={enabled: true, source_min: -5, source_max: 5, target_min: 1, target_max: 3}"
+    rewards = torch.tensor([[-9.0, -5.0, 0.0, 2.5, 5.0, 9.0, math.nan]])
+    found = shaped_rewards(tiny_grpo(scaling), [group(2, *[1] * 7)], rewards)[0]
+    assert found[:6].tolist() == [1.0, 1.0, 2.0, 2.5, 3.0, 3.0] and found[6].isnan()
+
+
+def test_the_soft_overlong_punishment_is_equation_13(tiny_grpo: Any) -> None:
+    longest, buffer, penalty = 20, 8, 0.5
+    config = tiny_grpo(
+        f"grpo.reward_shaping={{enabled: true, overlong_buffer_length: {buffer}, "
+        f"overlong_buffer_penalty: {penalty}, max_response_length: {longest}}}"
     )
-    assert torch.equal(advantages(rewards, known, settings), torch.zeros(2, size))
+    rewards = torch.linspace(-2, 2, 30)[None]
+    found = shaped_rewards(config, [group(2, *range(30))], rewards)
+    for length in range(30):
+        punishment = min(max(length - (longest - buffer), 0) / buffer, 1)
+        assert float(found[0, length]) == pytest.approx(float(rewards[0, length]) - penalty * punishment, abs=1e-6)
 
 
-def test_nothing_is_known(given_rewards: tuple[Tensor, Tensor]) -> None:
-    rewards, _ = given_rewards
-    for settings in ALL:
-        assert not advantages(rewards.fill_(torch.nan), torch.zeros(5, 4), settings).any()
-        assert advantages(torch.zeros(0, 0), torch.zeros(0, 0), settings).shape == (0, 0)
-        assert advantages(torch.zeros(2, 0), torch.zeros(2, 0), settings).shape == (2, 0)
-
-
-def test_informative_groups(given_rewards: tuple[Tensor, Tensor]) -> None:
-    assert informative_groups(*given_rewards).tolist() == [True, False, True, False, False]
-    assert informative_groups(torch.zeros(2, 0), torch.zeros(2, 0)).tolist() == [False, False]
+def test_the_overlong_penalty_ends_where_the_prompt_leaves_no_room(tiny_grpo: Any) -> None:
+    """Of 64 tokens a prompt of 20 leaves 44, one of 62 leaves 2, and one of 4 the 50 that are asked for at most."""
+    shaping = "{enabled: true, overlong_buffer_length: 10, overlong_buffer_penalty: 2, max_response_length: 50}"
+    options = (f"grpo.reward_shaping={shaping}", "policy.max_total_sequence_length=64")
+    config = tiny_grpo(*options, "policy.generation.max_new_tokens=null")
+    groups = [group(20, 34, 39, 44), group(62, 0, 1, 2), group(4, 40, 45, 50)]
+    assert shaped_rewards(config, groups, torch.ones(3, 3)).tolist() == [[1.0, 0.0, -1.0]] * 3

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from treeward.environments.interface import reward_metrics
 from treeward.errors import ModelError
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
-from treeward.rl.rollouts import Rollouts, _over_draws, adjusted, collect, sampling_seed
+from treeward.rl.advantages import shaped_rewards
+from treeward.rl.rollouts import Rollouts, collect, sampling_seed
 from treeward.rl.setup import GRPORun, set_up
 
 Make = Callable[..., Any]
@@ -95,19 +94,6 @@ def test_nothing_to_learn_from_is_said(opened: Callable[..., GRPORun], monkeypat
     assert collect(without, step=0, drawn=0).metrics["train/groups_without_signal"] == 1.0
 
 
-@pytest.mark.parametrize("sizes", [(16,), (16, 16), (5, 11, 1)])
-def test_metrics_over_draws_are_those_of_one(sizes: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(n, generator=generator) for n in sizes]
-    draws[0][:3] = math.nan
-    merged = _over_draws([reward_metrics("a", draw) | {"a/component/x": 2.0} for draw in draws])
-    whole = reward_metrics("a", torch.cat(draws)) | {"a/component/x": 2.0}
-    assert merged.keys() == whole.keys()
-    assert all(merged[name] == pytest.approx(whole[name], abs=1e-6) for name in whole)
-    nothing = reward_metrics("a", torch.tensor([math.nan]))
-    assert _over_draws([nothing, nothing]) == {"a/num_samples": 2, "a/num_failed": 2}
-
-
 def test_too_many_failures_stop(opened: Callable[..., GRPORun], tmp_path: Path) -> None:
     (tmp_path / "orders.json").write_text('{"fail": 0.5}')
     section = f"env={{planted: {{type: planted.Troubled, orders: {tmp_path}/orders.json}}}}"
@@ -117,7 +103,7 @@ def test_too_many_failures_stop(opened: Callable[..., GRPORun], tmp_path: Path) 
     assert "50% of 16; 8 x planted: told to fail (" in str(caught.value) and "train.jsonl:" in str(caught.value)
     (tmp_path / "orders.json").write_text('{"fail": 1}')
     found = collect(opened(section, "grpo.max_failed_share=1"), step=0, drawn=0)
-    assert not found.known_PG.any() and not found.used_PG.any() and "train/reward" not in found.metrics
+    assert not found.rewards_PG.isfinite().any() and not found.used_PG.any() and "train/reward" not in found.metrics
 
 
 def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., GRPORun]) -> None:
@@ -140,22 +126,9 @@ def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., 
     assert torch.allclose(scaled.rewards_PG, found.rewards_PG.clamp(0, 0.5) * 4 - 1, atol=1e-6)
 
 
-def test_the_overlong_penalty_ends_where_the_prompt_leaves_no_room(opened: Callable[..., GRPORun]) -> None:
-    """Of 64 tokens a prompt of 20 leaves 44, one of 62 leaves 2, and one of 4 the 50 that are asked for at most."""
-    shaping = "{enabled: true, overlong_buffer_length: 10, overlong_buffer_penalty: 2, max_response_length: 50}"
-    options = (f"grpo.reward_shaping={shaping}", "policy.max_total_sequence_length=64")
-    config = opened(*options, "policy.generation.max_new_tokens=null").config
-    lengths = {20: (34, 39, 44), 62: (0, 1, 2), 4: (40, 45, 50)}
-    groups = [
-        CompletionGroup(Prompt(()), (1,) * room, tuple(SampledCompletion((5,) * n, "", False) for n in completions))
-        for room, completions in lengths.items()
-    ]
-    assert adjusted(config, groups, torch.ones(3, 3)).tolist() == [[1.0, 0.0, -1.0]] * 3
-
-
 def test_no_reward_stays_none(opened: Callable[..., GRPORun]) -> None:
     shaping = "grpo.reward_shaping={enabled: true, overlong_buffer_length: 2}"
     run = opened("grpo.truncated=penalty", shaping, "grpo.reward_scaling={enabled: true}")
     groups = collect(run, step=0, drawn=0).groups
     nothing = torch.full((4, 4), math.nan)
-    assert adjusted(run.config, groups, nothing).isnan().all()
+    assert shaped_rewards(run.config, groups, nothing).isnan().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +16,11 @@ from families import VOCABULARY, config_of, randomise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
-from treeward.rl.policy_loss import PolicyLossSettings
+from treeward.rl.policy_loss import kl_coefficient
 from treeward.rl.update import PolicyUpdater
 
 PROMPTS, COMPLETIONS = 3, 4
@@ -93,7 +95,7 @@ class Recorded(torch.optim.SGD):
         return super().step(*args)
 
 
-def plain_row_loss(new: Tensor, old: Tensor, ref: Tensor, said: Tensor, a: Tensor, s: PolicyLossSettings) -> Tensor:
+def plain_row_loss(new: Tensor, old: Tensor, ref: Tensor, said: Tensor, a: Tensor, s: PolicyLossConfig) -> Tensor:
     """The loss of each token of one completion, written out."""
     by_completion = s.sequence_level_importance_ratios
     ratio = (new - old).mean().exp() if by_completion else (new - old).exp()
@@ -101,17 +103,17 @@ def plain_row_loss(new: Tensor, old: Tensor, ref: Tensor, said: Tensor, a: Tenso
         ratio = (new - new.detach()).exp()
     bounded = ratio if s.force_on_policy_ratio else ratio.clamp(1 - s.ratio_clip_min, 1 + s.ratio_clip_max)
     gain = torch.minimum(ratio * a, bounded * a)
-    if s.dual_clip is not None and a < 0:
-        gain = torch.maximum(gain, s.dual_clip * a)
+    if s.ratio_clip_c is not None and a < 0:
+        gain = torch.maximum(gain, s.ratio_clip_c * a)
     if s.use_importance_sampling_correction:
         weight = (old - said).sum().exp() if by_completion else (old - said).exp()
         gain = gain * weight.clamp(max=s.truncated_importance_sampling_ratio or math.inf)
     x = (new - ref).clamp(-(s.kl_input_clamp_value or math.inf), s.kl_input_clamp_value or math.inf)
-    kl = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[s.kl_estimator]
+    kl = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[s.reference_policy_kl_type]
     kl = kl.clamp(max=s.kl_output_clamp_value or math.inf)
     if s.use_on_policy_kl_approximation:
         kl = kl * (new - said).exp().detach()
-    return -gain + s.kl_coefficient * kl
+    return -gain + kl_coefficient(s) * kl
 
 
 def plain_updates(
@@ -119,7 +121,7 @@ def plain_updates(
     reference: PreTrainedModel,
     optimizer: Recorded,
     data: Any,
-    settings: PolicyLossSettings,
+    settings: PolicyLossConfig,
     *,
     passes: int = 2,
     parts: Sequence[Sequence[int]] = ((0, 1), (2,)),
@@ -139,9 +141,9 @@ def plain_updates(
                 new = row_log_probs(model, groups[p], g)
                 said = new.detach() if completion.log_probs is None else torch.tensor(completion.log_probs)
                 term = plain_row_loss(new, old[p][g], ref[p][g], said, advantages[p, g], settings)
-                losses.append(term.sum() if settings.reduction == "token" else term.mean())
+                losses.append(term.sum() if settings.token_level_loss else term.mean())
                 tokens, completions = tokens + len(new), completions + 1
-        loss = torch.stack(losses).sum() / (tokens if settings.reduction == "token" else completions)
+        loss = torch.stack(losses).sum() / (tokens if settings.token_level_loss else completions)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -154,21 +156,31 @@ def weights(hf: PreTrainedModel) -> Tensor:
     return torch.cat([p.detach().flatten() for p in hf.parameters()])
 
 
-CORRECTED = {"use_importance_sampling_correction": True, "kl_coefficient": 0.1}
+PENALTY: dict[str, Any] = {
+    "reference_policy_kl_penalty": 0.1, "kl_input_clamp_value": None, "kl_output_clamp_value": None
+}  # fmt: skip
+CORRECTED: dict[str, Any] = {**PENALTY, "use_importance_sampling_correction": True}
+BY_COMPLETION: dict[str, Any] = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 SEVERAL = {
-    "token": PolicyLossSettings(kl_coefficient=0.1, ratio_clip_max=0.3),
-    "sequence": PolicyLossSettings(kl_coefficient=0.1, ratio_clip_max=0.3, reduction="sequence"),
-    "clamped": PolicyLossSettings(
-        kl_coefficient=0.5, kl_estimator="k2", kl_input_clamp_value=0.5, kl_output_clamp_value=0.1, dual_clip=1.05
+    "token": PolicyLossConfig(**PENALTY, ratio_clip_max=0.3),
+    "sequence": PolicyLossConfig(**PENALTY, ratio_clip_max=0.3, token_level_loss=False),
+    "clamped": PolicyLossConfig(
+        reference_policy_kl_penalty=0.5,
+        reference_policy_kl_type="k2",
+        kl_input_clamp_value=0.5,
+        kl_output_clamp_value=0.1,
+        ratio_clip_c=1.25,
     ),
-    "corrected": PolicyLossSettings(**CORRECTED),  # type: ignore[arg-type]
-    "truncated": PolicyLossSettings(
-        **CORRECTED, truncated_importance_sampling_ratio=1.1, use_on_policy_kl_approximation=True, reduction="sequence"
-    ),  # type: ignore[arg-type]
-    "gspo": PolicyLossSettings(
-        sequence_level_importance_ratios=True, reduction="sequence", ratio_clip_min=0.01, ratio_clip_max=0.01
+    "corrected": PolicyLossConfig(**CORRECTED),
+    "truncated": PolicyLossConfig(
+        **CORRECTED,
+        truncated_importance_sampling_ratio=1.1,
+        use_on_policy_kl_approximation=True,
+        token_level_loss=False,
     ),
-    "gspo_tokens": PolicyLossSettings(**CORRECTED, sequence_level_importance_ratios=True),  # type: ignore[arg-type]
+    "gspo": PolicyLossConfig(
+        **BY_COMPLETION, reference_policy_kl_penalty=0.0, ratio_clip_min=0.01, ratio_clip_max=0.01
+    ),
 }
 
 
@@ -182,7 +194,7 @@ def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: in
         PolicyModel(hf),
         optimizer,
         reference=PolicyModel(copy.deepcopy(reference)),
-        settings=settings,
+        loss=settings,
         micro_batch_tokens=micro_batch_tokens,
         prompts_per_update=2,
         updates_per_batch=2,
@@ -204,13 +216,13 @@ def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: in
 
 def test_one_update_with_the_ratio_forced_and_a_temperature() -> None:
     """The old policy is the policy itself, asked once, and the generator's temperature is in every log-probability."""
-    settings = PolicyLossSettings(**CORRECTED, force_on_policy_ratio=True)  # type: ignore[arg-type]
+    settings = PolicyLossConfig(**CORRECTED, force_on_policy_ratio=True)
     hf = causal()
     optimizer = Recorded(hf)
     groups, advantages, used = experience()
     said = said_by(hf, groups, 0.1, noise=0.2)
     PolicyUpdater(
-        PolicyModel(hf), optimizer, reference=PolicyModel(moved(causal())), settings=settings, temperature=0.7
+        PolicyModel(hf), optimizer, reference=PolicyModel(moved(causal())), loss=settings, temperature=0.7
     ).learn(said, advantages, used)
     other, terms = causal(), []
     for p, group in enumerate(said):
@@ -226,40 +238,60 @@ def test_one_update_with_the_ratio_forced_and_a_temperature() -> None:
     assert float((optimizer.gradients[0] - plain).abs().max()) < 1e-5
 
 
-def test_groups_of_different_sizes_and_empty_completions() -> None:
+@pytest.mark.parametrize("layout", ["tree", "rows"])
+def test_a_group_larger_than_the_budget_is_split_and_nothing_changes(
+    layout: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In evaluate, measure and update alike; only a larger completion runs alone, and the log says so."""
     groups, advantages, used = experience()
-    some, alone, none = groups
-    groups = [
-        replace(some, completions=(*some.completions[:2], SampledCompletion((), "", False))),
-        replace(alone, completions=alone.completions[:1]),
-        replace(none, completions=()),
-        *experience(1)[0][:2],
-    ]
-    used = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]])
-    advantages = torch.cat([advantages, experience(1)[1][:2]])
-    advantages[used == 0] = torch.nan
-    for settings in (SEVERAL["token"], SEVERAL["sequence"]):
+    budget, sizes, log_probs = 18, [], PolicyModel.log_probs
+
+    def counted(model: PolicyModel, *args: Any, **options: Any) -> Any:
+        found = log_probs(model, *args, **options)
+        sizes.append((found.num_computed_tokens, len(found.values_SL)))
+        return found
+
+    monkeypatch.setattr(PolicyModel, "log_probs", counted)
+    results = []
+    for tokens in (4096, budget):
+        hf = causal()
+        optimizer = Recorded(hf)
+        updater = PolicyUpdater(
+            PolicyModel(hf, layout=layout), optimizer, reference=PolicyModel(moved(hf), layout=layout),
+            loss=SEVERAL["sequence"], micro_batch_tokens=tokens, updates_per_batch=2,
+        )  # fmt: skip
+        sizes.clear()
+        with caplog.at_level(logging.INFO):
+            evaluated = updater.evaluate(groups, for_reward=True)
+            metrics = updater.update(evaluated, advantages, used)
+            measured = updater.measure(groups)
+        assert evaluated.kl_PG is not None and measured.kl_PG is not None
+        results.append((metrics.loss_sum, evaluated.kl_PG, measured.kl_PG, measured.entropy_PG, *optimizer.gradients))
+    assert all(tokens <= budget or completions == 1 for tokens, completions in sizes) and len(sizes) > 5 * PROMPTS
+    assert caplog.text.count("they run alone") == (max(tokens for tokens, _ in sizes) > budget)
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6, abs=1e-7)
+    for whole, parts in zip(results[0][1:], results[1][1:], strict=True):
+        assert float((whole - parts).abs().max()) < 2e-6 * max(float(whole.abs().max()), 1.0)
+
+
+def test_empty_completions() -> None:
+    groups, advantages, used = experience()
+    groups[0] = replace(groups[0], completions=(*groups[0].completions[:3], SampledCompletion((), "", False)))
+    advantages[~used] = torch.nan
+    for loss in (SEVERAL["token"], SEVERAL["sequence"]):
         hf = causal()
         reference, other = moved(hf), copy.deepcopy(hf)
-        optimizer, plain_optimizer = Recorded(hf), Recorded(other)
         updater = PolicyUpdater(
-            PolicyModel(hf), optimizer, reference=PolicyModel(reference), settings=settings, prompts_per_update=2
+            PolicyModel(hf), Recorded(hf), reference=PolicyModel(reference), loss=loss, prompts_per_update=2
         )
         evaluated = updater.evaluate(groups, for_reward=True)
-        assert evaluated.kl_PG is not None and evaluated.kl_PG.isfinite().tolist() == [
-            [p < len(groups) and g < len(groups[p].completions) for g in range(4)] for p in range(5)
-        ]
-        metrics = updater.update(evaluated, advantages, used.bool())
-        # the last part has nothing that is used, and so no step
-        losses = plain_updates(
-            other, reference, plain_optimizer, (groups, advantages, used), settings, passes=1, parts=[(0, 1), (2, 3)]
-        )
-        assert metrics.updates == 2 and metrics.loss_sum == pytest.approx(sum(losses), abs=1e-5)
+        assert evaluated.kl_PG is not None and evaluated.kl_PG[0, 3] == 0
+        metrics = updater.update(evaluated, advantages, used)
+        losses = plain_updates(other, reference, Recorded(other), (groups, advantages, used), loss, passes=1)
+        assert metrics.loss_sum == pytest.approx(sum(losses), abs=1e-5)
         assert float((weights(hf) - weights(other)).abs().max()) < 1e-5
     measured = updater.measure(groups)
-    assert measured.num_tokens_PG.tolist()[2] == [0, 0, 0, 0] and int(measured.num_tokens_PG[0, 2]) == 0
-    assert measured.kl_PG is not None and measured.kl_PG[0, 2] == 0 and measured.entropy_PG[0, 2].isnan()
-    assert math.isfinite(measured.mean_entropy) and math.isfinite(measured.mean_kl or math.nan)
+    assert measured.kl_PG is not None and measured.kl_PG[0, 3] == 0 and measured.entropy_PG[0, 3].isnan()
 
 
 def test_nothing_to_learn_from() -> None:
@@ -276,7 +308,7 @@ def test_nothing_to_learn_from() -> None:
         assert metrics.updates == 0 and metrics.means() == {}
         evaluated = updater.evaluate(batch, for_reward=True)
         assert evaluated.kl_PG is not None and len(evaluated.kl_PG) == len(batch)
-        assert len(updater.measure(batch).num_tokens_PG) == len(batch)
+        assert len(updater.measure(batch).entropy_PG) == len(batch)
     assert torch.equal(weights(hf), start)
     assert len(steps) == 2 and updater.steps_begun == 0  # the schedule goes on with every batch that has groups
 
@@ -332,14 +364,14 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
         PolicyModel(hf),
         torch.optim.SGD(hf.parameters(), lr=0.0),
         reference=PolicyModel(moved(hf)),
-        reward_kl_estimator=estimator,
+        loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True),
         temperature=0.8,
         micro_batch_tokens=30,
     )
     evaluated = updater.evaluate(groups, for_reward=True)
     measured = updater.measure(groups, estimator=estimator)
     assert evaluated.kl_PG is not None and measured.kl_PG is not None
-    sums, tokens, entropy = [], 0, 0.0
+    sums = []
     with torch.no_grad():
         for p, group in enumerate(groups):
             for g, completion in enumerate(group.completions):
@@ -351,10 +383,6 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
                 logits = hf(input_ids=sequence, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1] / 0.8
                 own = torch.distributions.Categorical(logits=logits).entropy()
                 assert float(measured.entropy_PG[p, g]) == pytest.approx(float(own.mean()), abs=1e-5)
-                tokens, entropy = tokens + len(own), entropy + float(own.sum())
-    assert evaluated.mean_kl == pytest.approx(sum(sums) / len(sums), abs=1e-5)
-    assert measured.mean_kl_per_token == pytest.approx(sum(sums) / tokens, abs=1e-5)
-    assert measured.mean_entropy == pytest.approx(entropy / tokens, abs=1e-5)
     # what was computed for the reward serves as the old policy, and is counted once
     metrics = updater.update(evaluated, advantages, used)
     assert metrics.old_kl_sum == pytest.approx(0.0, abs=1e-5)
@@ -375,7 +403,7 @@ def test_a_policy_can_be_its_own_reference() -> None:
     ends = []
     for reference in (base, Unadapted()):
         updater = PolicyUpdater(
-            policy, torch.optim.SGD(hf.parameters(), lr=0.0), reference=reference, settings=SEVERAL["token"]
+            policy, torch.optim.SGD(hf.parameters(), lr=0.0), reference=reference, loss=SEVERAL["token"]
         )
         ends.append(updater.learn(*experience()).means())
     assert ends[0] == ends[1] and ends[0]["kl"] > 0 and asked == [False]
@@ -426,24 +454,21 @@ def test_the_mismatch_with_the_generator_is_measured() -> None:
 def test_what_a_generator_must_say() -> None:
     groups, advantages, used = experience()
     hf = causal()
-    updater = PolicyUpdater(PolicyModel(hf), Recorded(hf), settings=SEVERAL["corrected"])
+    updater = PolicyUpdater(PolicyModel(hf), Recorded(hf), loss=SEVERAL["corrected"])
     with pytest.raises(ModelError, match="no log-probabilities of its own"):
         updater.evaluate(groups)
-    said = said_by(hf, groups, 0.0)
-    short = replace(said[1].completions[0], log_probs=(*(said[1].completions[0].log_probs or ()), -1.0))
-    said[1] = replace(said[1], completions=(short, *said[1].completions[1:]))
-    with pytest.raises(ModelError, match="not those of its tokens"):
-        updater.learn(said, advantages, used)
+    with pytest.raises(ValueError, match="1 log-probabilities for 2 tokens"):
+        SampledCompletion((5, 6), "", False, log_probs=(-1.0,))
 
 
 def test_the_ratio_is_forced_for_one_update_only() -> None:
     groups, advantages, used = experience()
     hf = causal()
-    settings = PolicyLossSettings(force_on_policy_ratio=True)
+    settings = PolicyLossConfig(force_on_policy_ratio=True)
     for options in ({"updates_per_batch": 2}, {"prompts_per_update": 2}):
         with pytest.raises(ConfigError, match="first update only"):
-            PolicyUpdater(PolicyModel(hf), Recorded(hf), settings=settings, **options).evaluate(groups)  # type: ignore[arg-type]
-    assert PolicyUpdater(PolicyModel(hf), Recorded(hf), settings=settings).learn(groups, advantages, used).updates == 1
+            PolicyUpdater(PolicyModel(hf), Recorded(hf), loss=settings, **options).evaluate(groups)  # type: ignore[arg-type]
+    assert PolicyUpdater(PolicyModel(hf), Recorded(hf), loss=settings).learn(groups, advantages, used).updates == 1
 
 
 def test_a_loss_that_is_not_finite_leaves_the_weights() -> None:

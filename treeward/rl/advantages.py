@@ -1,82 +1,94 @@
-"""Advantages: how much better a completion is than could be expected, from the rewards of the completions beside it.
+"""From rewards to advantages: how much better a completion is than expected, from the completions beside it.
 
-    rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
-    advantages(rewards_PG, known_PG, AdvantageSettings())      # (P, G): (r - mean) / (std + floor), within each group
-    advantages(rewards_PG, known_PG, AdvantageSettings("leave_one_out"))           # r - mean of the others
-    advantages(rewards_PG, known_PG, AdvantageSettings("reinforce_plus_plus"))     # scaled by the whole batch
+    rewards_PG = shaped_rewards(config, groups, rewards_PG)     # scaled, less penalties of length
+    advantages(rewards_PG, GRPOConfig())                        # (P, G): (r - mean) / (std + floor) in each group
+    used_completions(groups, rewards_PG, config.grpo)           # which of them are learnt from
 
-A completion without a reward is in no mean and no std, and its advantage is 0: nothing is learnt from it.
+A completion without a reward is NaN: it is in no mean and no std, and its advantage is 0. Penalties are subtracted,
+never multiplied: a factor below 1 would raise a negative reward.
 
 Shapes: P prompts, G completions to each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["AdvantageSettings", "advantages", "informative_groups"]
+from treeward.config.grpo import GRPOConfig
+from treeward.config.grpo_run import GRPORunConfig
+from treeward.rl.experience import CompletionGroup, completion_lengths, truncated_completions
+
+__all__ = ["advantages", "informative_groups", "shaped_rewards", "used_completions"]
 
 
-@dataclass(frozen=True, slots=True)
-class AdvantageSettings:
-    """`name`: the estimator; see `advantages`. `normalize_rewards`, `use_leave_one_out_baseline`: of "grpo".
-    `minus_baseline`: of "reinforce_plus_plus". `std_floor`: what is added to every std that is divided by.
+def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rewards_PG: Tensor) -> Tensor:
+    """Rewards scaled, less what the length of a completion costs, (P, G); NaN stays NaN.
+
+    - `reward_scaling`: clipped to [source_min, source_max], and that mapped linearly to [target_min, target_max].
+    - `truncated: penalty`: less `truncation_penalty` where the length limit cut the completion.
+    - `reward_shaping`: less penalty * min(max(0, length - (max - buffer)) / buffer, 1), DAPO's soft overlong punishment
+      (Yu et al. 2025, arXiv 2503.14476, eq. 13). `max` is `max_response_length`, or the room that the prompt leaves in
+      `max_total_sequence_length`, if that is less. (NeMo RL's grows on beyond the maximum.)
     """
+    grpo = config.grpo
+    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+    if scaling.enabled:
+        clipped = rewards_PG.clamp(scaling.source_min, scaling.source_max)
+        share = (clipped - scaling.source_min) / (scaling.source_max - scaling.source_min)
+        rewards_PG = scaling.target_min + share * (scaling.target_max - scaling.target_min)
+    if grpo.truncated == "penalty":
+        cut = truncated_completions(groups)
+        rewards_PG = torch.where(cut, rewards_PG - grpo.truncation_penalty, rewards_PG)
+    if shaping.enabled:
+        room_P1 = config.policy.max_total_sequence_length - torch.tensor([[len(one.prompt_ids)] for one in groups])
+        longest_P1 = room_P1.clamp_max(config.max_response_length)
+        buffer_P1 = longest_P1.clamp_max(shaping.overlong_buffer_length)
+        share = (completion_lengths(groups) - (longest_P1 - buffer_P1)) / buffer_P1
+        rewards_PG = rewards_PG - shaping.overlong_buffer_penalty * share.clamp(0, 1)
+    return rewards_PG
 
-    name: Literal["grpo", "leave_one_out", "reinforce_plus_plus"] = "grpo"
-    normalize_rewards: bool = True
-    use_leave_one_out_baseline: bool = False
-    minus_baseline: bool = True
-    std_floor: float = 1e-6
 
+def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
+    """The advantage of each completion, float32 (P, G); 0 where it has no reward (NaN).
 
-def advantages(rewards_PG: Tensor, known_PG: Tensor, settings: AdvantageSettings) -> Tensor:
-    """The advantage of each completion, float32 (P, G); 0 where `known_PG` (bool) is not, whatever the reward says
-    there.
-
-    With n known rewards r_i in a group, mean and std those of the group, std with n - 1 in its denominator:
+    With n rewards r_i in a group, mean and std those of the group, std with n - 1 in its denominator, and
+    `advantage_std_floor`:
 
     - grpo: (r_i - mean) / (std + floor) (Shao et al. 2024, arXiv 2402.03300). Without `normalize_rewards` it is not
-      divided: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). With `use_leave_one_out_baseline` the mean is that of the
-      other n - 1 completions; the std is still that of all n. (NeMo RL takes the std of the others as well: it differs
-      from completion to completion, and is 0 for the only completion that is better than the rest.)
+      divided: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
     - leave_one_out: r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean) n / (n - 1): RLOO (Kool et al. 2019; Ahmadian et
-      al. 2024, arXiv 2402.14740).
+      al. 2024, arXiv 2402.14740). With `use_leave_one_out_baseline` and `normalize_rewards` it is divided by the std of
+      all n. (NeMo RL takes the std of the others: it differs from completion to completion, and is 0 for the only
+      completion that is better than the rest.)
     - reinforce_plus_plus: d_i / (std_batch + floor), with d_i = r_i - mean and std_batch = sqrt(sum d^2 / (N - 1)) over
-      the N known completions of the batch, so that a group of nearly equal rewards is not blown up: REINFORCE++ with a
-      baseline (Hu et al. 2025, arXiv 2501.03262). Without `minus_baseline`, d_i = r_i - mean of the batch. Completions
-      count the same in it, however long.
+      the N rewards of the batch, so that a group of nearly equal rewards is not blown up: REINFORCE++ with a baseline
+      (Hu et al. 2025, arXiv 2501.03262). Without `minus_baseline`, d_i = r_i - mean of the batch.
 
     Where the rewards that are compared (of the group; of the batch without `minus_baseline`) are all equal, every
     advantage is exactly 0, whatever the floor.
     """
-    known = known_PG.bool()
-    # Where it is not known a reward may be NaN, which times zero is NaN.
-    rewards = torch.where(known, rewards_PG.double(), 0.0)
-    if settings.name == "reinforce_plus_plus":
-        alike = (known, rewards) if settings.minus_baseline else (known.reshape(1, -1), rewards.reshape(1, -1))
-        centred = _centred(*alike).reshape(rewards.shape)
-        std = (centred.square().sum() / (known.sum() - 1).clamp_min(1)).sqrt()
-        return (centred / (std + settings.std_floor)).float()
-    centred = _centred(known, rewards)
-    count_P1 = known.sum(dim=1, keepdim=True)
+    rewards = torch.where(rewards_PG.isfinite(), rewards_PG.double(), torch.nan)
+    count_P1 = rewards.isfinite().sum(dim=1, keepdim=True)
+    if config.estimator == "reinforce_plus_plus":
+        of_batch = not config.adv_estimator.minus_baseline
+        centred = _centred(rewards.reshape(1, -1) if of_batch else rewards).reshape(rewards.shape)
+        std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
+        return (centred / (std + config.advantage_std_floor)).float()
+    centred = _centred(rewards)
     others_P1 = (count_P1 - 1).clamp_min(1)
-    found = centred
-    if settings.name == "leave_one_out" or settings.use_leave_one_out_baseline:
-        found = centred * count_P1 / others_P1
-    if settings.name == "grpo" and settings.normalize_rewards:
+    found = centred * count_P1 / others_P1 if config.estimator == "leave_one_out" else centred
+    if config.divides_by_std:
         std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
-        found = found / (std_P1 + settings.std_floor)
+        found = found / (std_P1 + config.advantage_std_floor)
     return found.float()
 
 
-def informative_groups(rewards_PG: Tensor, known_PG: Tensor) -> Tensor:
-    """Which groups have two known rewards that differ, bool (P,): the others teach nothing."""
-    known = known_PG.bool()
+def informative_groups(rewards_PG: Tensor) -> Tensor:
+    """Which groups have two rewards that differ, bool (P,): the others teach nothing."""
+    known = rewards_PG.isfinite()
     if not known.shape[1]:
         return known.any(dim=1)
     high = rewards_PG.masked_fill(~known, -torch.inf).amax(dim=1)
@@ -84,10 +96,20 @@ def informative_groups(rewards_PG: Tensor, known_PG: Tensor) -> Tensor:
     return (known.sum(dim=1) > 1) & (high > low)
 
 
-def _centred(known_PG: Tensor, rewards_PG: Tensor) -> Tensor:
-    """Less the mean of the row; exactly 0 in rows of equal rewards, whose mean is off by rounding, for a tiny std would
-    make ones of that.
+def used_completions(groups: Sequence[CompletionGroup], rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
+    """Which completions are learnt from, bool (P, G): those with a reward and at least one token.
+
+    With `truncated: mask` only those that came to an end; the rewards of the others still count in the baseline of
+    their group (overlong filtering, Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
-    mean_P1 = rewards_PG.sum(dim=1, keepdim=True) / known_PG.sum(dim=1, keepdim=True).clamp_min(1)
-    differ_P1 = informative_groups(rewards_PG, known_PG)[:, None]
-    return torch.where(known_PG & differ_P1, rewards_PG - mean_P1, 0.0)
+    used = rewards_PG.isfinite() & (completion_lengths(groups) > 0)
+    return used & ~truncated_completions(groups) if config.truncated == "mask" else used
+
+
+def _centred(rewards_PG: Tensor) -> Tensor:
+    """Less the mean of the row, 0 where there is no reward; exactly 0 in rows of equal rewards, whose mean is off by
+    rounding: divided by a tiny std that would be a 1.
+    """
+    mean_P1 = rewards_PG.nanmean(dim=1, keepdim=True)
+    differ_P1 = informative_groups(rewards_PG)[:, None]
+    return torch.where(rewards_PG.isfinite() & differ_P1, rewards_PG - mean_P1, 0.0)

@@ -1,9 +1,13 @@
-"""`CompletionGroup`: the completions that a policy gave to one prompt, and what came of them.
+"""`CompletionGroup`: the completions that a policy sampled to one prompt.
 
     group = CompletionGroup(prompt, prompt_ids, (SampledCompletion((5, 7, 2), "Yes.", truncated=False), ...))
-    group.sequences         # prompt and completion, as the trainer computes them: one tree
+    group.sequence(0)                   # prompt and completion, as the trainer computes them
+    completion_lengths(groups)          # (P, G)
 
-Tokens are those that were sampled: they are never decoded and tokenized again, for that can give others.
+The tokens are those that were sampled: they are never decoded and tokenized again, for that can give others. All groups
+of a batch have the same number of completions.
+
+Shapes: P prompts, G completions to each.
 """
 
 from __future__ import annotations
@@ -12,25 +16,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt
 
 __all__ = ["CompletionGroup", "Prompt", "SampledCompletion"]
+__all__ += ["batch_shape", "completion_lengths", "prompt_lengths", "truncated_completions"]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """A sampled completion. `token_ids`: up to and with the end of the turn, if it came; `truncated`: it did not.
+    """`token_ids`: with the token that ended it; `truncated`: none did. `text`: without that end.
 
-    `log_probs`: of each token, as the generator says; None where it does not.
+    `log_probs`: of each token, by the generator; None where it gives none. Raises `ValueError` where their number is
+    another.
     """
 
     token_ids: tuple[int, ...]
     text: str
     truncated: bool
     log_probs: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
+            raise ValueError(f"{len(self.log_probs)} log-probabilities for {len(self.token_ids)} tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +53,14 @@ class CompletionGroup:
     prompt_ids: tuple[int, ...]
     completions: tuple[SampledCompletion, ...]
 
+    def sequence(self, g: int) -> tuple[int, ...]:
+        """Token ids of the prompt and completion g."""
+        return (*self.prompt_ids, *self.completions[g].token_ids)
+
     @property
     def sequences(self) -> list[list[int]]:
-        """Prompt and completion of each, G lists of token ids."""
-        return [[*self.prompt_ids, *completion.token_ids] for completion in self.completions]
+        """Token ids of prompt and completion, for each."""
+        return [list(self.sequence(g)) for g in range(len(self.completions))]
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -65,6 +81,25 @@ class CompletionGroup:
         return sum(len(self.prompt_ids) + len(completion.token_ids) for completion in self.completions)
 
 
+def completion_lengths(groups: Sequence[CompletionGroup]) -> Tensor:
+    """Tokens of each completion, int64 (P, G)."""
+    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    return torch.tensor(lengths, dtype=torch.int64).reshape(batch_shape(groups))
+
+
+def truncated_completions(groups: Sequence[CompletionGroup]) -> Tensor:
+    """Which completions the length limit cut, bool (P, G), as their generator says."""
+    truncated = [completion.truncated for group in groups for completion in group.completions]
+    return torch.tensor(truncated, dtype=torch.bool).reshape(batch_shape(groups))
+
+
 def prompt_lengths(groups: Sequence[CompletionGroup]) -> list[list[int]]:
-    """Of every sequence of every group, the tokens before the completion."""
+    """Prompt length of each sequence of each group."""
     return [[len(group.prompt_ids)] * len(group.completions) for group in groups]
+
+
+def batch_shape(groups: Sequence[CompletionGroup]) -> tuple[int, int]:
+    """(P, G)."""
+    sizes = {len(group.completions) for group in groups}
+    assert len(sizes) <= 1, "groups of different sizes"
+    return len(groups), next(iter(sizes), 0)

@@ -29,13 +29,13 @@ from treeward.config.load import save_config
 from treeward.errors import ConfigError, TreewardError
 from treeward.progress import ShownProgress
 from treeward.rl.advantages import advantages
-from treeward.rl.overlong import completion_lengths
+from treeward.rl.experience import completion_lengths
+from treeward.rl.policy_loss import UpdateMetrics
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import SAMPLES_FILE, RLRun
 from treeward.rl.rollouts import Rollouts, collect
 from treeward.rl.setup import GRPORun, set_up
 from treeward.rl.state import RLState, save_checkpoint
-from treeward.rl.update import UpdateMetrics
 from treeward.rl.validation import ranking_remark, validate
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.training.checkpoints import Checkpoint
@@ -222,7 +222,7 @@ class _Loop:
                 penalty_PG = loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
                 rewards_PG = rewards_PG - penalty_PG
                 extra["train/kl_penalty"] = float(penalty_PG.nanmean())
-            advantages_PG = advantages(rewards_PG, rollouts.known_PG, run.advantages)
+            advantages_PG = advantages(rewards_PG, grpo)
             learning_rate = run.updater.optimizer.param_groups[0]["lr"]
             metrics = run.updater.update(evaluated, advantages_PG, rollouts.used_PG)
         self.state = replace(

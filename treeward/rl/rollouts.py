@@ -1,4 +1,4 @@
-"""`collect`: what a step learns from; prompts are drawn, completions are sampled and rewarded.
+"""`collect`: the experience of a step: prompts are drawn, completions are sampled and rewarded.
 
     rollouts = collect(run, step=17, drawn=544)
     rollouts.groups, rollouts.rewards_PG, rollouts.used_PG
@@ -15,48 +15,39 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treeward.config.grpo_run import GRPORunConfig
-from treeward.data.prompt_encoding import EncodedPrompt
+from treeward.environments.interface import Reward
 from treeward.errors import ModelError
-from treeward.rl.advantages import informative_groups
-from treeward.rl.experience import CompletionGroup
-from treeward.rl.overlong import (
-    completion_lengths,
-    less_overlong_penalty,
-    less_truncation_penalty,
-    scaled,
-    truncated_completions,
-    used_completions,
-)
-from treeward.rl.rewarding import GroupRewards
+from treeward.rl.advantages import informative_groups, shaped_rewards, used_completions
+from treeward.rl.environment_runner import GroupRewards, environment_metrics, failure_summary
+from treeward.rl.experience import CompletionGroup, completion_lengths, truncated_completions
 from treeward.rl.watch import length_correlation
 
 if TYPE_CHECKING:
     from treeward.rl.setup import GRPORun
 
-__all__ = ["Rollouts", "adjusted", "collect", "sampling_seed"]
+__all__ = ["Rollouts", "collect", "sampling_seed"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The groups of a step. `rewards_PG`: what is optimised, NaN where there is no reward; `raw_PG`: before any
-    shaping; `used_PG`: which completions are learnt from. `metrics`: of all that was sampled. `seconds`: by phase.
+    """The groups of a step. `rewards_PG`: those to optimise, NaN where there is none; `raw_PG`: before any shaping;
+    `used_PG`: which completions are learnt from. `metrics`: of all that was sampled. `seconds`: by phase.
     """
 
     groups: list[CompletionGroup]
     rewards_PG: Tensor
     raw_PG: Tensor
-    known_PG: Tensor
     used_PG: Tensor
     gold_PG: Tensor | None
     prompts_drawn: int
@@ -65,99 +56,51 @@ class Rollouts:
     length_correlation: float | None = None
 
 
-@dataclass(slots=True)
-class _Draws:
-    """What came of the draws of a step so far."""
-
-    groups: list[CompletionGroup] = field(default_factory=list)
-    found: list[GroupRewards] = field(default_factory=list)
-    adjusted: list[Tensor] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: {"generation": 0.0, "rewards": 0.0})
-
-
 def collect(run: GRPORun, *, step: int, drawn: int) -> Rollouts:
     """The rollouts of the step after `step` steps, in which `drawn` prompts were drawn.
 
-    Raises what generator and environments raise, and `ModelError` where too many completions have no reward or no group
-    has two rewards that differ.
+    With dynamic sampling batches of prompts are drawn until there are enough groups whose rewards differ (DAPO, Yu et
+    al. 2025, arXiv 2503.14476). Raises what generator and environments raise, and `ModelError` where too many
+    completions have no reward or no group has two rewards that differ.
     """
-    grpo = run.config.grpo
-    draws, counted = _Draws(), run.generator.metrics()
-    num_draws = num_informative = 0
+    grpo, counted = run.config.grpo, run.generator.metrics()
     count = grpo.prompts_per_draw if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
-    while num_informative < grpo.num_prompts_per_step:
-        prompts = [run.prompts[i] for i in run.order.take(drawn + num_draws * count, count)]
-        _draw(run, prompts, sampling_seed(grpo.seed, step, num_draws), draws)
-        num_draws += 1
-        num_informative += int(informative_groups(draws.adjusted[-1], draws.found[-1].known_PG).sum())
-        if not grpo.use_dynamic_sampling or num_draws == grpo.dynamic_sampling_max_gen_batches:
+    most_draws = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 1
+    seconds = {"generation": 0.0, "rewards": 0.0}
+    groups: list[CompletionGroup] = []
+    found: list[GroupRewards] = []
+    shaped: list[Tensor] = []
+    while len(found) < most_draws:
+        indices = run.order.take(drawn + len(found) * count, count)
+        started = time.monotonic()
+        batch = _sample(run, indices, sampling_seed(grpo.seed, step, len(found)))
+        sampled = time.monotonic()
+        found.append(run.rewards.reward(batch))
+        _check_failures(run, found[-1])
+        groups += batch
+        shaped.append(shaped_rewards(run.config, batch, found[-1].rewards_PG))
+        seconds["generation"] += sampled - started
+        seconds["rewards"] += time.monotonic() - sampled
+        if sum(int(informative_groups(one).sum()) for one in shaped) >= grpo.num_prompts_per_step:
             break
-    rewards_PG = torch.cat(draws.adjusted)
-    raw_PG = torch.cat([one.raw_PG for one in draws.found])
-    known_PG = torch.cat([one.known_PG for one in draws.found])
-    has_signal = informative_groups(rewards_PG, known_PG)
-    metrics = _metrics(run.config, draws.groups, rewards_PG, raw_PG, known_PG, has_signal)
-    metrics |= _over_draws([one.metrics for one in draws.found])
+    rewards_PG, raw_PG = torch.cat(shaped), torch.cat([one.raw_PG for one in found])
+    metrics = _metrics(groups, rewards_PG, raw_PG, found)
     metrics |= {f"train/{name}": n - counted[name] for name, n in run.generator.metrics().items()}
-    kept = list(range(len(draws.groups)))
+    correlation = length_correlation(rewards_PG.tolist(), completion_lengths(groups).tolist())
     if grpo.use_dynamic_sampling:
-        kept = has_signal.nonzero().flatten().tolist()[: grpo.num_prompts_per_step]
-        _check_signal(kept, grpo.num_prompts_per_step, num_draws)
-    groups = [draws.groups[i] for i in kept]
-    started = time.monotonic()
-    gold_PG = run.rewards.gold(groups) if run.rewards.has_gold else None
-    draws.seconds["rewards"] += time.monotonic() - started
-    if gold_PG is not None and bool(gold_PG.isfinite().any()):
-        metrics["train/gold_reward"] = float(gold_PG.nanmean())
-    used_PG = used_completions(groups, known_PG[kept], truncated=grpo.truncated)
-    metrics["train/num_masked"] = float((known_PG[kept] & ~used_PG).sum())
-    lengths = completion_lengths(draws.groups)
-    return Rollouts(
-        groups,
-        rewards_PG[kept],
-        raw_PG[kept],
-        known_PG[kept],
-        used_PG,
-        gold_PG,
-        num_draws * count,
-        metrics,
-        draws.seconds,
-        length_correlation(rewards_PG.tolist(), lengths.tolist()),
-    )
-
-
-def adjusted(config: GRPORunConfig, groups: Sequence[CompletionGroup], rewards_PG: Tensor) -> Tensor:
-    """Rewards scaled, less what the length of a completion costs, as `grpo` says; NaN stays NaN.
-
-    The overlong penalty is measured from where a completion is cut: after what its own prompt leaves room for, if that
-    is less than `max_response_length`.
-    """
-    grpo = config.grpo
-    if grpo.reward_scaling.enabled:
-        rewards_PG = scaled(rewards_PG, **grpo.reward_scaling.model_dump(exclude={"enabled"}))
-    if grpo.truncated == "penalty":
-        rewards_PG = less_truncation_penalty(rewards_PG, truncated_completions(groups), penalty=grpo.truncation_penalty)
-    if grpo.reward_shaping.enabled and groups:
-        rewards_PG = torch.stack(
-            [
-                _less_overlong(config, group, rewards_G, lengths_G)
-                for group, rewards_G, lengths_G in zip(groups, rewards_PG, completion_lengths(groups), strict=True)
-            ]
-        )
-    return rewards_PG
-
-
-def _less_overlong(config: GRPORunConfig, group: CompletionGroup, rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
-    shaping = config.grpo.reward_shaping
-    room = config.policy.max_total_sequence_length - len(group.prompt_ids)
-    longest = min(config.max_response_length, room)
-    return less_overlong_penalty(
-        rewards_G,
-        lengths_G,
-        max_response_length=longest,
-        buffer_length=min(shaping.overlong_buffer_length, longest),
-        penalty=shaping.overlong_buffer_penalty,
-    )
+        kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[: grpo.num_prompts_per_step]
+        _check_signal(kept, grpo.num_prompts_per_step, len(found))
+        groups, rewards_PG, raw_PG = [groups[i] for i in kept], rewards_PG[kept], raw_PG[kept]
+    gold_PG = None
+    if run.rewards.has_gold:
+        started = time.monotonic()
+        gold_PG = run.rewards.gold(groups)
+        seconds["rewards"] += time.monotonic() - started
+        if bool(gold_PG.isfinite().any()):
+            metrics["train/gold_reward"] = float(gold_PG.nanmean())
+    used_PG = used_completions(groups, rewards_PG, grpo)
+    metrics["train/num_masked"] = float((rewards_PG.isfinite() & ~used_PG).sum())
+    return Rollouts(groups, rewards_PG, raw_PG, used_PG, gold_PG, len(found) * count, metrics, seconds, correlation)
 
 
 def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) -> int:
@@ -165,78 +108,49 @@ def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) 
     return int(np.random.SeedSequence([seed, int(validation), step, draw]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _draw(run: GRPORun, prompts: Sequence[EncodedPrompt], seed: int, draws: _Draws) -> None:
-    started = time.monotonic()
-    groups = run.generator.generate(
+def _sample(run: GRPORun, indices: Sequence[int], seed: int) -> list[CompletionGroup]:
+    prompts = [run.prompts[i] for i in indices]
+    return run.generator.generate(
         [one.prompt for one in prompts],
         [one.token_ids for one in prompts],
         num_completions=run.config.grpo.num_generations_per_prompt,
         seed=seed,
     )
-    sampled = time.monotonic()
-    found = run.rewards.reward(groups)
-    draws.seconds["generation"] += sampled - started
-    draws.seconds["rewards"] += time.monotonic() - sampled
-    failed = 1 - float(found.known_PG.float().mean())
+
+
+def _check_failures(run: GRPORun, found: GroupRewards) -> None:
+    failed = len(found.failures) / max(found.rewards_PG.numel(), 1)
     if failed > run.config.grpo.max_failed_share:
-        first = next(iter(found.errors.items()), None)
         raise ModelError(
             "too many completions have no reward",
-            got=f"{failed:.0%} of {found.known_PG.numel()}"
-            + ("" if first is None else f"; {first[1].count} x {first[0]} ({first[1].example})"),
+            got=f"{failed:.0%} of {found.rewards_PG.numel()}; {failure_summary(found.failures)}",
             need=f"at most {run.config.grpo.max_failed_share:.0%} (grpo.max_failed_share)",
             fix="mend the environment and start the same command again: it resumes before this step",
         )
-    draws.groups += groups
-    draws.found.append(found)
-    draws.adjusted.append(adjusted(run.config, groups, found.rewards_PG))
 
 
 def _metrics(
-    config: GRPORunConfig,
-    groups: Sequence[CompletionGroup],
-    rewards_PG: Tensor,
-    raw_PG: Tensor,
-    known_PG: Tensor,
-    has_signal_P: Tensor,
+    groups: Sequence[CompletionGroup], rewards_PG: Tensor, raw_PG: Tensor, found: Sequence[GroupRewards]
 ) -> dict[str, float]:
-    lengths = completion_lengths(groups).float()
-    rewards = rewards_PG[known_PG]
-    found = {
+    """Of all that was sampled in a step, in one draw or several."""
+    by_environment: dict[str, list[Reward]] = defaultdict(list)
+    for one in found:
+        for label, environment_rewards in one.by_environment.items():
+            by_environment[label] += environment_rewards
+    rewards = rewards_PG[rewards_PG.isfinite()]
+    metrics = {
         "train/reward": float(rewards.mean()) if len(rewards) else math.nan,
         "train/reward_std": float(rewards.std(unbiased=False)) if len(rewards) else math.nan,
         "train/raw_reward": float(raw_PG.nanmean()),
-        "train/mean_gen_tokens_per_sample": float(lengths.mean()),
+        "train/mean_gen_tokens_per_sample": float(completion_lengths(groups).float().mean()),
         "train/truncation_rate": float(truncated_completions(groups).float().mean()),
         "train/mean_prompt_length": sum(len(group.prompt_ids) for group in groups) / len(groups),
-        "train/groups_without_signal": 1 - float(has_signal_P.float().mean()),
-        "train/num_failed": float((~known_PG).sum()),
+        "train/groups_without_signal": 1 - float(informative_groups(rewards_PG).float().mean()),
+        "train/num_failed": float(rewards_PG.numel() - len(rewards)),
         "train/num_groups_sampled": float(len(groups)),
     }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
-def _over_draws(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of environments over all draws of a step, from those of each."""
-    if len(found) == 1:
-        return dict(found[0])
-    metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for one in found for name in one):
-        label, _, kind = name.partition("/")
-        there = [one for one in found if name in one]
-        values = np.array([one[name] for one in there])
-        counts = np.array([max(one[f"{label}/num_samples"] - one[f"{label}/num_failed"], 1) for one in there])
-        if kind in ("num_samples", "num_failed"):
-            metrics[name] = float(values.sum())
-        elif kind in ("min_reward", "max_reward"):
-            metrics[name] = float(values.min() if kind == "min_reward" else values.max())
-        elif kind == "std_reward":
-            means = np.array([one[f"{label}/mean_reward"] for one in there])
-            between = (means - np.average(means, weights=counts)) ** 2
-            metrics[name] = math.sqrt(float(np.average(values**2 + between, weights=counts)))
-        else:
-            metrics[name] = float(np.average(values, weights=counts))
-    return metrics
+    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return known | environment_metrics(by_environment)
 
 
 def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
@@ -244,7 +158,7 @@ def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
         raise ModelError(
             "no group has two rewards that differ: there is nothing to learn from",
             where="grpo.use_dynamic_sampling",
-            got=f"{num_draws} batches of prompts whose completions are all rewarded alike",
+            got=f"{num_draws} batches of prompts, each with equal rewards for all its completions",
             need="a prompt with a better and a worse completion",
             fix="raise policy.generation.temperature, or look at the rewards: they may be saturated",
         )

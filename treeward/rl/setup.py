@@ -30,14 +30,12 @@ from treeward.model.lora import AdapterReference, add_adapters, has_adapters, lo
 from treeward.model.policy_loading import build_policy, export_policy, load_policy
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import DTYPES, quiet_transformers
-from treeward.rl.advantages import AdvantageSettings
+from treeward.rl.environment_runner import CHOICE, EnvironmentRunner, chosen_names, make_environment_runner
 from treeward.rl.experience import Prompt
 from treeward.rl.generation import GenerationSettings, Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.identity import identity_of
 from treeward.rl.order import PromptOrder
-from treeward.rl.policy_loss import PolicyLossSettings
-from treeward.rl.rewarding import CHOICE, RewardSource, chosen_names, make_reward_source
 from treeward.rl.state import ADAPTER_FOLDER, RLState, load_checkpoint, stored_metric
 from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.watch import OverOptimisationWatch, WatchSettings
@@ -71,10 +69,9 @@ class GRPORun:
     validation: Sequence[EncodedPrompt]
     validation_sets: Sequence[str]
     generator: Generator
-    rewards: RewardSource
+    rewards: EnvironmentRunner
     updater: PolicyUpdater
     scheduler: LRScheduler
-    advantages: AdvantageSettings
     watch: OverOptimisationWatch
     store: CheckpointStore | None
     state: RLState
@@ -170,7 +167,6 @@ def _assemble(config: GRPORunConfig, store: CheckpointStore | None, show_progres
             rewards,
             updater,
             scheduler,
-            AdvantageSettings(**config.grpo.advantage_settings),
             OverOptimisationWatch(WatchSettings(**config.grpo.watch.model_dump())),
             store,
             RLState(step=0, identity=identity),
@@ -192,12 +188,12 @@ def _resumed(run: GRPORun, checkpoint: Checkpoint) -> GRPORun:
     return replace(run, state=state, total_steps=max(asked, state.step))
 
 
-def _make_rewards(config: GRPORunConfig, prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> RewardSource:
+def _make_rewards(config: GRPORunConfig, prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> EnvironmentRunner:
     """The environments, which must know every prompt's choice before anything slow begins."""
     grpo = config.grpo
     every_prompt = [*prompts.prompts, *(() if held_out is None else held_out.prompts)]
     _check_gold(config, every_prompt)
-    rewards = make_reward_source(
+    rewards = make_environment_runner(
         config.env,
         config.default_environments,
         names=(*config.named_environments, *chosen_names(every_prompt, config.env)),
@@ -321,28 +317,11 @@ def _make_updater(
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
 ) -> PolicyUpdater:
-    loss = config.loss_fn
-    settings = PolicyLossSettings(
-        ratio_clip_min=loss.ratio_clip_min,
-        ratio_clip_max=loss.ratio_clip_max,
-        dual_clip=loss.ratio_clip_c,
-        kl_coefficient=0.0 if loss.kl_in_reward else loss.reference_policy_kl_penalty,
-        kl_estimator=loss.reference_policy_kl_type,
-        kl_input_clamp_value=loss.kl_input_clamp_value,
-        kl_output_clamp_value=loss.kl_output_clamp_value,
-        reduction="token" if loss.token_level_loss else "sequence",
-        use_importance_sampling_correction=loss.use_importance_sampling_correction,
-        truncated_importance_sampling_ratio=loss.truncated_importance_sampling_ratio,
-        sequence_level_importance_ratios=loss.sequence_level_importance_ratios,
-        use_on_policy_kl_approximation=loss.use_on_policy_kl_approximation,
-        force_on_policy_ratio=loss.force_on_policy_ratio,
-    )
     return PolicyUpdater(
         policy,
         optimizer,
         reference=reference,
-        settings=settings,
-        reward_kl_estimator=loss.reference_policy_kl_type,
+        loss=config.loss_fn,
         micro_batch_tokens=config.policy.micro_batch_tokens,
         max_grad_norm=config.policy.max_grad_norm,
         temperature=config.policy.generation.temperature,

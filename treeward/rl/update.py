@@ -1,37 +1,40 @@
 """`PolicyUpdater`: from groups of completions with their advantages to new weights, each prompt computed once a group.
 
-    updater = PolicyUpdater(policy, optimizer, reference=reference, settings=PolicyLossSettings(kl_coefficient=0.01))
+    updater = PolicyUpdater(policy, optimizer, reference=reference, loss=PolicyLossConfig())
     evaluated = updater.evaluate(groups)                # nothing is learnt yet; rewards may depend on evaluated.kl_PG
     metrics = updater.update(evaluated, advantages_PG, used_PG)
-    measured = updater.measure(groups)                  # of validation: KL to the reference and entropy, no more
+    measured = updater.measure(groups)                  # in validation: KL to the reference and entropy
 
 Old and reference log-probabilities are computed by the trainer itself, in the numerics of the update, whatever the
-generator says. A batch may be updated from several times, in parts of some prompts each; every part's sums are divided
-by the part's own denominators, however it is cut into micro-batches. Completions that are not used are in no update;
-what is computed before the first one is computed of all.
+generator says. A batch may be updated from several times, in parts of some prompts each; the sums of an update are
+divided once, so it may be cut into micro-batches anywhere between completions. A group that is larger than
+`micro_batch_tokens` is, and its prompt is computed once in each of them.
 
-Shapes: P prompts, G completions to each (the most of any), L tokens of a group's longest completion, S completions side
-by side.
+Shapes: P prompts, G completions to each, L tokens of the longest completion, S completions of a micro-batch.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
-from treeward.rl.experience import CompletionGroup, prompt_lengths
-from treeward.rl.policy_loss import KLEstimator, PolicyLossSettings, kl_estimate, policy_loss
-from treeward.tree.batch import plan_micro_batches
+from treeward.rl.experience import CompletionGroup, SampledCompletion, completion_lengths
+from treeward.rl.policy_loss import KLEstimator, UpdateMetrics, kl_estimate, needs_generator, policy_loss
+from treeward.tree.parts import plan_parts
 from treeward.tree.token_tree import TokenIds
 
-__all__ = ["Evaluated", "Measured", "PolicyUpdater", "Reference", "UpdateMetrics"]
+__all__ = ["Evaluated", "Measured", "PolicyUpdater", "Reference"]
+
+logger = logging.getLogger(__name__)
 
 
 class Reference(Protocol):
@@ -47,132 +50,47 @@ class Reference(Protocol):
     ) -> CompletionLogProbs: ...
 
 
-@dataclass(slots=True)
-class UpdateMetrics:
-    """Sums over all updates of a batch; `means` divides them.
-
-    `tokens`: predicted ones that were learnt from, counted once for each update. `mismatch_sum`: exp |trainer's less
-    generator's log-probability| of the `mismatch_tokens` whose generator said one, before the first update: of all
-    completions where the batch is updated from several times, else of those that are used. `correction_sum`: of the
-    weights against that mismatch, over tokens; `not_finite`: tokens whose weight was not and counts as 0.
-    """
-
-    loss_sum: float = 0.0
-    policy_sum: float = 0.0
-    kl_sum: float = 0.0
-    old_kl_sum: float = 0.0
-    clipped: float = 0.0
-    entropy_sum: float = 0.0
-    correction_sum: float = 0.0
-    not_finite: int = 0
-    tokens: int = 0
-    updates: int = 0
-    grad_norm_sum: float = 0.0
-    mismatch_sum: float = 0.0
-    mismatch_tokens: int = 0
-    computed_tokens: int = 0
-    row_tokens: int = 0
-
-    def __add__(self, other: UpdateMetrics) -> UpdateMetrics:
-        return UpdateMetrics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    def means(self) -> dict[str, float]:
-        """By the names that are logged; what there is nothing of is left out."""
-        found: dict[str, float] = {}
-        if self.tokens:
-            found = {
-                "loss": self.loss_sum / self.updates,
-                "policy_loss": self.policy_sum / self.tokens,
-                "kl": self.kl_sum / self.tokens,
-                "old_kl": self.old_kl_sum / self.tokens,
-                "clip_fraction": self.clipped / self.tokens,
-                "entropy": self.entropy_sum / self.tokens,
-                "sampling_importance_ratio": self.correction_sum / self.tokens,
-                "grad_norm": self.grad_norm_sum / self.updates,
-            }
-        if self.mismatch_tokens:
-            found["token_mult_prob_error"] = self.mismatch_sum / self.mismatch_tokens
-        return found
-
-
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Groups with what was computed of them before the first update.
+    """Groups with the log-probabilities before the first update, float32 (P, G, L), 0 beyond the end of a completion.
 
-    `old`, `reference`: log-probabilities of each group's completions, float32 (G, L) each; None where they are not
-    needed. `kl_PG`: float32 (P, G) on the CPU, the estimate of KL(policy || reference) summed over a completion's
-    tokens, for the reward; NaN where a group has no such completion; None unless it was asked for and there is a
-    reference.
+    `old_PGL` is None where the policy of the update is the old policy, `reference_PGL` where there is no reference.
+    `kl_PG`: on the CPU, the estimate of KL(policy || reference) summed over the tokens of a completion, for the reward;
+    None unless it was asked for and there is a reference.
     """
 
     groups: tuple[CompletionGroup, ...]
-    old: tuple[Tensor, ...] | None = None
-    reference: tuple[Tensor, ...] | None = None
+    old_PGL: Tensor | None = None
+    reference_PGL: Tensor | None = None
     kl_PG: Tensor | None = None
     metrics: UpdateMetrics = field(default_factory=UpdateMetrics)
 
-    @property
-    def mean_kl(self) -> float | None:
-        """Of a completion, not of a token."""
-        return None if self.kl_PG is None else float(self.kl_PG.nanmean())
 
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Of each completion, float32 (P, G) on the CPU: KL to the reference, summed over tokens (None without one), and
-    the mean entropy of the distributions that its tokens were drawn from; `num_tokens_PG`: int64. NaN where a group has
-    no such completion, and for the entropy of a completion without tokens.
+class Measured(NamedTuple):
+    """On the CPU, float32 (P, G): KL to the reference, summed over the tokens of a completion (None without one), and
+    the mean entropy of the distributions that its tokens were drawn from, NaN for a completion without tokens.
     """
 
     kl_PG: Tensor | None
     entropy_PG: Tensor
-    num_tokens_PG: Tensor
-
-    @property
-    def mean_kl(self) -> float | None:
-        """Of a completion: the mean of the sums, as over-optimisation is drawn over its root."""
-        return None if self.kl_PG is None else float(self.kl_PG.nanmean())
-
-    @property
-    def mean_kl_per_token(self) -> float | None:
-        """Comparable with `kl` of the updates."""
-        if self.kl_PG is None:
-            return None
-        return float(self.kl_PG.nansum()) / max(int(self.num_tokens_PG.sum()), 1)
-
-    @property
-    def mean_entropy(self) -> float:
-        """Of a token."""
-        total = float((self.entropy_PG.nan_to_num() * self.num_tokens_PG).sum())
-        return total / max(int(self.num_tokens_PG.sum()), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is fixed of a group while it is learnt from, of its used completions alone: (G, L), (G, L), (G,)."""
-
-    group: CompletionGroup
-    old_GL: Tensor | None
-    reference_GL: Tensor | None
-    advantages_G: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(completion.token_ids) for completion in self.group.completions)
+Part = list[tuple[int, int]]
+"""Completions that share a tree in a micro-batch, each as (prompt, place in its group)."""
 
 
 class PolicyUpdater:
     """Updates `policy` by `optimizer`.
 
-    `reference`: what KL is measured from; None for none. `reward_kl_estimator`: of `Evaluated.kl_PG`.
-    `micro_batch_tokens`: computed tokens of one forward and backward pass; a group is never split. `max_grad_norm`:
-    None for no clipping. `temperature`: of the sampling. `prompts_per_update`: how many groups one step of the
-    optimiser learns from; None for all. `updates_per_batch`: how often the whole batch is gone through.
-    `parts_per_batch`: updates that a full batch has each time; None: as many as the batch that is there.
+    `reference`: what KL is measured from; None for none. `micro_batch_tokens`: computed tokens of one forward and
+    backward pass; only a single completion may exceed it. `max_grad_norm`: None for no clipping. `temperature`: of the
+    sampling. `prompts_per_update`: how many groups one step of the optimiser learns from; None for all.
+    `updates_per_batch`: passes over the whole batch. `parts_per_batch`: updates that a full batch has in a pass; None:
+    as many as this batch has.
 
-    `on_step`: called after each of these updates, for schedules, also after those that nothing is used of or that the
-    batch has too few groups for: where a schedule stands follows from the number of batches. `steps_begun`: steps of
-    the optimiser so far; while it has not grown the weights are as they were.
+    `on_step`: called after each of these updates, for schedules, also after those without anything to learn from, or
+    for which the batch has too few groups: where a schedule stands follows from the number of batches. `steps_begun`:
+    steps of the optimiser so far; while it has not grown the weights are as they were.
     """
 
     def __init__(
@@ -181,8 +99,7 @@ class PolicyUpdater:
         optimizer: torch.optim.Optimizer,
         *,
         reference: Reference | None = None,
-        settings: PolicyLossSettings | None = None,
-        reward_kl_estimator: KLEstimator = "k1",
+        loss: PolicyLossConfig | None = None,
         micro_batch_tokens: int = 4096,
         max_grad_norm: float | None = 1.0,
         temperature: float = 1.0,
@@ -192,28 +109,26 @@ class PolicyUpdater:
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.policy, self.optimizer, self.reference = policy, optimizer, reference
-        self.settings = settings or PolicyLossSettings()
-        self.reward_kl_estimator: KLEstimator = reward_kl_estimator
-        self.micro_batch_tokens, self.max_grad_norm = micro_batch_tokens, max_grad_norm
-        self.temperature = temperature
+        self.loss = loss or PolicyLossConfig()
+        self.micro_batch_tokens, self.max_grad_norm, self.temperature = micro_batch_tokens, max_grad_norm, temperature
         self.prompts_per_update, self.updates_per_batch = prompts_per_update, updates_per_batch
-        self.parts_per_batch = parts_per_batch
-        self.on_step = on_step
+        self.parts_per_batch, self.on_step = parts_per_batch, on_step
         self.steps_begun = 0
+        self._has_told_of_long = False
 
     @torch.no_grad()
     def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
-        """What an update must know of the policy as it sampled. `for_reward`: `kl_PG` as well, at the cost of asking
-        the policy once more where one update would not need it.
+        """The log-probabilities that an update needs, of the policy as it sampled and of the reference.
 
+        `for_reward`: `kl_PG` as well, at the cost of a pass through the policy that a single update does not need.
         Raises `ConfigError` where several updates contradict `force_on_policy_ratio`, `ModelError` where the loss needs
         log-probabilities of the generator that are not there.
         """
         groups = tuple(groups)
         self.policy.eval()
-        # Updated from once, in one part, the policy is its own old policy, and need not be asked twice.
+        # Updated from once, in one part, the policy is its own old policy.
         several = len(self._parts(len(groups))) * self.updates_per_batch > 1
-        if several and self.settings.force_on_policy_ratio:
+        if several and self.loss.force_on_policy_ratio:
             raise ConfigError(
                 "a ratio of 1 is right for the first update only",
                 where="loss_fn.force_on_policy_ratio",
@@ -221,22 +136,19 @@ class PolicyUpdater:
                 need="one",
                 fix="policy.train_global_batch_size=null grpo.updates_per_batch=1, or force_on_policy_ratio=false",
             )
-        if self.settings.needs_generated:
+        if needs_generator(self.loss):
             for group in groups:
-                _require_generated(group)
+                _require_log_probs(group)
         metrics = UpdateMetrics()
         old = reference = kl_PG = None
-        # One model after the other: a frozen reference may lie elsewhere while it is not asked.
         if several or (for_reward and self.reference is not None):
-            found = self._ask(self.policy, groups, metrics)
-            old = tuple(values for values, _ in found)
-            for group, values in zip(groups, old, strict=True):
-                _add_mismatch(metrics, [group], values)
+            old, _ = self._log_probs(self.policy, groups, metrics)
+            _add_mismatch(metrics, [one for group in groups for one in group.completions], old.flatten(0, 1))
         if self.reference is not None:
-            reference = tuple(values for values, _ in self._ask(self.reference, groups, metrics))
+            reference, _ = self._log_probs(self.reference, groups, metrics)
             if for_reward:
                 assert old is not None
-                kl_PG = _kl_sums(old, reference, self.reward_kl_estimator)
+                kl_PG = kl_estimate(old, reference, self.loss.reference_policy_kl_type).sum(dim=2).cpu()
         return Evaluated(groups, old, reference, kl_PG, metrics)
 
     def update(self, evaluated: Evaluated, advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
@@ -245,14 +157,13 @@ class PolicyUpdater:
         The result has the sums of `evaluated` too. Raises `ModelError` for a loss or gradient that is not finite; the
         weights are then those before that step.
         """
-        known = [self._used(evaluated, p, advantages_PG[p], used_PG[p].tolist()) for p in range(len(evaluated.groups))]
         metrics = evaluated.metrics
-        parts = self._parts(len(known))
-        # Transformers computes activations again only of a model that is in training mode; there is no dropout.
+        parts = self._parts(len(evaluated.groups))
+        # Transformers recomputes activations only for a model in training mode; there is no dropout.
         self.policy.train()
         for _ in range(self.updates_per_batch):
             for part in parts:
-                metrics = metrics + self._step([known[p] for p in part if known[p].num_tokens])
+                metrics = metrics + self._step(evaluated, part, advantages_PG, used_PG)
                 self.on_step()
             for _ in range((self.parts_per_batch or 0) - len(parts)):
                 self.on_step()
@@ -264,185 +175,159 @@ class PolicyUpdater:
 
     @torch.no_grad()
     def measure(self, groups: Sequence[CompletionGroup], *, estimator: KLEstimator = "k3") -> Measured:
-        """Of each completion the KL to the reference and the entropy, at the temperature of the sampling; no update."""
-        groups = tuple(groups)
+        """KL to the reference and entropy of each completion, at the temperature of the sampling; no update."""
         self.policy.eval()
-        found = self._ask(self.policy, groups, UpdateMetrics(), entropies=True)
+        values_PGL, entropies_PGL = self._log_probs(self.policy, groups, UpdateMetrics(), entropies=True)
         kl_PG = None
         if self.reference is not None:
-            reference = [values for values, _ in self._ask(self.reference, groups, UpdateMetrics())]
-            kl_PG = _kl_sums([values for values, _ in found], reference, estimator)
-        lengths = [torch.tensor([len(a.token_ids) for a in group.completions]) for group in groups]
-        # A completion without tokens has no entropy: 0 / 0.
-        means = [entropies.sum(dim=1) / n.to(entropies) for (_, entropies), n in zip(found, lengths, strict=True)]
-        return Measured(kl_PG, _stacked(means), _stacked(lengths, missing=0))
+            reference_PGL, _ = self._log_probs(self.reference, groups, UpdateMetrics())
+            kl_PG = kl_estimate(values_PGL, reference_PGL, estimator).sum(dim=2).cpu()
+        return Measured(kl_PG, entropies_PGL.sum(dim=2).cpu() / completion_lengths(groups))
 
     def _parts(self, num_groups: int) -> list[range]:
+        """The prompts of each update."""
         size = self.prompts_per_update or max(num_groups, 1)
         return [range(start, min(start + size, num_groups)) for start in range(0, num_groups, size)]
 
-    def _plan(self, groups: Sequence[CompletionGroup]) -> Iterator[list[int]]:
-        """Groups for each micro-batch; those without completions are in none."""
-        some = [i for i, group in enumerate(groups) if group.completions]
-        tree = self.policy.layout == "tree"
-        sizes = [groups[i].num_tree_tokens if tree else groups[i].num_row_tokens for i in some]
-        for members in plan_micro_batches(sizes, max_tokens=self.micro_batch_tokens):
-            yield [some[i] for i in members]
+    def _micro_batches(self, groups: Sequence[CompletionGroup], places: Part) -> Iterator[list[Part]]:
+        """The given completions in micro-batches, by the parts of groups that share a tree."""
+        chosen: dict[int, list[int]] = {}
+        for p, g in places:
+            chosen.setdefault(p, []).append(g)
+        sequences = [[groups[p].sequence(g) for g in members] for p, members in chosen.items()]
+        prompts = list(chosen)
+        share = self.policy.layout == "tree"
+        for micro_batch in plan_parts(sequences, max_tokens=self.micro_batch_tokens, share=share):
+            tokens = max(part.num_tokens for part in micro_batch)
+            if tokens > self.micro_batch_tokens and not self._has_told_of_long:
+                self._has_told_of_long = True
+                logger.info("A prompt and completion of %d tokens exceed a micro-batch: they run alone.", tokens)
+            named = ((prompts[part.group], part.members) for part in micro_batch)
+            yield [[(p, chosen[p][m]) for m in members] for p, members in named]
 
     def _ask(
-        self, model: Reference, groups: Sequence[CompletionGroup], metrics: UpdateMetrics, *, entropies: bool = False
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Of each group its log-probabilities and (empty unless asked for) entropies, float32 (G, L), 0 beyond ends."""
-        nothing = torch.zeros(0, 0, device=self.policy.device)
-        known = [(nothing, nothing)] * len(groups)
-        for members in self._plan(groups):
-            chosen = [groups[i] for i in members]
-            found = model.log_probs(
-                [group.sequences for group in chosen],
-                prompt_lengths(chosen),
-                temperature=self.temperature,
-                entropies=entropies,
-            )
-            metrics.computed_tokens += found.num_computed_tokens
-            metrics.row_tokens += sum(group.num_row_tokens for group in chosen)
-            sizes = [len(group.completions) for group in chosen]
-            values = found.values_SL.split(sizes)
-            others = [nothing] * len(sizes) if found.entropies_SL is None else found.entropies_SL.split(sizes)
-            for i, one, other in zip(members, values, others, strict=True):
-                width = max(len(completion.token_ids) for completion in groups[i].completions)
-                known[i] = (one[:, :width], other[:, :width])
-        return known
-
-    def _used(self, evaluated: Evaluated, p: int, advantages_G: Tensor, used_G: Sequence[bool]) -> _Known:
-        """A group with the completions that are learnt from; those without a token are not."""
-        group = evaluated.groups[p]
-        kept = [g for g, completion in enumerate(group.completions) if used_G[g] and completion.token_ids]
-        return _Known(
-            replace(group, completions=tuple(group.completions[g] for g in kept)),
-            None if evaluated.old is None else evaluated.old[p][kept],
-            None if evaluated.reference is None else evaluated.reference[p][kept],
-            advantages_G[kept].to(self.policy.device),
+        self, model: Reference, groups: Sequence[CompletionGroup], parts: Sequence[Part], *, entropies: bool = False
+    ) -> CompletionLogProbs:
+        """The log-probabilities of a micro-batch, by S as its parts have them."""
+        return model.log_probs(
+            [[groups[p].sequence(g) for p, g in part] for part in parts],
+            [[len(groups[p].prompt_ids) for p, _ in part] for part in parts],
+            temperature=self.temperature,
+            entropies=entropies,
         )
 
-    def _step(self, known: Sequence[_Known]) -> UpdateMetrics:
-        """One step of the optimiser, from some groups."""
-        if not known:
-            return UpdateMetrics()  # nothing to learn from
+    def _log_probs(
+        self, model: Reference, groups: Sequence[CompletionGroup], metrics: UpdateMetrics, *, entropies: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and (zeros unless asked for) entropies of all completions, float32 (P, G, L)."""
+        shape = (*completion_lengths(groups).shape, int(completion_lengths(groups).max()) if groups else 0)
+        values_PGL, entropies_PGL = torch.zeros(2, *shape, device=self.policy.device)
+        for parts in self._micro_batches(groups, [(p, g) for p in range(shape[0]) for g in range(shape[1])]):
+            found = self._ask(model, groups, parts, entropies=entropies)
+            p_S, g_S = _indices(parts)
+            width = found.values_SL.shape[1]
+            values_PGL[p_S, g_S, :width] = found.values_SL
+            if found.entropies_SL is not None:
+                entropies_PGL[p_S, g_S, :width] = found.entropies_SL
+            metrics.computed_tokens += found.num_computed_tokens
+            metrics.row_tokens += _row_tokens(groups, parts)
+        return values_PGL, entropies_PGL
+
+    def _step(self, evaluated: Evaluated, prompts: range, advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
+        """One step of the optimiser, from the used completions to some prompts that have a token."""
+        lengths_PG = completion_lengths(evaluated.groups)
+        used_PG = used_PG.cpu() & (lengths_PG > 0)
+        places: Part = [(p, g) for p in prompts for g in used_PG[p].nonzero().flatten().tolist()]
         metrics = UpdateMetrics(updates=1)
-        by_token = self.settings.reduction == "token"
-        denominator = sum(one.num_tokens if by_token else len(one.group.completions) for one in known)
-        total = 0.0
-        for members in self._plan([one.group for one in known]):
-            loss, more = self._loss([known[i] for i in members])
+        if not places:
+            return UpdateMetrics()  # nothing to learn from
+        by_token = self.loss.token_level_loss
+        denominator = sum(int(lengths_PG[place]) for place in places) if by_token else len(places)
+        for parts in self._micro_batches(evaluated.groups, places):
+            loss, sums = self._loss(evaluated, parts, advantages_PG)
             (loss / denominator).backward()
-            total += float(loss.detach()) / denominator
-            metrics += more
-        metrics.loss_sum = total
+            metrics += sums
+            metrics.loss_sum += float(loss.detach()) / denominator
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-        if not (math.isfinite(norm) and math.isfinite(total)):
+        metrics.grad_norm_sum = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        if not (math.isfinite(metrics.grad_norm_sum) and math.isfinite(metrics.loss_sum)):
             self.optimizer.zero_grad(set_to_none=True)
             raise ModelError(
                 "the policy's loss is not finite",
-                got=f"loss {total}, gradient norm {norm}",
+                got=f"loss {metrics.loss_sum}, gradient norm {metrics.grad_norm_sum}",
                 need="finite numbers; the weights were not changed by this step",
                 fix="lower policy.optimizer.kwargs.lr, or look at the rewards of this step",
             )
-        metrics.grad_norm_sum = norm
         self.steps_begun += 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _loss(self, known: Sequence[_Known]) -> tuple[Tensor, UpdateMetrics]:
-        groups = [one.group for one in known]
-        found = self.policy.log_probs(
-            [group.sequences for group in groups], prompt_lengths(groups), temperature=self.temperature, entropies=True
+    def _loss(self, evaluated: Evaluated, parts: Sequence[Part], advantages_PG: Tensor) -> tuple[Tensor, UpdateMetrics]:
+        """The loss of a micro-batch, summed, and its sums."""
+        found = self._ask(self.policy, evaluated.groups, parts, entropies=True)
+        values_SL = found.values_SL.detach()
+        p_S, g_S = _indices(parts)
+        width = values_SL.shape[1]
+        old, reference = (
+            None if known is None else known[p_S, g_S, :width] for known in (evaluated.old_PGL, evaluated.reference_PGL)
         )
-        values = found.values_SL.detach()
-        old = _side_by_side([one.old_GL for one in known], values.shape[1])
-        loss = policy_loss(
+        completions = [evaluated.groups[p].completions[g] for part in parts for p, g in part]
+        loss, metrics = policy_loss(
             found.values_SL,
-            values if old is None else old,
-            _side_by_side([one.reference_GL for one in known], values.shape[1]),
-            torch.cat([one.advantages_G for one in known]),
+            values_SL if old is None else old,
+            reference,
+            advantages_PG[p_S, g_S].to(values_SL),
             found.mask_SL,
-            self.settings,
-            generated_SL=_generated(groups, values)[0] if self.settings.needs_generated else None,
+            self.loss,
+            generated_SL=_generated(completions, values_SL) if needs_generator(self.loss) else None,
         )
         assert found.entropies_SL is not None
-        metrics = UpdateMetrics(
-            policy_sum=loss.policy_sum,
-            kl_sum=loss.kl_sum,
-            old_kl_sum=loss.old_kl_sum,
-            clipped=loss.clipped,
-            entropy_sum=float((found.entropies_SL * found.mask_SL).sum()),
-            correction_sum=loss.correction_sum,
-            not_finite=loss.not_finite,
-            tokens=loss.num_tokens,
-            computed_tokens=found.num_computed_tokens,
-            row_tokens=sum(group.num_row_tokens for group in groups),
-        )
-        if old is None:  # the first and only time that the trainer sees what was sampled
-            _add_mismatch(metrics, groups, values)
-        return loss.total, metrics
+        metrics.entropy_sum = float((found.entropies_SL * found.mask_SL).sum())
+        metrics.computed_tokens = found.num_computed_tokens
+        metrics.row_tokens = _row_tokens(evaluated.groups, parts)
+        if old is None:  # the first and only pass of the trainer over what was sampled
+            _add_mismatch(metrics, completions, values_SL)
+        return loss, metrics
 
 
-def _kl_sums(policy: Sequence[Tensor], reference: Sequence[Tensor], estimator: KLEstimator) -> Tensor:
-    """(P, G). Beyond a completion's end both are 0, which every estimator makes 0."""
-    return _stacked([kl_estimate(x, y, estimator).sum(dim=1) for x, y in zip(policy, reference, strict=True)])
+def _indices(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """Prompts and places of the completions of a micro-batch, int64 (S,) each."""
+    places_S2 = torch.tensor([place for part in parts for place in part])
+    return places_S2[:, 0], places_S2[:, 1]
 
 
-def _stacked(rows: Sequence[Tensor], missing: float = math.nan) -> Tensor:
-    """Of (G,) each, as (P, G), where rewards are."""
-    if not rows:
-        return torch.full((0, 0), missing)
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=missing).cpu()
+def _row_tokens(groups: Sequence[CompletionGroup], parts: Sequence[Part]) -> int:
+    """Tokens of a micro-batch as plain rows."""
+    return sum(len(groups[p].sequence(g)) for part in parts for p, g in part)
 
 
-def _side_by_side(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
-    """Values of several groups as one (S, width); None where there are none."""
-    there = [part for part in parts if part is not None]
-    if not there:
-        return None
-    # A group's own width counts completions that are not used: only zeros are cut off.
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in there])
-
-
-def _require_generated(group: CompletionGroup) -> None:
-    if any(completion.token_ids and completion.log_probs is None for completion in group.completions):
-        raise ModelError(
-            "the generator gave no log-probabilities of its own",
-            where=group.prompt.where,
-            need="one for each token: loss_fn.use_importance_sampling_correction and use_on_policy_kl_approximation "
-            "weight by them",
-            fix="a generator that returns them, or switch these two off",
-        )
-
-
-def _generated(groups: Sequence[CompletionGroup], like_SL: Tensor) -> tuple[Tensor, Tensor]:
-    """The generator's log-probabilities, and which there are, (S, L)."""
-    values = torch.zeros(like_SL.shape)
-    known = torch.zeros(like_SL.shape, dtype=torch.bool)
-    completions = [(group, completion) for group in groups for completion in group.completions]
-    for s, (group, completion) in enumerate(completions):
-        if completion.log_probs is None:
-            continue
-        length = len(completion.log_probs)
-        if length != len(completion.token_ids):
+def _require_log_probs(group: CompletionGroup) -> None:
+    for completion in group.completions:
+        given = completion.log_probs
+        if completion.token_ids and given is None:
             raise ModelError(
-                "the generator's log-probabilities are not those of its tokens",
+                "the generator gave no log-probabilities of its own",
                 where=group.prompt.where,
-                got=f"{length} for a completion of {len(completion.token_ids)} tokens",
+                need="one for each token: loss_fn.use_importance_sampling_correction and "
+                "use_on_policy_kl_approximation weight by them",
+                fix="a generator that returns them, or switch these two off",
             )
-        values[s, :length] = torch.tensor(completion.log_probs)
-        known[s, :length] = True
-    return values.to(like_SL), known.to(like_SL.device)
 
 
-def _add_mismatch(metrics: UpdateMetrics, groups: Sequence[CompletionGroup], values_SL: Tensor) -> None:
+def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> Tensor:
+    """The generator's log-probabilities, (S, L), NaN where it gave none."""
+    values = torch.full(like_SL.shape, math.nan)
+    for s, completion in enumerate(completions):
+        if completion.log_probs is not None:
+            values[s, : len(completion.log_probs)] = torch.tensor(completion.log_probs)
+    return values.to(like_SL)
+
+
+def _add_mismatch(metrics: UpdateMetrics, completions: Sequence[SampledCompletion], values_SL: Tensor) -> None:
     """How far the generator's own log-probabilities are off, as NeMo RL's `token_mult_prob_error`."""
-    said, known = _generated(groups, values_SL)
+    said = _generated(completions, values_SL)
+    known = ~said.isnan()
     metrics.mismatch_sum += float((values_SL - said).abs().exp()[known].sum())
     metrics.mismatch_tokens += int(known.sum())

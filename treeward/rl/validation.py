@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treeward.rl.experience import CompletionGroup
-from treeward.rl.overlong import completion_lengths, truncated_completions
-from treeward.rl.rollouts import adjusted, sampling_seed
+from treeward.rl.advantages import shaped_rewards
+from treeward.rl.experience import CompletionGroup, completion_lengths, truncated_completions
+from treeward.rl.rollouts import sampling_seed
 from treeward.rl.watch import length_correlation
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def validate(run: GRPORun, *, should_stop: Callable[[], str | None] = lambda: No
         parts.append(
             _Part(
                 groups,
-                adjusted(run.config, groups, found.rewards_PG),
+                shaped_rewards(run.config, groups, found.rewards_PG),
                 found.raw_PG,
                 run.rewards.gold(groups) if run.rewards.has_gold else None,
                 measured.kl_PG,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,20 @@ from signed import write_signed_model
 from torch import Tensor
 
 from treeward.data.preference import Message
-from treeward.environments.interface import Environment, EnvironmentReturn, Reward
-from treeward.environments.reward_model import RewardModelEnvironment
+from treeward.environments.interface import Environment, Reward
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
+from treeward.rl.environment_runner import (
+    EnvironmentRunner,
+    GroupRewards,
+    chosen_names,
+    environment_metrics,
+    make_environment_runner,
+)
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
-from treeward.rl.rewarding import RewardSource, chosen_names, make_reward_source
 from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
+SOON, NEVER = 0.05, 60.0
 
 Judgement = Callable[[str, Mapping[str, Any]], Reward | float | None]
 
@@ -102,6 +107,55 @@ class Counting(Environment):
         self.count = state["count"]
 
 
+class Hanging(Environment):
+    """Counts its samples and then waits for `go`, if the completions say "wait"; notes how many ask it at once."""
+
+    name = "hanging"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = threading.Event()
+        self.count = self.calls = self.at_once = self.most_at_once = 0
+        self.fails_to_load = self.loaded_meanwhile = False
+
+    def rewards(
+        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]:
+        self.calls += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.count += len(conversations)
+        self.begun.set()
+        if any(conversation[-1]["content"] == "wait" for conversation in conversations):
+            assert self.go.wait(NEVER)
+        self.at_once -= 1
+        return [Reward(float(self.count)) for _ in conversations]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.fails_to_load:
+            raise OSError("no room")
+        self.loaded_meanwhile |= self.at_once > 0
+        self.count = state["count"]
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    environment = Hanging()
+    yield environment
+    environment.go.set()
+
+
+def metrics_of(found: GroupRewards) -> dict[str, float]:
+    return environment_metrics(found.by_environment)
+
+
+def reasons_of(found: GroupRewards) -> dict[str, int]:
+    return dict(Counter(reason for reason, _ in found.failures))
+
+
 def length(text: str, info: Mapping[str, Any]) -> float:
     return float(len(text))
 
@@ -121,15 +175,14 @@ def rows(values_PG: Tensor) -> list[list[float | None]]:
 
 def test_one_environment_as_it_is() -> None:
     toy = Toy(length)
-    found = RewardSource({"toy": toy}, {"toy": 1.0}).reward([group("a", "bbb..."), group("cc", "", topic="t")])
+    found = EnvironmentRunner({"toy": toy}, {"toy": 1.0}).reward([group("a", "bbb..."), group("cc", "", topic="t")])
     assert rows(found.rewards_PG) == rows(found.raw_PG) == [[1, 6], [2, 0]]
-    assert found.rewards_PG.dtype == torch.float32 and found.known_PG.dtype == torch.bool
-    assert bool(found.known_PG.all()) and not found.errors
+    assert found.rewards_PG.dtype == torch.float32 and not found.failures
     [(conversations, infos)] = toy.steps  # one step for all
     assert [c[-1] for c in conversations] == [{"role": "assistant", "content": t} for t in ("a", "bbb...", "cc", "")]
     assert all(c[0] == {"role": "user", "content": "Say something."} for c in conversations)
     assert infos == [{"truncated": False}, {"truncated": True}] + [{"topic": "t", "truncated": False}] * 2
-    assert found.metrics == {
+    assert metrics_of(found) == {
         "toy/num_samples": 4,
         "toy/num_failed": 0,
         "toy/mean_reward": 2.25,
@@ -139,19 +192,14 @@ def test_one_environment_as_it_is() -> None:
     }
 
 
-def test_no_groups() -> None:
-    found = RewardSource({"toy": Toy(length)}, {"toy": 1.0}).reward([])
-    assert found.rewards_PG.shape == (0, 0) and not found.metrics
-
-
 def test_what_an_environment_does_to_its_samples_stays_with_it() -> None:
     def spoil(text: str, info: Mapping[str, Any]) -> float:
         info["tests"].append("spoilt")
         return float(len(info["tests"]))
 
     one = group("a", "b", tests=["x"])
-    source = RewardSource({"a": Toy(spoil, "a"), "b": Toy(spoil, "b")}, {"a": 1.0, "b": 10.0})
-    assert rows(source.reward([one]).rewards_PG) == [[22, 22]]
+    runner = EnvironmentRunner({"a": Toy(spoil, "a"), "b": Toy(spoil, "b")}, {"a": 1.0, "b": 10.0})
+    assert rows(runner.reward([one]).rewards_PG) == [[22, 22]]
     assert one.prompt.info == {"tests": ["x"]}
 
 
@@ -162,12 +210,12 @@ def test_raw_is_before_shaping_and_not_a_number_where_nothing_is_known() -> None
         "only raw": Reward(None, raw=2.0, error="no statistics yet"),
         "nothing": Reward(None, error="it cannot say"),
     }
-    source = RewardSource({"toy": Toy(lambda text, _: judgements[text])}, {"toy": 2.0})
-    found = source.reward([group(*judgements)])
+    runner = EnvironmentRunner({"toy": Toy(lambda text, _: judgements[text])}, {"toy": 2.0})
+    found = runner.reward([group(*judgements)])
     assert rows(found.rewards_PG) == [[1, 6, None, None]]
     assert rows(found.raw_PG) == [[16, 6, 4, None]]
-    assert found.known_PG.tolist() == [[True, True, False, False]]
-    assert found.metrics["toy/mean_reward"] == 1.75  # the environment's own, without its weight
+    assert found.rewards_PG.isfinite().tolist() == [[True, True, False, False]]
+    assert metrics_of(found)["toy/mean_reward"] == 1.75  # the environment's own, without its weight
 
 
 def test_missing_rewards_are_counted_by_their_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -179,21 +227,21 @@ def test_missing_rewards_are_counted_by_their_reason(caplog: pytest.LogCaptureFi
         "good": Reward(1.0, components={"style": 4.0, "odd": math.nan}),
         "fine": Reward(2.0, components={"style": 6.0}),
     }
-    source = RewardSource({"toy": Toy(lambda text, _: judgements[text])}, {"toy": 1.0})
+    runner = EnvironmentRunner({"toy": Toy(lambda text, _: judgements[text])}, {"toy": 1.0})
     with caplog.at_level(logging.WARNING):
-        found = source.reward([group("good", "nan", "none"), group("none", "inf", "huge", where="rows.jsonl:7")])
+        found = runner.reward([group("good", "nan", "none"), group("none", "inf", "huge", where="rows.jsonl:7")])
     assert rows(found.rewards_PG) == [[1, None, None], [None, None, None]] == rows(found.raw_PG)
-    assert {reason: (one.count, one.example) for reason, one in found.errors.items()} == {
-        "toy: the reward is nan": (1, "prompt 0, completion 1"),
-        "toy: too long": (2, "prompt 0, completion 2"),
-        "toy: the reward is -inf": (1, "rows.jsonl:7, completion 1"),
-        "toy: the reward is inf": (1, "rows.jsonl:7, completion 2"),  # in float32
-    }
+    assert list(found.failures) == [
+        ("toy: the reward is nan", "prompt 0, completion 1"),
+        ("toy: too long", "prompt 0, completion 2"),
+        ("toy: too long", "rows.jsonl:7, completion 0"),
+        ("toy: the reward is -inf", "rows.jsonl:7, completion 1"),
+        ("toy: the reward is 1e+300", "rows.jsonl:7, completion 2"),  # beyond float32
+    ]
     assert "5 of 6 completions have no reward: 2 x toy: too long (prompt 0, completion 2)" in caplog.text
-    assert found.metrics["toy/num_failed"] == 5 and found.metrics["toy/component/style"] == 4
-    assert "toy/component/odd" not in found.metrics
-    style = source.reward([group("good", "fine")]).metrics["toy/component/style"]
-    assert style == 5
+    assert metrics_of(found)["toy/num_failed"] == 5 and metrics_of(found)["toy/component/style"] == 4
+    assert "toy/component/odd" not in metrics_of(found)
+    assert metrics_of(runner.reward([group("good", "fine")]))["toy/component/style"] == 5
 
 
 MIXED = {"a": Toy(length, "a"), "b": Toy(lambda text, _: None if "?" in text else -1.0, "b")}
@@ -201,34 +249,34 @@ MIXED = {"a": Toy(length, "a"), "b": Toy(lambda text, _: None if "?" in text els
 
 @pytest.mark.parametrize(("missing", "last"), [("mask", None), ("renormalise", 4.0)])
 def test_mixtures(missing: Any, last: float | None) -> None:
-    source = RewardSource(MIXED, {"a": 0.5, "b": 1.5}, missing=missing)
-    found = source.reward([group("xx", "yyyy", "?"), group("", "???", "??")])
+    runner = EnvironmentRunner(MIXED, {"a": 0.5, "b": 1.5}, missing=missing)
+    found = runner.reward([group("xx", "yyyy", "?"), group("", "???", "??")])
     # "?" of 1: 0.5 * 1, scaled up by (0.5 + 1.5) / 0.5
     assert rows(found.rewards_PG)[0] == [0.5 * 2 - 1.5, 0.5 * 4 - 1.5, None if last is None else 2.0]
     assert rows(found.rewards_PG)[1] == [-1.5, None if last is None else 6.0, last]
-    assert found.metrics["a/num_failed"] == 0 and found.metrics["b/num_failed"] == 3
-    assert found.metrics["b/mean_reward"] == -1
-    assert dict.fromkeys(found.errors) == ({} if missing == "renormalise" else {"b: it cannot say": None})
+    assert metrics_of(found)["a/num_failed"] == 0 and metrics_of(found)["b/num_failed"] == 3
+    assert metrics_of(found)["b/mean_reward"] == -1
+    assert reasons_of(found) == ({} if missing == "renormalise" else {"b: it cannot say": 3})
 
 
 def test_a_sum_that_float32_cannot_hold() -> None:
-    source = RewardSource({"a": Toy(lambda *_: 3e38, "a"), "b": Toy(lambda *_: 3e38, "b")}, {"a": 1.0, "b": 1.0})
-    found = source.reward([group("x", "y")])
+    runner = EnvironmentRunner({"a": Toy(lambda *_: 3e38, "a"), "b": Toy(lambda *_: 3e38, "b")}, {"a": 1.0, "b": 1.0})
+    found = runner.reward([group("x", "y")])
     assert rows(found.rewards_PG) == [[None, None]]
-    assert [(reason, one.count) for reason, one in found.errors.items()] == [("the weighted sum is not finite", 2)]
+    assert reasons_of(found) == {"the reward is 6e+38": 2}
 
 
 def test_each_prompt_may_choose() -> None:
     a, b, c = Toy(length, "a"), Toy(lambda *_: 100.0, "b"), Toy(lambda *_: 7.0, "c")
-    source = RewardSource({"a": a, "b": b, "c": c}, {"a": 1.0, "b": 1.0})
+    runner = EnvironmentRunner({"a": a, "b": b, "c": c}, {"a": 1.0, "b": 1.0})
     groups = [
         group("x", "yy", environment="a"),
         group("xxx", "y", environment={"b": 0.5, "a": -1}),
         group("x", "y", environment="b"),
         group("x", "yy"),
     ]
-    source.check(one.prompt for one in groups)
-    assert rows(source.reward(groups).rewards_PG) == [[1, 2], [47, 49], [100, 100], [101, 102]]
+    runner.check(one.prompt for one in groups)
+    assert rows(runner.reward(groups).rewards_PG) == [[1, 2], [47, 49], [100, 100], [101, 102]]
     [(conversations, infos)] = a.steps
     assert [c[-1]["content"] for c in conversations] == ["x", "yy", "xxx", "y", "x", "yy"]
     assert infos[0] == {"environment": "a", "truncated": False}  # the row as it is
@@ -250,56 +298,26 @@ def test_each_prompt_may_choose() -> None:
     ],
 )
 def test_a_choice_that_cannot_be(choice: Any, message: str) -> None:
-    source = RewardSource({"reward_model": Toy(length), "judge": Toy(length)}, {"reward_model": 1.0})
+    runner = EnvironmentRunner({"reward_model": Toy(length), "judge": Toy(length)}, {"reward_model": 1.0})
     prompts = [group("a").prompt, group("a", environment=choice, where="rows.jsonl:12").prompt]
-    source.check(prompts[:1])
-    for check in (source.check, lambda them: chosen_names(them, {"reward_model": {}, "judge": {}})):
+    runner.check(prompts[:1])
+    for check in (runner.check, lambda them: chosen_names(them, {"reward_model": {}, "judge": {}})):
         with pytest.raises(DataError, match=message) as caught:
             check(prompts)
         assert caught.value.where == "rows.jsonl:12"
     with pytest.raises(DataError, match=message):
-        source.reward([group("a", environment=choice)])
+        runner.reward([group("a", environment=choice)])
 
 
 def test_weights_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="did you mean judge"):
-        RewardSource({"judge": Toy(length)}, {"judgy": 1.0})
+        EnvironmentRunner({"judge": Toy(length)}, {"judgy": 1.0})
     with pytest.raises(ConfigError, match="above 0"):
-        RewardSource({"judge": Toy(length)}, {"judge": -1.0}, missing="renormalise")
-    choosing = RewardSource({"judge": Toy(length)}, {})
+        EnvironmentRunner({"judge": Toy(length)}, {"judge": -1.0}, missing="renormalise")
+    choosing = EnvironmentRunner({"judge": Toy(length)}, {})
     assert rows(choosing.reward([group("a", environment="judge")]).rewards_PG) == [[1]]
     with pytest.raises(DataError, match=r"rows\.jsonl:3: the prompt chooses no environment"):
         choosing.check([group("a", where="rows.jsonl:3").prompt])
-
-
-def test_order_whoever_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many steps in which threads interleave at random, against sums by hand."""
-    chance = random.Random(5)
-
-    def slow(factor: float) -> Judgement:
-        def judge(text: str, info: Mapping[str, Any]) -> float | None:
-            time.sleep(random.random() / 1000)
-            return None if int(text) % 7 == factor else factor * int(text)
-
-        return judge
-
-    names = {f"e{k}": float(k) for k in range(1, 5)}
-    source = RewardSource({name: Toy(slow(k), name) for name, k in names.items()}, {"e1": 1.0})
-    for _ in range(6):
-        groups, want = [], []
-        for _ in range(5):
-            weights = {name: chance.choice([0.25, 1.0, 2.0]) for name in chance.sample(sorted(names), 2)}
-            texts = [str(chance.randrange(100)) for _ in range(3)]
-            groups.append(group(*texts, environment=weights))
-            want.append(
-                [
-                    None
-                    if any(int(text) % 7 == names[name] for name in weights)
-                    else sum(weight * names[name] * int(text) for name, weight in weights.items())
-                    for text in texts
-                ]
-            )
-        assert rows(source.reward(groups).rewards_PG) == want
 
 
 def test_environments_are_asked_side_by_side() -> None:
@@ -309,26 +327,24 @@ def test_environments_are_asked_side_by_side() -> None:
         meeting.wait()
         return 1.0
 
-    source = RewardSource({"a": Toy(meet, "a"), "b": Toy(meet, "b")}, {"a": 1.0, "b": 1.0})
-    assert rows(source.reward([group("x")]).rewards_PG) == [[2]]
+    runner = EnvironmentRunner({"a": Toy(meet, "a"), "b": Toy(meet, "b")}, {"a": 1.0, "b": 1.0})
+    assert rows(runner.reward([group("x")]).rewards_PG) == [[2]]
 
 
 def test_an_environment_that_raises_for_once_is_masked_and_its_state_is_as_before(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counting = Counting()
-    source = RewardSource({"counting": counting, "toy": Toy(length)}, {"counting": 1.0})
-    source.reward([group("a", "b")])
+    runner = EnvironmentRunner({"counting": counting, "toy": Toy(length)}, {"counting": 1.0})
+    runner.reward([group("a", "b")])
     both = [group("a", "b", environment="toy"), group("explode", "b")]
     with caplog.at_level(logging.WARNING):
-        found = source.reward(both)
+        found = runner.reward(both)
     assert rows(found.rewards_PG) == [[1, 1], [None, None]]
-    assert [(reason, one.count) for reason, one in found.errors.items()] == [
-        ("counting: it raised RuntimeError: out of luck", 2)
-    ]
-    assert "Traceback" in caplog.text and found.metrics["counting/num_failed"] == 2
-    assert source.state_dict() == {"counting": {"count": 2}, "toy": {}} and counting.count == 2
-    assert rows(source.reward([group("a", "b")]).rewards_PG) == [[2, 2]]
+    assert reasons_of(found) == {"counting: it raised RuntimeError: out of luck": 2}
+    assert "Traceback" in caplog.text and metrics_of(found)["counting/num_failed"] == 2
+    assert runner.state_dict() == {"counting": {"count": 2}, "toy": {}}
+    assert rows(runner.reward([group("a", "b")]).rewards_PG) == [[2, 2]]
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ModelError, CheckpointError])
@@ -339,63 +355,95 @@ def test_an_environment_that_is_wrong_stops_the_run_and_no_state_has_changed(kin
         return 0.0
 
     counting = Counting()
-    source = RewardSource({"counting": counting, "broken": Toy(broken)}, {"counting": 1.0, "broken": 1.0})
-    source.reward([group("a", "b")])
+    runner = EnvironmentRunner({"counting": counting, "broken": Toy(broken)}, {"counting": 1.0, "broken": 1.0})
+    runner.reward([group("a", "b")])
     with pytest.raises(kind, match="the model is gone"):
-        source.reward([group("stop", "b")])
-    assert source.state_dict()["counting"] == {"count": 2} and counting.count == 2
-    assert rows(source.reward([group("a", "b")]).rewards_PG) == [[2, 2]]
-
-
-def test_an_environment_that_gives_too_few_stops_the_run() -> None:
-    class Short(Toy):
-        def step(self, *arguments: Any, **options: Any) -> EnvironmentReturn:
-            result = super().step(*arguments, **options)
-            return result._replace(rewards=result.rewards[1:], metadata=result.metadata[1:])
-
-    with pytest.raises(ConfigError, match="one reward for each sample"):
-        RewardSource({"short": Short(length)}, {"short": 1.0}).reward([group("a", "bb")])
+        runner.reward([group("stop", "b")])
+    assert runner.state_dict()["counting"] == {"count": 2}
+    assert rows(runner.reward([group("a", "b")]).rewards_PG) == [[2, 2]]
 
 
 def test_validation_and_gold_leave_the_state() -> None:
     counting, gold = Counting(), Counting()
-    source = RewardSource({"counting": counting}, {"counting": 1.0}, gold=gold)
+    runner = EnvironmentRunner({"counting": counting}, {"counting": 1.0}, gold=gold)
     groups = [group("a", "b"), group("c", "d")]
-    source.reward(groups)
-    assert rows(source.reward(groups, update=False).rewards_PG) == [[4, 4], [4, 4]]
-    assert rows(source.gold(groups)) == [[0, 0], [0, 0]] and source.has_gold
-    assert source.state_dict() == {"counting": {"count": 4}} and gold.count == 0
-    shared = RewardSource({"counting": counting}, {"counting": 1.0}, gold=counting)
+    runner.reward(groups)
+    assert rows(runner.reward(groups, update=False).rewards_PG) == [[4, 4], [4, 4]]
+    assert rows(runner.gold(groups)) == [[0, 0], [0, 0]] and runner.has_gold
+    assert runner.state_dict() == {"counting": {"count": 4}} and gold.count == 0
+    shared = EnvironmentRunner({"counting": counting}, {"counting": 1.0}, gold=counting)
     assert rows(shared.gold([group("a")])) == [[4]] and counting.count == 4
     with pytest.raises(ConfigError, match="no gold environment"):
-        RewardSource({"counting": counting}, {"counting": 1.0}).gold(groups)
-
-
-def test_gold_is_that_of_every_completion_whatever_its_prompt_chose() -> None:
-    gold = Toy(lambda text, _: None if text == "?" else 3.0 * len(text), "gold")
-    source = RewardSource({"a": Toy(length)}, {"a": 1.0}, gold=gold)
-    assert rows(source.gold([group("x", "yy", environment="a"), group("?", "z")])) == [[3, 6], [None, 3]]
-    assert source.gold([]).shape == (0, 0)
+        EnvironmentRunner({"counting": counting}, {"counting": 1.0}).gold(groups)
 
 
 def test_the_state_of_a_run_that_goes_on() -> None:
-    first = RewardSource({"counting": Counting(), "toy": Toy(length)}, {"counting": 1.0})
+    first = EnvironmentRunner({"counting": Counting(), "toy": Toy(length)}, {"counting": 1.0})
     first.reward([group("a", "b", "c")])
     state = first.state_dict()
-    second = RewardSource({"counting": Counting(), "toy": Toy(length)}, {"counting": 1.0})
+    second = EnvironmentRunner({"counting": Counting(), "toy": Toy(length)}, {"counting": 1.0})
     second.load_state_dict(state)
     assert rows(second.reward([group("a", "b")]).rewards_PG) == [[3, 3]] and state["counting"] == {"count": 3}
     with pytest.raises(CheckpointError, match="not the state of these environments"):
         second.load_state_dict({"counting": {"count": 1}})
     assert second.shutdown() and second.shutdown()
-    with pytest.raises(ModelError, match="were shut down"):
-        second.reward([group("a")])
 
 
 def test_metrics_of_two_environments_of_one_name_are_told_apart() -> None:
-    source = RewardSource({"x": Toy(length), "y": Toy(length)}, {"x": 1.0, "y": 1.0})
-    metrics = source.reward([group("a")]).metrics
-    assert {"x_env/mean_reward", "y_env/mean_reward"} < metrics.keys()
+    runner = EnvironmentRunner({"x": Toy(length), "y": Toy(length)}, {"x": 1.0, "y": 1.0})
+    assert runner.reward([group("a")]).by_environment.keys() == {"x_env", "y_env"}
+
+
+def values(runner: EnvironmentRunner, *texts: str, timeout: float) -> list[float | None]:
+    runner.timeout_seconds = timeout
+    return [None if math.isnan(v) else v for v in runner.reward([group(*texts)]).rewards_PG[0].tolist()]
+
+
+def test_late_completions_are_dropped_and_undone(hanging: Hanging, caplog: pytest.LogCaptureFixture) -> None:
+    runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0})
+    assert values(runner, "a", "b", timeout=NEVER) == [2, 2]
+    with caplog.at_level(logging.WARNING):
+        assert values(runner, "wait", "b", "c", timeout=SOON) == [None, None, None]
+    assert "no rewards within 0.05 seconds" in caplog.text
+    assert hanging.begun.wait(NEVER) and hanging.count == 5
+    assert runner.state_dict() == {"hanging": {"count": 2}}  # at once, whatever it does
+    hanging.go.set()
+    assert values(runner, "d", timeout=NEVER) == [3]  # after the late one, of which nothing is left
+    assert hanging.calls == 3 and hanging.most_at_once == 1
+    assert runner.state_dict() == {"hanging": {"count": 3}} == {"hanging": hanging.state_dict()}
+
+
+def test_a_question_that_was_given_up_before_it_began_is_never_asked(hanging: Hanging) -> None:
+    runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0})
+    values(runner, "wait", timeout=SOON)
+    assert hanging.begun.wait(NEVER)
+    assert values(runner, "b", timeout=SOON) == [None]
+    hanging.go.set()
+    assert values(runner, "c", timeout=NEVER) == [1]
+    assert hanging.calls == 2
+
+
+def test_the_others_keep_their_rewards(hanging: Hanging) -> None:
+    quick = Hanging()
+    runner = EnvironmentRunner({"hanging": hanging, "quick": quick}, {"hanging": 1.0}, timeout_seconds=1.0)
+    chosen = CompletionGroup(
+        Prompt(({"role": "user", "content": "?"},), {"environment": "quick"}), (1,), group("x").completions
+    )
+    found = runner.reward([group("wait"), chosen])
+    assert found.rewards_PG.isfinite().tolist() == [[False], [True]] and found.rewards_PG[1].tolist() == [1]
+    assert metrics_of(found)["hanging_env/num_failed"] == 1 and metrics_of(found)["quick_env/num_failed"] == 0
+    assert len(found.failures) == 1
+    assert runner.state_dict() == {"hanging": {"count": 0}, "quick": {"count": 1}}
+
+
+def test_a_state_that_is_loaded_meanwhile_is_what_it_goes_on_from(hanging: Hanging) -> None:
+    runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0})
+    values(runner, "wait", timeout=SOON)
+    assert hanging.begun.wait(NEVER)
+    runner.load_state_dict({"hanging": {"count": 40}})
+    assert runner.state_dict() == {"hanging": {"count": 40}}
+    hanging.go.set()
+    assert values(runner, "a", timeout=NEVER) == [41] and not hanging.loaded_meanwhile
 
 
 PATH = f"{__name__}.Lengths"
@@ -410,33 +458,33 @@ def test_only_what_is_used_is_made() -> None:
         "off": {"type": PATH, "enabled": False},
         "length": {"type": PATH},
     }
-    source = make_reward_source(section, {"here": 2.0}, names=["chosen"], gold="length")
-    assert Lengths.made == 3 and source.names == ("here", "chosen") and source.timeout_seconds == 600
-    found = source.reward([group("abc"), group("x", environment="chosen")])
-    assert rows(found.rewards_PG) == [[6], [1]] and rows(source.gold([group("abc")])) == [[3]]
-    assert found.metrics["here_env/num_samples"] == 1
-    assert source.shutdown() and Lengths.shut == 3
-    one = make_reward_source(section, {"here": 1.0}, gold="here")
+    runner = make_environment_runner(section, {"here": 2.0}, names=["chosen"], gold="length")
+    assert Lengths.made == 3 and runner.names == ("here", "chosen") and runner.timeout_seconds == 600
+    found = runner.reward([group("abc"), group("x", environment="chosen")])
+    assert rows(found.rewards_PG) == [[6], [1]] and rows(runner.gold([group("abc")])) == [[3]]
+    assert metrics_of(found)["here_env/num_samples"] == 1
+    assert runner.shutdown() and Lengths.shut == 3
+    one = make_environment_runner(section, {"here": 1.0}, gold="here")
     assert Lengths.made == 4 and one.shutdown() and Lengths.shut == 4
     with pytest.raises(ConfigError, match="cannot be made"):
-        make_reward_source(section, {"here": 1.0, "other": 1.0})
+        make_environment_runner(section, {"here": 1.0, "other": 1.0})
     assert Lengths.made == 5 == Lengths.shut
-    for name, message in (("hree", "did you mean here"), ("off", "switched off")):
+    for name, message in (("hree", "did you mean here"), ("off", "no such environment")):
         with pytest.raises(ConfigError, match=message):
-            make_reward_source(section, {"here": 1.0}, gold=name)
+            make_environment_runner(section, {"here": 1.0}, gold=name)
     with pytest.raises(ConfigError, match="cannot be a Ray actor"):
-        make_reward_source(section, {"here": 1.0}, on_ray=["here"])
+        make_environment_runner(section, {"here": 1.0}, on_ray=["here"])
 
 
 def test_nemo_rls_section_of_mathematics() -> None:
     section = {"math": {"num_workers": 1, "math_verify_impl": "hf_math_verify", "stop_strings": None}}
-    source = make_reward_source(section, {"math": 1.0}, timeout_seconds=None)
+    runner = make_environment_runner(section, {"math": 1.0}, timeout_seconds=None)
     half = group(r"So it is \boxed{0.5}.", "It is 2.", "I do not know.", ground_truth="1/2")
-    found = source.reward([half, group("7", "8", "9", ground_truth="8", environment="math")])
+    found = runner.reward([half, group("7", "8", "9", ground_truth="8", environment="math")])
     assert rows(found.rewards_PG) == [[1, 0, 0], [0, 1, 0]]
-    assert found.metrics["math_env/component/correct"] == pytest.approx(1 / 3)
-    assert source.reward([group("7")]).errors.keys() == {"math: the sample has no ground_truth or expected_answer"}
-    source.shutdown()
+    assert metrics_of(found)["math_env/component/correct"] == pytest.approx(1 / 3)
+    assert reasons_of(runner.reward([group("7")])) == {"math: the sample has no ground_truth or expected_answer": 1}
+    runner.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -460,29 +508,15 @@ def assert_close(got: Tensor, want: Sequence[Sequence[float | None]]) -> None:
 def test_a_reward_model_gives_the_scorers_numbers(model: Path) -> None:
     shaping = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.25}
     section = {"reward_model": {"model_name": str(model), "precision": "float32", "reward_shaping": shaping}}
-    source = make_reward_source(section, {"reward_model": 1.0})
-    found = source.reward(COMPLETIONS)
+    runner = make_environment_runner(section, {"reward_model": 1.0})
+    found = runner.reward(COMPLETIONS)
     want = scores(model)
     assert want[1][1] is None  # too long
     assert_close(found.raw_PG, want)
     assert_close(found.rewards_PG, [[None if s is None else (s - 0.5) / 0.25 for s in row] for row in want])
-    assert found.known_PG.tolist() == [[True] * 3, [True, False, True]]
-    assert found.metrics["reward_model_env/num_failed"] == 1 and len(found.errors) == 1
-    assert source.shutdown()
-
-
-def test_running_statistics_are_saved(model: Path) -> None:
-    shaping = {"normalize_rewards": True, "running": True}
-    config = {"model_name": str(model), "precision": "float32", "reward_shaping": shaping}
-    source = RewardSource({"reward_model": RewardModelEnvironment(config)}, {"reward_model": 1.0})
-    source.reward(COMPLETIONS)
-    state = source.state_dict()
-    assert state["reward_model"]["reward_shaping"]["running"]["count"] == 5
-    want = source.reward(COMPLETIONS)
-    resumed = RewardSource({"reward_model": RewardModelEnvironment(config)}, {"reward_model": 1.0})
-    resumed.load_state_dict(state)
-    assert torch.equal(resumed.reward(COMPLETIONS).rewards_PG.nan_to_num(9.0), want.rewards_PG.nan_to_num(9.0))
-    assert resumed.state_dict() == source.state_dict() != state
+    assert found.rewards_PG.isfinite().tolist() == [[True] * 3, [True, False, True]]
+    assert metrics_of(found)["reward_model_env/num_failed"] == 1 and len(found.failures) == 1
+    assert runner.shutdown()
 
 
 def test_a_ray_actor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,23 +530,23 @@ def test_a_ray_actor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         own = {"model_name": str(model), "precision": "float32", "cpus_per_replica": 0.5, "reward_shaping": running}
         section = {"reward_model": own, "shape": {"type": "rules", "rule": "regex", "pattern": "[.]$"}}
         weights = {"reward_model": 1.0, "shape": 0.5}
-        here = make_reward_source(section, weights)
-        there = make_reward_source(section, weights, on_ray=["reward_model"])
+        here = make_environment_runner(section, weights)
+        there = make_environment_runner(section, weights, on_ray=["reward_model"])
         want, found = here.reward(COMPLETIONS), there.reward(COMPLETIONS)
         assert_close(found.rewards_PG, want.rewards_PG.tolist())
         assert_close(found.raw_PG, want.raw_PG.tolist())
-        assert found.metrics == pytest.approx(dict(want.metrics), abs=1e-4)
+        assert metrics_of(found) == pytest.approx(dict(metrics_of(want)), abs=1e-4)
         assert there.state_dict()["reward_model"]["reward_shaping"]["running"]["count"] == 5
         state = there.state_dict()
         there.reward(COMPLETIONS)
         there.load_state_dict(state)
         assert_close(there.reward(COMPLETIONS).rewards_PG, here.reward(COMPLETIONS).rewards_PG.tolist())
         kept = there.state_dict()
-        ray.kill(there._askers["reward_model"].environment._handle)  # type: ignore[union-attr]
+        ray.kill(there._workers["reward_model"].environment._handle)  # type: ignore[union-attr]
         with pytest.raises(ModelError, match="actor of the environment is gone"):
             there.reward(COMPLETIONS)
         assert there.state_dict() == kept  # with which the run can be saved
-        assert not there.shutdown()
+        there.shutdown()
     finally:
         if started:
             ray.shutdown()

@@ -1,0 +1,69 @@
+"""`RemoteEnvironment`: an environment that lives in a Ray actor, as one in this process; Ray must be installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+
+from treeward.data.preference import Message
+from treeward.environments.interface import Environment, Reward
+from treeward.errors import ModelError
+
+__all__ = ["RemoteEnvironment"]
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_SECONDS = 30.0
+
+
+class RemoteEnvironment(Environment):
+    """The environment of an actor's `handle`. It raises what that environment raises."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name, self._handle = f"{name}_env", handle
+
+    def rewards(
+        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]:
+        return list(self._call("rewards", conversations, env_infos))
+
+    def evaluation_rewards(
+        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]:
+        return list(self._call("evaluation_rewards", conversations, env_infos))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._call("state_dict"))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._call("load_state_dict", state)
+
+    def shutdown(self) -> bool:
+        """Free what the environment holds; an actor that does not answer is killed."""
+        handle, self._handle = self._handle, None  # the actor ends with its last handle
+        try:
+            return handle is None or bool(ray.get(handle.shutdown.remote(), timeout=_SHUTDOWN_SECONDS))
+        except (GetTimeoutError, RayActorError) as error:
+            logger.warning("%s did not shut down, and is killed: %s", self.name, str(error).splitlines()[:1])
+            ray.kill(handle)
+            return False
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(getattr(self._handle, method).remote(*arguments))
+        except RayTaskError as error:
+            raise error.cause from None
+        except ActorUnavailableError:
+            raise  # it may be back for the next step
+        except RayActorError as error:
+            raise ModelError(
+                "the Ray actor of the environment is gone",
+                where=self.name,
+                got=str(error).splitlines()[0],
+                need="an actor that lives",
+                fix="look for the reason in Ray's logs, and resume the run",
+            ) from error
