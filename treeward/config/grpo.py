@@ -374,18 +374,6 @@ class GRPOConfig(Strict):
         return self.normalize_rewards and own.name == "grpo"
 
     @property
-    def advantage_settings(self) -> dict[str, Any]:
-        """The arguments of `treeward.rl.advantages.AdvantageSettings`."""
-        leave_one_out = self.estimator == "leave_one_out"
-        return {
-            "name": "grpo" if leave_one_out else self.estimator,
-            "normalize_rewards": self.divides_by_std,
-            "use_leave_one_out_baseline": leave_one_out,
-            "minus_baseline": self.adv_estimator.minus_baseline,
-            "std_floor": self.advantage_std_floor,
-        }
-
-    @property
     def completions_per_step(self) -> int:
         """Completions that a step learns from."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
