@@ -1,7 +1,10 @@
+"""The `data` section of both kinds of run: its forms, the sets that bring their own validation, what it refuses."""
+
 import pytest
 from pydantic import ValidationError
 
 from treeward.config import DataConfig, DatasetConfig
+from treeward.config.data import PromptDataConfig
 from treeward.errors import ConfigError
 
 
@@ -23,59 +26,46 @@ PAIRS = DataConfig(
     ),
 )
 
-FORMS_OF_PAIRS = {
-    "flat": {
-        "dataset_name": "BinaryPreferenceDataset",
-        "train_data_path": "t",
-        "train_split": "s",
-        "val_data_paths": {"A": "a", "B": "b"},
-        "val_split": "v",
-        "prompt_key": "q",
-    },
-    "older flat": {
+BINARY = {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "q"}
+FORMS_OF_PAIRS = [
+    BINARY | {"train_data_path": "t", "train_split": "s", "val_data_paths": {"A": "a", "B": "b"}, "val_split": "v"},
+    {
         "dataset_type": "binary",
+        "prompt_key": "q",
         "train_data_path": "t",
         "train_split": "s",
         "val_data_path": None,
         "val_data_paths": {"A": "a", "B": "b"},
         "val_split": "v",
-        "prompt_key": "q",
     },
-    "blocks with paths": {
+    {
         "train": {"data_path": "t", "split": "s"},
         "val_data_paths": {"A": "a", "B": "b"},
-        "default": {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "q", "split": "v"},
+        "default": BINARY | {"split": "v"},
     },
-    "blocks, list": {
+    {
         "train": [{"data_path": "t", "split": "s"}],
         "validation": [{"data_path": "a", "name": "A"}, {"data_path": "b", "name": "B"}],
-        "default": {
-            "dataset_name": "BinaryPreferenceDataset",
-            "prompt_key": "q",
-            "split": "v",
-            "prompt_file": None,
-            "processor": "preference_preprocessor",
-        },
+        "default": BINARY | {"split": "v", "prompt_file": None, "processor": "preference_preprocessor"},
     },
-    "blocks, mapping": {
+    {
         "train": {"data_path": "t", "split": "s", "env_name": "x"},
         "validation": {"A": {"data_path": "a", "split": "v"}, "B": {"data_path": "b", "split": "v"}},
-        "default": {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "q"},
+        "default": BINARY,
     },
-    "blocks under flat keys": {
-        "dataset_name": "BinaryPreferenceDataset",
-        "prompt_key": "q",
+    BINARY
+    | {
         "train": {"data_path": "t", "split": "s"},
         "validation": {"data_path": "a", "name": "A", "split": "v"},
         "val_data_paths": {"B": "b"},
         "val_split": "v",
     },
-}
+]
 
 
 @pytest.mark.parametrize("form", FORMS_OF_PAIRS)
 def test_every_form_means_the_same(form):
-    assert DataConfig.model_validate(FORMS_OF_PAIRS[form]) == PAIRS
+    assert DataConfig.model_validate(form) == PAIRS
 
 
 def test_the_normal_form_is_a_fixed_point():
@@ -96,11 +86,6 @@ def test_the_only_unnamed_validation_set_is_called_default(raw):
     assert [(d.name, d.data_path) for d in DataConfig.model_validate(raw).validation] == [("default", "v")]
 
 
-def test_an_unnamed_set_stands_beside_named_ones():
-    raw = {"train_data_path": "t", "val_data_path": "v", "val_data_paths": {"hard": "h"}}
-    assert [d.name for d in DataConfig.model_validate(raw).validation] == ["default", "hard"]
-
-
 @pytest.mark.parametrize(
     ("name", "validation"),
     [
@@ -118,11 +103,6 @@ def test_sets_that_bring_their_own_data(name, validation, form):
     assert [(d.name, d.split) for d in config.validation] == validation
 
 
-def test_own_splits_can_be_chosen():
-    config = DataConfig.model_validate({"dataset_name": "HelpSteer3", "train_split": "a", "val_split": "b"})
-    assert (config.train[0].split, config.validation[0].split) == ("a", "b")
-
-
 def test_own_splits_are_filled_into_blocks():
     config = DataConfig.model_validate(
         {
@@ -134,11 +114,6 @@ def test_own_splits_are_filled_into_blocks():
     assert DataConfig.model_validate({"train": {"dataset_name": "HelpSteer3"}}).validation == ()
 
 
-def test_a_local_copy_is_not_taken_for_the_hub():
-    config = DataConfig.model_validate({"dataset_name": "HelpSteer3", "train_data_path": "copy.jsonl"})
-    assert (config.train[0].data_path, config.train[0].split, config.validation) == ("copy.jsonl", None, ())
-
-
 def test_answers_to_other_prompts_are_for_training_alone():
     flat = {"dataset_name": "Bundled", "non_contextual_answer": True}
     config = DataConfig.model_validate(flat)
@@ -147,11 +122,6 @@ def test_answers_to_other_prompts_are_for_training_alone():
     train = [{"data_path": "a"}, {"data_path": "b", "non_contextual_answer": False}]
     config = DataConfig.model_validate({"non_contextual_answer": True, "train": train})
     assert [d.non_contextual_answer for d in config.train] == [True, False]
-
-
-def test_several_training_sets_with_weights():
-    config = DataConfig.model_validate({"train": [{"data_path": "a"}, {"data_path": "b", "weight": 0.5}]})
-    assert [d.weight for d in config.train] == [1.0, 0.5]
 
 
 def test_null_in_a_block_is_the_default_and_not_the_shared_value():
@@ -212,25 +182,90 @@ def test_contradictions_are_refused(raw, field, words):
     assert words in error.summary
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {"train_data_pth": "t"},
-        {"train": {"data_path": "t", "promt_key": "q"}},
-        {"train": [{"data_path": "t", "promt_key": "q"}]},
-        {"train_data_path": "t", "validation": {"data_path": "v", "nme": "q"}},
-        {"train_data_path": "t", "validation": {"a": {"data_path": "v", "nme": None}}},
-        {"train_data_path": "t", "truncation": "cut"},
-        {"train": {"data_path": "t", "weight": 0}},
-        {"train": {"data_path": "t", "weight": float("nan")}},
-        {"train_data_path": "t", "max_input_seq_length": 0},
-    ],
-)
-def test_unknown_keys_and_bad_values_are_refused(raw):
-    with pytest.raises(ValidationError):
-        DataConfig.model_validate(raw)
-
-
 def test_a_configuration_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         PAIRS.shuffle = False
+
+
+def test_paths_splits_and_weights():
+    chosen = DataConfig.model_validate({"dataset_name": "HelpSteer3", "train_split": "a", "val_split": "b"})
+    assert (chosen.train[0].split, chosen.validation[0].split) == ("a", "b")
+    local = DataConfig.model_validate({"dataset_name": "HelpSteer3", "train_data_path": "copy.jsonl"})
+    assert (local.train[0].data_path, local.train[0].split, local.validation) == ("copy.jsonl", None, ())
+    several = DataConfig.model_validate({"train": [{"data_path": "a"}, {"data_path": "b", "weight": 0.5}]})
+    assert [d.weight for d in several.train] == [1.0, 0.5]
+    names = {"train_data_path": "t", "val_data_path": "v", "val_data_paths": {"hard": "h"}}
+    assert [d.name for d in DataConfig.model_validate(names).validation] == ["default", "hard"]
+
+
+# prompts
+
+
+def sets(**raw):
+    return PromptDataConfig.model_validate(raw)
+
+
+def test_the_forms_of_data_mean_the_same():
+    flat = sets(train_data_path="t", val_data_path="v", input_key="q", env_name="math")
+    blocks = sets(
+        train={"data_path": "t"}, validation={"data_path": "v"}, default={"input_key": "q", "env_name": "math"}
+    )
+    lists = sets(
+        train=[{"data_path": "t", "input_key": "q", "env_name": "math"}],
+        validation={"default": {"data_path": "v", "input_key": "q", "env_name": "math"}},
+    )
+    assert flat == blocks == lists
+    assert flat.train[0].environment_names == ("math",)
+
+
+def test_sets_that_bring_their_own_validation():
+    bundled = sets(dataset_name="Bundled")
+    assert [(one.split, one.name) for one in (*bundled.train, *bundled.validation)] == [
+        ("train", None),
+        ("validation", "default"),
+    ]
+    assert [one.dataset_name for one in sets(dataset_name="DeepScaler").validation] == ["AIME2024"]
+    open_math = sets(dataset_name="OpenMathInstruct-2", prompt_file="cot.txt")
+    assert [(one.part, one.split_validation_size) for one in (*open_math.train, *open_math.validation)] == [
+        ("train", 0.05),
+        ("validation", 0.05),
+    ]
+    given = sets(dataset_name="OpenMathInstruct-2", val_data_path="v")
+    assert given.train[0].split_validation_size == 0, "nothing is held out where there is a validation set"
+
+
+def test_held_out_rows_are_one_set_each_and_only_once():
+    config = sets(
+        train=[{"data_path": "a", "split_validation_size": 0.1, "weight": 2.0}, {"data_path": "b"},
+               {"data_path": "c", "split_validation_size": 0.2, "seed": 7}],
+        validation={"data_path": "v"},
+    )  # fmt: skip
+    held = [(one.name, one.data_path, one.part, one.weight, one.seed) for one in config.validation]
+    assert held == [
+        ("default", "v", None, 1.0, 42),
+        ("held_out", "a", "validation", 1.0, 42),
+        ("held_out_2", "c", "validation", 1.0, 7),
+    ]
+    assert [one.part for one in config.train] == ["train", None, "train"]
+    again = PromptDataConfig.model_validate(config.model_dump())
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({}, "no training data"),
+        ({"train": {"dataset_name": "PromptDataset"}}, "needs a data_path"),
+        ({"train": {"data_path": "t", "split_validation_size": 1.0}}, "split_validation_size"),
+        ({"train": {"data_path": "t", "part": "validation"}}, "needs split_validation_size"),
+        ({"train": {"data_path": "t"}, "validation": {"data_path": "v", "weight": 2}}, "has a weight"),
+        ({"train": {"data_path": "t"}, "validation": [{"data_path": file, "name": "a"} for file in "vw"]}, "same name"),
+        ({"train": {"data_path": "t", "processor": "sft_processor"}}, "processor"),
+        ({"train": {"data_path": "t", "env_name": {"math": float("inf")}}}, "env_name"),
+        ({"train": {"data_path": "t"}, "default": {"prompt_key": "q"}}, "no such key"),
+        ({"train": {"data_path": "t"}, "dataset_type": "rank"}, "dataset_type"),
+    ],
+)  # fmt: skip
+def test_what_data_refuses(raw, words):
+    with pytest.raises(ValueError, match=words):
+        sets(**raw)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treeward.config import load_config, load_grpo_config, save_config
+from treeward.config import load_grpo_config, save_config
 from treeward.config.checkpointing import GRPO_METRICS, GRPOCheckpointingConfig, parse_grpo_metric_name
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig, LoraConfig
@@ -143,22 +143,11 @@ def test_overlong_filtering_masks():
     assert wrong(GRPOConfig, overlong_filtering="yes!").field == "overlong_filtering"
 
 
-def test_environments_may_be_a_name_or_names():
-    assert GRPOConfig(environments="math").environments == {"math": 1.0}
-    assert GRPOConfig(environments=["math", "shape"]).environments == {"math": 1.0, "shape": 1.0}
-    assert GRPOConfig(environments={"math": 2, "shape": -0.5}).environments == {"math": 2.0, "shape": -0.5}
-
-
 def test_never_and_all_have_several_spellings():
     config = GRPOConfig(max_num_steps=-1, val_period=0, max_val_samples=-1, val_batch_size=None)
     assert (config.max_num_steps, config.val_period, config.max_val_samples) == (None, None, None)
     assert config.validates, "at the end"
     assert not GRPOConfig(val_period=-1, val_at_end=False).validates
-
-
-def test_dynamic_sampling_draws_whole_prompts():
-    config = GRPOConfig(num_prompts_per_step=10, use_dynamic_sampling=True, batch_multiplier=1.25)
-    assert (config.prompts_per_draw, config.completions_per_step) == (13, 160)
 
 
 # loss_fn
@@ -190,10 +179,6 @@ def test_k1_belongs_into_the_reward():
     assert (
         PolicyLossConfig(reference_policy_kl_type="k1", reference_policy_kl_penalty=0).reference_policy_kl_penalty == 0
     )
-
-
-def test_gspo_loads():
-    assert PolicyLossConfig(sequence_level_importance_ratios=True, token_level_loss=False)
 
 
 # policy, generation and adapters
@@ -238,13 +223,6 @@ def test_generation_is_normalised():
     assert plain.generation.weight_sync_method == "none"
 
 
-def test_the_budget_of_a_micro_batch():
-    assert GRPOPolicyConfig(model_name="m").micro_batch_tokens == 4096
-    assert GRPOPolicyConfig(model_name="m", train_micro_batch_size=3).micro_batch_tokens == 3 * 4096
-    both = GRPOPolicyConfig(model_name="m", train_micro_batch_size=3, train_micro_batch_tokens=100)
-    assert both.micro_batch_tokens == 100
-
-
 def test_adapters():
     made = GRPOPolicyConfig(model_name="m", dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4, "use_triton": True}})
     assert made.dtensor_cfg.lora_cfg.dim == 4
@@ -257,13 +235,6 @@ def test_adapters():
         ({"dim": 0}, "dim"),
     ):
         assert wrong(LoraConfig, enabled=True, **keys).field == field
-
-
-def test_a_reward_model_has_no_adapters(tmp_path):
-    text = "policy: {model_name: m, dtensor_cfg: {lora_cfg: {enabled: true}}}\ndata: {train_data_path: t.jsonl}\n"
-    (tmp_path / "rm.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="low-rank adapters of a reward model are not supported"):
-        load_config(tmp_path / "rm.yaml")
 
 
 # environments
@@ -280,10 +251,6 @@ def test_environments_of_a_run(load):
     named = load("data.env_name={math: 1.0, shape: 0.2}")
     assert named.used_environments == ("math", "shape")
     assert load("env.reward_model.enabled=false").environments == ("math", "shape")
-
-
-def test_a_section_that_is_switched_off_may_hold_anything(load):
-    assert load("env.judge={enabled: false, whatever: 1}").environments == ("reward_model", "math", "shape")
 
 
 @pytest.mark.parametrize(
@@ -304,11 +271,6 @@ def test_environments_are_checked_by_their_kinds(mistake, override, field, words
     error = mistake(override)
     assert (error.field, words in error.summary) == (field, True)
     assert error.where == f"command line, {override}"
-
-
-def test_environments_of_other_packages_are_left_to_them(load):
-    config = load("env.mine={type: my.package.Environment, whatever: 1}", "grpo.environments=mine")
-    assert config.used_environments == ("mine",)
 
 
 def test_ignored_keys_of_environments_are_logged_by_their_names(load, caplog):
@@ -408,11 +370,6 @@ def test_what_fits_loads(load, overrides, tmp_path):
     assert load_grpo_config(tmp_path / "resolved.yaml") == config
 
 
-def test_batches_are_counted_in_completions(load):
-    config = load("policy.train_global_batch_size=128")
-    assert (config.completions_per_update, config.prompts_per_update) == (128, 8)
-
-
 def test_lengths(load):
     config = load("policy.generation.max_new_tokens=40", "data.max_input_seq_length=30")
     assert (config.max_prompt_length, config.max_new_tokens, config.max_response_length) == (30, 40, 40)
@@ -441,7 +398,7 @@ def test_remarks_are_logged_once_each(load, caplog):
 def test_keys_of_a_server_need_a_url(load):
     quiet = ("~env.math", "~env.shape")
     config = load(*quiet, "policy.generation={retokenize: true, weight_sync: none}")
-    assert config.remarks == ["policy.generation.weight_sync, retokenize has no effect without a url"]
+    assert len(config.remarks) == 1 and "weight_sync, retokenize has no effect without a url" in config.remarks[0]
     assert load(*quiet, *OPENAI, "policy.generation.probe_tolerance=null").remarks == []
 
 
@@ -453,17 +410,6 @@ def test_keys_of_a_server_need_a_url(load):
 )
 def test_names_of_the_reward(name):
     assert parse_grpo_metric_name(name) == "reward"
-
-
-def test_which_direction_is_better():
-    assert {metric: better for metric, better in GRPO_METRICS.items() if better is not None} == {
-        "reward": True,
-        "raw_reward": True,
-        "proxy": True,
-        "gold_reward": True,
-        "kl": False,
-        "truncation_rate": False,
-    }
 
 
 @pytest.mark.parametrize("metric", GRPO_METRICS)
@@ -482,7 +428,3 @@ def test_every_metric_has_its_direction(metric):
 def test_other_names_are_refused(name):
     error = wrong(GRPOCheckpointingConfig, metric_name=name)
     assert error.field == "metric_name" and "val:<metric>" in error.need
-
-
-def test_a_near_name_is_suggested():
-    assert wrong(GRPOCheckpointingConfig, metric_name="val:rewards").fix == "did you mean val:reward?"
