@@ -1,7 +1,5 @@
 """A run that trains a reward model: its sections one by one, the checks between them, and NeMo RL's file."""
 
-import logging
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,96 +12,11 @@ from treeward.config import (
     RMConfig,
     load_config,
     parse_metric_name,
-    save_config,
 )
 from treeward.config.checkpointing import METRICS
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, TorchScheduleConfig
 from treeward.config.run import EvaluationConfig
 from treeward.errors import ConfigError
-
-# The keys, values and references of the reward-model example of NeMo RL, in the spelling of its newer versions.
-NEMO = """
-rm:
-  max_num_epochs: 1
-  max_num_steps: -1
-  val_period: 16
-  val_batches: -1
-  val_global_batch_size: 32
-  val_micro_batch_size: 1
-  val_at_start: false
-  seed: 42
-checkpointing:
-  enabled: true
-  checkpoint_dir: results/rm
-  metric_name: "val:validation-default_loss"
-  higher_is_better: false
-  keep_top_k: 3
-  save_period: ${rm.val_period}
-  checkpoint_must_save_by: null
-policy:
-  model_name: meta-llama/Llama-3.2-1B-Instruct
-  tokenizer:
-    name: ${policy.model_name}
-    chat_template: "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    chat_template_kwargs: null
-  train_global_batch_size: 128
-  train_micro_batch_size: 1
-  max_total_sequence_length: 8192
-  precision: "bfloat16"
-  activation_checkpointing_enabled: false
-  offload_optimizer_for_logprob: false
-  reward_model_cfg: {enabled: true, reward_model_type: "bradley_terry"}
-  dtensor_cfg:
-    _v2: false
-    enabled: true
-    cpu_offload: false
-    sequence_parallel: false
-    activation_checkpointing: false
-    tensor_parallel_size: 1
-    context_parallel_size: 1
-    custom_parallel_plan: null
-    clear_cache_every_n_steps: null
-  dynamic_batching:
-    enabled: false
-    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
-    sequence_length_round: 64
-  sequence_packing: {enabled: false}
-  make_sequence_length_divisible_by: ${policy.dtensor_cfg.tensor_parallel_size}
-  max_grad_norm: 1.0
-  optimizer:
-    name: "torch.optim.AdamW"
-    kwargs: {lr: 2.0e-6, weight_decay: 0.1, betas: [0.9, 0.98], eps: 1e-5, foreach: False, fused: False}
-  scheduler:
-    - name: "torch.optim.lr_scheduler.LinearLR"
-      kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 10}
-    - name: "torch.optim.lr_scheduler.ConstantLR"
-      kwargs: {factor: 1.0, total_iters: 10000000000}
-    - milestones: [10]
-  megatron_cfg:
-    enabled: false
-    optimizer:
-      lr: ${policy.optimizer.kwargs.lr}
-      bf16: true
-    distributed_data_parallel_config: {overlap_grad_reduce: true}
-data:
-  max_input_seq_length: ${policy.max_total_sequence_length}
-  shuffle: true
-  num_workers: 1
-  dataset_name: HelpSteer3
-logger:
-  log_dir: logs
-  wandb_enabled: true
-  tensorboard_enabled: true
-  mlflow_enabled: false
-  swanlab_enabled: false
-  monitor_gpus: true
-  num_val_samples_to_print: 0
-  wandb: {project: rm-dev, name: rm-dev-logger}
-  tensorboard: {log_dir: tb_logs-rm-dev-logger}
-  mlflow: {experiment_name: rm-dev, run_name: rm-dev-logger, tracking_uri: null}
-  gpu_monitoring: {collection_interval: 10, flush_interval: 10}
-cluster: {gpus_per_node: 1, num_nodes: 1}
-"""
 
 SMALL = "policy: {model_name: m}\ndata:\n  train_data_path: t.jsonl\n"
 
@@ -131,25 +44,6 @@ def policy(**keys):
 def refused(section, raw, words=None):
     with pytest.raises(ValidationError, match=words):
         section.model_validate(raw)
-
-
-def test_a_config_of_nemo_rl_loads_unchanged(write, tmp_path, caplog):
-    with caplog.at_level(logging.DEBUG, logger="treeward.config"):
-        config = load_config(write(NEMO))
-    assert (config.rm.max_num_steps, config.rm.val_batches) == (None, None)
-    assert config.policy.tokenizer.name == "meta-llama/Llama-3.2-1B-Instruct"
-    assert config.policy.optimizer.kwargs["eps"] == 1e-5
-    assert (config.policy.train_micro_batch_size, config.policy.micro_batch_tokens) == (1, None)
-    assert config.policy.dynamic_batching.train_mb_tokens == 8192
-    assert config.checkpointing.save_period == 16
-    assert config.ranking_metric == ("default", "loss")
-    assert [(d.split, d.name) for d in (*config.data.train, *config.data.validation)] == [
-        ("train", None),
-        ("validation", "default"),
-    ]
-    assert "monitor_gpus has no effect" in caplog.text and "_v2 has no effect" in caplog.text
-    save_config(config, tmp_path / "resolved.yaml")
-    assert load_config(tmp_path / "resolved.yaml") == config
 
 
 # between sections
