@@ -114,13 +114,6 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
     Raises `ConfigError` for an unknown name (with the nearest one) or a class that cannot be used, `DataError` for data
     that is not there or a row that is wrong.
     """
-    if not isinstance(config, PromptSetConfig):
-        raise ConfigError(
-            "open_prompts takes the configuration of a set",
-            got=config,
-            need="a PromptSetConfig",
-            fix='write open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path="prompts.jsonl"))',
-        )
     source, name, files = _open(config)
     prompts = tuple(
         _with_environment(_completed(prompt, files), config.env_name, environments)
@@ -168,15 +161,7 @@ class RowPrompts:
 
     def __iter__(self) -> Iterator[Prompt]:
         for row in read_rows(self.path, split=self.split, subset=self.config.subset):
-            prompt = self.to_prompt(row)
-            if not isinstance(prompt, Prompt):
-                raise ConfigError(
-                    f"{type(self).__name__}.to_prompt does not return a Prompt",
-                    where=row.where,
-                    got=prompt,
-                    need="a Prompt, as Prompt(messages, info, row.where), or what from_prompt_row returns",
-                )
-            yield prompt
+            yield self.to_prompt(row)
 
 
 @register_prompt_dataset("PromptDataset")
@@ -292,39 +277,35 @@ def _completed(prompt: Prompt, files: PromptFiles) -> Prompt:
 
 
 def _with_environment(prompt: Prompt, default: Any, known: Collection[str] | None) -> Prompt:
-    chosen = prompt.info.get("environment")
-    task = prompt.info.get("task_name")
+    """The prompt with the environment that its row names, or else its task name or the set's `env_name`."""
+    chosen, task = prompt.info.get("environment"), prompt.info.get("task_name")
     if chosen is None:
         chosen = task if known is not None and isinstance(task, str) and task in known else default
     if chosen is None:
         return prompt
     if isinstance(chosen, Mapping):
         chosen = {name: weight for name, weight in chosen.items() if weight is not None}  # parquet has every key
-    names = list(chosen) if isinstance(chosen, Mapping) else [chosen]
-    weights = list(chosen.values()) if isinstance(chosen, Mapping) else []
-    is_sound = all(isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) for w in weights)
-    if not names or not is_sound or not all(isinstance(name, str) and name for name in names):
-        raise DataError(
-            "environment is not a name",
-            where=prompt.where,
-            field="environment",
-            got=chosen,
-            need="the name of an environment, or names with weights",
-        )
-    unknown = [] if known is None else [name for name in names if name not in known]
-    if unknown:
-        near = nearest_name(unknown[0], known or ())
-        raise DataError(
-            "there is no such environment",
-            where=prompt.where,
-            field="environment",
-            got=unknown[0],
-            need=f"one of {', '.join(sorted(known or ()))}",
-            fix=f"did you mean {near}?" if near else "add it to env, or change the row or env_name",
-        )
-    if prompt.info.get("environment") == chosen:
-        return prompt
-    return replace(prompt, info={**prompt.info, "environment": chosen})
+    weight_of = chosen if isinstance(chosen, Mapping) else {chosen: 1.0} if isinstance(chosen, str) else {}
+    near, summary = None, "environment is not a name"
+    need = "the name of an environment, or names with finite weights"
+    if weight_of and all(weight_of) and all(map(_is_weight, weight_of.values())):
+        unknown = [] if known is None else [name for name in weight_of if name not in known]
+        if not unknown:
+            return replace(prompt, info={**prompt.info, "environment": chosen})
+        chosen, near, summary = unknown[0], nearest_name(unknown[0], known or ()), "there is no such environment"
+        need = f"one of {', '.join(sorted(known or ()))}"
+    raise DataError(
+        summary,
+        where=prompt.where,
+        field="environment",
+        got=chosen,
+        need=need,
+        fix=f"did you mean {near}?" if near else "add it to env, or change the row or env_name",
+    )
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _warn_of_tools(prompts: Sequence[Prompt], name: str) -> None:

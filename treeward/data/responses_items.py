@@ -4,10 +4,10 @@
                                            "content": [{"type": "output_text", "text": "4"}]}])
     # [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
-What becomes of each kind of item: `instructions` a system message before all others; text parts their text, joined;
-`function_call` a tool call of the assistant's message before it, its arguments parsed; `function_call_output` a message
-of the role `tool`; `reasoning` nothing, for a reward model judges what the user is given. Other kinds (images, calls of
-hosted tools) are refused: a score of half a conversation would be a wrong one.
+`instructions` become a system message before all others, and text parts their joined text. A `function_call` becomes a
+tool call of the assistant's message before it, with parsed arguments, and a `function_call_output` a message of the
+role `tool`. `reasoning` is left out, for a reward model judges the text that the user sees. Other kinds (images, calls
+of hosted tools) are refused: the score of half a conversation would be wrong.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "ref
 def conversation_of(
     params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], *, developer: str = "system"
 ) -> list[Message]:
-    """The messages of a request (`responses_create_params`) and of the `output` that answered it.
+    """The messages of a request (`responses_create_params`) and of its `output`.
 
-    `developer`: the role that messages of the developer are given; most chat templates know `system` only, and some
-    leave out silently what they do not know. Raises `DataError` for what cannot be read as messages.
+    `developer`: the role for messages of the developer; most chat templates know `system` only, and some leave out
+    silently the roles that they do not know. Raises `DataError` for items that are no messages.
     """
     messages = messages_of_input(params, developer=developer)
     _add_items(messages, output, "response.output", developer, after=len(messages))
