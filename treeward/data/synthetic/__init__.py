@@ -1,8 +1,8 @@
-"""The bundled data: a small closed world of questions whose answers code can grade.
+"""The bundled data: a small closed world of questions whose completions code can grade.
 
     read_rows(str(bundled_path("train")))            # the committed rows, in the rank format
-    prompts("validation")[0]                         # a context to answer, as RL needs it
-    gold_quality(prompts("validation")[0], "...")    # how good that answer is, in [0, 1]
+    prompts("validation")[0]                         # a context to complete, as RL needs it
+    gold_quality(prompts("validation")[0], "...")    # how good that completion is, in [0, 1]
 
 `world` holds the facts and the phrases, `gold` grades any text, `generate` writes the rows. The committed files are the
 output of `python -m treeward.data.synthetic --output treeward/data/bundled`, byte for byte.

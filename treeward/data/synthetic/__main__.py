@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=float,
         default=LONGER_IS_BETTER,
         metavar="SHARE",
-        help=f"in how many comparisons the better answer is padded to be the longer; default: {LONGER_IS_BETTER}",
+        help=f"in how many comparisons the better completion is padded to be the longer; default: {LONGER_IS_BETTER}",
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

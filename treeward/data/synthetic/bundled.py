@@ -2,7 +2,7 @@
 
 bundled_path("validation")       # .../treeward/data/bundled/validation.jsonl
 prompts("train")                 # every different context of the split, in file order
-best_answers("train")            # for each of them the answers that nothing was preferred to
+best_answers("train")            # for each of them the best completions
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def prompts(split: str) -> list[list[Message]]:
 
 
 def best_answers(split: str) -> list[list[str]]:
-    """For each of `prompts(split)` the texts of the best answers of its comparisons, each once; at least one.
+    """For each of `prompts(split)` the texts of the best completions of its comparisons, each once; at least one.
 
     Raises `ConfigError` for a split that does not exist.
     """

@@ -2,15 +2,15 @@
 
     generate()["train"][0]        # {"context": [...], "completions": [{"rank": 0, ..., "score": 1.0}, ...]}
 
-A row is a question and two to five answers, ranked by their gold quality, which is kept as `score`; equal quality is an
-equal rank. There is no label noise. What the data plants on purpose:
+A row is a question and two to five completions, ranked by their gold quality, which is kept as `score`; equal quality
+is an equal rank. There is no label noise. The data plants on purpose:
 
-- In `train` and `validation` the better answer is the longer one in about 78% of the pairs, by filler that says
-  nothing. `longer_is_better` sets how strongly.
+- In `train` and `validation` the better completion is the longer one in about 78% of the pairs, by filler without
+  content. `longer_is_better` sets how strongly.
 - In `length_controlled` it is so in half of the pairs, and the gap is wide: a reward model that likes length for its
-  own sake loses accuracy there, on the pairs whose better answer is the shorter.
-- No answer loops or trails off. What a reward model thinks of such text is untaught, as in real preference data.
-- Most wrong answers are words that are never right (`Kind.decoys`); the rest answer another question of the kind.
+  own sake loses accuracy there, on the pairs whose better completion is the shorter.
+- No completion loops or trails off. Nothing teaches a reward model about such text, as in real preference data.
+- Most wrong completions name words that are never right (`Kind.decoys`); the rest answer another question of the kind.
 
 The held-out splits ask known facts in combinations of fact, phrasing and format that `train` never shows.
 Only `random.Random` is used, over tuples, so that a seed means the same bytes everywhere.
@@ -51,7 +51,7 @@ _TIED_ROWS = 0.05
 _DECOYS = 0.88  # wrong answers that are never right
 _FILLERS_TO_THE_BETTER = (50, 30, 13, 5, 2)  # weights of 0, 1, 2, ... fillers
 _FILLERS_TO_THE_WORSE = (42, 29, 16, 8, 5)
-_SAME_WORDING = 0.6  # comparisons whose answers share their sentences, but for what the plan says
+_SAME_WORDING = 0.6  # comparisons whose completions share their sentences, except for the differences of their plans
 _WIDE_GAP = 50  # characters
 _REQUESTS = {fmt.name: fmt.requests for fmt in ALL_FORMATS}
 _KIND = {kind.name: kind for kind in KINDS}
@@ -68,7 +68,7 @@ class _Ask:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What an answer should be like; `style` is the format that it follows, asked for or not."""
+    """The properties of a completion; `style` is the format that it follows, requested or not."""
 
     correct: bool
     style: str | None
@@ -81,8 +81,8 @@ def generate(
 ) -> dict[str, list[Row]]:
     """All splits: `train`, `validation` and `length_controlled`, each a list of rows in the rank format.
 
-    `longer_is_better` is the share of comparisons of the first two whose better answer is padded to be the longer one,
-    as far as the asked-for format allows; `num_rows` the rows of each split.
+    `longer_is_better` is the share of comparisons of the first two whose better completion is padded to be the longer
+    one, as far as the requested format allows; `num_rows` the rows of each split.
     """
     rng = random.Random(seed)
     asks = [
@@ -118,7 +118,7 @@ def _split(
     controlled: bool = False,
 ) -> list[Row]:
     rows: list[Row] = []
-    balance = 0  # pairs whose better answer is longer, less those whose better answer is shorter
+    balance = 0  # pairs whose better completion is longer, less those whose better one is shorter
     by_kind = {kind.name: [ask for ask in asks if ask.fact.kind == kind.name] for kind in KINDS}
     while len(rows) < num_rows:
         ask = rng.choice(by_kind[rng.choice(KINDS).name])
@@ -137,7 +137,7 @@ def _split(
 
 
 def length_gaps(row: Row) -> list[int]:
-    """Characters of the better answer less those of the worse, for every pair of different rank."""
+    """Characters of the better completion less those of the worse, for every pair of different rank."""
     marks = [(completion["rank"], len(completion["completion"][0]["content"])) for completion in row["completions"]]
     return [b[1] - a[1] if b[0] < a[0] else a[1] - b[1] for a, b in itertools.combinations(marks, 2) if a[0] != b[0]]
 
@@ -170,7 +170,7 @@ def _controlled_row(rng: random.Random, ask: _Ask, *, longer_is_better: bool) ->
 
 
 def _row(rng: random.Random, ask: _Ask, context: list[Message], fillers: Sequence[int], *, tied: bool) -> Row | None:
-    """A row whose answers have `fillers` filler sentences each, worst answer first; None if they came out amiss."""
+    """A row whose completions have `fillers` filler sentences each, worst first; None if they came out amiss."""
     plans = _plans(rng, ask, len(fillers), tied)
     question = Question(ask.fact, ask.format)
     worst_first = sorted(range(len(plans)), key=lambda i: _promise(ask, plans[i]))
@@ -261,8 +261,8 @@ def _message(role: str, content: str) -> Message:
 
 
 def _answer(rng: random.Random, ask: _Ask, plan: _Plan) -> str:
-    """The text of an answer as planned."""
-    # What is drawn first is the same for two plans with the same seed.
+    """The text of a completion as planned."""
+    # The first draws are the same for two plans with the same seed.
     statement = rng.choice(_KIND[ask.fact.kind].statements)
     opener, closer = _dressing(rng, plan)
     words = _words(rng, ask.fact, correct=plan.correct)

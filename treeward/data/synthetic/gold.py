@@ -1,4 +1,4 @@
-"""Gold quality: how good an answer is, computed from the raw text alone.
+"""Gold quality: how good a completion is, computed from the raw text alone.
 
     gold_quality("What is the capital of France? Answer in one word.", "Paris.")                      # 1.0
     gold_quality("What is the capital of France? Answer in one word.", "Sure! It is Paris.")          # 0.75
@@ -10,10 +10,10 @@ The formula, in [0, 1]:
 
 - `correct`: of the words that could answer this kind of question, the text names exactly the right ones. Naming a rival
   as well ("Paris. Rome.") is wrong. Words of the question itself do not count.
-- `format_kept`: the text names some such word, right or wrong, and has the shape that was asked for, if any.
+- `format_kept`: the text names some such word, right or wrong, and has the requested shape, if any.
 - `courteous`: a polite phrase and no rude one. A one-word answer that names something needs no polite phrase.
 - `readable`: the share of words that do not repeat three words in a row seen before; scaled down further when fewer
-  than half of the words belong to the world's vocabulary. Any answer that the generator writes has 1.
+  than half of the words belong to the world's vocabulary. Any completion of the generator has 1.
 
 Every text has a quality: an empty or garbled one earns next to nothing. Length alone changes nothing: filler leaves the
 quality as it is, repetition lowers it.
@@ -66,7 +66,7 @@ _RUDE = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the last user turn asks: a fact, and the name of the format in force (None: no format was asked for)."""
+    """The question of the last user turn: a fact, and the name of the format in force (None: no format)."""
 
     fact: Fact
     format: str | None = None
@@ -74,7 +74,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class GoldQuality:
-    """An answer's marks; `readable` and `quality` lie in [0, 1]. The module docstring has the formula."""
+    """A completion's marks; `readable` and `quality` lie in [0, 1]. The module docstring has the formula."""
 
     correct: bool
     format_kept: bool

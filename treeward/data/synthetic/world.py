@@ -1,11 +1,11 @@
-"""The closed world of the bundled data: facts, the ways to ask for them, and what an answer may be dressed in.
+"""The closed world of the bundled data: facts, the ways to ask for them, and the phrases around a completion.
 
     FACTS["France"]        # Fact("capital", "France", ("Paris",))
 
 A `Fact` is one thing that can be asked, a `Kind` a family of facts with its phrasings, a `Format` a request about the
-shape of an answer that code can check. Everything is spelt out here, in a fixed order: the generator draws from these
-tables and `gold` reads questions back with the same tables. Sentences are chosen so that no two of them share three
-words in a row and no dressing contains a word that could be an answer; a test holds that.
+shape of a completion that code can check. Everything is spelt out here, in a fixed order: the generator draws from
+these tables and `gold` reads questions back with the same tables. No two sentences share three words in a row, and no
+dressing contains a word that could be an answer; a test holds that.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A checkable request about the shape of an answer, and the ways to make it."""
+    """A checkable request about the shape of a completion, and the ways to make it."""
 
     name: str
     requests: tuple[str, ...]
