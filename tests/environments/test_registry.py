@@ -77,7 +77,7 @@ def test_nemo_rls_mathematics() -> None:
     assert (environment.config.rule, environment.config.workers) == ("math", 3)
     assert make_environment("math", {"workers": 4, "wrong": -1.0}).config.wrong == -1  # type: ignore[attr-defined]
     for wrong, message in (
-        ({"num_workers": 3, "workers": 3}, "another name of workers"),
+        ({"num_workers": 3, "workers": 4}, "num_workers contradict"),
         ({"num_workers": 0}, "workers"),
         ({"math_verify_impl": "dapo_math_verify"}, "hf_math_verify"),
         ({"verifier_type": "english_multichoice"}, "verifier_type"),

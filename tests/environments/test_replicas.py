@@ -133,7 +133,7 @@ def _outlives(process_id: int) -> bool:
 
 
 def test_what_is_wrong_is_told_to_the_caller(folder: str, ray: Any, tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="sharding a reward model is not supported yet"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is not supported yet"):
         RewardModelEnvironment.remote({"model_name": folder, "dtensor_cfg": {"tensor_parallel_size": 2}})
     with pytest.raises(ConfigError, match=r"too few CPUs(?s:.*)need:  9 CPUs for 9 replicas"):
         make(folder, num_replicas=9, cpus_per_replica=1)

@@ -26,11 +26,11 @@ __all__ = ["config_reference"]
 
 _OPENING = """# Configuration
 
-Every key of a run, its type, its default and what it means; those of `treeward serve` are in
+Every key of a run, its type, its default and its meaning; those of `treeward serve` are in
 [its guide](serving.md#several-models-ensembles-shaping). This page is generated from the schema
-(`python -m treeward.config.reference > docs/config.md`), so it cannot be out of date.
+(`python -m treeward.config.reference > docs/config.md`), and a test holds it to the schema.
 
-A file needs two things, a model and data; everything else has a default:
+A file needs a model and data; everything else has a default:
 
 ```yaml
 policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct}
@@ -40,22 +40,26 @@ data: {train_data_path: train.jsonl, val_data_path: val.jsonl}
 **References.** `${policy.model_name}` stands for the value of another key; `${mul:a,b}`, `${div:a,b}`, `${max:a,b}`,
 `${min:a,b}` and `${int:a}` compute.
 
-**Inheritance.** `defaults: base.yaml`, or a list of files, lays this file over others, relative to its folder.
+**Inheritance.** `defaults: base.yaml`, or a list of files, lays this file over others, relative to its folder. Mappings
+are merged; a section with `_override_: true` replaces that of the other file.
 
-**Overrides.** On the command line, `rm.seed=7` sets a key, `+rm.seed=7` sets one that the file must not have,
-`++rm.seed=7` sets it either way, `~rm.seed` removes it. The schema decides whether a key exists: a misspelt one fails
-with the nearest name.
+**Overrides.** On the command line, `rm.seed=7` sets a key, `+rm.seed=7` adds a key that the file must not have,
+`++rm.seed=7` sets it either way, `~rm.seed` removes it. A value is YAML, as in the file: put text with `: `, `#` or a
+leading `*` in quotes. A misspelt key fails with the nearest name.
+
+**Checks.** The command checks packages, paths, names of datasets and the columns of the first row before it loads
+PyTorch, so that most mistakes show at once.
 """
 
 _ENVIRONMENTS = """# Environments
 
-The sections under `env:`, which an RL loop is rewarded by; in Python they are the `env_config` of an environment's
-class. [Environments](environments.md) and [other rewards](rewards.md) show them at work.
+The sections under `env:`, which reward completions; in Python they are the `env_config` of an environment's class.
+[Environments](environments.md) and [other rewards](rewards.md) show them at work.
 """
 
 _GRPO = """# A run of GRPO
 
-What `treeward grpo` reads. A file needs a policy, prompts and an environment; everything else has a default:
+The keys of `treeward grpo`. A file needs a policy, prompts and an environment; everything else has a default:
 
 ```yaml
 policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct, max_total_sequence_length: 1024}
@@ -63,36 +67,33 @@ data: {dataset_name: PromptDataset, train_data_path: prompts.jsonl, val_data_pat
 env: {reward_model: {model_name: results/rm/final}}
 ```
 
-References, inheritance and overrides are those above, and so are sections that are not listed here again. Files of
-NeMo RL's GRPO load unchanged; what treeward cannot do is an error where it is switched on.
+References, inheritance and overrides work as above. Sections that are the same in both kinds of run are listed above
+only. Files of NeMo RL's GRPO load unchanged; a feature that treeward does not have is an error where it is switched on.
 """
 
-_PROMPT_FORMS = """Two other forms of this section mean the same. The flat one:
+_PROMPT_FORMS = """The two other forms of this section are those of comparisons, above:
 
 ```yaml
 data:
   dataset_name: ResponseDataset
   train_data_path: train.jsonl
-  train_split: null
   val_data_path: val.jsonl
-  val_split: null
   input_key: question
   output_key: answer
   env_name: math
-env: {math: {}, format: {type: rules, rule: regex, pattern: "</think>"}}
+env: {math: {}}
 ```
-
-and blocks, where `default` holds what the others leave out:
 
 ```yaml
 data:
   train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05}   # or a list of blocks
-  validation: null                                                         # the rows that are held out
+  validation: null                                                         # the held-out rows
   default: {prompt_file: cot.txt, env_name: {math: 1.0, format: 0.2}}
 env: {math: {}, format: {type: rules, rule: regex, pattern: "</think>"}}
 ```
 
-`OpenMathInstruct-2` alone holds out 5 % of its rows, `DeepScaler` is validated on `AIME2024`, `Bundled` brings its own.
+In the flat form `OpenMathInstruct-2` holds out 5 % of its rows, `DeepScaler` is validated on `AIME2024`, and `Bundled`
+brings a validation set.
 """
 
 _DATA_FORMS = """Two other forms of this section mean the same. The flat one:
@@ -107,7 +108,7 @@ data:
   val_split: null
 ```
 
-and blocks, where `default` holds what the others leave out:
+and blocks, where `default` holds the keys that the others leave out:
 
 ```yaml
 data:

@@ -395,8 +395,8 @@ class TestConfig:
             ({"model_path": "m", "reward_mean": 0.0}, "belong together"),
             ({"model_path": "m", "shaping": {}, "normalize_rewards": True}, "in two ways"),
             ({"model_path": "m", "shaping": {"normalize_rewards": True, "running": True}}, "verified again"),
-            ({"model_path": ["m", "n"], "reward_class": "a:B"}, "is one model"),
-            ({"model_path": "m", "server": {"port": 3}}, "given this key elsewhere"),
+            ({"model_path": ["m", "n"], "reward_class": "a:B"}, "serves one model"),
+            ({"model_path": "m", "server": {"port": 3}}, "set elsewhere"),
         ],
     )
     def test_mistakes(self, values: dict[str, Any], message: str) -> None:
