@@ -147,6 +147,8 @@ def test_a_value_means_the_same_in_a_file_and_in_an_override(write, text, value)
         ("a.sets.1.w=3", {"seed": 1, "sets": [{"w": 1}, {"w": 3}]}),
         ("a.sets[0].w=3", {"seed": 1, "sets": [{"w": 3}, {"w": 2}]}),
         ("a.sets=[]", {"seed": 1, "sets": []}),
+        ("a.sets={w: 3}", {"seed": 1, "sets": {"w": 3}}),
+        ("a=[1]", [1]),
         ("~a.seed", {"sets": [{"w": 1}, {"w": 2}]}),
         ("~a.sets.0", {"seed": 1, "sets": [{"w": 2}]}),
     ],
@@ -188,6 +190,11 @@ def test_defaults_are_laid_under_the_file_in_order(write, tmp_path):
     assert (config.rm.seed, config.rm.val_period, config.rm.log_period) == (1, 2, 3)
     assert config.policy.model_name == "other"
     assert load_config(write(f"defaults: {path.name}\n", "d.yaml")) == config
+    write(SMALL + "rm: null\n", "e.yaml")
+    lists = "defaults: e.yaml\nrm: {seed: 3}\ndata: {validation: [{data_path: v}], train: {weight: 2.0}}\n"
+    write(lists, "f.yaml")
+    config = load_config(write("defaults: f.yaml\ndata: {validation: {data_path: w}}\n", "g.yaml"))
+    assert (config.rm.seed, [one.data_path for one in config.data.validation]) == (3, ["w"])
 
 
 def test_bad_defaults(write):

@@ -162,7 +162,7 @@ class PromptSetConfig(SetConfig):
     """One set of prompts: its format, where it lies, how to read it, and which environment rewards completions."""
 
     ignored_keys: ClassVar[Mapping[str, str]] = {
-        "repeat": "grpo.num_val_generations says how often a validation prompt is answered",
+        "repeat": "grpo.num_val_generations is the number of completions of a validation prompt",
         "download_dir": "data is cached where HF_HOME says",
     }
 

@@ -147,7 +147,10 @@ def apply_override(config: DictConfig, text: str) -> Location:
                 fix=f"write {text[1:]}",
             )
         else:
-            config.merge_with_dotlist([f"{key}{match['value']}"])
+            parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))
+            value = parsed["value"]
+            both = isinstance(value, dict) and isinstance(OmegaConf.select(config, key), DictConfig)
+            OmegaConf.update(config, key, value, merge=both)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -202,7 +205,7 @@ def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]
     names = tree.pop("defaults", None) or []
     names = [names] if isinstance(names, str) else names
     chain = (*readers, file.resolve())
-    base: Any = OmegaConf.create()
+    base: dict[str, Any] = {}
     for name in names:
         parent = file.parent / str(name)
         if not isinstance(names, list) or not parent.is_file() or parent.resolve() in chain:
@@ -213,23 +216,28 @@ def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]
                 got=name,
                 need="a file, or a list of files, relative to the folder of this one",
             )
-        base = OmegaConf.merge(base, _read_with_defaults(parent, chain))
+        base = _laid_over(base, _read_with_defaults(parent, chain))
+    return _laid_over(base, tree)
+
+
+def _laid_over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     _replace_sections(base, tree)
     merged = OmegaConf.to_container(OmegaConf.merge(base, tree))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items()}
 
 
-def _replace_sections(base: Any, tree: dict[str, Any]) -> None:
-    """Drop from `base` the sections that NeMo RL's `_override_: true` replaces instead of merging."""
+def _replace_sections(base: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Drop from `base` what is replaced instead of merged: NeMo RL's `_override_: true`, a list in place of a section."""
     for key, value in tree.items():
-        if not isinstance(value, dict):
-            continue
-        if value.get("_override_") is True:
+        old = base.get(key)
+        if isinstance(value, dict) and value.get("_override_") is True:
             del value["_override_"]
             base.pop(key, None)
-        elif isinstance(base, DictConfig) and key in base:
-            _replace_sections(base[key], value)
+        elif isinstance(value, dict) and isinstance(old, dict):
+            _replace_sections(old, value)
+        else:
+            base.pop(key, None)
 
 
 def _checked(section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]) -> _Section:
