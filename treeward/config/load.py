@@ -228,7 +228,7 @@ def _laid_over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace_sections(base: dict[str, Any], tree: dict[str, Any]) -> None:
-    """Drop from `base` what is replaced instead of merged: NeMo RL's `_override_: true`, a list in place of a section."""
+    """Drop from `base` the values that are replaced, not merged: NeMo RL's `_override_: true`, and lists."""
     for key, value in tree.items():
         old = base.get(key)
         if isinstance(value, dict) and value.get("_override_") is True:
