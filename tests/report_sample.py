@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.parts import Part, by_subset
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.running import ScoredSuite
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.parts import Part, by_subset
 from treeward.evaluation.summary import Summary, summarize
 
 MODELS = ("qwen3-tiny-bt", "qwen3-tiny-ensemble")

@@ -13,7 +13,6 @@ import pytest
 from treeward.cli.main import main
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.model.contract import read_contract, write_contract
-from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -234,29 +233,6 @@ def test_what_cannot_be_is_told_before_a_suite_is_read(
 def test_wrong_input(options: list[str], words: str, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(model_folder), *options]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_models_that_read_unlike_lengths_are_not_compared_without_a_word(
-    model_folder: Path, write_rows: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    longer = tmp_path / "longer"
-    shutil.copytree(model_folder, longer)
-    renderer = Scorer.load(longer, device="cpu", max_length=400).renderer
-    sign_folder(longer, renderer=renderer)
-    rows: list[dict[str, Any]] = [*ROWS, {"prompt": "word " * 120, "chosen": "Yes.", "rejected": "No."}]
-    data, output = write_rows("d.jsonl", rows), tmp_path / "eval"
-    words = ["--data", str(data), "--output", str(output)]
-    assert main(["eval", str(model_folder), str(longer), *words]) == 1
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    (of_one,) = [
-        text for text in said if "1 of 31 examples have no score and count as wrong (too long to score" in text
-    ]
-    assert of_one.startswith("model0 on d: ")
-    (of_both,) = [text for text in said if "lack scores of different numbers" in text]
-    assert "model0 1 (reads 96 tokens), longer 0 (reads 400 tokens)" in of_both
-    caplog.clear()
-    assert main(["eval", str(longer), "--max-length", "96", "--data", str(data)]) == 1
-    assert "lack scores of different numbers" not in caplog.text
 
 
 def test_a_folder_of_other_settings_says_which(

@@ -15,7 +15,7 @@ import pytest
 from report_sample import BestOf, by_length, perfect, scored
 
 from treeward.errors import DataError
-from treeward.evaluation.drift import compare_checkpoints, find_drift, population_stability_index
+from treeward.evaluation.drift import compare_checkpoints, find_drift
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.running import ScoredSuite
 from treeward.evaluation.summary import Summary, summarize
@@ -48,7 +48,7 @@ def test_the_headline_is_the_change_of_the_order_not_a_common_shift() -> None:
     (first, _) = find_drift(run(**STEPS))
     text = first.blocks()[0]["markdown"]
     assert "The order changed most from **step_12** to **step_24**: 0.0% (0.0% to " in text
-    assert "the spread of the scores is 10.00 times what it was" in text
+    assert "the spread of the scores is 10.0" in text
     assert "A common shift of all scores changes nothing" in text and "from step_24 to step_36." in text
     assert first.final_is is None and "final" not in text
 
@@ -93,8 +93,7 @@ def values(drift: Any) -> dict[str, float]:
 def test_the_same_scores_have_not_drifted(normal_scores: list[ScoredExample]) -> None:
     drift = compare_checkpoints(normal_scores, normal_scores)
     assert values(drift) == pytest.approx(
-        {"shift": 0, "relative_shift": 0, "scale_ratio": 1, "rank_correlation": 1, "correlation": 1}
-        | {"order_agreement": 1, "psi": 0, "shape_psi": 0}
+        {"shift": 0, "relative_shift": 0, "scale_ratio": 1, "rank_correlation": 1, "order_agreement": 1}
     )
     assert drift.num_left_out == 0
 
@@ -107,11 +106,10 @@ def test_a_shift_and_a_scale_are_found_apart_from_the_order(normal_scores: list[
     assert drift.shift.low is not None and drift.shift.low < shift < (drift.shift.high or 0)
     assert found["relative_shift"] == pytest.approx(shift / scores.std())
     assert found["rank_correlation"] == pytest.approx(1) and found["order_agreement"] == 1
-    assert found["psi"] > 0.25 and found["shape_psi"] == pytest.approx(0, abs=1e-12)
     flipped = values(compare_checkpoints(normal_scores, rescored(normal_scores, lambda score: -score)))
-    assert flipped["correlation"] == pytest.approx(-1) and flipped["order_agreement"] == 0
+    assert flipped["rank_correlation"] == pytest.approx(-1) and flipped["order_agreement"] == 0
     bent = values(compare_checkpoints(normal_scores, rescored(normal_scores, lambda score: math.exp(score / 2))))
-    assert bent["rank_correlation"] == pytest.approx(1) and bent["shape_psi"] > 0.25
+    assert bent["rank_correlation"] == pytest.approx(1)
 
 
 def test_examples_are_matched_by_id(normal_scores: list[ScoredExample], rescored: Any) -> None:
@@ -125,14 +123,3 @@ def test_examples_are_matched_by_id(normal_scores: list[ScoredExample], rescored
         compare_checkpoints(normal_scores, [other])
     with pytest.raises(DataError, match="no scores to compare"):
         compare_checkpoints(normal_scores, [])
-
-
-def test_the_stability_index_is_that_of_the_formula() -> None:
-    expected, actual = np.arange(100.0), np.concatenate([np.arange(50.0), np.full(150, 99.5)])
-    # With two bins, cut at the median: shares (50, 50) and (50, 150), each with half a count added.
-    p, q = np.array([50.5, 50.5]) / 101, np.array([50.5, 150.5]) / 201
-    assert population_stability_index(expected, actual, 2) == pytest.approx(((q - p) * np.log(q / p)).sum())
-    assert population_stability_index(expected, np.full(30, 1e9)) < 20  # finite, though nine bins are empty
-    rng = np.random.default_rng(0)
-    same = [population_stability_index(rng.normal(size=400), rng.normal(size=300)) for _ in range(200)]
-    assert np.mean(same) == pytest.approx(9 * (1 / 400 + 1 / 300), rel=0.15)

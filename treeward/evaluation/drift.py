@@ -22,8 +22,14 @@ import numpy as np
 from scipy.stats import rankdata
 
 from treeward.errors import DataError
-from treeward.evaluation.diagnostics.completions import Floats, correlation_metric, divided, prompt_numbers
-from treeward.evaluation.diagnostics.scores import bootstrapped_metric
+from treeward.evaluation.diagnostics.completions import (
+    Floats,
+    correlation_metric,
+    divided,
+    moments_metric,
+    prompt_numbers,
+)
+from treeward.evaluation.diagnostics.scores import standard_deviation
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import percent
 from treeward.evaluation.report.blocks import format_number
@@ -31,7 +37,7 @@ from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.summary import Summary
 
-__all__ = ["Step", "SuiteDrift", "compare_checkpoints", "find_drift", "population_stability_index"]
+__all__ = ["Step", "SuiteDrift", "compare_checkpoints", "find_drift"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +58,10 @@ _OF_STEP = {
     "shift": ("Scores moved by", "signed"),
     "relative_shift": ("in standard deviations", "signed"),
     "rank_correlation": ("Rank correlation", "number"),
-    "correlation": ("Correlation", "number"),
-    "psi": ("Change of the distribution", "number"),
-    "shape_psi": ("Change of its shape", "number"),
 }
 _NOTE = (
     "Each checkpoint against the next, on the same completions. Ordered alike: of pairs of completions of one prompt, "
-    "which is all that a reward is used for. A change of the distribution (how differently the scores are spread over "
-    "ten bins, the population stability index) below 0.1 is small, above 0.25 large."
+    "which is all that a reward is used for."
 )
 
 
@@ -219,10 +221,9 @@ def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredE
     """The drift from `first` to `second`, matched by the examples' ids; examples of only one of them are left out.
 
     `shift`: mean of second less first; `relative_shift`: in standard deviations of the first. `scale_ratio`: standard
-    deviation of the second by that of the first. `rank_correlation`, `correlation`: Spearman's and Pearson's over all
-    completions. `order_agreement`: pairs with different ranks that both order alike. `psi`: of the scores as they are;
-    `shape_psi`: after each was brought to mean 0 and standard deviation 1. By custom below 0.1 is stable and above 0.25
-    another population. `num_left_out`: completions with a score of only one of the two.
+    deviation of the second by that of the first. `rank_correlation`: Spearman's, over all completions.
+    `order_agreement`: pairs with different ranks that both order alike. `num_left_out`: completions with a score of
+    only one of the two.
 
     Raises `DataError` where an example is not the same in both, or fewer than two completions have both scores.
     """
@@ -252,47 +253,21 @@ def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredE
             "there are no scores to compare", got=f"{len(table)} completions with a score of both", need="two at least"
         )
     x, y, prompts = table[:, 0], table[:, 1], table[:, 2].astype(np.int64)
-    shift = bootstrapped_metric("shift", y - x, prompts, lambda values: float(values.mean()))
+    a, b = x - x.mean(), y - y.mean()
+    shift = moments_metric("shift", (y - x)[:, None], prompts, lambda means: means[:, 0])
     numbers = (
         shift,
         divided(shift, float(x.std()), "relative_shift"),
-        bootstrapped_metric("scale_ratio", table[:, :2], prompts, _ratio),
+        moments_metric("scale_ratio", np.column_stack([a, a * a, b, b * b]), prompts, _ratio),
         correlation_metric(rankdata(x), rankdata(y), prompts, "rank_correlation"),
-        correlation_metric(x, y, prompts, "correlation"),
         accuracy_metric([agrees for agrees, _ in agreements], "order_agreement", [prompt for _, prompt in agreements]),
-        Metric("psi", population_stability_index(x, y), count=len(x)),
-        Metric("shape_psi", _shape_psi(x, y), count=len(x)),
     )
     num_unmatched = int((missing.sum(axis=1) == 1).sum())
     return Diagnostic({metric.name: metric for metric in numbers}, num_left_out=num_unmatched)
 
 
-def population_stability_index(expected: Floats, actual: Floats, num_bins: int = 10) -> float:
-    """sum_b (q_b - p_b) ln(q_b / p_b) of the shares p of `expected` (N,), q of `actual` (M,) in bins; 0 is no change.
-
-    The bins lie between quantiles of `expected`, open at both ends. Shares are (n_b + 1/2) / (n + B/2) for B bins, so
-    that an empty bin has one too. It is Jeffreys' divergence (1946) of the two; under the name of population stability
-    index it is used of scores in Siddiqi 2006, Credit Risk Scorecards. Of two samples of one population it is about
-    (B - 1) (1/N + 1/M) (Yurdakul and Naranjo 2020, Journal of Risk Model Validation).
-    """
-    inner = np.unique(np.quantile(expected, np.linspace(0, 1, num_bins + 1)[1:-1]))
-    shares = []
-    for values in (expected, actual):
-        counts = np.bincount(np.searchsorted(inner, values, side="right"), minlength=len(inner) + 1)
-        shares.append((counts + 0.5) / (len(values) + len(counts) / 2))
-    p, q = shares
-    return float(np.sum((q - p) * np.log(q / p)))
-
-
-def _shape_psi(x: Floats, y: Floats) -> float | None:
-    if x.std() == 0 or y.std() == 0:
-        return None
-    return population_stability_index((x - x.mean()) / x.std(), (y - y.mean()) / y.std())
-
-
-def _ratio(table_N2: Floats) -> float | None:
-    size = float(table_N2[:, 0].std())
-    return float(table_N2[:, 1].std()) / size if size > 0 else None
+def _ratio(means_R4: Floats) -> Floats:
+    return standard_deviation(means_R4[:, 2:]) / standard_deviation(means_R4[:, :2])
 
 
 def _final_is(summaries: Sequence[Summary]) -> str | None:

@@ -115,17 +115,14 @@ def run_evaluation(
     notes += [f"{name} is missing, it could not be read: {why}" for name, why in unread.items()]
     write = partial(_write, output, report)
     summaries: list[Summary] = []
-    limits: dict[str, Any] = {}
     for number, candidate in enumerate(candidates):
         try:
-            own, limits[candidate.name] = _evaluate(candidate, loaded, output, num_perturbations, overlaps, on_progress)
-            summaries += own
+            summaries += _evaluate(candidate, loaded, output, num_perturbations, overlaps, on_progress)
         except Exception:
             missing = ", ".join(one.name for one in candidates[number:])
             if summaries and (path := write(summaries, [*notes, f"missing, after an error: {missing}"])):
                 logger.warning("%s has what is complete; it lacks %s.", path, missing)
             raise
-    _warn_of_unlike_limits(summaries, limits)
     compared = {candidate.name for candidate in candidates if candidate.in_drift}
     found = find_drift([one for one in summaries if one.model in compared]) if drift else []
     return Evaluated(summaries, write(summaries, notes, found), found, unread)
@@ -138,8 +135,8 @@ def _evaluate(
     num_perturbations: int | None,
     overlaps: Mapping[str, OverlapDiagnostics],
     on_progress: Progress,
-) -> tuple[list[Summary], Any]:
-    """One model on all suites, and how many tokens it reads. The model is gone when this returns."""
+) -> list[Summary]:
+    """One model on all suites. The model is gone when this returns."""
     logger.info("Loading %s.", candidate.name)
     scorer, identity = candidate.load()
     summaries = []
@@ -162,7 +159,7 @@ def _evaluate(
                                one.suite.name)  # fmt: skip
         logger.info("Computing the numbers of %s on %s.", candidate.name, one.suite.name)
         summaries.append(summarize(scored, perturbations=perturbations, overlap=overlaps.get(one.suite.name)))
-    return summaries, identity.get("max_length")
+    return summaries
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
@@ -289,19 +286,3 @@ def _write_published(scored: ScoredSuite, model: str) -> None:
             write_text(file, text)
         except OSError as error:
             raise DataError("the published files cannot be written", where=str(file), got=str(error)) from error
-
-
-def _warn_of_unlike_limits(summaries: Sequence[Summary], limits: Mapping[str, Any]) -> None:
-    """Warn where models stand side by side though one could not read what another could."""
-    for suite in dict.fromkeys(summary.suite for summary in summaries):
-        missing = {one.model: one.result.num_failed for one in summaries if one.suite == suite}
-        if len(set(missing.values())) < 2:
-            continue
-        parts = [
-            f"{model} {count}" + (f" (reads {limits[model]} tokens)" if limits.get(model) else "")
-            for model, count in missing.items()
-        ]
-        logger.warning(
-            "%s: the models lack scores of different numbers of examples, which count as wrong: %s. `treeward compare` "
-            "says where they differ.", suite, ", ".join(parts),
-        )  # fmt: skip

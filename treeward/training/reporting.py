@@ -30,11 +30,11 @@ from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.findings import length_finding
+from treeward.evaluation.parts import with_notes
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.running import folder_names
 from treeward.evaluation.session import Candidate, Evaluated, run_evaluation, scorer_identity
 from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
-from treeward.evaluation.suites.parts import with_notes
 from treeward.model.contract import read_contract
 from treeward.progress import ShownProgress
 from treeward.scoring.scorer import Scorer

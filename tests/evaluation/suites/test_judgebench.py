@@ -1,4 +1,4 @@
-"""JudgeBench: votes in both orders, the headline of GPT-4o's pairs, the data as it is published, result files."""
+"""JudgeBench: votes in both orders, the headline of GPT-4o's pairs, the data as it is published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.judgebench import JudgeBench, net_vote
+from treeward.evaluation.suites.judgebench import JudgeBench
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 
@@ -48,13 +48,15 @@ def examples(tmp_path: Path) -> list[EvalExample]:
     return JudgeBench().load(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("label", "scores", "net"),
-    [("A>B", (1.0, 0.0), 2), ("A>B", (0.0, 1.0), -2), ("B>A", (0.0, 1.0), 2), ("B>A", (2.0, 1.0), -2)]
-    + [("A>B", (1.0, 1.0), 0), ("B>A", (1.0, 1.0), 0)],
-)
-def test_votes_of_both_orders(label: Any, scores: tuple[float, float], net: int) -> None:
-    assert net_vote(label, *scores) == net
+@pytest.mark.parametrize("label", ["A>B", "B>A"])
+@pytest.mark.parametrize("scores", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
+def test_a_pair_is_right_where_the_votes_of_both_orders_say_so(scored: Make, label: str, scores: Any) -> None:
+    a, b = scores
+    votes = ["A>B" if a > b else "B>A", "B>A" if b > a else "A>B"]  # as the authors count them
+    net = sum(1 if vote == label else -1 for vote in votes)
+    pair = tuple(({"role": "assistant", "content": text},) for text in "ab")
+    example = EvalExample("1", "Math (gpt)", (), pair, (0, 1) if label == "A>B" else (1, 0))
+    assert JudgeBench().outcome_value(scored(example, scores)) == float(net > 0)
 
 
 def test_both_splits_of_the_download(examples: list[EvalExample]) -> None:
@@ -71,7 +73,7 @@ def test_both_splits_of_the_download(examples: list[EvalExample]) -> None:
 
 
 def test_the_headline_is_of_the_pairs_of_gpt(examples: list[EvalExample], scored: Make) -> None:
-    rows = [scored(e, (1.0, 0.0)) for e in examples]  # the first answer always: right where the label is A>B
+    rows = [scored(e, (1.0, 0.0)) for e in examples]  # the first completion always: right where the label is A>B
     result = JudgeBench().summarize(rows)
     assert result.headline.value == 5 / 8 and result.headline.count == 8
     assert result.details["by_writer"] == {"gpt": 5 / 8, "claude": 4 / 6}
@@ -117,22 +119,3 @@ def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str) 
     with pytest.raises(DataError) as caught:
         JudgeBench().load(str(file))
     assert caught.value.where == f"{file}:2" and caught.value.field == field
-
-
-def test_result_files_give_the_published_metric(examples: list[EvalExample], scored: Make) -> None:
-    scores = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (None, 1.0)]
-    rows = [scored(e, scores[i % 4]) for i, e in enumerate(examples)]
-    files = json.loads(json.dumps(JudgeBench().published_files(rows, "org/model")))
-    writer = "gpt-4o-2024-05-13"
-    judge = "judge_name=reward_model,judge_model=org_model"
-    name = f"outputs/dataset=judgebench,response_model={writer},{judge}.jsonl"
-    assert sorted(files) == sorted([name, name.replace(writer, "claude-3-5-sonnet-20240620")])
-    pairs = files[name]
-    assert {key: pairs[1][key] for key in rows_of("gpt", 2)[1]} == rows_of("gpt", 2)[1]
-    flip = {"A>B": "B>A", "B>A": "A>B"}
-    right = 0
-    for pair in pairs:  # the votes as the authors count them
-        votes = [judgment and judgment["decision"] for judgment in pair["judgments"]]
-        votes[1] = votes[1] and flip[votes[1]]
-        right += sum((vote == pair["label"]) - (vote == flip[pair["label"]]) for vote in votes) > 0
-    assert right / len(pairs) == JudgeBench().summarize(rows).headline.value

@@ -129,11 +129,3 @@ def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str) 
     with pytest.raises(DataError) as caught:
         RMBench().load(str(file))
     assert caught.value.where == f"{file}:row 3" and caught.value.field == field
-
-
-def test_result_files_are_the_rows_with_scores(table: list[ScoredExample]) -> None:
-    rows = RMBench().published_files(table, "org/model")["results/org/model.json"]
-    assert [{key: row[key] for key in ("id", "prompt", "chosen", "rejected", "domain")} for row in rows] == (
-        rows_of_data()
-    )
-    assert [(row["score_chosen"], row["score_rejected"]) for row in rows] == [(c, r) for _, c, r in TABLE]

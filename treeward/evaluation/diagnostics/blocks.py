@@ -104,21 +104,12 @@ LABELS: Mapping[str, Label] = MappingProxyType(
             "Saturated pairs", _PERCENT, "margin above 5 temperatures, right or wrong: as sure as 99.3 % or more"
         ),
         "saturated_wrong": Label("Wrong pairs that are saturated", _PERCENT, "of the wrong pairs"),
-        "repeated_scores": Label("Repeated scores", _PERCENT, "completions whose exact score another text has too"),
         # checkpoints
         "shift": Label("Shift of the mean score", _SIGNED, "second less first"),
         "relative_shift": Label("Shift in standard deviations", _SIGNED, "in units of the first"),
         "scale_ratio": Label("Spread of the second by the first", _NUMBER, "1 is no change"),
         "rank_correlation": Label("Rank correlation", _SIGNED, "Spearman's, of the scores of all completions"),
-        "correlation": Label("Correlation", _SIGNED, "Pearson's, of the scores of all completions"),
         "order_agreement": Label("Pairs that both order alike", _PERCENT, "of completions with different ranks"),
-        "psi": Label(
-            "Change of the distribution",
-            _NUMBER,
-            "how differently the scores are spread over ten bins (population stability index): below 0.1 small, above "
-            "0.25 large",
-        ),
-        "shape_psi": Label("Change of its shape", _NUMBER, "the same, once both have mean 0 and deviation 1"),
         # rewrites
         "robust_accuracy": Label("Robust accuracy", _PERCENT, "right before and after every rewrite of style"),
         # overlap

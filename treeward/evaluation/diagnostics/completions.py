@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from scipy import special
 from treeward.data.preference import Message
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import cluster_bootstrap
+from treeward.evaluation.statistics import expanded_tail
 
 __all__ = [
     "Completions",
@@ -35,6 +35,7 @@ __all__ = [
     "correlation_metric",
     "divided",
     "in_standard_deviations",
+    "moments_metric",
     "prompt_numbers",
     "regress_within_prompts",
     "shortened",
@@ -46,7 +47,7 @@ Integers = NDArray[np.int64]
 FEWEST_PROMPTS = 10
 """With fewer prompts slopes and correlations have no interval: it would hold the truth less often than it says."""
 
-_RESAMPLES = 1000
+_RESAMPLES = 2000
 _TOO_FEW = "too few for an interval"
 
 
@@ -224,21 +225,47 @@ def correlation_metric(x: Floats, y: Floats, prompts: Integers, name: str) -> Me
 
     No value where one of them is constant; no interval for fewer than `FEWEST_PROMPTS`, and the note says so.
     """
-    value, num_prompts = _correlation(np.column_stack([x, y])), len(np.unique(prompts))
-    if num_prompts < FEWEST_PROMPTS:
-        note = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'}: {_TOO_FEW}"
-        return Metric(name, value, count=len(x), note=note)
-    bounds = cluster_bootstrap(
-        np.column_stack([x, y]), prompts.tolist(), statistic=_correlation, num_resamples=_RESAMPLES
-    )
-    return Metric(name, value, *bounds, count=len(x))
+    columns = [column - column.mean() if len(column) else column for column in (x, y)]
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return Metric(name, None, count=len(x))
+    a, b = columns
+    metric = moments_metric(name, np.column_stack([a, b, a * a, b * b, a * b]), prompts, _correlation)
+    num_prompts = len(np.unique(prompts))
+    if num_prompts >= FEWEST_PROMPTS:
+        return metric
+    few = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'}: {_TOO_FEW}"
+    return replace(metric, low=None, high=None, note=few)
 
 
-def _correlation(rows_N2: Floats) -> float | None:
-    if len(rows_N2) < 2 or (np.ptp(rows_N2, axis=0) == 0).any():
-        return None
-    dx, dy = (rows_N2 - rows_N2.mean(axis=0)).T
-    return max(-1.0, min(1.0, float(dx @ dy) / math.sqrt(float(dx @ dx) * float(dy @ dy))))
+def moments_metric(name: str, columns_NK: Floats, prompts: Integers, statistic: Callable[[Floats], Floats]) -> Metric:
+    """A function of column means with the 95 % interval of a bootstrap over prompts (N,): see `cluster_bootstrap`.
+
+    `statistic` maps the means of R resamples (R, K) to values (R,), NaN where it has none. All resamples are computed
+    at once, from the sums of each prompt.
+    """
+    if len(columns_NK) == 0:
+        return Metric(name, None, count=0)
+    groups = np.unique(prompts, return_inverse=True)[1]
+    num_prompts = int(groups.max()) + 1
+    sums_GK = np.zeros((num_prompts, columns_NK.shape[1] + 1))
+    np.add.at(sums_GK, groups, np.column_stack([columns_NK, np.ones(len(groups))]))
+    draws_RG = np.random.default_rng(0).multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), _RESAMPLES)
+    drawn_RK = np.vstack([sums_GK.sum(axis=0), draws_RG @ sums_GK])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        value, *found = statistic(drawn_RK[:, :-1] / drawn_RK[:, -1:]).tolist()
+    value = value if math.isfinite(value) else None
+    found = [one for one in found if math.isfinite(one)]
+    if num_prompts < 2 or not found:
+        return Metric(name, value, count=len(columns_NK))
+    tail = expanded_tail(num_prompts)
+    low, high = np.quantile(found, [tail, 1 - tail]).tolist()
+    return Metric(name, value, low, high, len(columns_NK))
+
+
+def _correlation(means_R5: Floats) -> Floats:
+    x, y, xx, yy, xy = means_R5.T
+    found: Floats = ((xy - x * y) / np.sqrt((xx - x * x) * (yy - y * y))).clip(-1.0, 1.0)
+    return found
 
 
 def completion_text(completion: Sequence[Message]) -> str:

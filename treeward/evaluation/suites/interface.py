@@ -19,13 +19,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
-from treeward.config.base import nearest_name
-from treeward.errors import ConfigError
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.parts import Part, prompt_of, with_notes
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.suites.parts import Part, prompt_of, with_notes
 
 __all__ = ["Suite", "TiePolicy"]
 
@@ -34,7 +32,7 @@ TiePolicy = Literal["strict", "half"]
 
 
 class Suite(ABC):
-    """A named set of examples and its arithmetic. Raises `ConfigError` for a `tie_policy` that does not exist."""
+    """A named set of examples and its arithmetic."""
 
     name: str
     """As `get_suite` knows it; the name of its folder of results."""
@@ -46,15 +44,6 @@ class Suite(ABC):
     """A sentence that a reader must know beside the verdict, as that the model was chosen by these examples."""
 
     def __init__(self, *, tie_policy: TiePolicy = "strict") -> None:
-        if tie_policy not in get_args(TiePolicy):
-            near = nearest_name(str(tie_policy), get_args(TiePolicy))
-            raise ConfigError(
-                "there is no such tie policy",
-                field="tie_policy",
-                got=tie_policy,
-                need=" or ".join(get_args(TiePolicy)),
-                fix=f"did you mean {near}?" if near else None,
-            )
         self.tie_policy: TiePolicy = tie_policy
 
     @abstractmethod

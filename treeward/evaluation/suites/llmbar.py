@@ -24,9 +24,9 @@ from pydantic import BaseModel
 from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.parts import by_subset, combined, with_notes
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.parts import by_subset, combined, with_notes
 from treeward.evaluation.suites.rewardbench import PairRow
 from treeward.evaluation.suites.rows import Prompt, assistant, data_files, read_as, repository_rows
 

@@ -15,9 +15,9 @@ from typing import Any
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.parts import Part, by_subset, prompt_of
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite, TiePolicy
-from treeward.evaluation.suites.parts import Part, by_subset, prompt_of
 
 __all__ = ["PreferenceSuite"]
 

@@ -21,9 +21,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.parts import by_subset, combined, incomplete, with_notes
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.parts import by_subset, combined, incomplete, with_notes
 from treeward.evaluation.suites.rows import OneOf, Prompt, assistant, read_as, repository_rows, with_distinct_ids
 
 __all__ = ["SECTIONS", "SIZES", "WEIGHTS", "RewardBench", "published_scores", "result_path", "section_scores"]

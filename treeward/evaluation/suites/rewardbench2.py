@@ -31,10 +31,10 @@ from pydantic import BaseModel, Field
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.parts import Part, by_subset, combined, incomplete, prompt_of, with_notes
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.statistics import cluster_bootstrap, wilson
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.parts import Part, by_subset, combined, incomplete, prompt_of, with_notes
 from treeward.evaluation.suites.rewardbench import published_scores
 from treeward.evaluation.suites.rows import OneOf, Prompt, assistant, read_as, repository_rows, with_distinct_ids
 

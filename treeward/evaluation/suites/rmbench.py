@@ -23,10 +23,9 @@ from pydantic import BaseModel, Field
 
 from treeward.data.sources import Row
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.parts import Part, by_subset, combined, with_notes
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite, TiePolicy
-from treeward.evaluation.suites.parts import Part, by_subset, combined, with_notes
-from treeward.evaluation.suites.rewardbench import result_path
 from treeward.evaluation.suites.rows import (
     OneOf,
     Prompt,
@@ -127,24 +126,6 @@ class RMBench(Suite):
             return np.zeros((3, 3))
         scores = [float(score) for score in scored.scores if score is not None]
         return style_matrix([scores[:3]], [scores[3:]], self.tie_policy)
-
-    def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
-        """`results/<model>.json`: the data's rows with `score_chosen` and `score_rejected`, as `run_rm.py` writes."""
-        rows = []
-        for one in scored:
-            texts = [completion[-1]["content"] for completion in one.example.completions]
-            rows.append(
-                {
-                    "id": one.example.suite_data.get("id", one.example.id),
-                    "prompt": one.example.context[-1]["content"],
-                    "chosen": texts[:3],
-                    "rejected": texts[3:],
-                    "domain": one.example.subset,
-                    "score_chosen": list(one.scores[:3]),
-                    "score_rejected": list(one.scores[3:]),
-                }
-            )
-        return {result_path("results", model_name): rows}
 
 
 def _name(file: str) -> str:

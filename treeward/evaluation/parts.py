@@ -7,7 +7,7 @@ combined("Reasoning", parts, weights=[164, 984])         # a Metric
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,10 +25,10 @@ class Part:
 
     metric: Metric
     outcomes: tuple[float, ...]
-    prompts: tuple[str, ...]
+    prompts: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, name: str, outcomes: Iterable[float], prompts: Iterable[str], unit: Unit = "examples") -> Part:
+    def of(cls, name: str, outcomes: Iterable[float], prompts: Iterable[Hashable], unit: Unit = "examples") -> Part:
         """Outcomes in [0, 1] of pairs or examples; those of one prompt count as dependent."""
         values, clusters = tuple(outcomes), tuple(prompts)
         return cls(accuracy_metric(values, name, clusters=clusters, of=unit), values, clusters)
