@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; treeward then ignores it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+WORDS = ("sun", "moon", "rain", "wind", "snow", "leaf", "root", "seed", "tree", "bark", "moss", "fern", "bird", "nest")
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))  # helpers that tests share lie beside this file: families.py
 
@@ -74,6 +76,35 @@ def tiny_run(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture
+def write_prompts(tmp_path: Path) -> Callable[[str, Iterable[Any]], str]:
+    """Write rows of `PromptDataset`; a text is a prompt."""
+
+    def write(name: str, rows: Iterable[Any]) -> str:
+        path = tmp_path / name
+        lines = (json.dumps({"prompt": row} if isinstance(row, str) else row) for row in rows)
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def tiny_grpo(tmp_path: Path, write_prompts: Callable[[str, Iterable[Any]], str]) -> Callable[..., Any]:
+    """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on the command line."""
+    from treeward.config.load import load_grpo_config
+
+    write_prompts("train.jsonl", [f"Say {first} and {second}." for first in WORDS for second in WORDS[:3]])
+    write_prompts("held_out.jsonl", [f"Sing of {word}." for word in WORDS])
+
+    def make(*overrides: str) -> Any:
+        file = tmp_path / "run.yaml"
+        file.write_text(TINY_GRPO.format(folder=tmp_path), encoding="utf-8")
+        return load_grpo_config(file, overrides)
+
+    return make
+
+
 TINY_RUN = """
 rm: {{max_num_steps: 6, val_period: 2, val_batches: 2, val_global_batch_size: 8, seed: 7}}
 policy:
@@ -92,5 +123,26 @@ data:
   cache_dir: {folder}/cache
 checkpointing: {{checkpoint_dir: {folder}/checkpoints, save_period: 2, keep_top_k: 2,
                 metric_name: "val:validation-held_out_accuracy"}}
+logger: {{log_dir: {folder}/logs}}
+"""
+TINY_GRPO = """
+grpo: {{num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_epochs: 9, max_num_steps: 6, val_period: 2,
+       max_val_samples: 6, seed: 7, num_logged_samples: 2}}
+loss_fn: {{reference_policy_kl_penalty: 0.01}}
+policy:
+  model_config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+                 num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, max_position_embeddings: 128}}
+  tokenizer: {{vocab_size: 300}}
+  train_micro_batch_tokens: 256
+  max_total_sequence_length: 96
+  precision: float32
+  optimizer: {{kwargs: {{lr: 1.0e-2}}}}
+  scheduler: {{name: constant, warmup_steps: 0}}
+  generation: {{max_new_tokens: 8}}
+data:
+  train: {{dataset_name: PromptDataset, data_path: {folder}/train.jsonl}}
+  validation: {{dataset_name: PromptDataset, data_path: {folder}/held_out.jsonl}}
+env: {{planted: {{type: custom, function: planted.vowels}}}}
+checkpointing: {{checkpoint_dir: {folder}/checkpoints, save_period: 2, keep_top_k: 2, metric_name: "val:reward"}}
 logger: {{log_dir: {folder}/logs}}
 """

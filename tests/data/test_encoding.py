@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from templates import byte_bpe
+from treeward.training.shared_rows import num_shared
 
 from treeward.config.data import DatasetConfig
 from treeward.data import encoding
@@ -27,7 +28,6 @@ from treeward.data.encoding import Comparison, EncodedDataset, EncodingCounts, c
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
-from treeward.training.shared_rows import num_shared
 
 SHARED = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 CHATML = (

@@ -57,9 +57,9 @@ import os, sys, time
 from pathlib import Path
 
 from treeward.cli.main import main
-from treeward.rl import grpo, state
+from treeward.rl import grpo
 from treeward.rl.update import PolicyUpdater
-from treeward.training import checkpoints
+from treeward.training import loop
 
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 
@@ -72,12 +72,11 @@ def before(owner, name, condition):
         return function(*arguments, **options)
     setattr(owner, name, replaced)
 
-steps = lambda n: lambda loop, *_: loop.state.step == n
 moments = {
-    "step 1": (grpo._Loop, "_log_step", steps(1)),
-    "policy saved, optimiser not": (state, "save_state", lambda folder, state, *_: state.step == 2),
+    "step 1": (loop.TrackerGroup, "log", lambda group, metrics: metrics.get("train/prompts_drawn") == 6),
+    "policy saved, optimiser not": (loop, "save_state", lambda folder, state, *_: state.step == 2),
     "rename": (os, "rename", lambda source, target: Path(target).name == "step_4"),
-    "validated, not saved": (grpo._Loop, "save", steps(6)),
+    "validated, not saved": (loop._Session, "save", lambda session: session.state.step == 6),
     "updating": (PolicyUpdater, "_step", lambda updater, known: updater.on_step.args[0].last_epoch == 29),
     "export": (grpo.shutil, "copytree", lambda *_: True),
 }
@@ -188,7 +187,7 @@ def assert_same_run(got: Path, want: Path) -> None:
     last = f"checkpoints/step_{STEPS}"
     weights, expected = (load_file(one / last / "optimizer.safetensors") for one in (got, want))
     assert all(tensor.equal(expected[name]) for name, tensor in weights.items())
-    states = [json.loads((one / last / "rollout_state.json").read_text()) for one in (got, want)]
+    states = [json.loads((one / last / "training_state.json").read_text())["run"] for one in (got, want)]
     assert states[0] == states[1] and states[0]["rewards"]["reward_model"]["reward_shaping"]["running"]["count"] > 100
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from treeward.config.load import load_config
+from treeward.training.state import read_state
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
 
@@ -33,8 +33,8 @@ import functools, os, shutil, sys, time
 from pathlib import Path
 
 from treeward.cli.main import main
-from treeward.training import checkpoints, exporting
-from treeward.training import train as training
+from treeward.training import checkpoints, export, loop
+from treeward.training.train import RewardModelRun
 
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 
@@ -51,17 +51,17 @@ def before(module, name, condition=lambda *a: True):
     setattr(module, name, replaced)
 
 if moment == "before the first checkpoint":
-    before(training._Loop, "take_step", lambda loop: loop.state.step == 1)
+    before(RewardModelRun, "step", lambda run, number: number == 2)
 elif moment == "between the model and the optimiser of a save":
-    before(training, "save_state", lambda folder, state, *_: state.step == 4)
+    before(loop, "save_state", lambda folder, state, *_: state.step == 4)
 elif moment == "before the rename of a save":
     before(os, "rename", lambda source, target: Path(target).name == "step_4")
 elif moment == "after the rename, before the old ones are removed":
     before(checkpoints.CheckpointStore, "_prune", lambda store: store.latest().step == 6)
 elif moment == "in the middle of a step":
-    before(training._Loop, "_update_weights", lambda loop, total: loop.state.step == 6)
+    before(RewardModelRun, "_update_weights", lambda run, number, total: number == 7)
 elif moment == "in the export":
-    before(exporting, "model_card")
+    before(export, "model_card")
 else:
     raise SystemExit(f"no such moment: {moment}")
 sys.exit(main(sys.argv[3:]))
@@ -161,8 +161,7 @@ def assert_same_run(got: Path, want: Path) -> None:
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weight, expected[key]) for key, weight in weights.items()), name
         if name != "final":
-            manifests = [json.loads((f / "checkpoints" / name / "manifest.json").read_text()) for f in (got, want)]
-            assert manifests[0]["metric"] == manifests[1]["metric"]
+            assert read_state(got / "checkpoints" / name) == read_state(want / "checkpoints" / name)
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(

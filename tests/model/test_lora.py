@@ -37,7 +37,7 @@ from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.sampling import Row, sample, uniforms
 from treeward.rl.update import PolicyUpdater
 from treeward.training.optimisation import build_optimizer
-from treeward.training.state import TrainingState, load_state, save_state
+from treeward.training.state import RunState, load_state, save_state
 
 CONFIG = LoraConfig(enabled=True, dim=4, alpha=12)
 TIED = {"qwen3": {"tie_word_embeddings": True}}
@@ -429,23 +429,23 @@ def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: 
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
-    def begin(seed: int) -> tuple[PolicyModel, torch.optim.Optimizer, Any, dict[Tensor, str]]:
+    def begin(seed: int) -> tuple[PolicyModel, torch.optim.Optimizer, Any]:
         policy = adapted(causal(), seed=seed, fresh=True)
         optimizer = build_optimizer(policy, ADAM)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return policy, optimizer, schedule, {weight: name for name, weight in policy.hf.named_parameters()}
+        return policy, optimizer, schedule
 
-    policy, optimizer, schedule, names = begin(1)
+    policy, optimizer, schedule = begin(1)
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(adapter_state(policy))
     updater_of(policy, optimizer).learn(*experience(0))
     schedule.step()
     save_adapters(policy, tmp_path / "adapter")
-    save_state(tmp_path, TrainingState(1, {}), optimizer, schedule, names)
+    save_state(tmp_path, RunState(1, {}), optimizer, schedule, policy)
     updater_of(policy, optimizer).learn(*experience(1))
 
-    resumed, optimizer, schedule, names = begin(2)
+    resumed, optimizer, schedule = begin(2)
     load_adapters(resumed, tmp_path / "adapter")
-    assert load_state(tmp_path, optimizer, schedule, names).step == 1
+    assert load_state(tmp_path, optimizer, schedule, resumed).step == 1
     updater_of(resumed, optimizer).learn(*experience(1))
     for name, weight in adapter_state(policy).items():
         assert torch.equal(weight, adapter_state(resumed)[name]), name

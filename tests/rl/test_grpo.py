@@ -15,9 +15,10 @@ from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
 from treeward.rl import grpo as grpo_module
 from treeward.rl.experience import CompletionGroup
-from treeward.rl.grpo import GRPOOutcome, grpo
+from treeward.rl.grpo import GRPOOutcome, GRPORun, grpo
 from treeward.rl.rollouts import Rollouts
 from treeward.rl.update import PolicyUpdater
+from treeward.training import loop
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
@@ -71,9 +72,9 @@ def test_the_exported_policy_is_one_that_transformers_loads(tiny_grpo: Make) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     outcome = run(tiny_grpo(*SHORT))
-    assert outcome.policy_folder is not None and outcome.policy_step == 2
-    assert AutoModelForCausalLM.from_pretrained(outcome.policy_folder).num_parameters() > 0
-    assert AutoTokenizer.from_pretrained(outcome.policy_folder).chat_template
+    assert outcome.model_folder is not None and outcome.model_step == 2
+    assert AutoModelForCausalLM.from_pretrained(outcome.model_folder).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(outcome.model_folder).chat_template
 
 
 def nodes(groups: list[CompletionGroup]) -> int:
@@ -205,7 +206,7 @@ def test_a_planted_hack_raises_the_alarm_that_stops_the_run(
     kept = json.loads((tmp_path / "logs" / "alarms.json").read_text())
     assert [one["kind"] for one in kept] == [one.kind for one in outcome.alarms]
     assert [line["step"] for line in logged(tmp_path, "watch/alarm") if line["watch/alarm"]][-1] == outcome.step
-    assert outcome.policy_folder is not None and outcome.interrupted_by is None
+    assert outcome.model_folder is not None and outcome.interrupted_by is None
     # The same command does not go on; without `stop` it does.
     with caplog.at_level(logging.INFO, "treeward.rl"):
         again = run(tiny_grpo(*HACK))
@@ -224,7 +225,7 @@ def test_an_alarm_before_the_first_step_ends_the_run_with_nothing(tiny_grpo: Mak
             "grpo.watch={stop: true, stop_on: [truncation], max_truncation_rate: 0.01}",
         )
     )
-    assert (outcome.step, outcome.stopped_by, outcome.policy_folder) == (0, "truncation", None)
+    assert (outcome.step, outcome.stopped_by, outcome.model_folder) == (0, "truncation", None)
 
 
 def test_alarms_of_an_earlier_run_are_not_this_ones(tiny_grpo: Make, tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_signal_finishes_the_step_and_saves(
     signalled(monkeypatch, 2, number)
     outcome = run(tiny_grpo())
     assert (outcome.step, outcome.exit_code, outcome.interrupted_by) == (3, code, number.name)
-    assert outcome.policy_folder is None and not (tmp_path / "checkpoints" / "final").exists()
+    assert outcome.model_folder is None and not (tmp_path / "checkpoints" / "final").exists()
     assert (tmp_path / "checkpoints" / "step_3").is_dir() and outcome.report is not None
     monkeypatch.undo()
     assert run(tiny_grpo()).step == 6
@@ -268,7 +269,7 @@ def test_the_deadline_saves_and_leaves(tiny_grpo: Make, monkeypatch: pytest.Monk
             deadlines.append(self)
 
     deadlines: list[Deadline] = []
-    monkeypatch.setattr(grpo_module, "StopRequest", Deadline)
+    monkeypatch.setattr(loop, "StopRequest", Deadline)
     collect = grpo_module.collect
 
     def an_hour_later(one: Any, **where: Any) -> Rollouts:
@@ -348,7 +349,7 @@ def test_dynamic_sampling_ends_with_the_epochs(
     with caplog.at_level("INFO", "treeward.rl"):
         outcome = run(tiny_grpo(*options))
     assert (outcome.step, outcome.total_steps, outcome.interrupted_by) == (7, 7, None)
-    assert outcome.policy_folder is not None and outcome.validation and (tmp_path / "checkpoints" / "step_7").is_dir()
+    assert outcome.model_folder is not None and outcome.validation and (tmp_path / "checkpoints" / "step_7").is_dir()
     assert [line["train/prompts_drawn"] for line in logged(tmp_path, "train/reward")] == [84]
     assert "drawn the prompts of all 2 epochs in 7 steps" in caplog.text
     assert run(tiny_grpo(*options)).step == 7
@@ -356,8 +357,8 @@ def test_dynamic_sampling_ends_with_the_epochs(
 
 
 def test_stopped_before_anything_was_done(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    begin = grpo_module._Loop._begin
-    monkeypatch.setattr(grpo_module._Loop, "_begin", lambda self: (begin(self), signal.raise_signal(signal.SIGTERM)))
+    begin = GRPORun.begin
+    monkeypatch.setattr(GRPORun, "begin", lambda *run: (begin(*run), signal.raise_signal(signal.SIGTERM)))
     outcome = run(tiny_grpo())
     assert (outcome.step, outcome.exit_code, outcome.interrupted_by) == (0, 143, "SIGTERM")
     assert outcome.report is None and not list((tmp_path / "checkpoints").glob("step_*"))
@@ -365,7 +366,7 @@ def test_stopped_before_anything_was_done(tiny_grpo: Make, monkeypatch: pytest.M
 
 def test_a_run_without_checkpoints(tiny_grpo: Make, tmp_path: Path) -> None:
     outcome = run(tiny_grpo("checkpointing.enabled=false", "grpo.max_num_steps=2"))
-    assert outcome.step == 2 and outcome.policy_folder is None
+    assert outcome.step == 2 and outcome.model_folder is None
     assert not (tmp_path / "checkpoints").exists() and outcome.report == tmp_path / "logs" / "report.html"
 
 
@@ -373,15 +374,15 @@ def test_the_best_policy_is_exported(tiny_grpo: Make, tmp_path: Path) -> None:
     """By the metric, of the checkpoints that were validated."""
     outcome = run(tiny_grpo("checkpointing.metric_name=val:kl", "checkpointing.keep_top_k=1"))
     kls = {line["step"]: line["validation/kl"] for line in logged(tmp_path, "validation/kl")}
-    assert list(kls) == [2, 4, 6] and outcome.policy_step == min(kls, key=kls.__getitem__)
-    best, final = (tmp_path / "checkpoints" / name for name in (f"step_{outcome.policy_step}/model", "final"))
+    assert list(kls) == [2, 4, 6] and outcome.model_step == min(kls, key=kls.__getitem__)
+    best, final = (tmp_path / "checkpoints" / name for name in (f"step_{outcome.model_step}/model", "final"))
     assert (best / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
 
 
 def test_files_that_cannot_be_written(tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "checkpoints" / "report.html").mkdir(parents=True)
     outcome = run(tiny_grpo(*SHORT))
-    assert outcome.report is None and outcome.exit_code == 1 and outcome.policy_folder is not None
+    assert outcome.report is None and outcome.exit_code == 1 and outcome.model_folder is not None
     assert "its report cannot be written" in caplog.text and "report.html" in caplog.text
     (tmp_path / "logs" / "alarms.json").unlink()
     (tmp_path / "logs" / "alarms.json").mkdir()

@@ -18,11 +18,12 @@ import pytest
 
 from treeward.errors import CheckpointError, DataError, ModelError
 from treeward.rl import grpo as grpo_module
-from treeward.rl import state as state_module
 from treeward.rl.grpo import GRPOOutcome, grpo
-from treeward.rl.state import stored_metric
 from treeward.rl.update import PolicyUpdater
 from treeward.rl.watch import OverOptimisationWatch
+from treeward.training import loop
+from treeward.training.state import read_state
+from treeward.training.tracking import TrackerGroup
 
 Make = Callable[..., Any]
 Result = dict[str, Any]
@@ -123,7 +124,7 @@ def _at(owner: Any, name: str, when: Callable[..., bool]) -> Callable[[pytest.Mo
     return arm
 
 
-LOOP: Any = grpo_module._Loop
+LOOP: Any = loop._Session
 MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "before the first step": _before_step(0),
     "before the first checkpoint": _before_step(1),
@@ -132,11 +133,13 @@ MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "between the updates of a batch": _at(
         PolicyUpdater, "_step", lambda updater, known: updater.optimizer.param_groups[0]["lr"] > 0 and _third(updater)
     ),
-    "before the log of a step": _at(LOOP, "_log_step", lambda loop, *_: loop.state.step == 4),
+    "before the log of a step": _at(
+        TrackerGroup, "log", lambda group, metrics: "train/reward" in metrics and metrics["train/prompts_drawn"] == 24
+    ),
     "before a validation": _at(LOOP, "validate", lambda loop: loop.state.step == 4),
     "between a validation and the save": _at(LOOP, "save", lambda loop: loop.state.step == 4),
     "between the policy and the optimiser of a save": _at(
-        state_module, "save_state", lambda folder, state, *_: state.step == 4
+        loop, "save_state", lambda folder, state, *_: state.step == 4
     ),
     "before the rename of a save": _at(os, "rename", lambda source, target: Path(target).name == "step_4"),
     "in the export": _at(grpo_module.shutil, "copytree", lambda *_: True),
@@ -375,7 +378,7 @@ def test_what_may_change_may_change_and_a_longer_run_goes_on(
     assert (outcome.step, outcome.total_steps) == (4, 4)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 3, 4, 4]
-    assert "whose length is another than before (max_num_epochs, max_num_steps)" in caplog.text
+    assert "has another length than before (max_num_epochs, max_num_steps)" in caplog.text
 
 
 def test_a_validation_that_asks_something_else_is_refused(start: Callable[..., GRPOOutcome]) -> None:
@@ -399,14 +402,13 @@ def test_checkpoints_of_before_there_was_a_metric_rank_by_what_their_validation_
     folder = tmp_path / "checkpoints"
     keep_all = ("checkpointing.metric_name=null", "checkpointing.keep_top_k=9", "checkpointing.save_period=1")
     start("grpo.max_num_steps=4", *keep_all)
-    measured = json.loads((folder / "step_2" / "training_state.json").read_text())["validation"][""]
+    measured = json.loads((folder / "step_2" / "training_state.json").read_text())["validation"]
     assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_1", "step_2", "step_3", "step_4"]
     run = start("grpo.max_num_steps=5", "checkpointing.metric_name=val:raw_reward", "checkpointing.keep_top_k=3")
     assert run.step == 5
-    assert "2 checkpoints have no val:raw_reward and are pruned first (step 1, 3)" in caplog.text
+    assert "Checkpoints without val:raw_reward are pruned first (step 1, 3)" in caplog.text
     assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_2", "step_4", "step_5"]
-    assert stored_metric(folder / "step_2", "raw_reward") == measured["validation/raw_reward"]
-    assert stored_metric(folder / "step_2", "nothing") is None and stored_metric(folder, "raw_reward") is None
+    assert read_state(folder / "step_2").own_validation == measured
 
 
 def test_an_environment_may_be_run_elsewhere(start: Callable[..., GRPOOutcome], tmp_path: Path) -> None:
@@ -421,16 +423,14 @@ def test_a_run_that_is_past_its_end_says_so(
     start: Callable[..., GRPOOutcome], caplog: pytest.LogCaptureFixture
 ) -> None:
     start("grpo.max_num_steps=3")
-    with caplog.at_level("INFO", "treeward.rl"):
+    with caplog.at_level("INFO", "treeward"):
         outcome = start("grpo.max_num_steps=2")
-    assert (outcome.step, outcome.policy_folder is not None) == (3, True)
-    assert "This run has taken 3 steps; no more than 2 are asked for now." in caplog.text
+    assert (outcome.step, outcome.model_folder is not None) == (3, True)
+    assert "and no more than 2 are asked for now" in caplog.text
     assert "All 3 steps are done." in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name", ["rollout_state.json", "training_state.json", "optimizer.safetensors", "model/model.safetensors"]
-)
+@pytest.mark.parametrize("name", ["training_state.json", "optimizer.safetensors", "model/model.safetensors"])
 def test_a_cut_file_of_a_checkpoint_is_named(start: Callable[..., GRPOOutcome], tmp_path: Path, name: str) -> None:
     start("grpo.max_num_steps=1")
     file = tmp_path / "checkpoints" / "step_1" / name
@@ -442,7 +442,7 @@ def test_a_cut_file_of_a_checkpoint_is_named(start: Callable[..., GRPOOutcome], 
 
 def test_without_the_optimiser_or_with_resume_false(start: Callable[..., GRPOOutcome]) -> None:
     options = ("grpo.max_num_steps=1", "checkpointing.save_optimizer=false")
-    assert start(*options).policy_folder is not None
+    assert start(*options).model_folder is not None
     with pytest.raises(CheckpointError, match="without its optimiser"):
         start(*options)
     with pytest.raises(DataError.__base__, match="resume is false"):  # type: ignore[arg-type]
@@ -455,7 +455,7 @@ def test_a_state_that_json_does_not_hold_is_named(
     import planted
 
     monkeypatch.setattr(planted.Troubled, "state_dict", lambda self: {**self.state, "lock": {1, 2}})
-    with pytest.raises(CheckpointError, match="state of an environment cannot be saved"):
+    with pytest.raises(CheckpointError, match="of an environment: the state of the run cannot be saved"):
         start("grpo.max_num_steps=1")
 
 

@@ -13,16 +13,16 @@ import torch
 from treeward.errors import ModelError
 from treeward.rl.advantages import shaped_rewards
 from treeward.rl.rollouts import Rollouts, collect, sampling_seed
-from treeward.rl.setup import GRPORun, set_up
+from treeward.rl.setup import GRPOSetup, set_up
 
 Make = Callable[..., Any]
 
 
 @pytest.fixture
-def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPORun]]:
-    runs: list[GRPORun] = []
+def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPOSetup]]:
+    runs: list[GRPOSetup] = []
 
-    def make(*options: str) -> GRPORun:
+    def make(*options: str) -> GRPOSetup:
         runs.append(set_up(tiny_grpo("checkpointing.enabled=false", *options)))
         return runs[-1]
 
@@ -39,7 +39,7 @@ def texts(rollouts: Rollouts) -> list[list[str]]:
     return [[completion.text for completion in group.completions] for group in rollouts.groups]
 
 
-def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPORun]) -> None:
+def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPOSetup]) -> None:
     run = opened()
     first, again = collect(run, step=3, drawn=12), collect(run, step=3, drawn=12)
     assert texts(first) == texts(again) and torch.equal(first.rewards_PG, again.rewards_PG)
@@ -57,7 +57,7 @@ def test_seeds_are_never_shared() -> None:
 
 
 def test_dynamic_sampling_draws_until_there_is_enough(
-    opened: Callable[..., GRPORun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import planted
 
@@ -82,7 +82,7 @@ def test_dynamic_sampling_draws_until_there_is_enough(
     assert 0 < len(some.groups) < 4 and "of 4 groups in 1 batches" in caplog.text
 
 
-def test_nothing_to_learn_from_is_said(opened: Callable[..., GRPORun], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_to_learn_from_is_said(opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch) -> None:
     import planted
 
     monkeypatch.setattr(planted, "vowels", lambda prompt, response: 1.0)
@@ -94,7 +94,7 @@ def test_nothing_to_learn_from_is_said(opened: Callable[..., GRPORun], monkeypat
     assert collect(without, step=0, drawn=0).metrics["train/groups_without_signal"] == 1.0
 
 
-def test_too_many_failures_stop(opened: Callable[..., GRPORun], tmp_path: Path) -> None:
+def test_too_many_failures_stop(opened: Callable[..., GRPOSetup], tmp_path: Path) -> None:
     (tmp_path / "orders.json").write_text('{"fail": 0.5}')
     section = f"env={{planted: {{type: planted.Troubled, orders: {tmp_path}/orders.json}}}}"
     assert collect(opened(section), step=0, drawn=0).metrics["train/num_failed"] == 8
@@ -106,7 +106,7 @@ def test_too_many_failures_stop(opened: Callable[..., GRPORun], tmp_path: Path) 
     assert not found.rewards_PG.isfinite().any() and not found.used_PG.any() and "train/reward" not in found.metrics
 
 
-def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., GRPORun]) -> None:
+def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., GRPOSetup]) -> None:
     found = collect(opened(*ENDS), step=0, drawn=0)
     cut = torch.tensor([[completion.truncated for completion in group.completions] for group in found.groups])
     lengths = torch.tensor([[len(completion.token_ids) for completion in group.completions] for group in found.groups])
@@ -126,7 +126,7 @@ def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., 
     assert torch.allclose(scaled.rewards_PG, found.rewards_PG.clamp(0, 0.5) * 4 - 1, atol=1e-6)
 
 
-def test_no_reward_stays_none(opened: Callable[..., GRPORun]) -> None:
+def test_no_reward_stays_none(opened: Callable[..., GRPOSetup]) -> None:
     shaping = "grpo.reward_shaping={enabled: true, overlong_buffer_length: 2}"
     run = opened("grpo.truncated=penalty", shaping, "grpo.reward_scaling={enabled: true}")
     groups = collect(run, step=0, drawn=0).groups

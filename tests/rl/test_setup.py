@@ -17,6 +17,7 @@ from treeward.rl import identity
 from treeward.rl import setup as rl_setup
 from treeward.rl.generation import LocalGenerator
 from treeward.rl.setup import set_up
+from treeward.training.checkpoints import Checkpoint
 
 Make = Callable[..., Any]
 Write = Callable[[str, Iterable[Any]], str]
@@ -55,7 +56,7 @@ def test_all_prompts_too_long(tiny_grpo: Make, write_prompts: Write) -> None:
 def test_how_long_a_run_is(tiny_grpo: Make, options: list[str], steps: int) -> None:
     run = set_up(tiny_grpo(*options))
     run.close()
-    assert run.total_steps == steps and run.state.step == 0
+    assert run.total_steps == steps
 
 
 def test_the_schedule_is_in_updates(tiny_grpo: Make) -> None:
@@ -188,10 +189,9 @@ def test_a_reward_model_that_was_replaced_is_noticed(tiny_grpo: Make, tiny_token
         options = (f"env={{{environment}}}", f"grpo.environments=[{name}]", where, logs, "grpo.max_num_steps=1")
         write_signed_model(folder, tiny_tokenizer, seed=3, max_length=256)
         grpo(tiny_grpo(*options), show_progress=False)
-        set_up(tiny_grpo(*options)).close()
         write_signed_model(folder, tiny_tokenizer, seed=4, max_length=256)
         with pytest.raises(CheckpointError, match="of another run: env changed"):
-            set_up(tiny_grpo(*options))
+            grpo(tiny_grpo(*options), show_progress=False)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,6 @@ class Opened:
         for owner, name, what in (
             (LocalGenerator, "close", "generator"),
             (rl_setup.RewardSource, "shutdown", "rewards"),
-            (rl_setup.CheckpointStore, "close", "store"),
         ):
             function = getattr(owner, name)
 
@@ -247,9 +246,9 @@ class Opened:
 @pytest.mark.parametrize(
     ("option", "held"),
     [
-        ("data.train.data_path=/nowhere.jsonl", {"store"}),
-        ("policy.model_config.model_type=qwen77", {"store", "rewards"}),
-        ("policy.optimizer.kwargs.unheard_of=3", {"store", "rewards"}),
+        ("data.train.data_path=/nowhere.jsonl", set()),
+        ("policy.model_config.model_type=qwen77", {"rewards"}),
+        ("policy.optimizer.kwargs.unheard_of=3", {"rewards"}),
     ],
 )
 def test_what_was_opened_is_closed_when_something_is_wrong(
@@ -259,8 +258,6 @@ def test_what_was_opened_is_closed_when_something_is_wrong(
     with pytest.raises(TreewardError):
         set_up(tiny_grpo(option))
     assert held <= set(opened.closed)
-    monkeypatch.undo()
-    set_up(tiny_grpo()).close()  # the folder is not locked
 
 
 def test_a_checkpoint_that_cannot_be_loaded_leaves_nothing_open(
@@ -271,8 +268,8 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_nothing_open(
     grpo(tiny_grpo("grpo.max_num_steps=1", "checkpointing.save_optimizer=false"), show_progress=False)
     opened = Opened(monkeypatch)
     with pytest.raises(CheckpointError, match="without its optimiser"):
-        set_up(tiny_grpo("grpo.max_num_steps=1"))
-    assert {"generator", "rewards", "store"} <= set(opened.closed)
+        grpo(tiny_grpo("grpo.max_num_steps=1"), show_progress=False)
+    assert {"generator", "rewards"} <= set(opened.closed)
 
 
 def test_the_reference_is_the_policy_that_the_run_begins_with(tiny_grpo: Make) -> None:
@@ -282,10 +279,11 @@ def test_the_reference_is_the_policy_that_the_run_begins_with(tiny_grpo: Make) -
     fresh = set_up(tiny_grpo(*options))
     fresh.close()
     begun = [parameter.clone() for parameter in fresh.policy.parameters()]
-    grpo(tiny_grpo(*options), show_progress=False)
-    resumed = set_up(tiny_grpo(*options))
+    config = tiny_grpo(*options)
+    grpo(config, show_progress=False)
+    checkpoint = Checkpoint(Path(config.checkpointing.checkpoint_dir) / "step_1", 1)
+    resumed = set_up(config, checkpoint)
     resumed.close()
-    assert resumed.state.step == 1
     reference: Any = resumed.updater.reference
     assert all(torch.equal(a, b) for a, b in zip(begun, reference.parameters(), strict=True))
     assert not any(parameter.requires_grad for parameter in reference.parameters())
@@ -306,10 +304,10 @@ def test_a_first_policy_that_was_replaced_is_noticed(tiny_grpo: Make, tiny_token
         options = ("~policy.model_config", "~policy.tokenizer", f"policy.model_name={tmp_path / 'policy'}")
         if seed == 1:
             grpo(tiny_grpo(*options, "grpo.max_num_steps=1"), show_progress=False)
-            set_up(tiny_grpo(*options)).close()
+            grpo(tiny_grpo(*options, "grpo.max_num_steps=1"), show_progress=False)
         else:
             with pytest.raises(CheckpointError, match="of another run: the policy changed"):
-                set_up(tiny_grpo(*options))
+                grpo(tiny_grpo(*options), show_progress=False)
 
 
 def test_the_same_policy_may_be_named_otherwise_or_lie_elsewhere(
@@ -330,13 +328,14 @@ def test_the_same_policy_may_be_named_otherwise_or_lie_elsewhere(
 
     monkeypatch.chdir(tmp_path)
     grpo(tiny_grpo(*options("./policy")), show_progress=False)
-    set_up(tiny_grpo(*options(str(tmp_path / "policy")))).close()
+    checkpoint = Checkpoint(tmp_path / "checkpoints" / "step_1", 1)
+    set_up(tiny_grpo(*options(str(tmp_path / "policy"))), checkpoint).close()
     shutil.copytree("policy", "copy")
-    set_up(tiny_grpo(*options("./copy"))).close()
+    set_up(tiny_grpo(*options("./copy")), checkpoint).close()
     config = json.loads(Path("copy/config.json").read_text())
     Path("copy/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     with pytest.raises(CheckpointError, match="of another run: the policy changed"):
-        set_up(tiny_grpo(*options("./copy")))  # the same weights compute something else
+        set_up(tiny_grpo(*options("./copy")), checkpoint)  # the same weights compute something else
     Path("unknown").mkdir()
     assert [identity._with_weights(name) for name in ("unknown", "hub/name", None)] == ["unknown", "hub/name", None]
 
@@ -357,8 +356,8 @@ def test_a_classifier_is_no_policy(tiny_grpo: Make, tiny_tokenizer: Any, tmp_pat
 
 
 def test_what_is_remarkable_is_said(tiny_grpo: Make, caplog: pytest.LogCaptureFixture) -> None:
-    set_up(tiny_grpo("policy.generation.backend=vllm", "checkpointing.enabled=false")).close()
-    assert "the policy itself samples" in caplog.text and "nothing of this run will be kept" in caplog.text
+    tiny_grpo("policy.generation.backend=vllm")
+    assert "the policy itself samples" in caplog.text
 
 
 def test_wrong_configuration_is_told_before_anything_is_loaded(tiny_grpo: Make) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from treeward.rl.grpo import grpo
-from treeward.rl.setup import GRPORun, set_up
+from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.validation import Validation, ranking_remark, validate
 
 Make = Callable[..., Any]
@@ -22,10 +22,10 @@ GOLD = (
 
 
 @pytest.fixture
-def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPORun]]:
-    runs: list[GRPORun] = []
+def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPOSetup]]:
+    runs: list[GRPOSetup] = []
 
-    def make(*options: str) -> GRPORun:
+    def make(*options: str) -> GRPOSetup:
         runs.append(set_up(tiny_grpo("checkpointing.enabled=false", *options)))
         return runs[-1]
 
@@ -34,13 +34,13 @@ def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPORun]]:
         run.close()
 
 
-def measured(run: GRPORun) -> Validation:
+def measured(run: GRPOSetup) -> Validation:
     found = validate(run)
     assert found is not None
     return found
 
 
-def test_the_same_weights_give_the_same_numbers(opened: Callable[..., GRPORun]) -> None:
+def test_the_same_weights_give_the_same_numbers(opened: Callable[..., GRPOSetup]) -> None:
     run = opened(*GOLD, "grpo.num_val_generations=3")
     first, second = measured(run), measured(run)
     assert first.metrics == second.metrics and first.samples == second.samples
@@ -52,7 +52,7 @@ def test_the_same_weights_give_the_same_numbers(opened: Callable[..., GRPORun]) 
     assert other.metrics["validation/entropy"] < first.metrics["validation/entropy"]
 
 
-def test_the_numbers_are_those_of_the_completions(opened: Callable[..., GRPORun]) -> None:
+def test_the_numbers_are_those_of_the_completions(opened: Callable[..., GRPOSetup]) -> None:
     run = opened(*GOLD, "grpo.num_val_generations=2", "grpo.num_logged_samples=100")
     found = measured(run)
     completions = [completion for sample in found.samples for completion in sample["completions"]]
@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_the_completions(opened: Callable[..., GRPORun]
     assert found.watched["gold_by_prompt"].shape == (6,)
 
 
-def test_batches_leave_nothing_out(opened: Callable[..., GRPORun]) -> None:
+def test_batches_leave_nothing_out(opened: Callable[..., GRPOSetup]) -> None:
     run = opened("grpo.val_batch_size=4", "grpo.max_val_samples=null", "grpo.num_logged_samples=100")
     found = measured(run)
     asked = [sample["prompt"][-1]["content"] for sample in found.samples]
@@ -87,7 +87,7 @@ def test_batches_leave_nothing_out(opened: Callable[..., GRPORun]) -> None:
     assert len(set(texts)) > 10  # each batch has seeds of its own
 
 
-def test_metrics_by_set(opened: Callable[..., GRPORun], write_prompts: Callable[[str, Iterable[Any]], str]) -> None:
+def test_metrics_by_set(opened: Callable[..., GRPOSetup], write_prompts: Callable[[str, Iterable[Any]], str]) -> None:
     sets = ", ".join(
         f"{{dataset_name: PromptDataset, data_path: {write_prompts(f'{name}.jsonl', asks)}, name: {name}}}"
         for name, asks in (("few", ["Hum."]), ("many", [f"Hum {n}." for n in range(3)]))
@@ -99,7 +99,7 @@ def test_metrics_by_set(opened: Callable[..., GRPORun], write_prompts: Callable[
     assert {"validation-few/gold_reward", "validation-many/gold_reward"} <= found.metrics.keys()
 
 
-def test_rewards_that_fail_are_in_no_mean(opened: Callable[..., GRPORun], tmp_path: Any) -> None:
+def test_rewards_that_fail_are_in_no_mean(opened: Callable[..., GRPOSetup], tmp_path: Any) -> None:
     (tmp_path / "orders.json").write_text("{}")
     run = opened(f"env={{planted: {{type: planted.Troubled, orders: {tmp_path}/orders.json}}}}")
     whole = measured(run)
@@ -119,7 +119,7 @@ def _none() -> Any:
     return Reward(None, error="told to fail")
 
 
-def test_running_statistics_neither_move_nor_hide_the_proxy(opened: Callable[..., GRPORun]) -> None:
+def test_running_statistics_neither_move_nor_hide_the_proxy(opened: Callable[..., GRPOSetup]) -> None:
     run = opened("env={planted: {type: planted.Counting}}")
     before = run.rewards.state_dict()
     found = measured(run)
@@ -129,7 +129,7 @@ def test_running_statistics_neither_move_nor_hide_the_proxy(opened: Callable[...
     assert found.watched["proxy_by_prompt"].mean() == pytest.approx(found.metrics["validation/proxy"], abs=1e-6)
 
 
-def test_a_shaping_that_stays_is_part_of_the_proxy(opened: Callable[..., GRPORun]) -> None:
+def test_a_shaping_that_stays_is_part_of_the_proxy(opened: Callable[..., GRPOSetup]) -> None:
     scaling = "{enabled: true, source_min: 0, source_max: 1, target_min: 10, target_max: 20}"
     found = measured(opened(f"grpo.reward_scaling={scaling}"))
     assert found.metrics["validation/proxy"] == found.metrics["validation/reward"]
@@ -167,6 +167,6 @@ def test_the_run_says_so_when_it_begins(tiny_grpo: Make, caplog: pytest.LogCaptu
     assert said.startswith("checkpointing.metric_name: val:reward ranks checkpoints")
 
 
-def test_told_to_stop_it_measures_nothing(opened: Callable[..., GRPORun]) -> None:
+def test_told_to_stop_it_measures_nothing(opened: Callable[..., GRPOSetup]) -> None:
     told = iter([None, "SIGTERM"])
     assert validate(opened("grpo.val_batch_size=2"), should_stop=lambda: next(told)) is None

@@ -1,10 +1,14 @@
+"""Checkpoints are whole or absent, whenever a run is killed; the best stay; damage is noticed."""
+
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import math
-import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +16,58 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.config.checkpointing import GRPOCheckpointingConfig
+from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError
-from treeward.training.checkpoints import CheckpointStore, opened_store
+from treeward.training.checkpoints import CheckpointStore, open_store
+
+WRITES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
 
 
 class Killed(BaseException):
     """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
 
 
-def write(folder: Path) -> None:
-    (folder / "model").mkdir()
-    (folder / "model" / "weights").write_bytes(bytes(1000))
-    (folder / "state.json").write_text("{}")
+class Killer:
+    """Kills at the operation number `at` on files below `folder`; whatever is tried after that dies too."""
+
+    def __init__(self) -> None:
+        self.folder, self.at, self.count = "", math.inf, 0
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        # Removals name a file by a descriptor of its folder, so those count wherever they are.
+        if event in WRITES and (event in ("os.remove", "os.rmdir") or str(arguments[0]).startswith(self.folder)):
+            self.count += 1
+            if self.count > self.at:
+                raise Killed
+
+    @contextlib.contextmanager
+    def armed(self, folder: Path, at: float) -> Iterator[None]:
+        self.folder, self.at, self.count = str(folder), at, 0
+        try:
+            yield
+        finally:
+            self.at = math.inf
+
+
+KILLER = Killer()  # a hook cannot be taken back: one for all tests
+
+
+def opened(folder: Path, metrics: dict[int, float | None] | None = None, **options: Any) -> Any:
+    """The store in a folder; `metrics` by step."""
+    if metrics is not None:
+        options |= {"metric_name": "val_accuracy", "metric_of": lambda path: metrics[int(path.name[5:])]}
+    metric_of = options.pop("metric_of", None)
+    return open_store(CheckpointingConfig(checkpoint_dir=str(folder), **options), metric_of)
+
+
+def writer(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights").write_text(text * 100)
+        (folder / "state.json").write_text(text)
+
+    return write
 
 
 def steps(store: CheckpointStore) -> list[int]:
@@ -36,19 +79,18 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_is_found_and_sound(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    assert store.latest() is None and store.best() is None
-    saved = store.save(200, write, metric=0.5)
-    store.close()
-    again = CheckpointStore(tmp_path)
-    assert saved == again.latest() == again.best()
-    saved.verify()
+    with opened(tmp_path, keep_top_k=None) as store:
+        assert store.latest() is None and store.best() is None and store.to_resume() is None
+        for step in (1, 2, 10):
+            saved = store.save(step, writer("x"))
+    with opened(tmp_path, keep_top_k=None) as again:
+        assert saved == again.latest() == again.best() == again.to_resume() and steps(again) == [1, 2, 10]
     assert leftovers(tmp_path) == []
 
 
 @settings(deadline=None, max_examples=12)
 @given(
-    st.lists(st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.9]), st.just(math.nan)), min_size=1, max_size=9),
+    st.lists(st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.9])), min_size=1, max_size=9),
     st.integers(1, 4),
     st.booleans(),
 )
@@ -56,159 +98,118 @@ def test_the_best_stay_and_the_latest(
     tmp_path_factory: pytest.TempPathFactory, metrics: list[float | None], keep: int, higher: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("store")
-    store = CheckpointStore(folder, keep_top_k=keep, higher_is_better=higher)
     values = dict(enumerate(metrics, start=1))
 
     def rank(step: int) -> tuple[float, int]:
         value = values[step]
-        missing = value is None or math.isnan(value)
-        return (math.inf if missing else -value if higher else value, -step)  # type: ignore[operator]
+        return (math.inf if value is None else -value if higher else value, -step)
 
     kept: set[int] = set()
-    for step, metric in values.items():
-        store.save(step, write, metric=metric)
-        kept = set(sorted(kept | {step}, key=rank)[:keep]) | {step}
-        assert set(steps(store)) == kept
-    best = store.best()
-    assert best is not None and best.step == min(kept, key=rank)
+    name = "val_accuracy" if higher else "val_loss"
+    ranking = {"metric_name": name, "metric_of": lambda path: values[int(path.name[5:])]}
+    with opened(folder, keep_top_k=keep, **ranking) as store:
+        for step in values:
+            store.save(step, writer("x"))
+            kept = set(sorted(kept | {step}, key=rank)[:keep]) | {step}
+            assert set(steps(store)) == kept
+        best = store.best()
+        assert best is not None and best.step == min(kept, key=rank)
     shutil.rmtree(folder)
 
 
-def test_all_stay_where_nothing_is_said(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2, 10):
-        store.save(step, write)
-    assert steps(store) == [1, 2, 10]
-
-
-def test_a_metric_of_another_name_is_not_compared(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path, metric_name="val_loss", higher_is_better=False).save(1, write, metric=0.7)
-    store = CheckpointStore(tmp_path, metric_name="val_accuracy")
-    store.save(2, write, metric=0.6)
-    best = store.best()
-    assert best is not None and best.step == 2
-
-
-@pytest.mark.parametrize(("keep", "spelt"), [(1, "val:reward"), (2, "val:reward"), (None, "val:reward"), (2, None)])
-def test_checkpoints_without_the_metric_that_now_ranks_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int | None, spelt: str | None
+@pytest.mark.parametrize("keep", [2, None])
+def test_checkpoints_without_the_metric_that_ranks_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int | None
 ) -> None:
-    before = CheckpointStore(tmp_path)
-    many = range(2, 22, 2)
-    for step in many:
-        before.save(step, write)
-    before.close()
-    ranked = CheckpointStore(tmp_path, metric_name=spelt)
-    ranked.save(25, write)  # between two validations: of the same run as those that follow
-    ranked.close()
-    config = GRPOCheckpointingConfig(checkpoint_dir=str(tmp_path), keep_top_k=keep, metric_name=spelt)
-    with opened_store(config, metric_name=spelt) as store:
-        assert store is not None
-        store.close()
-    told = [record.getMessage() for record in caplog.records if "pruned first" in record.getMessage()]
-    if keep is None or spelt is None:
-        assert told == []
-    else:
-        (text,) = told
-        assert text.startswith("10 checkpoints have no val:reward and are pruned first (step 2, 4, 6, ")
-        assert "14, 16, ...): to keep one" in text
-
-
-def test_a_stored_metric_ranks_what_was_saved_when_none_ranked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = CheckpointStore(tmp_path)
-    for step in (1, 2, 3):
-        before.save(step, write)
-    before.close()
-    stored = {"step_1": 0.9, "step_2": 0.1, "step_3": math.nan}
-    config = GRPOCheckpointingConfig(checkpoint_dir=str(tmp_path), keep_top_k=2, metric_name="val:reward")
-    with opened_store(config, metric_name="reward", stored_metric=lambda folder: stored[folder.name]) as store:
-        assert store is not None
-        assert [checkpoint.metric for checkpoint in store.all()] == [0.9, 0.1, None]
-        store.save(4, write, metric=0.5)
-        best = store.best()
-        assert steps(store) == [1, 4] and best is not None and best.step == 1
-        store.close()
-    assert "1 checkpoint has no val:reward and is pruned first (step 3)" in caplog.text
+    with opened(tmp_path, keep_top_k=None) as before:
+        for step in range(2, 22, 2):
+            before.save(step, writer("x"))
+    assert "pruned first" not in caplog.text
+    values: dict[int, float | None] = {step: None for step in range(2, 22, 2)} | {20: 0.5}
+    with opened(tmp_path, values, keep_top_k=keep):
+        told = [record.getMessage() for record in caplog.records if "pruned first" in record.getMessage()]
+    start = "Checkpoints without val_accuracy are pruned first (step 2, 4, 6, 8, 10, 12, 14, 16, ...)"
+    assert [text.startswith(start) for text in told] == ([] if keep is None else [True])
 
 
 def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match="another run is using"):
-        CheckpointStore(tmp_path)
-    store.close()
-    CheckpointStore(tmp_path).close()
+    with opened(tmp_path), pytest.raises(CheckpointError, match="another run is using"), opened(tmp_path):
+        pass
+    with opened(tmp_path) as store:
+        assert store is not None
 
 
-@pytest.mark.parametrize("moment", ["writing", "manifest", "rename", "after"])
-def test_a_kill_during_a_save_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    store = CheckpointStore(tmp_path, keep_top_k=1)
-    store.save(1, write, metric=0.9)
-
-    def die(*arguments: Any, **options: Any) -> Any:
-        raise Killed
-
-    def write_half(folder: Path) -> None:
-        write(folder)
-        if moment == "writing":
-            raise Killed
-
-    if moment == "manifest":
-        monkeypatch.setattr(Path, "write_text", die)
-    elif moment == "rename":
-        monkeypatch.setattr(os, "rename", die)
-    elif moment == "after":
-        monkeypatch.setattr(CheckpointStore, "_prune", die)
-    with pytest.raises(Killed):
-        store.save(2, lambda folder: (folder / "file").touch() if moment == "manifest" else write_half(folder))
-    monkeypatch.undo()
-    assert moment == "after" or leftovers(tmp_path) == [".saving_step_2"]
-    store.close()  # a kill does it too
-    again = CheckpointStore(tmp_path, keep_top_k=1)
-    assert leftovers(tmp_path) == []
-    assert steps(again) == ([1, 2] if moment == "after" else [1])
-    for checkpoint in again.all():
-        checkpoint.verify()
-    again.save(3, write, metric=0.95)
-    assert steps(again) == [3]
+def kill_everywhere(folder: Path, act: Callable[[CheckpointStore], Any], check: Callable[[CheckpointStore], None],
+                    **options: Any) -> int:  # fmt: skip
+    """Kill `act` at its first operation on files, at its second, ...; `check` the folder each time. The operations."""
+    template, number = folder / "template", 0
+    with opened(template, **options) as store:
+        store.save(1, writer("old"))
+        store.write_folder("final", writer("old"))
+    while True:
+        copy = folder / str(number)
+        shutil.copytree(template, copy)
+        try:
+            with opened(copy, **options) as store, KILLER.armed(copy, number):
+                act(store)
+            done = True
+        except Killed:
+            done = False
+        with opened(copy, **options) as store:
+            assert leftovers(copy) == []
+            for checkpoint in store.all():
+                checkpoint.verify()
+            check(store)
+        if done:
+            return number
+        number += 1
 
 
-def test_a_kill_while_an_old_one_is_removed_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path, keep_top_k=1)
-    store.save(1, write, metric=0.1)
-
-    def remove_half(folder: Path) -> None:
-        (folder / "state.json").unlink()
-        raise Killed
-
-    monkeypatch.setattr(shutil, "rmtree", remove_half)
-    with pytest.raises(Killed):
-        store.save(2, write, metric=0.9)
-    monkeypatch.undo()
-    assert leftovers(tmp_path) == [".removing_step_1"]
-    store.close()
-    assert steps(CheckpointStore(tmp_path)) == [2]
-    assert leftovers(tmp_path) == []
+def content(folder: Path) -> str:
+    (text,) = {(folder / "state.json").read_text(), (folder / "model" / "weights").read_text()[:3]}
+    return text
 
 
-def test_a_folder_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path)
-    store.write_folder("final", lambda folder: (folder / "old").touch())
+def test_killed_at_any_operation_of_a_save_one_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    """A new step, with the old one pruned; the same step again; and the folder of the export again."""
+    found: set[tuple[int, ...]] = set()
 
-    def fail(folder: Path) -> None:
-        (folder / "new").touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def check_next(store: CheckpointStore) -> None:
+        found.add(tuple(steps(store)))
+        assert {content(checkpoint.path) for checkpoint in store.all() if checkpoint.step == 1} <= {"old"}
 
-    with pytest.raises(CheckpointError, match="No space left"):
-        store.write_folder("final", fail)
-    assert [path.name for path in (tmp_path / "final").iterdir()] == ["old"]
-    store.write_folder("final", lambda folder: (folder / "new").touch())
-    assert [path.name for path in (tmp_path / "final").iterdir()] == ["new"]
-    assert leftovers(tmp_path) == []
-    assert steps(store) == []  # a folder beside the checkpoints is none
+    assert kill_everywhere(tmp_path / "next", lambda store: store.save(2, writer("new")), check_next, keep_top_k=1) > 9
+    assert found == {(1,), (1, 2), (2,)}
+
+    again: set[str] = set()
+
+    def check_again(store: CheckpointStore) -> None:
+        assert steps(store) == [1]
+        again.add(content(store.folder / "step_1"))
+
+    kill_everywhere(tmp_path / "again", lambda store: store.save(1, writer("new")), check_again)
+    final: set[str] = set()
+    kill_everywhere(
+        tmp_path / "final",
+        lambda store: store.write_folder("final", writer("new")),
+        lambda store: final.add(content(store.folder / "final")),
+    )
+    assert again == final == {"old", "new"}
+
+
+def test_killed_while_it_cleans_up_it_cleans_up_the_next_time(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.save(1, writer("old"))
+    (tmp_path / "step_1").rename(tmp_path / ".replaced_step_1")
+    for name in (".saving_step_1", ".removing_step_0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").touch()
+    for number in range(99):
+        with contextlib.suppress(Killed), KILLER.armed(tmp_path, number), opened(tmp_path):
+            break
+    with opened(tmp_path) as store:
+        store.to_resume().verify()
+        assert number > 3 and leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -219,27 +220,27 @@ def test_a_folder_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_full_disk_is_told_and_what_was_there_stands(tmp_path: Path, error: Exception) -> None:
-    store = CheckpointStore(tmp_path)
-    store.save(1, write)
-
     def fail(folder: Path) -> None:
-        write(folder)
+        writer("new")(folder)
         raise error
 
-    with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        store.save(2, fail)
-    assert "step_2: cannot be saved" in str(caught.value) and "make room" in str(caught.value)
-    assert steps(store) == [1]
-    assert leftovers(tmp_path) == []
-    store.save(2, write).verify()
+    with opened(tmp_path) as store:
+        store.save(1, writer("old"))
+        store.write_folder("final", writer("old"))
+        for save in (lambda: store.save(2, fail), lambda: store.write_folder("final", fail)):
+            with pytest.raises(CheckpointError, match="No space left on device") as caught:
+                save()
+            assert "cannot be saved" in str(caught.value) and "make room" in str(caught.value)
+        assert steps(store) == [1] and leftovers(tmp_path) == [] and content(tmp_path / "final") == "old"
+        store.save(2, writer("new")).verify()
 
 
 def test_a_fault_of_ours_is_not_called_a_full_disk(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         raise KeyError("a fault")
 
-    with pytest.raises(KeyError, match="a fault"):
-        CheckpointStore(tmp_path).save(1, fail)
+    with opened(tmp_path) as store, pytest.raises(KeyError, match="a fault"):
+        store.save(1, fail)
     assert leftovers(tmp_path) == []
 
 
@@ -248,35 +249,36 @@ def cut(file: Path) -> None:
 
 
 def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("damage", "got"), [(cut, "999 bytes"), (flip, "other content"), (Path.unlink, "no such file")]
-)
+@pytest.mark.parametrize(("damage", "got"), [(cut, "99 bytes"), (flip, "other content"), (Path.unlink, "no such file")])
 def test_damage_is_noticed(tmp_path: Path, damage: Callable[[Path], Any], got: str) -> None:
-    checkpoint = CheckpointStore(tmp_path).save(1, write)
-    damage(checkpoint.path / "model" / "weights")
-    with pytest.raises(CheckpointError, match=got) as caught:
-        checkpoint.verify()
+    with opened(tmp_path) as store:
+        checkpoint = store.save(1, writer("x"))
+        damage(checkpoint.path / "model" / "weights")
+        with pytest.raises(CheckpointError, match=got) as caught:
+            store.to_resume()
     assert str(checkpoint.path / "model" / "weights") in str(caught.value)
     assert f"remove {checkpoint.path}" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
 def test_a_damaged_manifest_is_told(tmp_path: Path, text: str) -> None:
-    checkpoint = CheckpointStore(tmp_path).save(1, write)
-    (checkpoint.path / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="no readable manifest"):
-        CheckpointStore(tmp_path).latest()
+    with opened(tmp_path) as store:
+        checkpoint = store.save(1, writer("x"))
+        assert json.loads((checkpoint.path / "manifest.json").read_text())["step"] == 1
+        (checkpoint.path / "manifest.json").write_text(text)
+        with pytest.raises(CheckpointError, match="no readable manifest"):
+            store.to_resume()
 
 
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be used"):
-        CheckpointStore(tmp_path / "file" / "checkpoints")
+    with pytest.raises(CheckpointError, match="cannot be used"), opened(tmp_path / "file" / "checkpoints"):
+        pass
 
 
 def test_files_are_as_readable_as_their_folder(tmp_path: Path) -> None:
@@ -284,5 +286,6 @@ def test_files_are_as_readable_as_their_folder(tmp_path: Path) -> None:
         (folder / "weights").touch(mode=0o600)
         folder.chmod(0o750)
 
-    checkpoint = CheckpointStore(tmp_path).save(1, write_for_the_owner)
+    with opened(tmp_path) as store:
+        checkpoint = store.save(1, write_for_the_owner)
     assert (checkpoint.path / "weights").stat().st_mode & 0o777 == 0o640

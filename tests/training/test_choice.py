@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from treeward.training.card import model_card, result_columns
-from treeward.training.choice import choice_of
-from treeward.training.setup import set_up
+from treeward.training.export import model_card, result_columns
+from treeward.training.setup import choice_of, set_up
 from treeward.training.train import train
 
 METRIC = "val:validation-held_out_length_controlled_accuracy"
@@ -55,7 +54,7 @@ def test_the_metric_that_chose_is_a_column_and_the_card_says_what_it_is_worth(
     measured = outcome.validation["held_out"]
     assert "best of 3 by length_controlled_accuracy on held_out" in card and "expect lower numbers" in card
     longer = f"{measured['accuracy_longer_right']:.3f}"
-    assert "better answer longer" in card and longer in card
+    assert "better completion longer" in card and longer in card
     assert f"{measured['length_controlled_accuracy']:.3f}" in card
     assert not [column for column in result_columns(None) if column.key == "length_controlled_accuracy"]
 
@@ -68,7 +67,6 @@ def test_a_single_checkpoint_is_not_called_the_best(
     (said,) = [record.getMessage() for record in caplog.records if "nothing is chosen" in record.getMessage()]
     assert said.startswith("One checkpoint of this run of 2 steps") and "save_period is 26" in said
     assert "best of" not in model_card(run, 2, {"held_out": {"accuracy": 0.5, "loss": 1.0}})
-    run.store.close()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "treeward.training"):
         set_up(tiny_run())

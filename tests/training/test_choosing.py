@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,10 @@ from treeward.evaluation.gates import GATE_METRICS
 from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites.preferences import PreferenceSuite
 from treeward.scoring.scorer import Scorer
-from treeward.training import train as train_module
 from treeward.training.setup import set_up
+from treeward.training.state import read_state
 from treeward.training.tracking import read_metrics
-from treeward.training.train import TrainingOutcome, train
+from treeward.training.train import RewardModelRun, TrainingOutcome, train
 from treeward.training.validation import examples_to_perturb, robust_accuracy
 
 ROBUST = "checkpointing.metric_name=validation-held_out/robust_accuracy"
@@ -74,8 +73,8 @@ def test_the_checkpoint_with_the_best_diagnostic_is_exported(tiny_run: Callable[
     best = max(values, key=lambda step: (values[step], step))
     assert outcome.model_step == best
     assert outcome.validation["held_out"]["length_controlled_accuracy"] == values[best]
-    manifest = json.loads((tmp_path / "checkpoints" / f"step_{best}" / "manifest.json").read_text())
-    assert manifest["metric"] == values[best]
+    state = read_state(tmp_path / "checkpoints" / f"step_{best}")
+    assert state.own_validation["validation-held_out/length_controlled_accuracy"] == values[best]
 
 
 def test_lower_is_better_for_what_is_an_error(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
@@ -118,14 +117,14 @@ def test_robust_accuracy_ranks_and_a_run_that_was_killed_goes_on_alike(
     options = [ROBUST, "rm.val_perturbations=6", "rm.max_num_steps=4"]
     paths = [f"checkpointing.checkpoint_dir={tmp_path}/other", f"logger.log_dir={tmp_path}/other_logs"]
     whole = train(tiny_run(*options, *paths), show_progress=False)
-    take_step = train_module._Loop.take_step
+    take_step = RewardModelRun.step
 
-    def die_after_three(self: Any) -> int:
-        if self.state.step == 3:
+    def die_after_three(self: RewardModelRun, number: int) -> Any:
+        if number == 4:
             raise KeyboardInterrupt
-        return take_step(self)
+        return take_step(self, number)
 
-    monkeypatch.setattr(train_module._Loop, "take_step", die_after_three)
+    monkeypatch.setattr(RewardModelRun, "step", die_after_three)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run(*options), show_progress=False)
     monkeypatch.undo()
@@ -133,9 +132,8 @@ def test_robust_accuracy_ranks_and_a_run_that_was_killed_goes_on_alike(
     assert trajectory(tmp_path / "logs") == trajectory(tmp_path / "other_logs")
     assert outcome.validation == whole.validation and outcome.model_step == whole.model_step
     for step in (2, 4):
-        manifests = [tmp_path / folder / f"step_{step}" / "manifest.json" for folder in ("checkpoints", "other")]
-        metrics = [json.loads(manifest.read_text())["metric"] for manifest in manifests]
-        assert metrics[0] == metrics[1] is not None
+        states = [read_state(tmp_path / folder / f"step_{step}") for folder in ("checkpoints", "other")]
+        assert states[0] == states[1] and "validation-held_out/robust_accuracy" in states[0].own_validation
     again = train(tiny_run(*options), show_progress=False)
     assert again == outcome, "a finished run says what it said"
 

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from treeward.errors import CheckpointError, TreewardError
-from treeward.training import exporting
-from treeward.training import train as train_module
+from treeward.training import export, loop
 from treeward.training.checkpoints import CheckpointStore
-from treeward.training.train import train
+from treeward.training.train import RewardModelRun, train
 
 
 class Killed(BaseException):
@@ -36,7 +35,7 @@ def result_of(
 
     def read(folder: Path) -> Result:
         checkpoints = [
-            (path.name, json.loads((path / "manifest.json").read_text())["metric"])
+            (path.name, json.loads((path / "training_state.json").read_text())["validation"])
             for path in sorted((folder / "checkpoints").glob("step_*"))
         ]
         weights = read_weights(folder / "checkpoints" / "final")
@@ -76,15 +75,14 @@ def assert_same(got: Result, want: Result) -> None:
 
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
     """Have `act` called when `step` steps are done and the next one begins."""
-    loop: Any = train_module._Loop
-    take_step = loop.take_step
+    take_step = RewardModelRun.step
 
-    def replaced(self: Any) -> int:
-        if self.state.step == step:
+    def replaced(self: RewardModelRun, number: int) -> Any:
+        if number == step + 1:
             act()
-        return int(take_step(self))
+        return take_step(self, number)
 
-    monkeypatch.setattr(loop, "take_step", replaced)
+    monkeypatch.setattr(RewardModelRun, "step", replaced)
 
 
 def die(*arguments: Any, **options: Any) -> Any:
@@ -110,7 +108,7 @@ def test_a_run_that_dies_between_saves_goes_on_exactly(
 
 
 def _in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "save_state", die)  # the model is written, the optimiser not
+    monkeypatch.setattr(loop, "save_state", die)  # the model is written, the optimiser not
 
 
 def _before_the_rename(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +134,7 @@ def _while_the_old_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _in_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "model_card", die)
+    monkeypatch.setattr(export, "model_card", die)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +180,7 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
 def test_a_signal_before_the_first_step_has_nothing_to_save(
     tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module._Loop, "validate", lambda self: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(RewardModelRun, "validate", lambda *_: signal.raise_signal(signal.SIGTERM))
     stopped = train(tiny_run("rm.val_at_start=true"), show_progress=False)
     assert (stopped.step, stopped.exit_code) == (0, 143)
     assert list((tmp_path / "checkpoints").iterdir()) == []

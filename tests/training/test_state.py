@@ -17,7 +17,7 @@ from treeward.config.optimisation import (
 )
 from treeward.errors import CheckpointError
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.state import TrainingState, check_identity, load_state, read_state, save_state
+from treeward.training.state import RunState, check_identity, load_state, read_state, save_state
 
 TOTAL = 12
 
@@ -30,7 +30,6 @@ class Session:
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         self.optimizer = build_optimizer(self.model, optimizer)
         self.scheduler = build_scheduler(self.optimizer, schedule, total_steps=total_steps)
-        self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.rates: list[float] = []
 
     def train(self, steps: range) -> None:
@@ -43,11 +42,11 @@ class Session:
             self.optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: Path, step: int) -> None:
-        save_state(folder, TrainingState(step, {"what": "x"}), self.optimizer, self.scheduler, self.names)
+        save_state(folder, RunState(step, {"what": "x"}), self.optimizer, self.scheduler, self.model)
 
-    def resume(self, folder: Path, weights: dict[str, Any]) -> TrainingState:
+    def resume(self, folder: Path, weights: dict[str, Any]) -> RunState:
         self.model.load_state_dict(weights)
-        return load_state(folder, self.optimizer, self.scheduler, self.names)
+        return load_state(folder, self.optimizer, self.scheduler, self.model)
 
 
 CONSTANT = NamedScheduleConfig(name="constant")
@@ -120,22 +119,23 @@ def test_a_run_that_was_made_longer_takes_its_place_in_the_longer_schedule(
     Session(adam, linear, total_steps=4).resume(tmp_path, short.model.state_dict())
     assert "learning rate" not in caplog.text  # the same run goes on as it was
     longer.resume(tmp_path, short.model.state_dict())
-    assert "The learning rate goes on at 0.5, where it would have been 0:" in caplog.text
+    assert "The learning rate goes on at 0.5 instead of 0:" in caplog.text
     longer.train(range(4, 8))
     assert longer.rates == [0.5, 0.375, 0.25, 0.125]
 
 
 def test_what_json_holds_comes_back_exactly(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
-    state = TrainingState(
+    state = RunState(
         7,
         {"the model": "ä ${x}"},
         validation_step=6,
-        validation={"plain": {"loss": 0.1 + 0.2, "accuracy": 1 / 3, "reward_margin": 5e-324}, "": {"loss": math.inf}},
+        validation={"a/loss": 0.1 + 0.2, "a/accuracy": 1 / 3, "a/reward_margin": 5e-324, "b/loss": math.inf},
+        run={"prompts_drawn": 3, "rewards": {"mean": 0.1}},
     )
-    save_state(tmp_path, state, session.optimizer, session.scheduler, session.names)
+    save_state(tmp_path, state, session.optimizer, session.scheduler, session.model)
     assert read_state(tmp_path) == state
-    assert load_state(tmp_path, session.optimizer, session.scheduler, session.names) == state
+    assert load_state(tmp_path, session.optimizer, session.scheduler, session.model) == state
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:
@@ -145,22 +145,22 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     session.save(tmp_path, 1)
     expected = torch.rand(4)
     torch.manual_seed(99)
-    load_state(tmp_path, session.optimizer, session.scheduler, session.names)
+    load_state(tmp_path, session.optimizer, session.scheduler, session.model)
     assert torch.equal(torch.rand(4), expected)
 
 
 def test_without_an_optimiser_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
-    save_state(tmp_path, TrainingState(1, {}), None, session.scheduler, session.names)
+    save_state(tmp_path, RunState(1, {}), None, session.scheduler, session.model)
     with pytest.raises(CheckpointError, match="saved without its optimiser"):
-        load_state(tmp_path, session.optimizer, session.scheduler, session.names)
+        load_state(tmp_path, session.optimizer, session.scheduler, session.model)
     assert read_state(tmp_path).step == 1
 
 
 def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
     saved = {"the model": "a", "the training data": "b", "rm.seed": "1"}
-    save_state(tmp_path, TrainingState(1, saved), None, session.scheduler, session.names)
+    save_state(tmp_path, RunState(1, saved), None, session.scheduler, session.model)
     check_identity(tmp_path, saved)
     with pytest.raises(CheckpointError, match=r"another run: the training data, rm\.seed changed") as caught:
         check_identity(tmp_path, saved | {"the training data": "c", "rm.seed": "2"})
@@ -171,7 +171,7 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
 def lines_of(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What is said of the values that differ."""
     session = Session(OptimizerConfig(), CONSTANT)
-    save_state(folder, TrainingState(1, {"grpo": json.dumps(saved)}), None, session.scheduler, session.names)
+    save_state(folder, RunState(1, {"grpo": json.dumps(saved)}), None, session.scheduler, session.model)
     with pytest.raises(CheckpointError, match="of another run: grpo changed") as caught:
         check_identity(folder, {"grpo": json.dumps(now)})
     return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
@@ -208,8 +208,8 @@ def test_a_cut_state_is_told(tmp_path: Path, text: str) -> None:
 
 def test_state_that_cannot_be_saved_is_told(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}), CONSTANT)
-    session.optimizer.state[next(iter(session.names))]["odd"] = {1, 2}
-    with pytest.raises(CheckpointError, match="a set in its state"):
+    session.optimizer.state[session.model[0].weight]["odd"] = {1, 2}
+    with pytest.raises(CheckpointError, match="type set is not JSON serializable"):
         session.save(tmp_path, 1)
 
 

@@ -40,9 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"\nAlarm after step {alarm.step}: {alarm.sentence}\n")
     if outcome.report is not None:
         sys.stdout.write(f"\nThe report of the run:  {shlex.quote(str(outcome.report))}\n")
-    if outcome.policy_folder is not None:
-        folder = shlex.quote(str(outcome.policy_folder))
-        sys.stdout.write(f"The policy of step {outcome.policy_step} of {outcome.total_steps} is in {folder}\n")
+    if outcome.model_folder is not None:
+        folder = shlex.quote(str(outcome.model_folder))
+        sys.stdout.write(f"The policy of step {outcome.model_step} of {outcome.total_steps} is in {folder}\n")
     if outcome.interrupted_by:
         sys.stderr.write(
             f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). "

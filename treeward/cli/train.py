@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     check_inputs(config)
     training = importlib.import_module("treeward.training.train")  # torch: seconds, and only if the config is sound
-    card = importlib.import_module("treeward.training.card")
+    card = importlib.import_module("treeward.training.export")
     results = importlib.import_module("treeward.tables")
     outcome = training.train(config)
     check_interrupts()

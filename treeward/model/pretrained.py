@@ -101,6 +101,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             need="a folder or hub name with tokenizer files",
             fix="name one: policy.tokenizer.name=...",
         ) from error
+    for key in ("is_local", "local_files_only"):  # where it was loaded from; a saved tokenizer would hold it
+        tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
 

@@ -32,7 +32,7 @@ from treeward.rl.experience import CompletionGroup, completion_lengths, truncate
 from treeward.rl.watch import length_correlation
 
 if TYPE_CHECKING:
-    from treeward.rl.setup import GRPORun
+    from treeward.rl.setup import GRPOSetup
 
 __all__ = ["Rollouts", "collect", "sampling_seed"]
 
@@ -56,7 +56,7 @@ class Rollouts:
     length_correlation: float | None = None
 
 
-def collect(run: GRPORun, *, step: int, drawn: int) -> Rollouts:
+def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     """The rollouts of the step after `step` steps, in which `drawn` prompts were drawn.
 
     With dynamic sampling batches of prompts are drawn until there are enough groups whose rewards differ (DAPO, Yu et
@@ -108,7 +108,7 @@ def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) 
     return int(np.random.SeedSequence([seed, int(validation), step, draw]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _sample(run: GRPORun, indices: Sequence[int], seed: int) -> list[CompletionGroup]:
+def _sample(run: GRPOSetup, indices: Sequence[int], seed: int) -> list[CompletionGroup]:
     prompts = [run.prompts[i] for i in indices]
     return run.generator.generate(
         [one.prompt for one in prompts],
@@ -118,7 +118,7 @@ def _sample(run: GRPORun, indices: Sequence[int], seed: int) -> list[CompletionG
     )
 
 
-def _check_failures(run: GRPORun, found: GroupRewards) -> None:
+def _check_failures(run: GRPOSetup, found: GroupRewards) -> None:
     failed = len(found.failures) / max(found.rewards_PG.numel(), 1)
     if failed > run.config.grpo.max_failed_share:
         raise ModelError(

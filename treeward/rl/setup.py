@@ -1,4 +1,4 @@
-"""`set_up`: from a configuration to everything a run of policy optimisation needs, checked, in one frozen `GRPORun`.
+"""`set_up`: from a configuration to everything that policy optimisation needs, checked, in one frozen `GRPOSetup`.
 
 The order matters to the user: what is cheap to get wrong (names, files, rows, environments) fails before what is slow.
 """
@@ -9,14 +9,13 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
@@ -29,31 +28,31 @@ from treeward.model.checks import check_policy, check_positions
 from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
 from treeward.model.policy_loading import build_policy, export_policy, load_policy
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
-from treeward.model.pretrained import DTYPES, quiet_transformers
+from treeward.model.pretrained import DTYPES
 from treeward.rl.environment_runner import CHOICE, EnvironmentRunner, chosen_names, make_environment_runner
 from treeward.rl.experience import Prompt
 from treeward.rl.generation import GenerationSettings, Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.identity import identity_of
 from treeward.rl.order import PromptOrder
-from treeward.rl.state import ADAPTER_FOLDER, RLState, load_checkpoint, stored_metric
 from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.watch import OverOptimisationWatch, WatchSettings
-from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, opened_store
+from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.setup import find_tokenizer
 from treeward.training.state import check_identity
 
-__all__ = ["GRPORun", "set_up"]
+__all__ = ["ADAPTER_FOLDER", "GRPOSetup", "set_up"]
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_FOLDER = "adapter"
 _CHECKED_PROMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class GRPORun:
-    """A run that is ready to take its next step. `state.step` steps are done already.
+class GRPOSetup:
+    """A run that is ready for its first step.
 
     `total_steps`: at most so many; a run also ends when `prompt_limit` prompts are drawn, which dynamic sampling does
     earlier. `validation`: the prompts that every validation completions, and `validation_sets` the name of the set of
@@ -73,14 +72,9 @@ class GRPORun:
     updater: PolicyUpdater
     scheduler: LRScheduler
     watch: OverOptimisationWatch
-    store: CheckpointStore | None
-    state: RLState
+    identity: dict[str, str]
     total_steps: int
     prompt_limit: int
-
-    @property
-    def parameter_names(self) -> dict[Tensor, str]:
-        return {parameter: name for name, parameter in self.policy.named_parameters()}
 
     @property
     def rewards_move(self) -> bool:
@@ -95,31 +89,16 @@ class GRPORun:
         """Free what is held outside this object. Safe to repeat."""
         self.generator.close()
         self.rewards.shutdown()
-        if self.store is not None:
-            self.store.close()
 
 
-def set_up(config: GRPORunConfig, *, show_progress: bool = False) -> GRPORun:
-    """Build everything a run needs, and resume from its latest checkpoint where there is one.
+def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False) -> GRPOSetup:
+    """Build everything a run needs; policy and tokenizer are those of the checkpoint, where there is one.
 
     Raises a `TreewardError` for anything that the user can mend.
     """
-    metric = config.ranking_metric
-    stored = None if metric is None else partial(stored_metric, metric=metric)
-    with opened_store(config.checkpointing, metric_name=metric, stored_metric=stored) as store:
-        return _assemble(config, store, show_progress)
-
-
-def _assemble(config: GRPORunConfig, store: CheckpointStore | None, show_progress: bool) -> GRPORun:
-    checkpoint = None if store is None else checkpoint_to_resume(store, config.checkpointing)
-    quiet_transformers()
-    torch.set_float32_matmul_precision(config.policy.matmul_precision)
-    torch.manual_seed(config.grpo.seed)
     open_set = partial(open_prompts, environments=config.environments)
     training_sets = [open_set(one) for one in config.data.train]
     validation_sets = [open_set(one) for one in config.data.validation]
-    if checkpoint is not None:
-        checkpoint.verify()
     texts = (str(m.get("content", "")) for one in training_sets for prompt in one for m in prompt.messages)
     tokenizer = find_tokenizer(config.policy, texts, checkpoint)
     renderer = Renderer(
@@ -154,7 +133,7 @@ def _assemble(config: GRPORunConfig, store: CheckpointStore | None, show_progres
         updater = _make_updater(config, policy, reference, optimizer, scheduler)
         generator = _make_generator(config, policy, tokenizer, renderer)
         opened.callback(generator.close)
-        run = GRPORun(
+        run = GRPOSetup(
             config,
             policy,
             tokenizer,
@@ -168,24 +147,12 @@ def _assemble(config: GRPORunConfig, store: CheckpointStore | None, show_progres
             updater,
             scheduler,
             OverOptimisationWatch(WatchSettings(**config.grpo.watch.model_dump())),
-            store,
-            RLState(step=0, identity=identity),
+            identity,
             total_steps,
             prompt_limit,
         )
-        if checkpoint is not None:
-            run = _resumed(run, checkpoint)
         opened.pop_all()
     return run
-
-
-def _resumed(run: GRPORun, checkpoint: Checkpoint) -> GRPORun:
-    state, asked = load_checkpoint(checkpoint.path, run), run.total_steps
-    if state.step <= asked:
-        logger.info("Resuming after step %d of %d from %s.", state.step, asked, checkpoint.path)
-    else:
-        logger.info("This run has taken %d steps; no more than %d are asked for now.", state.step, asked)
-    return replace(run, state=state, total_steps=max(asked, state.step))
 
 
 def _make_rewards(config: GRPORunConfig, prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> EnvironmentRunner:

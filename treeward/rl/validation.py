@@ -29,7 +29,7 @@ from treeward.rl.rollouts import sampling_seed
 from treeward.rl.watch import length_correlation
 
 if TYPE_CHECKING:
-    from treeward.rl.setup import GRPORun
+    from treeward.rl.setup import GRPOSetup
 
 __all__ = ["Validation", "ranking_remark", "validate"]
 
@@ -45,7 +45,7 @@ class Validation:
     samples: Sequence[Mapping[str, Any]]
 
 
-def ranking_remark(run: GRPORun) -> str | None:
+def ranking_remark(run: GRPOSetup) -> str | None:
     """What is wrong with ranking checkpoints as configured; None where nothing is."""
     if run.config.ranking_metric != "reward" or not run.rewards_move:
         return None
@@ -56,7 +56,7 @@ def ranking_remark(run: GRPORun) -> str | None:
     )
 
 
-def validate(run: GRPORun, *, should_stop: Callable[[], str | None] = lambda: None) -> Validation | None:
+def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: None) -> Validation | None:
     """Complete, reward and measure every validation prompt, or None where it is told to stop."""
     grpo = run.config.grpo
     size = grpo.val_batch_size or len(run.validation)
@@ -114,7 +114,7 @@ def _joined(parts: Sequence[_Part]) -> _Part:
     )
 
 
-def _summed_up(run: GRPORun, part: _Part) -> Validation:
+def _summed_up(run: GRPOSetup, part: _Part) -> Validation:
     lengths_PG = completion_lengths(part.groups)
     known_PG = part.rewards_PG.isfinite()
     proxy_PG = part.raw_PG if run.rewards_move else part.rewards_PG

@@ -1,14 +1,13 @@
 """`CheckpointStore`: checkpoints that are either whole or absent, at any moment at which a run may be killed.
 
-    store = CheckpointStore(Path("results/rm"), keep_top_k=3, higher_is_better=False)
-    store.save(step=200, write=lambda folder: ..., metric=0.41)     # results/rm/step_200
-    checkpoint = store.latest()                                      # None, or the newest whole one
+    with open_store(config.checkpointing, metric_of=partial(stored_metric, name="eval/rm/loss")) as store:
+        store.save(step=200, write=lambda folder: ...)              # results/rm/step_200
+        checkpoint = store.latest()                                 # None, or the newest whole one
 
 A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed: one rename makes
-it exist. Its manifest lists every file with its size and digest, so a folder that was damaged later is noticed when it
-is used. The best `keep_top_k` by the metric stay, and the latest always; a metric that is missing or NaN ranks last,
-and so does one of another name than the store's: numbers of two metrics cannot be compared. `stored_metric` may find
-the right one in such a checkpoint.
+it exist. A step that is saved again is set aside first and put back by the next session, should the run be killed
+before the new folder is in place. A manifest lists every file with its size and digest, so damage is noticed when a
+checkpoint is used. The best `keep_top_k` by the metric stay, and the latest always; without the metric they rank last.
 """
 
 from __future__ import annotations
@@ -20,44 +19,43 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError, ConfigError
-from treeward.locks import lock_folder
 from treeward.model.contract import CONTRACT_FILE
+from treeward.storage import folder_lock, sync_folder
 
-__all__ = ["Checkpoint", "CheckpointStore", "checkpoint_to_resume", "opened_store"]
+__all__ = ["Checkpoint", "CheckpointStore", "open_store"]
 
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _FINISHED = re.compile(r"step_(\d+)")
-_SAVING, _REMOVING = ".saving_", ".removing_"
+_SAVING, _REPLACED, _REMOVING = ".saving_", ".replaced_", ".removing_"
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A finished checkpoint. `metric`: the value it is ranked by, None if it was saved without one."""
+    """A finished checkpoint. `metric`: the value that ranks it, None without one."""
 
     path: Path
     step: int
-    metric: float | None
+    metric: float | None = None
 
     def verify(self) -> None:
         """Compare every file with the manifest. Raises `CheckpointError` naming the first that differs."""
-        for name, expected in _read_manifest(self.path)["files"].items():
+        for name, expected in _read_manifest(self.path).items():
             file = self.path / name
             size = file.stat().st_size if file.is_file() else None
             if size != expected["bytes"]:
-                raise self._damaged(
-                    name, "no such file" if size is None else f"{size} bytes", f"{expected['bytes']} bytes"
-                )
+                got = "no such file" if size is None else f"{size} bytes"
+                raise self._damaged(name, got, f"{expected['bytes']} bytes")
             if _digest(file) != expected["blake2b"]:
                 raise self._damaged(name, "other content", "the content that was saved")
 
@@ -71,48 +69,49 @@ class Checkpoint:
         )
 
 
-class CheckpointStore:
-    """The checkpoints of one run in one folder, which no other process may use at the same time."""
+@contextmanager
+def open_store(
+    config: CheckpointingConfig, metric_of: Callable[[Path], float | None] | None = None
+) -> Iterator[CheckpointStore | None]:
+    """The store of a run, locked while the block runs; None where checkpointing is off, with a warning.
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_top_k: int | None = None,
-        higher_is_better: bool = True,
-        metric_name: str | None = None,
-        stored_metric: Callable[[Path], float | None] | None = None,
-    ) -> None:
-        self.folder = folder
-        self.keep_top_k = keep_top_k
-        self.higher_is_better = higher_is_better
-        self.metric_name = metric_name
-        self.stored_metric = stored_metric
-        self._lock: int | None = None
+    `metric_of` reads the metric that ranks checkpoints from the folder of one; None: the latest are the best. Raises
+    `CheckpointError` for a folder that cannot be used, or that another process uses.
+    """
+    if not config.enabled:
+        logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
+        yield None
+        return
+    folder = Path(config.checkpoint_dir)
+    with ExitStack() as opened:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(folder)
-            for leftover in [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_REMOVING}*")]:
-                shutil.rmtree(leftover)
+            locked = opened.enter_context(folder_lock(folder))
         except OSError as error:
+            raise _unusable(folder, error) from error
+        if not locked:
             raise CheckpointError(
-                "the checkpoint folder cannot be used",
+                "another run is using this checkpoint folder",
                 where=str(folder),
-                got=str(error),
-                need="a folder that can be written",
-                fix="set checkpointing.checkpoint_dir",
-            ) from error
+                fix="wait until it has ended, or set checkpointing.checkpoint_dir",
+            )
+        yield CheckpointStore(folder, config, metric_of)
 
-    def close(self) -> None:
-        """Let another run use the folder. Safe to repeat."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
-    def __del__(self) -> None:
-        self.close()
+class CheckpointStore:
+    """The checkpoints of one run in one folder; made by `open_store`."""
 
-    def save(self, step: int, write: Callable[[Path], None], *, metric: float | None = None) -> Checkpoint:
+    def __init__(
+        self, folder: Path, config: CheckpointingConfig, metric_of: Callable[[Path], float | None] | None
+    ) -> None:
+        self.folder, self.config, self._metric_of = folder, config, metric_of
+        try:
+            _clean_up(folder)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        self._warn_of_unranked()
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Checkpoint:
         """Have `write` fill a folder, and make it the checkpoint of `step`; then remove those that need not stay.
 
         Raises `CheckpointError` when it cannot be written (a full disk): what was there before stands.
@@ -125,12 +124,12 @@ class CheckpointStore:
                 for file in sorted(partial.rglob("*"))
                 if file.is_file() and file.name != CONTRACT_FILE  # `treeward calibrate` may write to it; none resumes
             }
-            manifest = {"step": step, "metric_name": self.metric_name, "metric": _finite(metric), "files": files}
-            (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            text = json.dumps({"step": step, "files": files}, indent=2)
+            (partial / _MANIFEST).write_text(text + "\n", encoding="utf-8")
 
-        final = self.write_folder(f"step_{step}", write_with_manifest)
+        checkpoint = self._checkpoint(self.write_folder(f"step_{step}", write_with_manifest))
         self._prune()
-        return Checkpoint(final, step, _finite(metric))
+        return checkpoint
 
     def write_folder(self, name: str, write: Callable[[Path], None]) -> Path:
         """Have `write` fill a folder of any `name` beside the checkpoints, which is whole or absent too.
@@ -158,19 +157,8 @@ class CheckpointStore:
 
     def all(self) -> list[Checkpoint]:
         """Every finished checkpoint, oldest first."""
-        found = []
-        for path in self.folder.iterdir():
-            if (match := _FINISHED.fullmatch(path.name)) and path.is_dir():
-                manifest = _read_manifest(path)
-                found.append(Checkpoint(path, int(match[1]), self._metric_of(path, manifest)))
+        found = [self._checkpoint(path) for path in self.folder.iterdir() if _FINISHED.fullmatch(path.name)]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
-
-    def _metric_of(self, path: Path, manifest: Mapping[str, Any]) -> float | None:
-        if manifest.get("metric_name") == self.metric_name:
-            metric: float | None = manifest.get("metric")
-            return metric
-        # It was saved when another metric ranked, or none did.
-        return None if self.metric_name is None or self.stored_metric is None else _finite(self.stored_metric(path))
 
     def latest(self) -> Checkpoint | None:
         checkpoints = self.all()
@@ -181,123 +169,101 @@ class CheckpointStore:
         ranked = self._ranked()
         return ranked[0] if ranked else None
 
+    def to_resume(self) -> Checkpoint | None:
+        """The latest, verified; None in a new run. Raises `ConfigError` where there is one and `resume` is false."""
+        latest = self.latest()
+        if latest is None:
+            return None
+        if not self.config.resume:
+            raise ConfigError(
+                "there are checkpoints of an earlier run, and checkpointing.resume is false",
+                where=str(self.folder),
+                got=latest.path.name,
+                fix="set another checkpointing.checkpoint_dir, or move the folder away",
+            )
+        latest.verify()
+        return latest
+
+    def _checkpoint(self, path: Path) -> Checkpoint:
+        step = int(path.name.removeprefix("step_"))
+        return Checkpoint(path, step, None if self._metric_of is None else self._metric_of(path))
+
     def _ranked(self) -> list[Checkpoint]:
         """Best first. Of equals the later one is better."""
-        sign = -1.0 if self.higher_is_better else 1.0
+        sign = -1.0 if self.config.metric_is_better_when_higher else 1.0
         return sorted(self.all(), key=lambda c: (math.inf if c.metric is None else sign * c.metric, -c.step))
 
     def _prune(self) -> None:
-        if self.keep_top_k is None:
+        keep, latest = self.config.keep_top_k, self.latest()
+        for checkpoint in [] if keep is None else self._ranked()[keep:]:
+            if latest is not None and checkpoint.step != latest.step:
+                # Renamed first: were it killed half-way, a part of a checkpoint would look like a whole one.
+                doomed = self.folder / f"{_REMOVING}{checkpoint.path.name}"
+                os.rename(checkpoint.path, doomed)
+                shutil.rmtree(doomed)
+
+    def _warn_of_unranked(self) -> None:
+        unranked = [c.step for c in self.all() if c.metric is None]
+        if self._metric_of is None or self.config.keep_top_k is None or not unranked:
             return
-        latest = self.latest()
-        for checkpoint in self._ranked()[self.keep_top_k :]:
-            if latest is None or checkpoint.step == latest.step:
-                continue
-            # Renamed first: were it killed half-way, a part of a checkpoint would look like a whole one.
-            doomed = self.folder / f"{_REMOVING}{checkpoint.path.name}"
-            os.rename(checkpoint.path, doomed)
-            shutil.rmtree(doomed)
-
-
-@contextmanager
-def opened_store(
-    config: CheckpointingConfig,
-    *,
-    metric_name: str | None,
-    stored_metric: Callable[[Path], float | None] | None = None,
-) -> Iterator[CheckpointStore | None]:
-    """The store of a run, locked; None where checkpointing is off, with a warning. `metric_name`: what ranks them.
-    `stored_metric` finds it in the folder of a checkpoint that was saved when something else ranked.
-
-    It stays open for the run that is assembled in the body, and is closed where that fails.
-    """
-    if not config.enabled:
-        logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
-        yield None
-        return
-    store = CheckpointStore(
-        Path(config.checkpoint_dir),
-        keep_top_k=config.keep_top_k,
-        higher_is_better=config.metric_is_better_when_higher,
-        metric_name=metric_name,
-        stored_metric=stored_metric,
-    )
-    try:
-        _tell_of_unranked(store, str(config.metric_name))
-        yield store
-    except BaseException:
-        store.close()
-        raise
-
-
-def _tell_of_unranked(store: CheckpointStore, name: str) -> None:
-    """Warn of checkpoints that were saved when another metric ranked, or none, and lack the one that now does. `name`:
-    as the user spells it.
-    """
-    if store.metric_name is None or store.keep_top_k is None:
-        return
-    steps = [
-        checkpoint.step
-        for checkpoint in store.all()
-        if checkpoint.metric is None and _read_manifest(checkpoint.path).get("metric_name") != store.metric_name
-    ]
-    if steps:
-        named = ", ".join(map(str, steps[:_MOST_NAMED])) + (", ..." if len(steps) > _MOST_NAMED else "")
-        has, is_ = ("checkpoint has", "is") if len(steps) == 1 else ("checkpoints have", "are")
+        named = ", ".join(map(str, unranked[:_MOST_NAMED])) + (", ..." if len(unranked) > _MOST_NAMED else "")
         logger.warning(
-            "%d %s no %s and %s pruned first (step %s): to keep one, copy it elsewhere, or set "
-            "checkpointing.keep_top_k=null.", len(steps), has, name, is_, named,
+            "Checkpoints without %s are pruned first (step %s): to keep one, copy it elsewhere, or set "
+            "checkpointing.keep_top_k=null.", self.config.metric_name, named,
         )  # fmt: skip
 
 
-def checkpoint_to_resume(store: CheckpointStore, config: CheckpointingConfig) -> Checkpoint | None:
-    """The latest one, None in a new run. Raises `ConfigError` where there is one and `resume` is false."""
-    latest = store.latest()
-    if latest is not None and not config.resume:
-        raise ConfigError(
-            "there are checkpoints of an earlier run, and checkpointing.resume is false",
-            where=str(store.folder),
-            got=latest.path.name,
-            fix="set another checkpointing.checkpoint_dir, or move the folder away",
-        )
-    return latest
-
-
-def _lock(folder: Path) -> int:
-    """Lock a folder until the descriptor is closed, at the latest when the process ends, however it ends."""
-    descriptor = lock_folder(folder)
-    if descriptor is None:
-        raise CheckpointError(
-            "another run is using this checkpoint folder",
-            where=str(folder),
-            fix="wait until it has ended, or set checkpointing.checkpoint_dir",
-        )
-    return descriptor
+def _clean_up(folder: Path) -> None:
+    """Remove parts that a killed session has left, and put back a folder that it did not live to replace."""
+    for leftover in [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_REMOVING}*")]:
+        shutil.rmtree(leftover)
+    for old in folder.glob(f"{_REPLACED}*"):
+        final = folder / old.name.removeprefix(_REPLACED)
+        if final.exists():
+            _remove_replaced(old)
+        else:
+            os.rename(old, final)
 
 
 def _replace_folder(partial: Path, final: Path) -> None:
-    """Flush all files of `partial` to the disk and rename it to `final`, removing what was there."""
+    """Flush all files of `partial` to the disk and rename it to `final`; a folder that was there is removed."""
     readable = partial.stat().st_mode & 0o666
     for path in [*partial.rglob("*"), partial]:
         if path.is_file():
             path.chmod(readable)  # safetensors writes for the owner alone; a model is read by servers and colleagues
-        _sync(path)
-    doomed = final.parent / f"{_REMOVING}{final.name}"
+        sync_folder(path)
+    old = final.parent / f"{_REPLACED}{final.name}"
     if final.exists():
-        os.rename(final, doomed)
+        os.rename(final, old)
     os.rename(partial, final)
-    _sync(final.parent)
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    sync_folder(final.parent)
+    if old.exists():
+        _remove_replaced(old)
+
+
+def _remove_replaced(old: Path) -> None:
+    # Renamed first: `final` could be removed by hand, and half of the old folder would be taken for it.
+    doomed = old.with_name(old.name.replace(_REPLACED, _REMOVING, 1))
+    os.rename(old, doomed)
+    shutil.rmtree(doomed)
+
+
+def _unusable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint folder cannot be used",
+        where=str(folder),
+        got=str(error),
+        need="a folder that can be written",
+        fix="set checkpointing.checkpoint_dir",
+    )
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The size and digest of each file, by its name."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(manifest.get("files"), dict):
-            raise ValueError("it has no list of files")
-        return manifest
-    except (OSError, ValueError, AttributeError) as error:
+        files: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        return dict(files)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             "the checkpoint has no readable manifest",
             where=str(folder / _MANIFEST),
@@ -307,26 +273,6 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def _finite(metric: float | None) -> float | None:
-    return metric if metric is not None and math.isfinite(metric) else None
-
-
 def _digest(file: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for chunk in _chunks(file):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _chunks(file: Path, size: int = 1 << 22) -> Iterator[bytes]:
     with file.open("rb") as stream:
-        while chunk := stream.read(size):
-            yield chunk
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

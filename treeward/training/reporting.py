@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shlex
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,8 @@ from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
 from treeward.model.contract import read_contract
 from treeward.progress import ShownProgress
 from treeward.scoring.scorer import Scorer
-from treeward.training.setup import Run
+from treeward.storage import write_text
+from treeward.training.setup import RewardModelSetup
 
 __all__ = ["Report", "ReportPlan", "ReportedSet", "ValidationSuite", "check_report", "plan_report", "report_findings"]
 __all__ += ["reported_sets"]
@@ -47,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 _PAGE, _NUMBERS, _MARK = "report.html", "results.json", "report_of.json"
 _OF_A_REPORT = {"suites", "perturbations", "look_for_training_data", "limit"}
-_NO_OPTIONS = frozenset({"dataset_name", "name", "data_path", "split", "weight"})  # of a set, for --data-option
+_ADVICE = (
+    "The model is whole. The same command as for training tries the report again and keeps the rows that were scored."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,31 +120,30 @@ def _look_for(suite: Suite) -> None:
         )  # fmt: skip
 
 
-def plan_report(run: Run, model: Path) -> ReportPlan:
+def plan_report(setup: RewardModelSetup, model: Path) -> ReportPlan:
     """What the report of a finished run is of: its validation sets, as validation measures them, and its suites."""
-    config = run.config
+    config = setup.config
     sets = [
         ValidationSuite(
             dataset,
-            run.validation_sets[str(dataset.name)],
-            run.renderer,
-            run.validation_limit,
-            caveat=_caveat(run, str(dataset.name)),
+            setup.validation_sets[str(dataset.name)],
+            setup.renderer,
+            setup.validation_limit,
+            caveat=_caveat(setup, str(dataset.name)),
         )
         for dataset in config.data.validation
     ]
     return ReportPlan(config, model, (*((one, None) for one in sets), *_named_suites(config)))
 
 
-def _caveat(run: Run, name: str) -> str | None:
+def _caveat(setup: RewardModelSetup, name: str) -> str | None:
     """What makes the numbers of a validation set better than those of new data."""
     parts = []
-    if run.choice is not None and run.choice.among_several and name in run.choice.sets:
-        parts.append(run.choice.caveat)
-    if count := run.num_trained_on.get(name):
-        parts.append(
-            f"{count:,} of its {run.validation_sizes[name]:,} comparisons are in the training data too, word for word."
-        )
+    if setup.choice is not None and setup.choice.among_several and name in setup.choice.sets:
+        parts.append(setup.choice.caveat)
+    if count := setup.num_trained_on.get(name):
+        size = setup.validation_sizes[name]
+        parts.append(f"{count:,} of its {size:,} comparisons are in the training data too, word for word.")
     return " ".join(parts) or None
 
 
@@ -182,7 +182,7 @@ class ReportPlan:
             return Report(stopped_by=str(stopped))
         except Exception as error:  # the model is exported: nothing that goes wrong from here on may hide that
             expected = isinstance(error, (TreewardError, OSError))
-            logger.error("There is no report: %s\n%s", error, self._advice(), exc_info=None if expected else error)
+            logger.error("There is no report: %s\n%s", error, _ADVICE, exc_info=None if expected else error)
             return Report(error=str(error))
 
     def _report_of(self, folder: Path, done: Evaluated) -> Report:
@@ -190,7 +190,7 @@ class ReportPlan:
             return Report(done.path)
         self._write_mark(folder, self._mark() | {"missing": sorted(done.unread)})  # so it is tried again
         missing = f"the report lacks {', '.join(done.unread)}: {'; '.join(done.unread.values())}"
-        logger.error("%s is written, and %s\n%s", done.path, missing, self._advice(done.unread))
+        logger.error("%s is written, and %s\n%s", done.path, missing, _ADVICE)
         return Report(done.path, error=missing)
 
     def _evaluate(self, folder: Path, on_progress: Callable[[str, int, int], None]) -> Evaluated:
@@ -237,33 +237,7 @@ class ReportPlan:
         self._write_mark(folder, mark)
 
     def _write_mark(self, folder: Path, mark: Mapping[str, Any]) -> None:
-        partial = folder / f"{_MARK}.partial"
-        partial.write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, folder / _MARK)
-
-    def _advice(self, missing: Collection[str] | None = None) -> str:
-        """How what is missing (None: all of the report) is had later."""
-        commands = "".join(f"\n  {command}" for command in self._commands(missing))
-        return (
-            f"The model in {self.model} is whole. The same command as for training tries the report again and keeps "
-            f"the rows that were scored{'; on its own:' if commands else '.'}{commands}"
-        )
-
-    def _commands(self, missing: Collection[str] | None) -> list[str]:
-        """`treeward eval` for the suites and for each validation set, of those that are missing."""
-        evaluation = self.config.evaluation
-        commands: list[list[str]] = []
-        folder = report_folder(self.config)
-        named_suites = zip(evaluation.suites, _named_suites(self.config), strict=True)
-        suites = [text for text, (suite, _) in named_suites if missing is None or suite.name in missing]
-        if suites:
-            commands.append(["--suite", ",".join(suites), "--output", f"{folder}-suites"])
-        for dataset in self.config.data.validation:
-            if missing is None or str(dataset.name) in missing:
-                commands.append([*_words_of(dataset), "--output", f"{folder}-{dataset.name}"])
-        numbers = {"--perturbations": evaluation.perturbations, "--limit": evaluation.limit}
-        shared = [word for key, value in numbers.items() if value is not None for word in (key, str(value))]
-        return [shlex.join(["treeward", "eval", str(self.model), *words, *shared]) for words in commands]
+        write_text(folder / _MARK, json.dumps(mark, indent=2) + "\n")
 
 
 class ValidationSuite(PreferenceSuite):
@@ -398,16 +372,3 @@ class _Stopped(Exception):
 def _raise_if(reason: str | None) -> None:
     if reason is not None:
         raise _Stopped(reason)
-
-
-def _words_of(dataset: DatasetConfig) -> list[str]:
-    """The options by which `treeward eval` reads a set as the run does."""
-    named = {"--data": dataset.data_path, "--dataset-name": dataset.dataset_name, "--split": dataset.split}
-    words = [word for key, value in named.items() if value is not None for word in (key, value)]
-    values = {key: getattr(dataset, key) for key in DatasetConfig.model_fields if key in dataset.model_fields_set}
-    for key, value in values.items():
-        if value is not None and key not in {*_NO_OPTIONS, "kwargs"}:
-            words += ["--data-option", f"{key}={value}"]
-    for key, value in dataset.kwargs.items():
-        words += ["--data-option", f"kwargs.{key}={json.dumps(value)}"]
-    return words

@@ -1,4 +1,4 @@
-"""`set_up`: from a configuration to everything a run needs, checked, in one frozen `Run`.
+"""`set_up`: from a configuration to everything a run needs, checked, in one frozen `RewardModelSetup`.
 
 The order matters to the user: what is cheap to get wrong (names, files, rows) fails before what is slow (weights).
 """
@@ -30,19 +30,17 @@ from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.evaluation.examples import EvalExample
 from treeward.losses import Pairs, bradley_terry, ranked_pairs
 from treeward.model.checks import check_before_training, check_positions, check_tokenizer_survives
-from treeward.model.loading import LoadedModel, build_reward_model, load_reward_model
-from treeward.model.pretrained import DTYPES, load_tokenizer, quiet_transformers
+from treeward.model.loading import build_reward_model, load_reward_model
+from treeward.model.pretrained import DTYPES, load_tokenizer
 from treeward.model.reward_model import RewardModel
-from treeward.training.checkpoints import Checkpoint, CheckpointStore, checkpoint_to_resume, opened_store
-from treeward.training.choice import Choice, choice_of
+from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import TrainingOrder
-from treeward.training.shared_rows import num_shared
-from treeward.training.state import TrainingState, check_identity, load_state
-from treeward.training.validation import examples_to_perturb
+from treeward.training.state import check_identity
+from treeward.training.validation import examples_to_perturb, num_shared
 from treeward.tree.batch import plan_micro_batches, plan_padded
 
-__all__ = ["Run", "find_tokenizer", "set_up"]
+__all__ = ["Choice", "RewardModelSetup", "choice_of", "find_tokenizer", "set_up"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +48,54 @@ _CHECKED_COMPARISONS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A training run that is ready to take its next step. `state.step` steps are done already.
+class Choice:
+    """By which metric, and among how many checkpoints, the exported model is chosen.
 
-    `perturbed`: by validation set, the comparisons whose replies are rewritten to measure `robust_accuracy`;
+    The best of several has been lucky as well as good: its numbers on the sets that chose it are too high on average,
+    the more the smaller the sets are and the more checkpoints there were.
+
+    `name`: the metric as the configuration spells it; `metric`: of each of the validation sets `sets`, pooled if they
+    are several. `num_checkpoints`: how many have been measured by it when the run is done.
+    """
+
+    name: str
+    metric: str
+    sets: tuple[str, ...]
+    num_checkpoints: int
+
+    @property
+    def among_several(self) -> bool:
+        """Whether there are checkpoints to choose among."""
+        return self.num_checkpoints > 1
+
+    @property
+    def caveat(self) -> str:
+        """One sentence on the numbers of the sets that chose."""
+        return (
+            f"The checkpoint was chosen on these examples, the best of {self.num_checkpoints} by {self.metric}: on new "
+            "data expect lower numbers."
+        )
+
+
+def choice_of(config: RewardModelRunConfig, total_steps: int) -> Choice | None:
+    """How a run of `total_steps` chooses; None where no metric ranks its checkpoints."""
+    key = config.ranking_metric
+    if key is None:
+        return None
+    saved, validated = config.checkpointing.save_period, config.rm.val_period
+    steps = {total_steps, *(range(saved, total_steps + 1, saved) if saved else ())}
+    num = sum(
+        bool((validated and step % validated == 0) or (config.rm.val_at_end and step == total_steps)) for step in steps
+    )
+    sets = config.validation_names if key.validation is None else (key.validation,)
+    return Choice(str(config.checkpointing.metric_name), key.metric, tuple(sets), num)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelSetup:
+    """A run that is ready for its first step.
+
+    `perturbed`: by validation set, the comparisons whose completions are rewritten to measure `robust_accuracy`;
     `num_trained_on`: how many of those that a validation looks at are in the training data too.
     """
 
@@ -67,8 +109,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     total_steps: int
-    store: CheckpointStore | None
-    state: TrainingState
+    identity: dict[str, str]
     perturbed: Mapping[str, tuple[EvalExample, ...]]
     num_trained_on: Mapping[str, int]
 
@@ -87,10 +128,6 @@ class Run:
         """How many comparisons of each set a validation looks at."""
         limit = self.validation_limit
         return {name: len(s) if limit is None else min(limit, len(s)) for name, s in self.validation_sets.items()}
-
-    @property
-    def parameter_names(self) -> dict[Tensor, str]:
-        return {parameter: name for name, parameter in self.model.named_parameters()}
 
     def plan(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> list[list[int]]:
         """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow."""
@@ -124,25 +161,15 @@ class Run:
         )
 
 
-def set_up(config: RewardModelRunConfig, *, show_progress: bool = False) -> Run:
-    """Build everything a run needs, and resume from its latest checkpoint where there is one.
+def set_up(
+    config: RewardModelRunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False
+) -> RewardModelSetup:
+    """Build everything a run needs; model and tokenizer are those of the checkpoint, where there is one.
 
     Raises a `TreewardError` for anything that the user can mend.
     """
-    with opened_store(config.checkpointing, metric_name=config.checkpointing.metric_name) as store:
-        return _assemble(config, store, show_progress)
-
-
-def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_progress: bool) -> Run:
-    checkpoint = None if store is None else checkpoint_to_resume(store, config.checkpointing)
-    quiet_transformers()
-    torch.set_float32_matmul_precision(config.policy.matmul_precision)
-    torch.manual_seed(config.rm.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     streams = [open_dataset(dataset) for dataset in config.data.train]
     _check_files(config)  # before the hub is asked for a tokenizer, which may take minutes to say no
-    if checkpoint is not None:
-        checkpoint.verify()  # before anything of it is read: a cut file makes each reader fail in a way of its own
     tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint)
     renderer = Renderer(
         tokenizer,
@@ -151,15 +178,10 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
         max_length=config.max_sequence_length,
         truncation=config.data.truncation,
     )
-    training_sets = {
-        name: _encode(config, stream, renderer, show_progress)
-        for name, stream in zip(_training_names(config.data.train), streams, strict=True)
-    }
-    validation_sets = {
-        _validation_name(dataset): _encode(config, open_dataset(dataset), renderer, show_progress)
-        for dataset in config.data.validation
-    }
-    _check_schedule(config)
+    encode = partial(_encode, config, renderer=renderer, show_progress=show_progress)
+    names = _training_names(config.data.train)
+    training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
+    validation_sets = {str(one.name): encode(open_dataset(one)) for one in config.data.validation}
     num_trained_on = _count_trained_on(config, training_sets, validation_sets)
     perturbed = _examples_to_perturb(config, validation_sets)
     order = TrainingOrder(
@@ -172,27 +194,12 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
     identity = _identity(config, renderer, training_sets, validation_sets)
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
-    model = _load_model(config, tokenizer, checkpoint, device).model
-    if checkpoint is None and config.policy.tokenizer.name != config.policy.model_name:
-        check_tokenizer_survives(model.hf, tokenizer)
-    every_set = [*training_sets.values(), *validation_sets.values()]
-    sample = [
-        ids for dataset in every_set for comparison in dataset[:_CHECKED_COMPARISONS] for ids in comparison.token_ids
-    ]
-    check_positions(model, config.max_sequence_length)
-    check_before_training(model, sample, tokenizer, highest_token=max(dataset.highest_token for dataset in every_set))
+    model = _load_model(config, tokenizer, checkpoint)
+    _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()], checkpoint)
     total_steps = order.steps_per_epoch * config.rm.max_num_epochs
-    if config.rm.max_num_steps is not None:
-        total_steps = min(total_steps, config.rm.max_num_steps)
+    total_steps = min(total_steps, config.rm.max_num_steps or total_steps)
     optimizer = build_optimizer(model, config.policy.optimizer)
-    scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps)
-    state = TrainingState(step=0, identity=identity)
-    if checkpoint is not None:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        state = load_state(checkpoint.path, optimizer, scheduler, names)
-        _tell_of_resuming(state.step, total_steps, checkpoint.path)
-    _tell_of_choice(config, max(total_steps, state.step))
-    return Run(
+    setup = RewardModelSetup(
         config,
         model,
         tokenizer,
@@ -201,45 +208,41 @@ def _assemble(config: RewardModelRunConfig, store: CheckpointStore | None, show_
         training_sets,
         validation_sets,
         optimizer,
-        scheduler,
-        max(total_steps, state.step),
-        store,
-        state,
+        build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps),
+        total_steps,
+        identity,
         perturbed,
         num_trained_on,
     )
-
-
-def _tell_of_resuming(step: int, total_steps: int, checkpoint: Path) -> None:
-    if step <= total_steps:
-        logger.info("Resuming after step %d of %d from %s.", step, total_steps, checkpoint)
-        return
-    logger.warning(
-        "This run has taken %d steps (%s), and no more than %d are asked for now: nothing is left to train, and no "
-        "step is undone.", step, checkpoint, total_steps,
-    )  # fmt: skip
-
-
-def _tell_of_choice(config: RewardModelRunConfig, total_steps: int) -> None:
-    choice = choice_of(config, total_steps)
-    if choice is None or choice.among_several:
-        return
-    checkpointing, validated = config.checkpointing, config.rm.val_period
-    logger.warning(
-        "%s checkpoint of this run of %d steps will have a %s, so nothing is chosen by it: checkpointing.save_period "
-        "is %s and rm.val_period %s. Lower both to compare several.",
-        "One" if choice.num_checkpoints else "No", total_steps, choice.name, checkpointing.save_period, validated,
-    )  # fmt: skip
+    _warn_of_choice(setup)
+    return setup
 
 
 def _check_files(config: RewardModelRunConfig) -> None:
-    """See that files of data are there and begin with a row. Raises `DataError`; what may be a hub's is left alone."""
+    """Read the first row of each file. Raises `DataError`; what the hub may have is left alone."""
     for dataset in (*config.data.train, *config.data.validation):
         path = dataset.data_path
         if path is None or "." in dataset.dataset_name or Path(path).is_dir():
             continue
         if Path(path).exists() or path.count("/") != 1 or file_suffix(path) in KINDS:
             next(read_rows(path, split=dataset.split, subset=dataset.subset))
+
+
+def _warn_of_choice(setup: RewardModelSetup) -> None:
+    """Warn of checkpoints that no validation measures, and of a run in which there is nothing to choose among."""
+    choice, checkpointing, validated = setup.choice, setup.config.checkpointing, setup.config.rm.val_period
+    saved = checkpointing.save_period
+    if choice is not None and saved is not None and (validated is None or saved % validated):
+        logger.warning(
+            "checkpointing.save_period (%s) is no multiple of rm.val_period (%s): checkpoints that are saved between "
+            "validations have no %s and rank last.", saved, validated, choice.name,
+        )  # fmt: skip
+    if choice is not None and not choice.among_several:
+        logger.warning(
+            "%s checkpoint of this run of %d steps will have a %s, so nothing is chosen by it: "
+            "checkpointing.save_period is %s and rm.val_period %s. Lower both to compare several.",
+            "One" if choice.num_checkpoints else "No", setup.total_steps, choice.name, saved, validated,
+        )  # fmt: skip
 
 
 def _count_trained_on(
@@ -265,7 +268,7 @@ def _examples_to_perturb(
 ) -> dict[str, tuple[EvalExample, ...]]:
     found = {}
     for dataset in config.data.validation:
-        name = _validation_name(dataset)
+        name = str(dataset.name)
         if (number := config.num_perturbations(name)) is not None:
             limit = _validation_limit(config)
             found[name] = examples_to_perturb(validation_sets[name], dataset, number, limit=limit)
@@ -293,7 +296,7 @@ def find_tokenizer(
 
 
 def _encode(
-    config: RewardModelRunConfig, stream: PreferenceStream, renderer: Renderer, show_progress: bool
+    config: RewardModelRunConfig, stream: PreferenceStream, *, renderer: Renderer, show_progress: bool
 ) -> EncodedDataset:
     return encode_dataset(
         stream,
@@ -306,12 +309,10 @@ def _encode(
 
 
 def _load_model(
-    config: RewardModelRunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Checkpoint | None,
-    device: torch.device,
-) -> LoadedModel:
+    config: RewardModelRunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None
+) -> RewardModel:
     policy = config.policy
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     load = partial(
         load_reward_model,
         tokenizer=tokenizer,
@@ -320,41 +321,43 @@ def _load_model(
         trust_remote_code=policy.trust_remote_code,
     )
     if checkpoint is not None:
-        loaded = load(checkpoint.path / "model")
+        model = load(checkpoint.path / "model").model
     elif policy.architecture is not None:
-        loaded = build_reward_model(
+        model = build_reward_model(
             {key: value for key, value in policy.architecture.items() if key != "vocab_size"},
             tokenizer,
             seed=config.rm.seed,
             attention=policy.attention,
             device=device,
             head_std=config.rm.head_init_std,
-        )
+        ).model
     else:
         assert policy.model_name is not None  # the schema sees to it
-        loaded = load(policy.model_name, head_seed=config.rm.seed, head_std=config.rm.head_init_std)
-    model = loaded.model
+        model = load(policy.model_name, head_seed=config.rm.seed, head_std=config.rm.head_init_std).model
     # Weights are float32 whatever the precision: bfloat16 cannot hold the small steps of a low learning rate.
     model.compute_dtype = DTYPES[policy.precision]
     if policy.activation_checkpointing:
         model.recompute_activations()
     count = sum(parameter.numel() for parameter in model.parameters())
     logger.info("%s, %s parameters, as %s, on %s.", type(model.hf).__name__, f"{count:,}", model.layout, device)
-    return loaded
+    return model
 
 
-def _check_schedule(config: RewardModelRunConfig) -> None:
-    """Warn of checkpoints that no validation measures: they rank behind all others."""
-    checkpointing, validated = config.checkpointing, config.rm.val_period
-    saved = checkpointing.save_period
-    if checkpointing.metric_name and saved is not None and (validated is None or saved % validated):
-        logger.warning(
-            "checkpointing.save_period (%s) is no multiple of rm.val_period (%s): checkpoints that are saved between "
-            "validations have no %s and rank last.",
-            saved,
-            validated,
-            checkpointing.metric_name,
-        )
+def _check_model(
+    config: RewardModelRunConfig,
+    model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    datasets: Sequence[EncodedDataset],
+    checkpoint: Checkpoint | None,
+) -> None:
+    """Whether model, tokenizer and data fit together, on the first comparisons of each set."""
+    if checkpoint is None and config.policy.tokenizer.name != config.policy.model_name:
+        check_tokenizer_survives(model.hf, tokenizer)
+    sample = [
+        ids for dataset in datasets for comparison in dataset[:_CHECKED_COMPARISONS] for ids in comparison.token_ids
+    ]
+    check_positions(model, config.max_sequence_length)
+    check_before_training(model, sample, tokenizer, highest_token=max(dataset.highest_token for dataset in datasets))
 
 
 def _identity(
@@ -400,8 +403,3 @@ def _training_names(datasets: Sequence[DatasetConfig]) -> list[str]:
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         names.append(name if name not in names else next(other for other in numbered if other not in names))
     return names
-
-
-def _validation_name(dataset: DatasetConfig) -> str:
-    assert dataset.name is not None  # the schema names the only one "default"
-    return dataset.name

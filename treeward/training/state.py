@@ -1,10 +1,10 @@
-"""What a checkpoint holds beside the model, and how it is put back: optimiser, schedule, RNG, step, identity.
+"""What a checkpoint holds beside the model, and how it is put back: optimiser, schedule, random numbers, `RunState`.
 
-    save_state(folder, TrainingState(step, ...), optimizer, scheduler, named_parameters)
-    state = load_state(folder, optimizer, scheduler, named_parameters)
+    save_state(folder, RunState(step, ...), optimizer, scheduler, model)
+    state = load_state(folder, optimizer, scheduler, model)
 
 Tensors are safetensors and the rest is JSON: nothing that is loaded can be code, and Python's floats survive JSON
-exactly. `identity` names what must not change between a run and its resumption: the data, the model, the order.
+exactly.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from treeward.errors import CheckpointError
 
-__all__ = ["TrainingState", "check_identity", "load_state", "read_state", "save_state"]
+__all__ = ["RunState", "check_identity", "load_state", "read_state", "save_state", "stored_metric"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,27 +35,36 @@ _ABSENT: Any = object()
 _MOST_DIFFERENCES, _LONGEST_VALUE = 8, 80
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingState:
-    """Where a run stands after `step` optimiser steps.
+@dataclass(slots=True)
+class RunState:
+    """Where a run stands after `step` steps.
 
-    `identity`: what the run is made of. `validation`: the latest metrics of each set, and the step they are from.
+    `identity`: what must not change between a run and its resumption, by the name that a person knows it by.
+    `validation`: the metrics of the latest validation, which was after `validation_step` steps, by their logged names.
+    `run`: the state that only the kind of run knows, as JSON.
     """
 
     step: int
     identity: dict[str, str]
     validation_step: int | None = None
-    validation: dict[str, dict[str, float]] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def own_validation(self) -> dict[str, float]:
+        """The metrics of this step's own model; empty if it was not validated."""
+        return self.validation if self.validation_step == self.step else {}
 
 
 def save_state(
     folder: Path,
-    state: TrainingState,
+    state: RunState,
     optimizer: torch.optim.Optimizer | None,
     scheduler: LRScheduler,
-    names: Mapping[Tensor, str],
+    model: nn.Module,
 ) -> None:
-    """Write a state into a folder. `names`: of the parameters. Without an optimiser the run cannot be resumed."""
+    """Write a state into a folder. Without an optimiser the run cannot be resumed."""
+    names = _names(model)
     tensors = {f"{_RNG}cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors[f"{_RNG}cuda"] = torch.cuda.get_rng_state()
@@ -72,13 +81,10 @@ def save_state(
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         document["optimizer"] = {"groups": groups, "scalars": scalars}
     save_file(tensors, folder / _TENSORS)
-    text = json.dumps(document, indent=2, default=_refuse)
-    (folder / _STATE).write_text(text + "\n", encoding="utf-8")
+    (folder / _STATE).write_text(_as_json(document) + "\n", encoding="utf-8")
 
 
-def load_state(
-    folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, names: Mapping[Tensor, str]
-) -> TrainingState:
+def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, model: nn.Module) -> RunState:
     """Put a saved state back. Raises `CheckpointError` if the optimiser was not saved."""
     document = _read(folder)
     saved = document.pop("optimizer")
@@ -90,31 +96,36 @@ def load_state(
         )
     tensors = load_file(folder / _TENSORS)
     scheduler.load_state_dict(_as_in(scheduler.state_dict(), document.pop("scheduler")))
-    _load_optimizer(optimizer, saved, tensors, names)
+    _load_optimizer(optimizer, saved, tensors, _names(model))
     if isinstance(scheduler, LambdaLR):
         # In a run that was made longer the next step has its place in the longer schedule; else nothing changes.
         for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            before, group["lr"] = group["lr"], base * factor(scheduler.last_epoch)
-            _tell_of_jump(float(before), group["lr"])
+            before, group["lr"] = float(group["lr"]), base * factor(scheduler.last_epoch)
+            if not math.isclose(before, group["lr"], rel_tol=1e-6, abs_tol=1e-15):
+                logger.warning(
+                    "The learning rate goes on at %.3g instead of %.3g: the schedule spans the whole run, and the run "
+                    "has another length than before (max_num_epochs, max_num_steps).", group["lr"], before,
+                )  # fmt: skip
     torch.set_rng_state(tensors[f"{_RNG}cpu"])
     if torch.cuda.is_available() and f"{_RNG}cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"{_RNG}cuda"])
-    return TrainingState(**document)
+    return RunState(**document)
 
 
-def _tell_of_jump(before: float, now: float) -> None:
-    if not math.isclose(before, now, rel_tol=1e-6, abs_tol=1e-15):
-        logger.warning(
-            "The learning rate goes on at %.3g, where it would have been %.3g: the schedule spans the whole run, whose "
-            "length is another than before (max_num_epochs, max_num_steps).", now, before,
-        )  # fmt: skip
-
-
-def read_state(folder: Path) -> TrainingState:
+def read_state(folder: Path) -> RunState:
     """The saved state alone, without putting anything back."""
     document = _read(folder)
     del document["optimizer"], document["scheduler"]
-    return TrainingState(**document)
+    return RunState(**document)
+
+
+def stored_metric(folder: Path, name: str) -> float | None:
+    """The metric of the model in a checkpoint; None if it was not measured, is not finite, or cannot be read."""
+    try:
+        metric = read_state(folder).own_validation.get(name)
+    except CheckpointError:
+        return None  # it only ranks last; a checkpoint is verified before it is used
+    return metric if metric is not None and math.isfinite(metric) else None
 
 
 def check_identity(folder: Path, identity: Mapping[str, str]) -> None:
@@ -122,27 +133,28 @@ def check_identity(folder: Path, identity: Mapping[str, str]) -> None:
 
     A text of the identity that is a JSON object is compared value by value: only those that differ are shown.
     """
-    saved = _read(folder)["identity"]
+    saved = read_state(folder).identity
     changed = [key for key in {**saved, **identity} if saved.get(key) != identity.get(key)]
-    if changed:
-        differences = [
-            line
-            for key in changed
-            for line in _differences(key, _value(identity.get(key, _ABSENT)), _value(saved.get(key, _ABSENT)))
-        ]
-        shown = differences[:_MOST_DIFFERENCES]
-        if more := len(differences) - len(shown):
-            shown.append(f"and {more} more")
-        raise CheckpointError(
-            "\n  ".join([f"this checkpoint is of another run: {', '.join(changed)} changed", *shown]),
-            where=str(folder),
-            fix=f"set {'it' if len(differences) == 1 else 'them'} back, or begin the new run in another "
-            "checkpointing.checkpoint_dir",
-        )
+    if not changed:
+        return
+    differences = [
+        line
+        for key in changed
+        for line in _differences(key, _value(identity.get(key, _ABSENT)), _value(saved.get(key, _ABSENT)))
+    ]
+    shown = differences[:_MOST_DIFFERENCES]
+    if more := len(differences) - len(shown):
+        shown.append(f"and {more} more")
+    raise CheckpointError(
+        "\n  ".join([f"this checkpoint is of another run: {', '.join(changed)} changed", *shown]),
+        where=str(folder),
+        fix=f"set {'it' if len(differences) == 1 else 'them'} back, or begin the new run in another "
+        "checkpointing.checkpoint_dir",
+    )
 
 
 def _value(text: Any) -> Any:
-    """What a text of an identity holds, if that is a JSON object; else the text."""
+    """A text of an identity, parsed if it is a JSON object."""
     try:
         value = json.loads(text)
     except (TypeError, ValueError):
@@ -161,7 +173,7 @@ def _differences(name: str, got: Any, need: Any) -> Iterator[str]:
     elif got != need:
         texts = [_in_one_line(value) for value in (got, need)]
         common = len(os.path.commonprefix(texts))
-        # Of long texts the place where they part, or both might look the same.
+        # An excerpt of a long text begins shortly before the first difference, or both might look the same.
         start = max(0, common - _LONGEST_VALUE // 4) if max(map(len, texts)) > _LONGEST_VALUE else 0
         got_text, need_text = (_excerpt(text, start) for text in texts)
         yield f"{name}: got {got_text}, need {need_text}"
@@ -180,13 +192,17 @@ def _excerpt(text: str, start: int) -> str:
     return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
 
 
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
 def _load_optimizer(
     optimizer: torch.optim.Optimizer,
     saved: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     names: Mapping[Tensor, str],
 ) -> None:
-    """By way of its own `load_state_dict`, which knows where each value belongs (the step of a fused Adam: the GPU)."""
+    """By its own `load_state_dict`, which knows the device of each value (the step of a fused Adam: the GPU)."""
     of_parameter: dict[str, dict[str, Any]] = {name: dict(values) for name, values in saved["scalars"].items()}
     for key, tensor in tensors.items():
         if not key.startswith(_RNG):
@@ -224,11 +240,20 @@ def _read(folder: Path) -> dict[str, Any]:
     return document
 
 
-def _refuse(value: Any) -> Any:
-    raise CheckpointError(
-        "the state of this optimiser or schedule cannot be saved",
-        where="policy.optimizer.name",
-        got=f"a {type(value).__name__} in its state",
-        need="tensors of parameters, numbers, texts, and lists and mappings of these",
-        fix="use another optimiser, or set checkpointing.save_optimizer=false",
-    )
+def _as_json(document: Mapping[str, Any]) -> str:
+    for part, where in (
+        ("optimizer", "policy.optimizer.name"),
+        ("scheduler", "policy.scheduler"),
+        ("run", "env: the state_dict() of an environment"),
+    ):
+        try:
+            json.dumps(document[part])
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                "the state of the run cannot be saved",
+                where=where,
+                got=str(error),
+                need="tensors of parameters, numbers, texts, and lists and mappings of these",
+                fix="use another class, or for an optimiser set checkpointing.save_optimizer=false",
+            ) from error
+    return json.dumps(document, indent=2)

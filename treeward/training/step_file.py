@@ -4,8 +4,8 @@
     samples.append({"step": 20, "text": "..."})
     read_steps(log_dir / "samples.jsonl")
 
-A step's lines must be appended before the checkpoint of that step is saved: a run that resumes from it takes out the
-lines of later steps, which the killed run has left.
+A step's lines must be appended before the checkpoint of that step is saved: a run that resumes from the checkpoint
+takes out the lines of later steps, which the killed run has left.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from treeward.errors import ConfigError, DataError
+from treeward.storage import atomic_file
 
 __all__ = ["StepFile", "read_steps"]
 
@@ -74,7 +75,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The records of a metrics file, each with its line; a last line that a killed run has left half is passed over."""
+    """The objects, each with its line; a last line that a killed run has left half is passed over."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -96,30 +97,17 @@ def _read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Take out the lines of later steps, in one rename: a kill leaves the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Take out the lines of later steps; a kill leaves the old file or the new one."""
     num_kept = num_cut = 0
-    with temporary.open("wb") as file:
+    with atomic_file(path, "wb") as file:
         for record, line in _read_lines(path):
             if record["step"] <= step:
                 file.write(line.rstrip(b"\n") + b"\n")
                 num_kept += 1
             else:
                 num_cut += 1
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
     if num_cut:
         logger.info("%s: cut %d lines after step %d, kept %d", path.name, num_cut, step, num_kept)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _set_aside(path: Path) -> None:

@@ -1,9 +1,8 @@
 """Trackers: where a run's metrics go. `metrics.jsonl` always; TensorBoard, Weights & Biases and MLflow when enabled.
 
-    trackers = open_trackers(config.logger, log_dir, resume_step=None)       # on one process only
-    trackers.log_config(resolved_config)
-    trackers.log({"train/rm/loss": 0.64, "train/rm/accuracy": 0.61}, step=1)
-    trackers.close("finished")
+    with open_trackers(config.logger, resume_step=None) as trackers:           # on one process only
+        trackers.log_config(resolved_config)
+        trackers.log({"train/rm/loss": 0.64, "train/rm/accuracy": 0.61}, step=1)
 
     read_metrics(log_dir / "metrics.jsonl")    # [{"step": 1, "time": 1767225600.0, "train/rm/loss": 0.64, ...}]
 
@@ -18,7 +17,7 @@ first failure is logged with its error, and all of them are counted.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -27,14 +26,16 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from treeward.config.logger import LoggerConfig, MlflowConfig, WandbConfig
-from treeward.errors import ConfigError, TreewardError
+from treeward.errors import ConfigError
+from treeward.storage import write_text
 from treeward.training.step_file import StepFile, read_steps
 
 __all__ = [
+    "METRICS_FILE",
     "JsonlTracker",
     "MLflowTracker",
     "RunStatus",
@@ -42,17 +43,19 @@ __all__ = [
     "Tracker",
     "TrackerGroup",
     "WandbTracker",
-    "log_folder",
+    "check_trackers",
     "open_trackers",
     "read_metrics",
 ]
+
+METRICS_FILE = "metrics.jsonl"
 
 RunStatus = Literal["finished", "failed", "interrupted"]
 """How a run ended; `interrupted` is a run that was told to stop, has saved, and can be resumed."""
 
 _logger = logging.getLogger(__name__)
 _MLFLOW_REFUSES = re.compile(r"[^\w.\-: /]")
-_MLFLOW_LONGEST_VALUE = 6000
+_MLFLOW_LONGEST_VALUE, _MLFLOW_MOST_PARAMS = 6000, 100
 _SHARE_OF_TIME_WHILE_FAILING = 0.1
 _START_FIXES = {
     "tensorboard": "set logger.tensorboard.log_dir to a folder that can be written",
@@ -110,16 +113,15 @@ class TensorBoardTracker:
     """Scalars as TensorBoard event files in `log_dir`; TensorBoard hides what was logged after the resumed step."""
 
     def __init__(self, log_dir: Path, *, resume_step: int | None = None) -> None:
-        _import_optional("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         # A new run in a used folder hides the whole of the old one: two curves in one cannot be told apart.
-        first_step = 0 if resume_step is None else resume_step + 1
-        writers = importlib.import_module("torch.utils.tensorboard")
-        self._writer = writers.SummaryWriter(log_dir=str(log_dir), purge_step=first_step)
+        self._writer: Any = SummaryWriter(log_dir, purge_step=0 if resume_step is None else resume_step + 1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()  # a killed run must not lose what the checkpoint of this step stands on
+        self._writer.flush()  # a killed run must not lose the metrics of a step that has a checkpoint
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         text = json.dumps(config, indent=2, default=str)
@@ -138,51 +140,50 @@ class WandbTracker:
     """
 
     def __init__(self, config: WandbConfig, log_dir: Path, *, resume_step: int | None = None) -> None:
-        wandb = _import_optional("wandb")
+        import wandb
+
         log_dir.mkdir(parents=True, exist_ok=True)
         id_file = log_dir / "wandb_run_id"
-        run_id = _read_id(id_file) if resume_step is not None else None
+        run_id = _read_id(id_file, resume_step)
         options: dict[str, Any] = {"dir": str(log_dir), "id": run_id, "resume": None if run_id is None else "allow"}
         self._run = wandb.init(**(options | config.model_dump(exclude_none=True)))
-        _write_id(id_file, self._run.id)
+        write_text(id_file, f"{self._run.id}\n")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        self._run.config.update(dict(config), allow_val_change=True)
+        self._run.config.update(dict(config), allow_val_change=True)  # type: ignore[no-untyped-call]
 
     def close(self, status: RunStatus) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
 class MLflowTracker:
-    """An MLflow run, on the server `tracking_uri` (or MLFLOW_TRACKING_URI), else in files under `log_dir`/mlflow.
+    """An MLflow run, on the server of the configuration or as files in `log_dir`/mlflow.
 
-    The run's id is kept in `log_dir`/mlflow_run_id, and a resumed run continues it. Points of a metric at steps that
-    the killed run has recorded already are not recorded twice. Configuration values are parameters, which MLflow never
-    changes: on resume the first value stays, and a log message names those that now differ.
+    The run's id is kept in `log_dir`/mlflow_run_id, and a resumed run continues it: points that a killed run had logged
+    after its last checkpoint are not logged twice, and parameters keep their first values.
     """
 
     _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-    _LARGEST_PARAM_BATCH = 100
 
     def __init__(self, config: MlflowConfig, log_dir: Path, *, resume_step: int | None = None) -> None:
-        mlflow = _import_optional("mlflow")
-        self._entities = importlib.import_module("mlflow.entities")
+        from mlflow import MlflowClient
+
         log_dir.mkdir(parents=True, exist_ok=True)
         uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         uri = (log_dir / "mlflow").absolute().as_uri() if uri is None else uri
         if uri.startswith("file:") or "://" not in uri:
             # Since 3.x MLflow refuses the file store unless told so; sqlite needs packages that mlflow-skinny lacks.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self._client = MlflowClient(tracking_uri=uri)
         id_file = log_dir / "mlflow_run_id"
-        run_id = _read_id(id_file) if resume_step is not None else None
+        run_id = _read_id(id_file, resume_step)
         self._last_steps: dict[str, int] = {}
         if run_id is None:
             run_id = self._create_run(config)
-            _write_id(id_file, run_id)
+            write_text(id_file, f"{run_id}\n")
         else:
             self._client.update_run(run_id, status="RUNNING")
             for name in self._client.get_run(run_id).data.metrics:
@@ -199,23 +200,22 @@ class MLflowTracker:
         return str(self._client.create_run(experiment_id, run_name=config.run_name).info.run_id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        milliseconds = int(time.time() * 1000)
-        points = [
-            self._entities.Metric(_mlflow_name(name), float(value), milliseconds, step)
-            for name, value in metrics.items()
-            if step > self._last_steps.get(_mlflow_name(name), -1)
-        ]
-        self._client.log_batch(self._run_id, metrics=points)
+        from mlflow.entities import Metric
+
+        # One character that MLflow refuses would lose every metric of the call.
+        named = {_MLFLOW_REFUSES.sub("_", name): float(value) for name, value in metrics.items()}
+        now = int(time.time() * 1000)
+        new = [Metric(name, value, now, step) for name, value in named.items() if step > self._last_steps.get(name, -1)]
+        self._client.log_batch(self._run_id, metrics=new)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        present: dict[str, str] = self._client.get_run(self._run_id).data.params
-        wanted = {_mlflow_name(name): _mlflow_value(value) for name, value in _flatten(config)}
-        changed = sorted(name for name, value in wanted.items() if present.get(name, value) != value)
-        if changed:
-            _logger.warning("MLflow keeps the first values of %s; they differ in this session", ", ".join(changed))
-        new = [self._entities.Param(name, value) for name, value in wanted.items() if name not in present]
-        for start in range(0, len(new), self._LARGEST_PARAM_BATCH):
-            self._client.log_batch(self._run_id, params=new[start : start + self._LARGEST_PARAM_BATCH])
+        from mlflow.entities import Param
+
+        present = self._client.get_run(self._run_id).data.params
+        named = {_MLFLOW_REFUSES.sub("_", name): str(value) for name, value in _flatten(config)}
+        new = [Param(key, value[:_MLFLOW_LONGEST_VALUE]) for key, value in named.items() if key not in present]
+        for start in range(0, len(new), _MLFLOW_MOST_PARAMS):
+            self._client.log_batch(self._run_id, params=new[start : start + _MLFLOW_MOST_PARAMS])
 
     def close(self, status: RunStatus) -> None:
         self._client.set_terminated(self._run_id, self._STATUS[status])
@@ -225,16 +225,15 @@ class TrackerGroup:
     """Hands everything to each of `trackers` (by name); a failing one is warned about once, counted, and not fatal.
 
     A server that does not answer can hold a call for minutes. After a failed call the tracker is therefore left alone
-    for ten times as long as the call took, so that it costs training a tenth of its time at most. `num_lost` counts the
-    calls that failed or were skipped so, by tracker.
+    for ten times as long as the call took, so that it costs training a tenth of its time at most. `num_lost` counts
+    the calls that failed or were skipped, by tracker.
 
     Leaving its `with` block without `close` closes it: as finished, as interrupted after Ctrl-C or an exit, else as
-    failed. `clock` returns seconds.
+    failed. `metrics_file`: what the run has logged.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._trackers = dict(trackers)
-        self._clock = clock
+    def __init__(self, trackers: Mapping[str, Tracker], metrics_file: Path) -> None:
+        self._trackers, self.metrics_file = dict(trackers), metrics_file
         self._silent_until: dict[str, float] = {}
         self._closed = False
         self.num_lost: dict[str, int] = dict.fromkeys(trackers, 0)
@@ -268,7 +267,7 @@ class TrackerGroup:
                 _logger.warning("%s lost %d calls: what it shows of this run is incomplete", name, self.num_lost[name])
 
     def _call(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
-        start = self._clock()
+        start = time.monotonic()
         if start < self._silent_until.get(name, start):
             self.num_lost[name] += 1
             return
@@ -277,7 +276,7 @@ class TrackerGroup:
         except Exception as error:  # whatever a client library raises; a plot is not worth the run
             if isinstance(self._trackers[name], JsonlTracker):  # but its own record is: a resume relies on it
                 raise
-            end = self._clock()
+            end = time.monotonic()
             self._silent_until[name] = end + (end - start) / _SHARE_OF_TIME_WHILE_FAILING
             self.num_lost[name] += 1
             if self.num_lost[name] == 1:
@@ -285,12 +284,11 @@ class TrackerGroup:
             _logger.debug("%s failed", name, exc_info=True)
 
 
-def log_folder(config: LoggerConfig) -> Path:
-    """The folder of a run's logs, made if need be. Raises `ConfigError` where it cannot be written."""
-    folder = Path(config.log_dir)
+def check_trackers(config: LoggerConfig) -> None:
+    """Raise `ConfigError` for a log folder that cannot be written, or a tracker whose package is not installed."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").open("ab").close()
+        Path(config.log_dir).mkdir(parents=True, exist_ok=True)
+        (Path(config.log_dir) / METRICS_FILE).open("ab").close()
     except OSError as error:
         raise ConfigError(
             "the log folder cannot be used",
@@ -298,15 +296,24 @@ def log_folder(config: LoggerConfig) -> Path:
             got=str(error),
             need="a folder that can be written",
         ) from error
-    return folder
+    for package in ("tensorboard", "wandb", "mlflow"):
+        if getattr(config, f"{package}_enabled") and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"the package {package} is not installed",
+                where=f"logger.{package}_enabled",
+                got="true",
+                fix=f"pip install treeward[{package}], or set logger.{package}_enabled=false",
+            )
 
 
-def open_trackers(config: LoggerConfig, log_dir: Path, resume_step: int | None) -> TrackerGroup:
-    """The trackers that `config` enables, all writing below `log_dir`; call it on one process only.
+def open_trackers(config: LoggerConfig, resume_step: int | None) -> TrackerGroup:
+    """The trackers that `config` enables, all writing below its `log_dir`; call it on one process only.
 
     `resume_step` is the step of the checkpoint that the run continues from, None for a new run. Raises `ConfigError`
     naming the key that enabled it for a tracker whose package is missing or that cannot start.
     """
+    check_trackers(config)
+    log_dir = Path(config.log_dir)
     openers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard_enabled:
         folder = log_dir / (config.tensorboard.log_dir or "tensorboard")
@@ -315,43 +322,20 @@ def open_trackers(config: LoggerConfig, log_dir: Path, resume_step: int | None) 
         openers["wandb"] = lambda: WandbTracker(config.wandb, log_dir, resume_step=resume_step)
     if config.mlflow_enabled:
         openers["mlflow"] = lambda: MLflowTracker(config.mlflow, log_dir, resume_step=resume_step)
-    for name in openers:  # all of them before any has started something that the next error would leave behind
-        _import_optional(name)
-    started: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(log_dir / "metrics.jsonl", resume_step=resume_step)}
-    try:
-        for name, opener in openers.items():
-            started[name] = _start(name, opener)
-    except TreewardError:
-        TrackerGroup(started).close("failed")
-        raise
-    return TrackerGroup(started)
-
-
-def _import_optional(package: str) -> ModuleType:
-    """Import a tracker's package; its name is also that of the key and of treeward's extra."""
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the package {package} is not installed",
-            where=f"logger.{package}_enabled",
-            got=str(error),
-            fix=f"pip install treeward[{package}], or set logger.{package}_enabled=false",
-        ) from error
-
-
-def _start(name: str, opener: Callable[[], Tracker]) -> Tracker:
-    try:
-        return opener()
-    except TreewardError:
-        raise
-    except Exception as error:  # whatever a client library raises: no network, no key, no permission
-        raise ConfigError(
-            f"{name} could not start",
-            where=f"logger.{name}_enabled",
-            got=f"{type(error).__name__}: {error}",
-            fix=f"{_START_FIXES[name]}, or set logger.{name}_enabled=false",
-        ) from error
+    file = log_dir / METRICS_FILE
+    started: dict[str, Tracker] = {METRICS_FILE: JsonlTracker(file, resume_step=resume_step)}
+    for name, opener in openers.items():
+        try:
+            started[name] = opener()
+        except Exception as error:  # of a client library: no network, no key, no permission
+            TrackerGroup(started, file).close("failed")
+            raise ConfigError(
+                f"{name} could not start",
+                where=f"logger.{name}_enabled",
+                got=f"{type(error).__name__}: {error}",
+                fix=f"{_START_FIXES[name]}, or set logger.{name}_enabled=false",
+            ) from error
+    return TrackerGroup(started, file)
 
 
 def _to_json(value: float) -> float | str:
@@ -369,25 +353,6 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", value
 
 
-def _mlflow_name(name: str) -> str:
-    """A name that MLflow takes: one refused character would lose every metric of the call."""
-    return _MLFLOW_REFUSES.sub("_", name)
-
-
-def _mlflow_value(value: Any) -> str:
-    text = str(value)
-    if len(text) <= _MLFLOW_LONGEST_VALUE:
-        return text
-    ending = f"... ({len(text)} characters)"
-    return text[: _MLFLOW_LONGEST_VALUE - len(ending)] + ending
-
-
-def _read_id(path: Path) -> str | None:
-    """The run's id; None if there is none, or if a kill came before it was written."""
-    return (path.read_text().strip() or None) if path.exists() else None
-
-
-def _write_id(path: Path, run_id: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(run_id + "\n")
-    temporary.replace(path)
+def _read_id(path: Path, resume_step: int | None) -> str | None:
+    """The id of the run that is resumed; None for a new run, or if a kill came before it was written."""
+    return path.read_text().strip() or None if resume_step is not None and path.exists() else None

@@ -11,9 +11,10 @@ themselves, so those are kept: K floats and a few small objects for each compari
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,7 @@ __all__ = [
     "PlanFunction",
     "SetValidation",
     "examples_to_perturb",
+    "num_shared",
     "pooled",
     "robust_accuracy",
     "validate",
@@ -188,3 +190,10 @@ def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:
         name: Metric(name, value, count=sums.num_pairs, note=missing if math.isnan(value) else None)
         for name, value in sums.means().items()
     }
+
+
+def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset], *, limit: int | None = None) -> int:
+    """How many of the first `limit` comparisons (None: all) have the same conversations and ranks as one of the
+    training data, in any order. Completions of other prompts, which training may add, do not count."""
+    trained_on = np.concatenate([np.zeros(0, np.int64), *(training.digests for training in training_sets)])
+    return int(np.isin(dataset.digests[:limit], trained_on).sum())

@@ -1,0 +1,88 @@
+"""Both runs: mistakes are told before anything slow begins, and progress is seen where nobody configured logging."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.errors import ConfigError, TreewardError
+from treeward.rl.grpo import grpo
+from treeward.training.train import train
+
+RUNS: list[tuple[str, Callable[..., Any]]] = [("tiny_run", train), ("tiny_grpo", grpo)]
+
+
+@pytest.mark.parametrize(("make", "run"), RUNS)
+def test_more_than_one_process_is_refused_in_one_sentence(
+    make: str, run: Callable[..., Any], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = request.getfixturevalue(make)()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ConfigError, match="more than one process is not supported yet") as caught:
+            run(config, show_progress=False)
+        assert "without torchrun" in str(caught.value)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("make", "run"), RUNS)
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_told_before_any_data_is_read(
+    make: str,
+    run: Callable[..., Any],
+    package: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = importlib.util.find_spec
+
+    def find_spec(name: str) -> ModuleSpec | None:
+        return None if name == package else found(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(ConfigError, match=f"the package {package} is not installed") as caught:
+        run(request.getfixturevalue(make)(f"logger.{package}_enabled=true"), show_progress=False)
+    assert f"pip install treeward[{package}]" in str(caught.value)
+    assert caught.value.where == f"logger.{package}_enabled"
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(("make", "run"), RUNS)
+@pytest.mark.parametrize("key", ["logger.log_dir", "checkpointing.checkpoint_dir"])
+def test_a_folder_that_cannot_be_made_is_told_first(
+    make: str, run: Callable[..., Any], key: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    config = request.getfixturevalue(make)(f"{key}={tmp_path}/file/folder", "policy.tokenizer.vocab_size=1")
+    with pytest.raises(TreewardError, match="cannot be used") as caught:
+        run(config, show_progress=False)
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(("make", "run"), RUNS)
+def test_called_from_python_a_run_shows_lines_where_nobody_configured_logging(
+    make: str,
+    run: Callable[..., Any],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
+    section = "rm" if make == "tiny_run" else "grpo"
+    run(request.getfixturevalue(make)(f"{section}.max_num_steps=2", "checkpointing.metric_name=null"))
+    shown = capsys.readouterr().err
+    assert "training: 1 of 2 steps" in shown and "training: 2 of 2 steps" in shown and "after step 2" in shown
+    assert logging.getLogger("treeward").handlers == []
+    run(
+        request.getfixturevalue(make)(f"{section}.max_num_steps=2", "checkpointing.metric_name=null"),
+        show_progress=False,
+    )
+    assert "training:" not in capsys.readouterr().err

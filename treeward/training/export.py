@@ -1,0 +1,161 @@
+"""The folder of a finished run: the model, its card, and its scoring contract with the constants of rewards.
+
+    export_final(setup, model, step, validation, folder)
+
+Where the configuration has a `reward_shaping` section, the contract carries it, and the constants that it needs are
+fitted on the run's validation sets, which the model has not been trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+
+from treeward.config.reward_shaping import RewardCalibration
+from treeward.data.datasets import open_dataset
+from treeward.model.contract import write_contract
+from treeward.model.export import export_model
+from treeward.model.pretrained import DTYPES
+from treeward.model.reward_model import RewardModel
+from treeward.scoring.calibration import calibrate
+from treeward.scoring.golden import exact_scoring, sign_folder
+from treeward.scoring.scorer import Scorer
+from treeward.tables import Column, markdown_table
+from treeward.training.setup import Choice, RewardModelSetup
+
+__all__ = ["export_final", "model_card", "result_columns", "result_rows"]
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = [
+    Column("set", title="validation set"),
+    Column("comparisons"),
+    Column("accuracy", format=".3f"),
+    Column("loss", format=".4f"),
+    Column("reward_margin", title="margin", format=".2f"),
+    Column("chosen_rewards", title="chosen", format=".2f"),
+    Column("rejected_rewards", title="rejected", format=".2f"),
+]
+_LENGTH_COLUMNS = [
+    Column("set", title="validation set"),
+    Column("accuracy_longer_right", title="better completion longer", format=".3f"),
+    Column("accuracy_shorter_right", title="better completion shorter", format=".3f"),
+    Column("length_controlled_accuracy", title="mean of both (length-controlled)", format=".3f"),
+]
+
+
+def export_final(
+    setup: RewardModelSetup, model: RewardModel, step: int, validation: Mapping[str, Mapping[str, float]], folder: Path
+) -> None:
+    """Write `model`, which the run had after `step` steps, and `validation`, what it measured then, to `folder`."""
+    config = setup.config
+    export_model(
+        model,
+        setup.tokenizer,
+        folder,
+        rendering=setup.renderer.settings,
+        dtype=DTYPES[config.checkpointing.export_dtype],
+        card=model_card(setup, step, validation),
+    )
+    contract = sign_folder(
+        folder, model=model, renderer=setup.renderer, trust_remote_code=config.policy.trust_remote_code
+    )
+    shaping = config.reward_shaping
+    if shaping is not None:
+        calibration = _fitted(setup, model) if shaping.uses_calibration else None
+        write_contract(contract.model_copy(update={"reward_shaping": shaping, "calibration": calibration}), folder)
+
+
+def _fitted(setup: RewardModelSetup, model: RewardModel) -> RewardCalibration:
+    datasets = setup.config.data.validation
+    names = ", ".join(dataset.name or dataset.dataset_name for dataset in datasets)
+    logger.info("Fitting the constants of reward_shaping on the validation sets: %s.", names)
+    rows = chain.from_iterable(open_dataset(dataset) for dataset in datasets)
+    with exact_scoring(model):
+        scorer = Scorer(model, setup.renderer)
+        return calibrate(scorer, (preference for preference, _ in rows), name=f"validation sets of the run ({names})")
+
+
+def result_columns(choice: Choice | None) -> list[Column]:
+    """The columns of a results table: what every run has, and the metric that chose the checkpoint."""
+    if choice is None or choice.metric in {column.key for column in _COLUMNS}:
+        return _COLUMNS
+    return [*_COLUMNS[:3], Column(choice.metric, title=choice.metric.replace("_", " "), format=".3f"), *_COLUMNS[3:]]
+
+
+def result_rows(sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:
+    """The rows of a results table. `sizes`: how many comparisons of each set were measured."""
+    return [{"set": name, "comparisons": sizes.get(name), **means} for name, means in validation.items()]
+
+
+def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapping[str, float]]) -> str:
+    """Markdown with the metadata block that the hub reads."""
+    policy, base = setup.config.policy, setup.config.policy.model_name
+    on_hub = base is not None and not Path(base).is_dir()
+    if base is not None and not on_hub:
+        base = Path(base).resolve().name  # a card is for others: no paths of this machine
+    data = "\n".join(f"- {name}: {dataset.counts.summary()}" for name, dataset in setup.training_sets.items())
+    results = _results(setup, validation) if validation else ["This checkpoint was not validated."]
+    return _CARD.format(
+        base_line=f"base_model: {base}\n" if on_hub else "",
+        base=base or "a model trained from scratch",
+        step=step,
+        batch_size=policy.train_global_batch_size,
+        precision=policy.precision,
+        results="\n\n".join(results),
+        data=data,
+    )
+
+
+_CARD = """---
+library_name: transformers
+tags: [reward-model, treeward]
+{base_line}---
+
+# Reward model
+
+A Bradley-Terry reward model: {base}, {step} optimiser steps of {batch_size} comparisons in {precision}, trained with \
+treeward.
+A higher score is better; only differences of scores of completions of the same prompt have a meaning: \
+P(a is preferred to b) = sigmoid(score(a) - score(b)).
+
+## Results
+
+{results}
+
+## Training data
+
+{data}
+
+## Use
+
+```bash
+treeward score THIS_FOLDER --data conversations.jsonl --output scores.jsonl
+```
+
+With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER)` gives the same score as its \
+one logit; render conversations with the tokenizer's chat template and tokenize with `add_special_tokens=False`.
+"""
+
+
+def _results(setup: RewardModelSetup, validation: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Tables and sentences: the metrics, why they may be too good, and the effect of length."""
+    rows, choice = result_rows(setup.validation_sizes, validation), setup.choice
+    parts = [markdown_table(rows, result_columns(choice))]
+    if choice is not None and choice.among_several and any(choice.metric in means for means in validation.values()):
+        parts.append(
+            f"The checkpoint is the best of {choice.num_checkpoints} by {choice.metric} on {', '.join(choice.sets)}: "
+            "it was chosen on these comparisons, so on new data expect lower numbers."
+        )
+    for name, count in setup.num_trained_on.items():
+        if count:
+            size = setup.validation_sizes[name]
+            parts.append(f"{count:,} of {size:,} comparisons of {name} are in the training data too, word for word.")
+    if any("length_controlled_accuracy" in means for means in validation.values()):
+        parts += [
+            "Accuracy where the better completion is the longer, and the shorter:",
+            markdown_table(rows, _LENGTH_COLUMNS),
+        ]
+    return parts

@@ -1,0 +1,359 @@
+"""The loop of every run: steps, validations, checkpoints, metrics, progress, and a clean way to stop and go on.
+
+    outcome = start(config, config.rm, set_up)           # reward models; with config.grpo, policies
+
+A `Run` says what a step is, what a validation is, and what its state is. The loop does the rest. A run that is stopped
+at any moment, kill -9 included, and started again with the same command goes on exactly as if it had not been: the data
+of a step follow from its number, and everything else is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from treeward.config.grpo import GRPOConfig
+from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.load import save_config
+from treeward.config.run import RewardModelRunConfig, RMConfig
+from treeward.errors import ConfigError, TreewardError
+from treeward.model.pretrained import quiet_transformers
+from treeward.progress import ShownProgress, logs_shown
+from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
+from treeward.training.state import RunState, load_state, read_state, save_state, stored_metric
+from treeward.training.stopping import StopRequest
+from treeward.training.tracking import TrackerGroup, check_trackers, open_trackers, read_metrics
+
+__all__ = ["Outcome", "Run", "StepMetrics", "Validation", "run_loop", "start"]
+
+logger = logging.getLogger(__name__)
+
+_VALIDATION_SECONDS = "timing/validation/total_validation_time"
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What a step measured: `logged`, by the names of the metrics; `shown` in the progress; tokens, as plain rows."""
+
+    logged: Mapping[str, float]
+    shown: Mapping[str, float]
+    row_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What a validation measured: `metrics`, logged and kept in the state; `logged`, not kept; lines for people."""
+
+    metrics: Mapping[str, float]
+    logged: Mapping[str, float] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    `validation`: the metrics of the exported model (of the last step where none was exported), empty if it was not
+    validated. `model_folder`: the exported model, of step `model_step`; None if the run was interrupted.
+    `interrupted_by`: a signal or the deadline, None if the run finished; `exit_code` as a process should report it.
+    `report`: the page that shows what came of the run, None if there is none.
+    """
+
+    step: int
+    total_steps: int
+    validation: Mapping[str, Any]
+    model_folder: Path | None = None
+    model_step: int | None = None
+    interrupted_by: str | None = None
+    exit_code: int = 0
+    report: Path | None = None
+
+
+class Run(Protocol):
+    """What the loop must know of a run. Steps are counted from 1; `step` below is how many are done."""
+
+    total_steps: int
+
+    @property
+    def config(self) -> RewardModelRunConfig | GRPORunConfig: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def scheduler(self) -> LRScheduler: ...
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a resumed run must have in common with the one that it continues, by names that people know."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+
+    def begin(self, state: RunState, trackers: TrackerGroup) -> None:
+        """Put `state.run` back, which `state()` has returned in an earlier session; {} in a new run."""
+
+    def step(self, number: int) -> StepMetrics:
+        """Take the step of this number."""
+
+    def weights_changed(self) -> bool:
+        """Whether the step that has just failed has changed weights; if not, its other changes are taken back."""
+
+    def is_done(self, step: int) -> bool:
+        """Whether the run ends after so many steps."""
+
+    def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
+        """Measure the model after so many steps; None if `should_stop` gave a reason on the way."""
+
+    def state(self) -> dict[str, Any]:
+        """The state beside model, optimiser and schedule, as JSON."""
+
+    def save_model(self, folder: Path) -> None:
+        """Write the model of a checkpoint, as a folder `model` in `folder`."""
+
+    def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
+        """Write the model of a checkpoint and of its `state` to the folder `final` of the store.
+
+        `is_current`: the model in memory is the same.
+        """
+
+    def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
+        """The work after the loop (a report), as a function that holds no weights; it is given `show_progress`."""
+
+    def close(self) -> None:
+        """Free what is held outside this object."""
+
+
+def start(
+    config: RewardModelRunConfig | GRPORunConfig,
+    schedule: RMConfig | GRPOConfig,
+    set_up: Callable[[Checkpoint | None, bool], Run],
+    *,
+    ranked_by: str | None,
+    show_progress: bool,
+) -> Outcome:
+    """Check, set a run up, resume where an earlier one of the same configuration stopped, and run to the end.
+
+    `ranked_by`: the logged name of the metric that ranks checkpoints. `set_up` gets the checkpoint that the run resumes
+    from, and whether to show progress. Raises a `TreewardError` for anything that the user can mend.
+    """
+    stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
+    metric_of = None if ranked_by is None else partial(stored_metric, name=ranked_by)
+    with logs_shown() if show_progress else contextlib.nullcontext():
+        _check_one_process()
+        check_trackers(config.logger)
+        with open_store(config.checkpointing, metric_of) as store:
+            checkpoint = None if store is None else store.to_resume()
+            quiet_transformers()
+            torch.set_float32_matmul_precision(config.policy.matmul_precision)
+            torch.manual_seed(schedule.seed)
+            run = set_up(checkpoint, show_progress)
+            # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.
+            with stop:
+                with contextlib.ExitStack() as opened:
+                    opened.callback(run.close)
+                    state = _resumed(run, checkpoint)
+                    resume_step = None if checkpoint is None else state.step
+                    trackers = opened.enter_context(open_trackers(config.logger, resume_step))
+                    trackers.log_config(config.model_dump(mode="json", by_alias=True))
+                    save_config(config, Path(config.logger.log_dir) / "config.yaml")
+                    run.begin(state, trackers)
+                    progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
+                    outcome = run_loop(run, state, schedule, store, trackers, progress, stop)
+                    trackers.close("interrupted" if outcome.interrupted_by else "finished")
+                    finish = run.finish(outcome)
+                del run  # the report loads the exported model: two in memory at once may be one too many
+                return finish(stop, show_progress)
+
+
+def _check_one_process() -> None:
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            "training on more than one process is not supported yet",
+            where="WORLD_SIZE",
+            got=processes,
+            need="1",
+            fix="start one process, without torchrun",
+        )
+
+
+def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
+    if checkpoint is None:
+        return RunState(0, run.identity)
+    state = load_state(checkpoint.path, run.optimizer, run.scheduler, run.model)
+    if state.step <= run.total_steps:
+        logger.info("Resuming after step %d of %d from %s.", state.step, run.total_steps, checkpoint.path)
+    else:
+        logger.warning(
+            "This run has taken %d steps (%s), and no more than %d are asked for now: nothing is left to train, and no "
+            "step is undone.", state.step, checkpoint.path, run.total_steps,
+        )  # fmt: skip
+        run.total_steps = state.step
+    return state
+
+
+def run_loop(
+    run: Run,
+    state: RunState,
+    schedule: RMConfig | GRPOConfig,
+    store: CheckpointStore | None,
+    trackers: TrackerGroup,
+    progress: ShownProgress,
+    stop: StopRequest,
+) -> Outcome:
+    """Run from `state` to the end of the run, or to a request to stop; save on the way, and export the best model."""
+    return _Session(run, state, schedule, store, trackers, progress, stop).run_to_end()
+
+
+class _Session:
+    """The arguments of `run_loop`, and what it remembers."""
+
+    def __init__(
+        self,
+        run: Run,
+        state: RunState,
+        schedule: RMConfig | GRPOConfig,
+        store: CheckpointStore | None,
+        trackers: TrackerGroup,
+        progress: ShownProgress,
+        stop: StopRequest,
+    ) -> None:
+        self.run, self.state, self.schedule, self.store = run, state, schedule, store
+        self.trackers, self.progress, self.stop = trackers, progress, stop
+        self.first_step = state.step
+        self.saved_step: int | None = state.step or None
+        self.longest_step = self.longest_save = 0.0
+
+    def run_to_end(self) -> Outcome:
+        run, state = self.run, self.state
+        was_done = run.is_done(state.step)
+        if state.step >= run.total_steps:
+            logger.info("All %d steps are done. A new run needs its own checkpointing.checkpoint_dir.", state.step)
+        self.progress.show("training", state.step, run.total_steps)
+        if self.schedule.val_at_start and state.step == 0:
+            self.validate()
+        elif self._validation_is_due() and state.validation_step != state.step:
+            logger.info("Step %d was saved before it was validated: that is made up for.", state.step)
+            self.validate()
+            self.saved_step = None
+            self.save()
+        while not (run.is_done(state.step) or self.stop.reason):
+            started = time.monotonic()
+            self.take_step()
+            if self._validation_is_due():
+                self.validate()
+            period = run.config.checkpointing.save_period
+            if run.is_done(state.step) or (period and state.step % period == 0):
+                self.save()
+            self.longest_step = max(self.longest_step, time.monotonic() - started)
+            self.stop.reserved_seconds = self.longest_step + self.longest_save
+        if self.stop.reason:
+            self.save()
+        outcome = Outcome(state.step, run.total_steps, state.own_validation)
+        if not run.is_done(state.step):
+            return replace(outcome, interrupted_by=self.stop.reason, exit_code=self.stop.exit_code)
+        return self._export(outcome, was_done=was_done)
+
+    def _validation_is_due(self) -> bool:
+        schedule, step = self.schedule, self.state.step
+        by_period = schedule.val_period and step % schedule.val_period == 0
+        return self.run.validates and step > 0 and bool(by_period or (schedule.val_at_end and self.run.is_done(step)))
+
+    def take_step(self) -> None:
+        run, state = self.run, self.state
+        started = time.monotonic()
+        with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
+            metrics = run.step(state.step + 1)
+        state.step += 1
+        self.progress.show("training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens)
+        if state.step % self.schedule.log_period == 0 or run.is_done(state.step):
+            seconds = {"timing/train/total_step_time": time.monotonic() - started}
+            self.trackers.log({**metrics.logged, **seconds}, step=state.step)
+
+    def validate(self) -> None:
+        """Validate, log, and keep the metrics for the checkpoint; or nothing if told to stop."""
+        state = self.state
+        if not self.run.validates:
+            return
+        started = time.monotonic()
+        with self.progress.paused(), self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"):
+            found = self.run.validate(state.step, lambda: self.stop.reason)
+        if found is None:
+            return  # it is made up for when the run goes on
+        if not self._validation_is_logged():
+            seconds = {_VALIDATION_SECONDS: time.monotonic() - started}
+            self.trackers.log({**found.metrics, **found.logged, **seconds}, step=state.step)
+        state.validation_step, state.validation = state.step, dict(found.metrics)
+        for line in found.lines:
+            self.progress.message(line)
+
+    def _validation_is_logged(self) -> bool:
+        """By a session that was killed before it saved the validation that it had made up for."""
+        if self.state.step == 0 or self.state.step != self.first_step:
+            return False
+        lines = read_metrics(self.trackers.metrics_file)
+        return any(line["step"] == self.state.step and _VALIDATION_SECONDS in line for line in lines)
+
+    @contextlib.contextmanager
+    def _saved_if_it_fails(self, what: str) -> Iterator[None]:
+        """Whatever fails leaves a checkpoint of the state before it, if no weight has changed since."""
+        try:
+            yield
+        except Exception as error:
+            said = error.summary if isinstance(error, TreewardError) else f"{type(error).__name__}: {error}"
+            logger.error("%s%s: %s", what[0].upper(), what[1:], said)
+            if self.run.weights_changed():
+                logger.error("The weights have changed in this step: the last checkpoint stands.")
+                raise
+            self.save()
+            if self.saved_step == self.state.step:
+                logger.error("Step %d is saved: the same command goes on from there.", self.state.step)
+            raise
+
+    def save(self) -> None:
+        """Save a checkpoint, unless this step has one."""
+        if self.store is None or self.saved_step == self.state.step or self.state.step == 0:
+            return
+        started = time.monotonic()
+        with self.progress.paused():
+            checkpoint = self.store.save(self.state.step, self._write)
+        self.saved_step = self.state.step
+        self.longest_save = max(self.longest_save, time.monotonic() - started)
+        logger.info("Saved %s.", checkpoint.path)
+
+    def _write(self, folder: Path) -> None:
+        run, config = self.run, self.run.config
+        run.save_model(folder)
+        self.state.run = run.state()
+        optimizer = run.optimizer if config.checkpointing.save_optimizer else None
+        save_state(folder, self.state, optimizer, run.scheduler, run.model)
+        save_config(config, folder / "config.yaml")
+
+    def _export(self, outcome: Outcome, *, was_done: bool) -> Outcome:
+        """Export the best checkpoint, without a ranking metric the last, unless an earlier session has."""
+        best = None if self.store is None else self.store.best()
+        if self.store is None or best is None:
+            return outcome
+        is_current = best.step == self.state.step
+        state = self.state if is_current else read_state(best.path)
+        final = self.store.folder / "final"
+        if not (was_done and final.is_dir()):
+            best.verify()
+            self.run.export(best, state, self.store, is_current=is_current)
+            logger.info("Exported the model of step %d to %s.", best.step, final)
+        return replace(outcome, validation=state.own_validation, model_folder=final, model_step=best.step)
