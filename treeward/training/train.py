@@ -74,10 +74,10 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
             need="what load_config returns",
             fix='write train(load_config("rm.yaml"))',
         )
+    check_report(config)
     key = config.ranking_metric
 
     def assemble(checkpoint: Checkpoint | None, show_progress: bool) -> RewardModelRun:
-        check_report(config)
         return RewardModelRun(set_up(config, checkpoint, show_progress))
 
     ranked_by = None if key is None else _logged_name(key)
