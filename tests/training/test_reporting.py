@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import shutil
 import signal
 import weakref
@@ -144,8 +143,6 @@ def test_a_suite_that_the_hub_does_not_give_is_all_that_the_report_lacks(
     assert "rewardbench is missing" in json.loads((outcome.report.parent / "report.json").read_text())["subtitle"]
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert str(outcome.report) in said and outcome.report_error in said
-    (command,) = [shlex.split(line) for line in said.splitlines() if line.startswith("  treeward eval ")]
-    assert command[command.index("--suite") + 1] == "rewardbench"
     # The same command looks for it again, and scores nothing again.
     with monkeypatch.context() as patch:
         patch.setattr(Scorer, "score", lambda *_, **__: pytest.fail("scored again"))
@@ -156,44 +153,22 @@ def test_a_suite_that_the_hub_does_not_give_is_all_that_the_report_lacks(
     assert results(again.report.parent) == found
 
 
-def test_an_evaluation_that_fails_leaves_the_model_and_says_how_to_repeat_it(
-    tiny_run: Callable[..., Any],
-    write_rows: Callable[[str, Iterable[dict[str, Any]]], str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_evaluation_that_fails_leaves_the_model_and_is_repeated_by_the_same_command(
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = write_rows(
-        "named.jsonl", [{"ask": f"{n} + 1?", "yes": f"It is {n + 1}.", "rejected": "No."} for n in range(9)]
-    )
-    (tmp_path / "prompt.txt").write_text("Answer this: {}")
-    binary = (
-        f"{{dataset_name: BinaryPreferenceDataset, data_path: {named}, name: named, prompt_key: ask, chosen_key: 'yes',"
-        f" prompt_file: {tmp_path / 'prompt.txt'}}}"
-    )
-    suite = write_rows("natural.jsonl", LLMBAR)
-    words = ["rm.max_num_steps=2", REPORT, "evaluation.limit=5", f"data.validation=[{binary}]"]
-    words += ["checkpointing.metric_name=null", f"evaluation.suites=[llmbar={suite}]"]
-
     def fail(*_: Any, **__: Any) -> Any:
         raise DataError("the disk is full")
 
+    words = ["rm.max_num_steps=2", REPORT, "evaluation.limit=5"]
     with monkeypatch.context() as patch:
         patch.setattr(reporting, "run_evaluation", fail)
         outcome = train(tiny_run(*words), show_progress=False)
     assert outcome.exit_code == 1 and outcome.report is None and outcome.report_error == "the disk is full"
+    assert outcome.model_folder.is_dir()
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert said.startswith("There is no report: ") and outcome.report_error in said
-    commands = [shlex.split(line) for line in said.splitlines() if line.startswith("  treeward eval ")]
-    by_hand: dict[str, Any] = {}
-    for command in commands:
-        assert main(command[1:]) == 0
-        by_hand |= results(Path(command[command.index("--output") + 1]))
+    assert said.startswith("There is no report: the disk is full") and "same command" in said
     again = train(tiny_run(*words), show_progress=False)
-    assert again.exit_code == 0 and set(results(again.report.parent)) == {"named", "llmbar"} == set(by_hand)
-    for name, one in results(again.report.parent).items():
-        assert by_hand[name]["headline"]["value"] == one["headline"]["value"]
-        assert by_hand[name]["diagnostics"]["scores"] == one["diagnostics"]["scores"]  # the same texts were scored
+    assert again.exit_code == 0 and set(results(again.report.parent)) == {"held_out"}
 
 
 def test_another_limit_goes_on_with_the_rows(
