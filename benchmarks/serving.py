@@ -145,7 +145,7 @@ def _marked(chat: Chat, mark: str) -> Chat:
 
 async def _load(port: int, chats: list[Chat], connections: int) -> Taken:
     """Every connection sends its next request after an answer."""
-    head = b"POST /v1/rewards HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    head = b"POST /v1/rewards HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     bodies = [json.dumps({"conversations": [chat]}).encode() for chat in chats]
     scores = [0.0] * len(bodies)
     waited = [0.0] * len(bodies)

@@ -1,0 +1,34 @@
+"""Each benchmark runs from its command line, as `make benchmark` and `make soak` call it; here for a few seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SHORT = {
+    "training_step.py": "--pairs 2 --rounds 1",
+    "scoring.py": "--prompts 1 --rounds 1",
+    "policy_update.py": "--prompts 2 --rounds 1 --answers 4 --prompt-tokens 128",
+    "serving.py": "--requests 16 --rounds 1 --connections 1 8",
+    "soak.py": "--minutes 0.1 --clients 8",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+def test_a_short_run_succeeds(name: str) -> None:
+    if name == "policy_update.py":
+        pytest.importorskip("trl")
+    command = [sys.executable, str(FOLDER / name), *SHORT[name].split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "PROBLEM" not in done.stdout and done.stdout.strip()
+
+
+def test_every_benchmark_has_a_short_run() -> None:
+    commands = {path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
+    assert commands == set(SHORT)
