@@ -139,7 +139,7 @@ def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
                     with pytest.raises(DataError, match="gold"):
                         await source.judge(params, output, {})
             identities.append(local.identity)
-            await service.engine.close(0.0)
+            service.close()
             await connection.close()
         with pytest.raises(RewardServerError, match="no such reward model"):
             await remote_rewards(Connection(url), model="other")
@@ -150,7 +150,7 @@ def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
     assert all(identities.count(identity) == 1 for identity in identities)
     renamed = make_service(ServerConfig.model_validate({"models": [one]}))
     assert local_rewards(renamed).identity == identities[0]
-    asyncio.run(renamed.engine.close(0.0))
+    renamed.close()
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ makes such a client of another service: `make_service` builds one with other set
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import threading
 from collections.abc import Callable, Iterator
@@ -54,7 +53,7 @@ def make_service(served_folder: Path, loaded_model: ServedModel) -> Iterator[Cal
 
     yield make
     for service in services:
-        asyncio.run(service.engine.close(0.0))
+        service.close()
 
 
 @pytest.fixture

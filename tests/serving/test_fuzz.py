@@ -157,28 +157,9 @@ def test_the_server_is_as_it_describes_itself_for_long(route: str, app: Any, asg
     run_mutations(client, client.get("/openapi.json").json(), route, num_examples)
 
 
-def test_the_description_is_whole(app: Any) -> None:
-    document = app.openapi()
-    posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
-    assert ROUTES.keys() <= posts.keys()
-    assert document["components"]["schemas"].keys() >= {"Refused", "VllmBody", "SglangBody", "ContentPart"}
-    assert '"$defs"' not in json.dumps(document)
-    references = {part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]}
-    assert references <= document["components"]["schemas"].keys()
+def test_every_status_has_its_schema(app: Any) -> None:
     for route in ROUTES:
-        assert posts[route]["responses"].keys() >= {
-            "200",
-            "400",
-            "401",
-            "404",
-            "408",
-            "413",
-            "415",
-            "421",
-            "422",
-            "429",
-            "500",
-            "503",
-        }
-        for status, response in posts[route]["responses"].items():
-            assert response["content"]["application/json"]["schema"], (route, status)
+        responses = app.openapi()["paths"][route]["post"]["responses"]
+        assert responses.keys() >= {"200", "400", "401", "404", "408", "413", "422", "429", "500", "503", "504"}
+        for status, response in responses.items():
+            assert "application/json" in response["content"], (route, status)

@@ -115,7 +115,7 @@ async def _collect(arguments: argparse.Namespace, tasks: Any, service: Any, keys
         client = await stack.enter_async_context(policy_client)
         rewards = None
         if service is not None:
-            stack.push_async_callback(service.engine.close, 0.0)
+            stack.callback(service.close)
             rewards = local_rewards(service)
         elif arguments.rewards_url is not None:
             url = checked_url(arguments.rewards_url).removesuffix("/v1")

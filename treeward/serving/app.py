@@ -1,86 +1,144 @@
-"""`create_app`: the ASGI application, every dialect's routes behind one gate.
+"""`create_app`: the ASGI application, with the routes of every dialect.
 
-    app = create_app(Service(engine, config, metrics), token="...")
+    app = create_app(make_service(config), token="...")
 
-What is refused has one form: a route that is not there, a method that it does not have, a body that cannot be read.
+Starlette's middleware checks the Host and answers browsers (CORS), `RequestLimits` does the rest. All errors have one
+form: those of a route that is not there, a method that it does not have, a body that cannot be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any, cast
 
+import orjson
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from treeward.serving import dialects, operations
-from treeward.serving.bodies import describe_app
-from treeward.serving.gate import Gate, RequestInfo, refusal_response
+from treeward.serving.api_error import APIError
+from treeward.serving.dialects import nemo_gym
+from treeward.serving.limits import RequestLimits, error_response
 from treeward.serving.playground import routes as playground
-from treeward.serving.refusals import Refusal
 from treeward.serving.service import Service
 from treeward.version import VERSION
 
-__all__ = ["RequestInfo", "create_app"]
+__all__ = ["create_app"]
 
-_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+class ErrorFacts(TypedDict):
+    """Why not: `code` is one word for programs, `param` the field that is wrong, `type` as OpenAI's clients read it."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None
+    request_id: str
+
+
+class ErrorResponse(TypedDict):
+    """A request that gets no scores."""
+
+    error: ErrorFacts
+
+
+_ERRORS = {
+    400: "The body is no JSON, or a header is wrong.",
+    401: "The server asks for a bearer token.",
+    404: "No model has this name.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large, or holds too many conversations.",
+    422: "The body is not as described, or a conversation cannot be scored.",
+    429: "Too much is waiting already; come back after `Retry-After`.",
+    500: "The server failed to score a conversation.",
+    503: "The server is shutting down, or has failed.",
+    504: "Not answered within the request's time.",
+}
 
 
 def create_app(service: Service, *, token: str | None = None, allowed_hosts: Collection[str] | None = None) -> FastAPI:
     """The application. `token`: what `Authorization: Bearer` must carry; None asks for none. `allowed_hosts`: the names
     besides loopback's that a request may call the server by; None allows any.
     """
+    config = service.config
     app = FastAPI(
         title="treeward",
         version=VERSION,
         description="Scores of reward models, raw unless a model is served with shaping, in the dialects that RL "
-        "frameworks speak. Refusals have the form of `Refused`.",
+        "frameworks speak.",
         docs_url=None,
         redoc_url=None,
-        openapi_url="/openapi.json",
         redirect_slashes=False,
+        responses={status: {"description": what, "model": ErrorResponse} for status, what in _ERRORS.items()},
     )
     app.state.service = service
-    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(APIError, _api_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _not_routed)
+    app.add_exception_handler(Exception, _failed)
     app.include_router(operations.router)
-    for router in dialects.routers(service):
-        app.include_router(router)
-    if service.config.playground:
+    app.include_router(dialects.router)
+    if config.playground:
         app.include_router(playground.router())
-    describe_app(app)
-    app.add_middleware(Gate, service=service, token=token, allowed_hosts=allowed_hosts)
-    if service.config.cors_origins:
-        # Around the gate: what is refused there can be read too, and a browser asks first without a token.
+    app.add_middleware(RequestLimits, service=service, token=token)
+    if allowed_hosts is not None:
+        names = ["localhost", "127.0.0.1", "[::1]", *allowed_hosts]
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
+    if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(service.config.cors_origins),
+            allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-request-id", "x-deadline-seconds"],
             expose_headers=["retry-after", "x-request-id"],
         )
+    counters = Instrumentator(should_group_status_codes=False, registry=service.metrics.registry)
+    counters.instrument(app, metric_namespace="treeward").expose(app, tags=["operations"])
     return app
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    service: Service = request.app.state.service
-    return refusal_response(error, request.scope["treeward"], service.metrics)
+def _response(request: Request, error: APIError) -> Response:
+    return error_response(error, request.scope, request.app.state.service)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return _response(request, cast("APIError", error))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    message = "the server failed; its log has the details, under the id of this request"
+    return _response(request, APIError(500, "internal_error", message))
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     shown = request.url.path if len(request.url.path) <= 100 else f"{request.url.path[:100]}..."
-    message = {
-        404: f"there is nothing at {shown}",
-        405: f"{shown} is not for {request.method}",
-    }.get(error.status_code, str(error.detail))
-    refusal = Refusal(error.status_code, _CODES.get(error.status_code, "http_error"), message)
-    response = await _refused(request, refusal)
+    codes = {
+        404: ("not_found", f"there is nothing at {shown}"),
+        405: ("method_not_allowed", f"{shown} is not for {request.method}"),
+    }
+    response = _response(request, APIError(error.status_code, *codes.get(error.status_code, ("error", error.detail))))
     response.headers.update(error.headers or {})
-    allowed = {name.strip() for name in response.headers.get("allow", "").split(",")}
-    if "GET" in allowed:  # of HEAD the gate makes a GET
-        response.headers["allow"] = ", ".join(sorted(allowed | {"HEAD"}))
     return response
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = error.errors()[0]
+    if first["type"] == "json_invalid":
+        # NeMo Gym's own servers say 422 to a body that is no JSON.
+        status = 422 if request.url.path.endswith(nemo_gym.PATHS) else 400
+        return _response(request, APIError(status, "invalid_json", f"the body is no JSON: {first['ctx']['error']}"))
+    path = [*first["loc"][1:], *filter(None, [first.get("ctx", {}).get("key")])]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    got = orjson.dumps(first["input"], default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    shown = got if len(got) <= 200 else f"{got[:200]}... ({len(got)} characters)"
+    message = f"{field or 'the body'}: {first['msg']}; got {shown}"
+    return _response(request, APIError(422, "invalid_request", message, param=field or None))

@@ -24,10 +24,11 @@ from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.environments.replies import NO_REPLY, prompt_text, reply_text
 from treeward.errors import ConfigError
-from treeward.scoring.score import Score
+from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
-from treeward.serving.models import Asked, Item, RenderedText, ServedModel
+from treeward.serving.models import Item, ServedModel
+from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["CustomModel"]
 
@@ -45,6 +46,7 @@ class CustomModel(ServedModel):
     def __init__(self, name: str, reward: Any, *, shaper: Shaper | None = None) -> None:
         self.name, self.reward, self.shaper = name, reward, shaper
         self.contracts, self.members = (), ()
+        self.odd_texts_are_logged = False
 
     @classmethod
     def load(cls, config: ServedModelConfig, server: ServerConfig) -> CustomModel:
@@ -69,15 +71,7 @@ class CustomModel(ServedModel):
     def contract_sha256(self) -> str | None:
         return None
 
-    @property
-    def max_length(self) -> int | None:
-        return None
-
-    @property
-    def developer_role(self) -> str:
-        return "system"
-
-    def prepare(self, asked: Sequence[Asked]) -> list[Item]:
+    def prepare(self, asked: Sequence[Conversation | RenderedText]) -> list[Item]:
         return [self._item(one) for one in asked]
 
     def score(self, items: Sequence[Item]) -> list[Score]:
@@ -89,7 +83,7 @@ class CustomModel(ServedModel):
             return [_score(value) for value in values]
         return [self._one(*item.prepared) for item in items]
 
-    def _item(self, asked: Asked) -> Item:
+    def _item(self, asked: Conversation | RenderedText) -> Item:
         if isinstance(asked, RenderedText):
             return Item(None, 0, error=_TEXT_ONLY)
         reply = reply_text(asked)

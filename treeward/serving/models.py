@@ -1,10 +1,10 @@
 """`ServedModel`: a reward model under the name that requests call it by, scored in two steps.
 
     served = ServedModel.load(ServedModelConfig(model="results/rm/final"), server_config)
-    items = served.prepare([conversation, RenderedText("<|im_start|>user...")])     # a CPU's work: tokens
+    items = served.prepare([conversation, RenderedText("<|im_start|>user...")])     # tokens: a CPU's work
     scores = served.score(items)                                                    # the model's work
 
-The two steps run in threads of their own. `Item.num_tokens` is what a batch is filled by.
+The two steps run in different threads. `Item.num_tokens` is what a batch is filled by.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import json
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from treeward.config.server import ServedModelConfig, ServerConfig
-from treeward.data.preference import Message
+from treeward.data.rendering import Renderer
 from treeward.model.contract import ScoringContract, read_contract
 from treeward.model.prefix_cache import MIN_PREFIX_TOKENS
 from treeward.model.pretrained import DTYPES
@@ -29,59 +30,20 @@ from treeward.scoring.rewarding import load_shaper
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Prepared, Scorer
 from treeward.scoring.shaping import Shaper
+from treeward.serving.rendered_text import Branch, Ending, RenderedText
 
-__all__ = [
-    "MESSAGE_CHARACTERS",
-    "Asked",
-    "Item",
-    "RenderedText",
-    "ServedModel",
-    "Stem",
-    "too_long",
-    "weight",
-]
+__all__ = ["Item", "ServedModel", "check_length"]
 
-MESSAGE_CHARACTERS = 64
-"""What a message counts beside its characters: a conversation of nothing but empty messages is long as well."""
-_PART_CHARACTERS = 16
-_MOST_PROMPTS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Stem:
-    """What token ids have in common with others: those of a `family` begin as the longest of them does, which comes
-    first in the request. `num_tokens`: up to where this one is like it. `prompt_length`: tokens that later requests may
-    have too, which are kept for them.
-    """
-
-    family: int
-    num_tokens: int
-    prompt_length: int
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedText:
-    """A conversation that a client has rendered, or tokenized, itself. `reply`: the text of its answer, if known."""
-
-    text: str | Sequence[int]
-    reply: str | None = None
-    stem: Stem | None = None
-
-    @property
-    def messages(self) -> list[Message] | None:
-        """What is known of it as messages: the answer, by which length is measured; None where it is not known."""
-        return None if self.reply is None else [{"role": "assistant", "content": self.reply}]
-
-
-Asked = Conversation | RenderedText
+_MESSAGE_CHARACTERS, _PART_CHARACTERS = 64, 16
+_MOST_KNOWN_PROMPTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A conversation that is ready to be scored, or cannot be.
+    """A conversation that is ready to be scored.
 
     `num_tokens`: what it costs alone; `shared_tokens` of them it has in common with the items of the same `prompt`.
-    `error`: why it cannot be scored, which is the request's fault.
+    `error`: why it cannot be scored.
     """
 
     prepared: Any
@@ -91,40 +53,31 @@ class Item:
     error: str | None = None
 
 
-def weight(asked: Asked, limit: int) -> int:
-    """About how many characters a conversation has, or token ids; some number above `limit` for more than that.
+def check_length(asked: Conversation | RenderedText, limit: int) -> str | None:
+    """Why a conversation is too long to be tokenized, or None.
 
-    A message counts as 64 more, and every part of one (of its content, a tool call) as 16. What this takes is bounded
-    by the limit, whatever the conversation holds.
+    Each message counts as 64 characters more, and every part of one as 16, so a long list of empty messages is long
+    too. The time that this takes is bounded by the limit.
     """
-    if isinstance(asked, RenderedText):
-        return len(asked.text)
-    total = MESSAGE_CHARACTERS * len(asked)
-    if total > limit:
-        return total
-    left: list[Any] = list(asked)
+    total, left = 0, [asked.text if isinstance(asked, RenderedText) else asked]
     while left and total <= limit:
-        part = left.pop()
-        if isinstance(part, str):
+        part: Any = left.pop()
+        if isinstance(part, str) or (isinstance(part, Sequence) and len(part) and isinstance(part[0], int)):
             total += len(part)
         elif isinstance(part, Mapping | Sequence):
-            total += _PART_CHARACTERS * len(part)
+            total += (_MESSAGE_CHARACTERS if part is asked else _PART_CHARACTERS) * len(part)
             if total <= limit:
                 left.extend(part.values() if isinstance(part, Mapping) else part)
-    return total
-
-
-def too_long(limit: int) -> Item:
-    """In place of a conversation of more weight than the limit."""
-    error = (
-        f"the conversation is too long: at most {limit} characters (or token ids) are read, where each message counts "
-        f"as {MESSAGE_CHARACTERS} more (max_conversation_characters)"
+    if total <= limit:
+        return None
+    return (
+        f"the conversation is too long: at most {limit} characters (or token ids) are read, and each message counts as "
+        f"{_MESSAGE_CHARACTERS} more (max_conversation_characters)"
     )
-    return Item(None, 0, error=error)
 
 
 class ServedModel:
-    """One scorer with its name, its contracts and its shaping. `members`: the models that it was loaded from."""
+    """A scorer with its name, its contracts and its shaping. `members`: the models that it was loaded from."""
 
     def __init__(
         self,
@@ -137,6 +90,7 @@ class ServedModel:
     ) -> None:
         self.name, self.scorer, self.shaper = name, scorer, shaper
         self.contracts, self.members = tuple(contracts), tuple(members)
+        self.odd_texts_are_logged = False
         self._known_prompts: OrderedDict[int, None] = OrderedDict()
 
     @classmethod
@@ -164,15 +118,10 @@ class ServedModel:
             is_ensemble=config.ensemble is not None,
             tokenizer=scorer.renderer.tokenizer,
         )
-        contracts = [read_contract(member) for member in members]
-        return cls(
-            config.served_name,
-            scorer,
-            shaper=shaper,
-            # of a model that was not checked nobody knows whether it keeps its contract
-            contracts=[contract for contract in contracts if contract is not None and config.check_contract],
-            members=members,
-        )
+        # Nobody knows whether a model that was not checked keeps its contract.
+        contracts = [read_contract(member) for member in members] if config.check_contract else []
+        found = [contract for contract in contracts if contract is not None]
+        return cls(config.served_name, scorer, shaper=shaper, contracts=found, members=members)
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
@@ -181,15 +130,30 @@ class ServedModel:
         return tuple(dict.fromkeys(members))
 
     @property
+    def renderer(self) -> Renderer | None:
+        """What renders conversations; None for a reward class, which reads messages."""
+        return self.scorers[0].renderer if self.scorers else None
+
+    @cached_property
+    def ending(self) -> Ending:
+        """How rendered text of this model ends."""
+        return Ending.of(self.renderer)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether rendered text has one meaning: not for a reward class, nor for members that render differently."""
+        return bool(self.scorers) and (not isinstance(self.scorer, EnsembleScorer) or self.scorer.render_alike)
+
+    @property
     def contract_sha256(self) -> str | None:
-        """What identifies the scores: of the contract, or of the members' contracts; None where one has none."""
+        """Hash of the scoring contract, or of all members' contracts; None where one has none."""
         hashes = [contract.scores_sha256 for contract in self.contracts]
         return "+".join(hashes) if hashes and len(hashes) == len(self.members) else None
 
     @property
     def max_length(self) -> int | None:
         """Most tokens of a conversation; None for no limit."""
-        return self.scorer.renderer.max_length
+        return None if self.renderer is None else self.renderer.max_length
 
     @property
     def temperature(self) -> float | None:
@@ -207,7 +171,7 @@ class ServedModel:
 
     @property
     def shaping_sha256(self) -> str | None:
-        """What identifies the shaping, with its constants; None without one."""
+        """Hash of the shaping and its constants; None without one."""
         if self.shaper is None:
             return None
         calibrations = [contract.calibration for contract in self.contracts]
@@ -219,53 +183,48 @@ class ServedModel:
 
     @property
     def developer_role(self) -> str:
-        """The role that stands for the developer of a rollout: most templates know `system`, and some leave out
-        silently what they do not know.
-        """
-        return "developer" if "developer" in self.scorer.renderer.chat_template else "system"
+        """The role of a rollout's developer message: most templates know `system`, and some drop unknown roles."""
+        return "developer" if self.renderer is not None and "developer" in self.renderer.chat_template else "system"
 
-    def prepare(self, asked: Sequence[Asked]) -> list[Item]:
+    def prepare(self, asked: Sequence[Conversation | RenderedText]) -> list[Item]:
         """Items in order; a conversation that cannot be scored has an error."""
-        chats: Sequence[Prepared | tuple[Prepared, ...]] = self.scorer.prepare(
-            [one for one in asked if not isinstance(one, RenderedText)], on_error="mask"
-        )
-        items = iter([_item(chat) for chat in chats])
-        texts = iter(self._prepare_texts([one for one in asked if isinstance(one, RenderedText)]))
-        return [next(texts) if isinstance(one, RenderedText) else next(items) for one in asked]
+        chats = [one for one in asked if not isinstance(one, RenderedText)]
+        texts = [one for one in asked if isinstance(one, RenderedText)]
+        prepared: Sequence[Prepared | tuple[Prepared, ...]] = self.scorer.prepare(chats, on_error="mask")
+        of_chats = iter([_item(one) for one in prepared])
+        of_texts = iter(self._prepare_texts(texts))
+        return [next(of_texts if isinstance(one, RenderedText) else of_chats) for one in asked]
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         """Scores in order; one that is not finite is None with its reason.
 
-        Raises what the model raises. If it has run out of memory, kept prompts are forgotten first.
+        Raises what the model raises. If it has run out of memory, cached prompts are dropped first.
         """
         try:
             scores = self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
         except (torch.OutOfMemoryError, MemoryError):
             self._free_memory()
             raise
-        if self._keeps_prompts:
+        if all(scorer.prefix_cache is not None and scorer.model.layout == "tree" for scorer in self.scorers):
             for item in items:
                 self._known_prompts[item.prompt] = None
                 self._known_prompts.move_to_end(item.prompt)
-            while len(self._known_prompts) > _MOST_PROMPTS:
+            while len(self._known_prompts) > _MOST_KNOWN_PROMPTS:
                 self._known_prompts.popitem(last=False)
         return scores
 
     def cost(self, item: Item, prompts: Container[int]) -> int:
-        """About how many tokens an item adds to a batch that has these prompts. Where it is wrong, as the prompt is not
-        kept any more, the scorer makes two passes of one.
+        """About how many tokens an item adds to a batch that has these prompts.
+
+        Where a prompt has left the cache this is too low, and the scorer makes two passes of the batch.
         """
-        kept = item.shared_tokens >= MIN_PREFIX_TOKENS and item.prompt in self._known_prompts
-        return item.num_tokens - (item.shared_tokens if kept or item.prompt in prompts else 0)
+        cached = item.shared_tokens >= MIN_PREFIX_TOKENS and item.prompt in self._known_prompts
+        return item.num_tokens - (item.shared_tokens if cached or item.prompt in prompts else 0)
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that went through the models so far, after sharing."""
         return sum(scorer.num_computed_tokens for scorer in self.scorers)
-
-    @property
-    def _keeps_prompts(self) -> bool:
-        return all(scorer.prefix_cache is not None and scorer.model.layout == "tree" for scorer in self.scorers)
 
     def _free_memory(self) -> None:
         self._known_prompts.clear()
@@ -276,33 +235,23 @@ class ServedModel:
             torch.cuda.empty_cache()
 
     def _prepare_texts(self, texts: Sequence[RenderedText]) -> list[Item]:
-        if isinstance(self.scorer, EnsembleScorer) and not self.scorer.render_alike:
+        if not self.reads_text:
             error = "the models of this ensemble render conversations in different ways: send messages, not text"
             return [Item(None, 0, error=error) for _ in texts]
         prepared: Sequence[Prepared | tuple[Prepared, ...]] = self.scorer.prepare_texts([one.text for one in texts])
-        return [
-            _item(one) if text.stem is None else _branch(one, text.stem)
-            for one, text in zip(prepared, texts, strict=True)
-        ]
+        return [_item(one, text.branch) for one, text in zip(prepared, texts, strict=True)]
 
 
-def _item(prepared: Prepared | tuple[Prepared, ...]) -> Item:
+def _item(prepared: Prepared | tuple[Prepared, ...], branch: Branch | None = None) -> Item:
     parts = (prepared,) if isinstance(prepared, Prepared) else prepared
+    if branch is not None:
+        parts = tuple(replace(part, prompt_length=branch.prompt_length) for part in parts)
     first = parts[0]
     prompt = np.asarray(first.ids[: first.prompt_length] if first.ids is not None else [], dtype=np.int32)
     return Item(
-        prepared,
+        parts[0] if isinstance(prepared, Prepared) else parts,
         sum(part.num_tokens for part in parts),
-        sum(part.prompt_length for part in parts),
-        hash(prompt.tobytes()),
+        sum(part.prompt_length if branch is None else branch.shared_tokens for part in parts),
+        hash(prompt.tobytes()) if branch is None else branch.tree,
         next((part.error for part in parts if part.error is not None), None),
     )
-
-
-def _branch(prepared: Prepared | tuple[Prepared, ...], stem: Stem) -> Item:
-    if isinstance(prepared, Prepared):
-        item = _item(replace(prepared, prompt_length=stem.prompt_length))
-    else:
-        item = _item(tuple(replace(part, prompt_length=stem.prompt_length) for part in prepared))
-    members = 1 if isinstance(prepared, Prepared) else len(prepared)
-    return replace(item, shared_tokens=members * stem.num_tokens, prompt=stem.family)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -130,7 +129,7 @@ def make_served(
     models += [ServedModel(f"other{i}", scorers["plain"], members=[f"models/other{i}"]) for i in range(others)]
     config = ServerConfig.model_validate({"models": [{"model": "models/rm", "name": "rm"}], **settings})
     service = make_service(config, models=models)
-    stack.callback(lambda: asyncio.run(service.engine.close(0.0)))
+    stack.callback(service.close)
     client = stack.enter_context(TestClient(create_app(service), raise_server_exceptions=False))
     want = [score.score for score in scorer.score(CHATS)]
     texts = [scorer.renderer.render(chat) for chat in CHATS]

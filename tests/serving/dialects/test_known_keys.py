@@ -32,7 +32,7 @@ def test_unknown_keys_are_refused(shared: Any, route: str, body: dict[str, Any],
 
 def test_a_long_key_is_refused_briefly(shared: Any) -> None:
     refused = shared("chatml").client.post("/v1/rewards", json={"k" * 10_000: 1})
-    assert refused.status_code == 422 and len(refused.content) < 600
+    assert refused.status_code == 422 and len(refused.content) < 700
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError, DataError
-from treeward.serving.dialects.nemo_gym import spliced
+from treeward.serving.dialects.nemo_gym import with_verdict
 from treeward.serving.models import ServedModel
 
 QUESTION = "Name a river in Peru, please."
@@ -111,7 +111,7 @@ def test_the_echo_is_the_bytes_themselves(client: Any) -> None:
     ],
 )
 def test_splicing(content: bytes, kept: dict[str, Any]) -> None:
-    result = spliced(content, orjson.loads(content), {"reward": 1.5, "x": [1]})
+    result = with_verdict(content, orjson.loads(content), {"reward": 1.5, "x": [1]})
     pairs = json.loads(result, object_pairs_hook=list)
     assert [key for key, _ in pairs] == [*kept, "reward", "x"]
     assert json.loads(result) == {**kept, "reward": 1.5, "x": [1]}
@@ -165,8 +165,9 @@ def test_no_reward_is_the_masked_form(client: Any, output: list[Any], why: str) 
 def test_a_server_that_does_not_score_in_time_masks_too(client: Any, service: Any) -> None:
     reply = client.post("/verify", json=rollout(), headers={"X-Deadline-Seconds": "0"})
     assert reply.status_code == 200
-    assert reply.json()["mask_sample"] is True and "not answered in time" in reply.json()["failure_reason"]
-    assert b'treeward_refused_requests_total{code="deadline_exceeded"} 1.0' in service.metrics.exposition()
+    assert reply.json()["mask_sample"] is True and "not scored in time" in reply.json()["failure_reason"]
+    registry = service.metrics.registry
+    assert registry.get_sample_value("treeward_refused_requests_total", {"code": "deadline_exceeded"}) == 1
 
 
 @pytest.mark.parametrize(
@@ -233,9 +234,9 @@ def test_a_verdict_is_cut_out_of_any_body() -> None:
         body = {name: value() for name in names}
         content = json.dumps(body, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5).encode()
         kept = {name: part for name, part in body.items() if name not in ("reward", "mask_sample")}
-        assert json.loads(spliced(content, body, {"reward": 1.5})) == {**kept, "reward": 1.5}
+        assert json.loads(with_verdict(content, body, {"reward": 1.5})) == {**kept, "reward": 1.5}
     long = b'{"reward":1,"x":[' + b'{"y":["]"]},' * 3000 + b"0]}"  # more than are gone over at once
-    assert spliced(long, orjson.loads(long), {"reward": 2}).endswith(b',0],"reward":2}')
+    assert with_verdict(long, orjson.loads(long), {"reward": 2}).endswith(b',0],"reward":2}')
 
 
 def test_a_threshold_says_whether_it_is_reached(client: Any, loaded_model: ServedModel) -> None:
@@ -262,7 +263,7 @@ def test_sessions(client: Any) -> None:
 
 @pytest.mark.parametrize("name", ["-a", "a b", "a%2Fb", ".x", "a$"])
 def test_a_rollout_id_is_a_name(client: Any, name: str) -> None:
-    assert client.post(f"/ng-rollout/{name}/verify", json=rollout()).status_code == 404
+    assert client.post(f"/ng-rollout/{name}/verify", json=rollout()).status_code in (404, 422)
 
 
 def test_aggregate_metrics(client: Any) -> None:
@@ -506,7 +507,7 @@ class TestRewardClass:
     def test_it_scores(self, make_service: Callable[..., Any], asgi_client: Callable[..., Any], name: str) -> None:
         config = NemoGymConfig(model_path=("any/path",), reward_class=f"own_rewards:{name}").server_config
         service = make_service(models=config.models)
-        assert service.engine.model(None).reward.model_path == "any/path"
+        assert service.model(None).reward.model_path == "any/path"
         client = asgi_client(service)
         prompt = f"system: be brief\n\nuser: {QUESTION}"
         answer = client.post("/verify", json=rollout()).json()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -12,7 +11,6 @@ from serving.dialects.conftest import CHATS, KINDS, Served
 
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.scoring.shaping import Shaper
-from treeward.serving.dialects import texts as rendered_texts
 
 CLOSE = 1e-5
 
@@ -85,6 +83,28 @@ def test_sigmoids_are_given_where_they_are_asked_for(route: str, asked: Any, rea
         assert read(answer) == pytest.approx(served.scores[2], abs=CLOSE)
 
 
+def test_the_hubs_client_asks_for_a_function(shared: Any) -> None:
+    """`huggingface_hub.InferenceClient.text_classification` sends `parameters.function_to_apply`."""
+    served = shared("chatml")
+
+    def ask(function: str | None, **more: Any) -> Any:
+        body = {"inputs": served.texts[2], "parameters": {"function_to_apply": function, "top_k": 1}, **more}
+        return served.client.post("/predict", json=body)
+
+    probability = 1 / (1 + math.exp(-served.scores[2]))
+    for function, more, want in (
+        ("sigmoid", {}, probability),
+        ("sigmoid", {"raw_scores": True}, probability),
+        ("none", {"raw_scores": False}, served.scores[2]),
+        (None, {}, served.scores[2]),
+        (None, {"raw_scores": False}, probability),
+    ):
+        assert ask(function, **more).json()[0]["score"] == pytest.approx(want, abs=CLOSE), (function, more)
+    for wrong in ("softmax", "tanh"):
+        refused = ask(wrong)
+        assert refused.status_code == 422 and "function_to_apply" in refused.json()["error"]
+
+
 def test_the_newest_name_of_the_activation_counts(shared: Any) -> None:
     served = shared("chatml")
     asked = {"input": served.texts[0], "use_activation": False, "activation": True, "softmax": True}
@@ -105,7 +125,7 @@ def test_a_cut_end_is_scored_and_told(kind: str, serve: Any) -> None:
     assert [row["probs"][0] for row in answer.json()["data"]] == pytest.approx(want * 2, abs=CLOSE)
     assert abs(want[0] - want[1]) > 1e-3
     assert answer.headers["X-Treeward-Warning"].startswith("2 of 4 texts (1, 3) do not end with ")
-    assert 'treeward_odd_texts_total{model="rm",where="end"} 2.0' in served.service.metrics.exposition().decode()
+    assert served.service.metrics.registry.get_sample_value("treeward_odd_texts_total", {"model": "rm"}) == 1
     removed = 2 if kind == "encoder" else 1
     token_ids = served.client.post("/classify", json={"input_ids": [ids, ids[:-removed]]})
     assert token_ids.headers["X-Treeward-Warning"].startswith("1 of 2 texts (1) does not end with ")
@@ -157,45 +177,26 @@ def test_shaping_reads_the_reply_beside_the_prompt(serve: Any) -> None:
     for text, prompt, reward in zip(texts, prompts, rewards, strict=True):
         body = {"prompt": prompt, "response": text.removeprefix(prompt)}
         assert served.client.post("/slime", json=body).json() == pytest.approx(reward, abs=CLOSE)
-    for route, body, field in (
-        ("/get_reward", {"query": texts}, "prompts"),
-        ("/get_reward", {"query": [texts[0], texts[1]], "prompts": [prompts[0], "another prompt"]}, "prompts"),
-        ("/classify", {"input": served.texts}, "messages"),
-        ("/pooling", {"input": served.texts}, "messages"),
-        ("/classify", {"text": served.texts}, None),
-        ("/v1/embeddings", {"input": served.texts}, None),
+    for route, body in (
+        ("/get_reward", {"query": texts}),
+        ("/get_reward", {"query": [texts[0], texts[1]], "prompts": [prompts[0], "another prompt"]}),
+        ("/classify", {"input": served.texts}),
+        ("/pooling", {"input": served.texts}),
+        ("/classify", {"text": served.texts}),
+        ("/v1/embeddings", {"input": served.texts}),
+        ("/predict", {"inputs": served.texts[0]}),
     ):
         refused = served.client.post(route, json=body)
         assert refused.status_code == 422
-        error = refused.json()["error"]
-        assert "send messages, or the prompt" in error["message"] and error["param"] == field
-        assert (field or "no field for it") in error["message"]
-    assert "/get_reward" in served.client.post("/predict", json={"inputs": served.texts[0]}).text
+        assert "send messages" in refused.text and "prompts" in refused.text
     messages = served.client.post("/classify", json={"messages": CHATS[0]}).json()
     assert messages["data"][0]["probs"] == pytest.approx(rewards[:1], abs=CLOSE)
 
 
-def test_odd_texts_are_told_in_the_log_once_a_minute(
-    serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, other = serve(), serve("bos_added")
-    now = [1000.0]
-    monkeypatch.setattr(rendered_texts.time, "monotonic", lambda: now[0])
+def test_odd_texts_are_logged_once_and_counted(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    served = serve()
     cut = served.texts[0].removesuffix("\n")
-
-    def told(to: Served, body: Any) -> list[str]:
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="treeward.serving.dialects.texts"):
-            assert to.client.post("/classify", json=body).status_code == 200
-        return [record.getMessage() for record in caplog.records]
-
-    assert told(served, {"input": [served.texts[0]]}) == []
-    [first] = told(served, {"input": [cut, cut]})
-    assert first.startswith("rm: 2 texts since the last such line do not end with ")
-    now[0] += 59
-    assert told(served, {"input": [cut] * 3}) == []
-    [begun] = told(other, {"input": [other.ids[0][1:]]})  # another model, and another kind
-    assert "1 text since the last such line does not begin with exactly one token" in begun
-    now[0] += 1
-    [later] = told(served, {"input": [cut]})
-    assert "4 texts since the last such line" in later
+    for _ in range(3):
+        served.client.post("/classify", json={"input": [cut, cut, served.texts[0]]})
+    [record] = [one for one in caplog.records if one.name == "treeward.serving.dialects.bodies"]
+    assert record.getMessage().startswith("rm: 2 of 3 texts (0, 1) do not end with ")

@@ -1,7 +1,8 @@
-"""The dialects that RL frameworks speak to a reward model: one module each, with its bodies, its answers, its routes.
+"""The dialects that RL frameworks speak to a reward model: one module each.
 
-Each module has `router(service) -> APIRouter`. All of them ask `Service.answer`, so a conversation has the same score
-through each of them.
+Each has the bodies that it reads and writes, `parse` (body -> conversations), `to_json` (rewards -> response), and its
+routes in `router`: parse, `await service.rewards(model, conversations, ...)`, to_json. So a conversation has the same
+score through each of them. A dialect is added by its module and its name here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from treeward.serving.dialects import classify, nemo_gym, openrlhf, rewards, sglang, slime, tei, trace, vllm
-from treeward.serving.service import Service
 
-__all__ = ["routers"]
+__all__ = ["router"]
 
-
-def routers(service: Service) -> list[APIRouter]:
-    """The routes of all dialects."""
-    spoken = (rewards, trace, classify, vllm, sglang, openrlhf, tei, slime, nemo_gym)
-    return [dialect.router(service) for dialect in spoken]
+router = APIRouter()
+for _dialect in (rewards, trace, classify, vllm, sglang, openrlhf, tei, slime, nemo_gym):
+    router.include_router(_dialect.router)

@@ -5,27 +5,29 @@
 
 A query is what a policy generated, so padding around it is taken away, and white space that the model's template writes
 after the end of turn is added, as OpenRLHF's own server makes every query end with EOS. What follows the prompt is the
-reply, by which shaping measures length. `labels` are ignored. The model is the first, or that of the URL:
+completion, by which shaping measures length. `labels` are ignored. The model is the first, or that of the URL:
 /get_reward?model=careful.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NotRequired
 
 from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.config.server import ServerConfig
-from treeward.serving.bodies import Body, checked, describe, json_response, parse, read_as
-from treeward.serving.dialects.texts import MODEL_PARAMETER, WARNING_DOCS, Ending, Strings, answer_texts, model_of_url
+from treeward.scoring.rewarding import Rewarded
+from treeward.serving.api_error import APIError
+from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, as_list, warning_headers
+from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
-from treeward.serving.refusals import Refusal
-from treeward.serving.service import Service
+from treeward.serving.operations import Deadline, TheService
+from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["router"]
+
+router = APIRouter(tags=["openrlhf"], route_class=JSONRoute)
 
 
 class RewardBody(Body):
@@ -39,7 +41,7 @@ class RewardBody(Body):
     """Reference answers, which are not read."""
 
 
-class RewardAnswer(TypedDict):
+class RewardResponse(TypedDict):
     """One number for each query, in order. `extra_logs`: the raw scores, where shaping makes other rewards of them."""
 
     rewards: list[float]
@@ -47,47 +49,31 @@ class RewardAnswer(TypedDict):
     extra_logs: NotRequired[dict[str, list[float]]]
 
 
-def router(service: Service) -> APIRouter:
-    """The route of this dialect."""
-    routes = APIRouter(tags=["openrlhf"])
-    ok = {"200": {"description": "Rewards in order.", "headers": WARNING_DOCS}}
-
-    @routes.post(
-        "/get_reward",
-        summary="OpenRLHF: rewards of queries",
-        openapi_extra=describe(RewardBody, answer=RewardAnswer, responses=ok, parameters=[MODEL_PARAMETER]),
-    )
-    async def get_reward(request: Request) -> Response:
-        model = model_of_url(service, request)
-        queries, replies = await read_as(request, lambda content: _asked(content, model, service.config))
-        name = model.name
-        answers, headers = await answer_texts(service, request, name, queries, replies=replies, reply_field="prompts")
-        rewards = [answer.value for answer in answers]
-        result: dict[str, Any] = {"rewards": rewards, "scores": rewards}
-        if model.shaper is not None:
-            result["extra_logs"] = {"raw_score": [answer.score.score for answer in answers]}
-        return json_response(result, headers=headers)
-
-    return routes
+@router.post("/get_reward", summary="OpenRLHF: rewards of queries", response_model=RewardResponse)
+async def get_reward(body: RewardBody, service: TheService, deadline: Deadline, model: ModelName = None) -> JSON:
+    served = service.model(model)
+    asked = parse(body, served)
+    rewards = await service.rewards(served, asked, deadline=deadline)
+    return JSON(to_json(served, rewards), headers=warning_headers(service, served, asked))
 
 
-def _as_list(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
+def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:
+    """The queries with their whole endings, and their completions where the prompts tell. Raises `APIError` 422."""
+    queries = [model.ending.completed(query) for query in as_list(body.query)]
+    if body.prompts is None:
+        return [RenderedText(query) for query in queries]
+    prompts = as_list(body.prompts)
+    if len(prompts) != len(queries):
+        message = f"prompts: {len(prompts)} of them for {len(queries)} queries"
+        raise APIError(422, "invalid_request", message, param="prompts")
+    pairs = zip(queries, prompts, strict=True)
+    return [RenderedText(query, model.ending.completion(query, prompt)) for query, prompt in pairs]
 
 
-def _asked(content: bytes, model: ServedModel, limits: ServerConfig) -> tuple[list[str], list[str | None]]:
-    """The queries with their whole endings, and their replies where these are known."""
-    body = checked(parse(content), RewardBody, limits)
-    ending = Ending.of(model)
-    queries = [ending.completed(text) for text in _as_list(body.query)]
-    return queries, _replies(ending, queries, body.prompts)
-
-
-def _replies(ending: Ending, queries: list[str], prompts: str | list[str] | None) -> list[str | None]:
-    if prompts is None:
-        return [None] * len(queries)
-    begins = _as_list(prompts)
-    if len(begins) != len(queries):
-        what = f"prompts: {len(begins)} of them for {len(queries)} queries"
-        raise Refusal(422, "invalid_request", what, param="prompts")
-    return [ending.reply(query, prompt) for query, prompt in zip(queries, begins, strict=True)]
+def to_json(model: ServedModel, rewards: Sequence[Rewarded]) -> dict[str, Any]:
+    """The response: every number twice, as OpenRLHF's clients read either."""
+    values = [reward.value for reward in rewards]
+    content: dict[str, Any] = {"rewards": values, "scores": values}
+    if model.shaper is not None:
+        content["extra_logs"] = {"raw_score": [reward.score.score for reward in rewards]}
+    return content

@@ -8,26 +8,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NotRequired
 
 from fastapi import APIRouter
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.serving.bodies import Chat, describe, json_response
-from treeward.serving.dialects.known_keys import OwnBody, read_known
-from treeward.serving.refusals import Refusal
-from treeward.serving.service import MOST_MESSAGES, Answer, Service
+from treeward.scoring.rewarding import Rewarded
+from treeward.serving.api_error import APIError
+from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody
+from treeward.serving.limits import JSON
+from treeward.serving.models import ServedModel
+from treeward.serving.operations import Deadline, TheService
 
 __all__ = ["router"]
+
+_MOST_MESSAGES = 2**20
+
+router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 
 
 class RewardsBody(OwnBody):
     """Whole conversations, or several completions of one context."""
 
-    model: str | None = None
+    model: ModelName = None
     """Which of the served models; the first where none is named."""
     conversations: list[Chat] | None = None
     """Conversations that end with an assistant's message."""
@@ -36,7 +41,7 @@ class RewardsBody(OwnBody):
     completions: list[Chat | str] | None = Field(default=None, min_length=1)
     """Messages, or the text of an assistant's message."""
     reference_answers: list[str | list[Any] | None] | None = None
-    """For shaping that compares with references: of each conversation a text, or a list of texts and message lists."""
+    """For shaping with references: a text, or a list of texts and message lists, for each conversation."""
     shaped: bool = True
     """Whether `reward` is what the model's shaping makes of the score, where it is served with shaping."""
     on_error: Literal["refuse", "mask"] = "refuse"
@@ -62,7 +67,7 @@ class RewardsUsage(TypedDict):
     total_tokens: int
 
 
-class RewardsAnswer(TypedDict):
+class RewardsResponse(TypedDict):
     """One row for each conversation, in order. `contract`: the hash of the model's scoring contract, if it has one."""
 
     object: Literal["list"]
@@ -72,80 +77,74 @@ class RewardsAnswer(TypedDict):
     usage: RewardsUsage
 
 
-def router(service: Service) -> APIRouter:
-    """The route of this dialect."""
-    routes = APIRouter(tags=["treeward"])
-
-    @routes.post(
-        "/v1/rewards",
-        summary="Scores and rewards of conversations",
-        openapi_extra=describe(RewardsBody, answer=RewardsAnswer),
+@router.post("/v1/rewards", summary="Scores and rewards of conversations", response_model=RewardsResponse)
+async def rewards(body: RewardsBody, service: TheService, deadline: Deadline) -> JSON:
+    model = service.model(body.model)
+    rewarded = await service.rewards(
+        model,
+        parse(body),
+        deadline=deadline,
+        reference_answers=body.reference_answers,
+        shaped=body.shaped,
+        on_error=body.on_error,
     )
-    async def rewards(request: Request) -> Response:
-        body = await read_known(request, RewardsBody)
-        conversations = _conversations(body)
-        if body.reference_answers is not None and len(body.reference_answers) != len(conversations):
-            raise Refusal(
-                422,
-                "invalid_request",
-                f"reference_answers: {len(body.reference_answers)} of them for {len(conversations)} conversations",
-                param="reference_answers",
-            )
-        answers = await service.answer(
-            body.model,
-            conversations,
-            deadline=request.scope["treeward"].deadline,
-            reference_answers=body.reference_answers,
-            shaped=body.shaped,
-        )
-        if body.on_error == "refuse":
-            service.refuse_failures(answers)
-        model = service.engine.model(body.model)
-        return json_response(
-            {
-                "object": "list",
-                "model": model.name,
-                "contract": model.contract_sha256,
-                "data": [_row(i, answer) for i, answer in enumerate(answers)],
-                "usage": {"total_tokens": sum(answer.score.num_tokens for answer in answers)},
-            }
-        )
-
-    return routes
+    return JSON(to_json(model, rewarded))
 
 
-def _conversations(body: RewardsBody) -> list[Any]:
+def parse(body: RewardsBody) -> list[Any]:
+    """The conversations of a body. Raises `APIError` 422 for too few keys or too many, and 413."""
     if (body.conversations is None) == (body.completions is None):
-        raise Refusal(422, "invalid_request", "give either conversations, or completions with their context")
+        raise APIError(422, "invalid_request", "give either conversations, or completions with their context")
     if body.conversations is not None:
         if body.context is not None:
-            what = "context: conversations are whole; a context is for completions"
-            raise Refusal(422, "invalid_request", what, param="context")
-        return list(body.conversations)
+            message = "context: conversations are whole; a context is for completions"
+            raise APIError(422, "invalid_request", message, param="context")
+        conversations: list[Any] = list(body.conversations)
+    else:
+        conversations = _continued(body)
+    references = body.reference_answers
+    if references is not None and len(references) != len(conversations):
+        message = f"reference_answers: {len(references)} of them for {len(conversations)} conversations"
+        raise APIError(422, "invalid_request", message, param="reference_answers")
+    return conversations
+
+
+def to_json(model: ServedModel, rewarded: Sequence[Rewarded]) -> dict[str, Any]:
+    """The response of `/v1/rewards`."""
+    return {
+        "object": "list",
+        "model": model.name,
+        "contract": model.contract_sha256,
+        "data": [_row(i, reward) for i, reward in enumerate(rewarded)],
+        "usage": {"total_tokens": sum(reward.score.num_tokens for reward in rewarded)},
+    }
+
+
+def _continued(body: RewardsBody) -> list[Any]:
     if body.context is None:
-        what = "context: give what the completions continue, or [] where they continue nothing"
-        raise Refusal(422, "invalid_request", what, param="context")
-    ends = [
+        message = "context: give what the completions continue, or [] where they continue nothing"
+        raise APIError(422, "invalid_request", message, param="context")
+    ends: list[list[Any]] = [
         [{"role": "assistant", "content": one}] if isinstance(one, str) else list(one) for one in body.completions or ()
     ]
-    num_messages = (len(body.context) + 1) * len(ends)
-    if num_messages > MOST_MESSAGES:  # a small body would become a large thing
-        message = f"{len(ends)} completions of {len(body.context)} messages; at most {MOST_MESSAGES} messages in all"
-        raise Refusal(413, "too_many_messages", message, param="completions")
+    if (len(body.context) + 1) * len(ends) > _MOST_MESSAGES:  # a small body would become a large thing
+        message = f"{len(ends)} completions of {len(body.context)} messages; at most {_MOST_MESSAGES} messages in all"
+        raise APIError(413, "too_many_messages", message, param="completions")
     return [[*body.context, *end] for end in ends]
 
 
-def _row(index: int, answer: Answer) -> dict[str, Any]:
+def _row(index: int, reward: Rewarded) -> dict[str, Any]:
+    score = reward.score
     row: dict[str, Any] = {
         "index": index,
-        "reward": answer.value,
-        "score": answer.score.score,
-        "num_tokens": answer.score.num_tokens,
-        "truncated": answer.score.truncated,
-        "error": answer.error,
+        "reward": reward.value,
+        "score": score.score,
+        "num_tokens": score.num_tokens,
+        "truncated": score.truncated,
+        "error": reward.error,
     }
-    if len(answer.score.heads) > 1:
-        row["heads"] = list(answer.score.heads)
-    if answer.score.members:
-        row["members"] = list(answer.score.members)
+    if len(score.heads) > 1:
+        row["heads"] = list(score.heads)
+    if score.members:
+        row["members"] = list(score.members)
     return row

@@ -6,35 +6,40 @@
 -> {"object": "list", "model": "rm", "data": [{"object": "embedding", "index": 0, "embedding": [1.5]}], "usage": {...}}
 
 An embedding here has one number, the score. SGLang ignores `model`; so does a server of one model here, while a server
-of several answers 404 to a name that is none of theirs. `/classify` is in `classify.py`, for vLLM has one too.
+of several answers 404 to a name that is none of theirs. The route `/classify` is in `classify.py`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
+from uuid import uuid4
 
 from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.serving.bodies import Body, describe, json_response, read
-from treeward.serving.dialects.texts import (
-    WARNING_DOCS,
+from treeward.scoring.rewarding import Rewarded
+from treeward.serving.api_error import APIError
+from treeward.serving.dialects.bodies import (
+    Body,
+    JSONRoute,
+    ModelName,
     Strings,
     Texts,
     TokenIds,
-    answer_texts,
     as_list,
     base64_floats,
-    model_or_path,
+    warning_headers,
 )
-from treeward.serving.refusals import Refusal
+from treeward.serving.limits import JSON
+from treeward.serving.models import ServedModel
+from treeward.serving.operations import Deadline, TheService
+from treeward.serving.rendered_text import RenderedText
 from treeward.serving.service import Service
 
-__all__ = ["ClassifyAnswers", "SglangBody", "classify", "router"]
+__all__ = ["ClassifiedTexts", "SglangBody", "classify_json", "model_of", "parse", "router"]
 
-_ANY_MODEL = "default"
+router = APIRouter(tags=["sglang"], route_class=JSONRoute)
 
 
 class SglangBody(Body):
@@ -44,7 +49,7 @@ class SglangBody(Body):
     """Texts as the model's chat template renders them. A BOS (or CLS and SEP) is neither doubled nor missing."""
     input_ids: TokenIds | None = None
     """Token ids of a text, or a list of them; they are taken as they are."""
-    model: str | None = None
+    model: ModelName = None
     """Which of the served models."""
 
 
@@ -53,27 +58,27 @@ class EmbeddingsBody(Body):
 
     input: Texts
     """Texts as the model's chat template renders them, or their token ids."""
-    model: str | None = None
+    model: ModelName = None
     """Which of the served models."""
     encoding_format: Literal["float", "base64"] = "float"
     """Numbers, or base64 of their float32 values."""
 
 
 class MetaInfo(TypedDict):
-    """The id of the request, and the tokens of the text."""
+    """An id, and the tokens of the text."""
 
     id: str
     prompt_tokens: int
 
 
-class Classified(TypedDict):
+class ClassifiedText(TypedDict):
     """`embedding`: the score."""
 
     embedding: list[float]
     meta_info: MetaInfo
 
 
-ClassifyAnswers = list[Classified] | Classified
+ClassifiedTexts = list[ClassifiedText] | ClassifiedText
 """A list for a list, one for one text."""
 
 
@@ -92,7 +97,7 @@ class EmbeddingUsage(TypedDict):
     total_tokens: int
 
 
-class EmbeddingsAnswer(TypedDict):
+class EmbeddingsResponse(TypedDict):
     """One row for each text, in order."""
 
     object: Literal["list"]
@@ -101,55 +106,57 @@ class EmbeddingsAnswer(TypedDict):
     usage: EmbeddingUsage
 
 
-def router(service: Service) -> APIRouter:
-    """The route of this dialect that it has alone."""
-    routes = APIRouter(tags=["sglang"])
-    ok = {"200": {"description": "Scores in order.", "headers": WARNING_DOCS}}
-
-    @routes.post(
-        "/v1/embeddings",
-        summary="SGLang: scores as embeddings of one number",
-        openapi_extra=describe(EmbeddingsBody, answer=EmbeddingsAnswer, responses=ok),
-    )
-    async def embeddings(request: Request) -> Response:
-        body = await read(request, EmbeddingsBody)
-        model = _model(service, body.model)
-        answers, headers = await answer_texts(service, request, model, as_list(body.input))
-        values = [answer.value for answer in answers if answer.value is not None]
-        as_text = body.encoding_format == "base64"
-        rows = [
-            {"object": "embedding", "index": i, "embedding": base64_floats([value]) if as_text else [value]}
-            for i, value in enumerate(values)
-        ]
-        tokens = sum(answer.score.num_tokens for answer in answers)
-        answer = {
-            "object": "list",
-            "model": service.engine.model(model).name,
-            "data": rows,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-        return json_response(answer, headers=headers)
-
-    return routes
+@router.post("/v1/embeddings", summary="SGLang: scores as embeddings of one number", response_model=EmbeddingsResponse)
+async def embeddings(body: EmbeddingsBody, service: TheService, deadline: Deadline) -> JSON:
+    model = model_of(service, body.model)
+    asked = parse(body)
+    rewards = await service.rewards(model, asked, deadline=deadline)
+    return JSON(embeddings_json(body, model, rewards), headers=warning_headers(service, model, asked))
 
 
-async def classify(service: Service, request: Request, body: SglangBody) -> Response:
-    """Answer `/classify`: a list for a list of texts, one object for one text."""
+def model_of(service: Service, name: str | None) -> ServedModel:
+    """The model of a name; the first for "default", and for any name where there is no other."""
+    try:
+        return service.model(name)
+    except APIError:
+        if name == "default" or len(service.models) == 1:
+            return service.model(None)
+        raise
+
+
+def parse(body: SglangBody | EmbeddingsBody) -> list[RenderedText]:
+    """The texts of a body. Raises `APIError` 422 for both of text and input_ids."""
+    if isinstance(body, EmbeddingsBody):
+        return [RenderedText(text) for text in as_list(body.input)]
     if (body.text is None) == (body.input_ids is None):
-        raise Refusal(422, "invalid_request", "give either text or input_ids")
-    given = body.text if body.text is not None else body.input_ids or []
-    texts = as_list(given)
-    answers, headers = await answer_texts(service, request, _model(service, body.model), texts)
-    request_id = request.scope["treeward"].id
+        raise APIError(422, "invalid_request", "give either text or input_ids")
+    return [RenderedText(text) for text in as_list(_given(body))]
+
+
+def classify_json(body: SglangBody, rewards: Sequence[Rewarded]) -> Any:
+    """The response of `/classify`: a list for a list of texts, one object for one text."""
+    request_id = uuid4().hex
     rows = [
-        {"embedding": [answer.value], "meta_info": {"id": request_id, "prompt_tokens": answer.score.num_tokens}}
-        for answer in answers
+        {"embedding": [reward.value], "meta_info": {"id": request_id, "prompt_tokens": reward.score.num_tokens}}
+        for reward in rewards
     ]
-    return json_response(rows if texts is given else rows[0], headers=headers)
+    given = _given(body)
+    is_one = isinstance(given, str) or isinstance(given[0] if given else None, int)
+    return rows[0] if is_one else rows
 
 
-def _model(service: Service, asked: str | None) -> str | None:
-    name = model_or_path(service, asked)
-    if asked == _ANY_MODEL or len(service.engine.models) == 1:
-        return name if name in service.engine.models else None
-    return name
+def embeddings_json(body: EmbeddingsBody, model: ServedModel, rewards: Sequence[Rewarded]) -> dict[str, Any]:
+    """The response of `/v1/embeddings`."""
+    values = [reward.value for reward in rewards if reward.value is not None]
+    as_text = body.encoding_format == "base64"
+    rows = [
+        {"object": "embedding", "index": i, "embedding": base64_floats([value]) if as_text else [value]}
+        for i, value in enumerate(values)
+    ]
+    tokens = sum(reward.score.num_tokens for reward in rewards)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "model": model.name, "data": rows, "usage": usage}
+
+
+def _given(body: SglangBody) -> Any:
+    return body.text if body.text is not None else body.input_ids

@@ -3,68 +3,61 @@
 {"inputs": "rendered text"}                          -> [{"score": 1.5, "label": "LABEL_0"}]
 {"inputs": [["one text"], ["another"]]}              -> [[{"score": 1.5, ...}], [{"score": 0.5, ...}]]
 
-Scores are raw unless the request says `raw_scores: false` in so many words; then they are sigmoids, which in TEI itself
-is the default. Two strings in a list are TEI's form of a pair, for cross-encoders: a reward model reads whole
-conversations, so a pair is refused, not scored as something else. Nothing is cut: `truncate` changes nothing, and what
-is too long is refused. The model is the first, or that of the URL: /predict?model=careful. Errors are in TEI's form,
-but for those that concern no dialect: a missing token, a server that shuts down.
+Scores are raw unless the request asks for sigmoids: `raw_scores: false`, which in TEI itself is the default, or
+`parameters: {function_to_apply: "sigmoid"}`, which the hub's client sends. A softmax is refused: of one label it is
+always 1. Two strings in a list are TEI's form of a pair, for cross-encoders: a reward model reads whole conversations,
+so a pair is refused. Nothing is cut: `truncate` changes nothing, and a text that is too long is refused. The model is
+the first, or that of the URL: /predict?model=careful. Errors are in TEI's form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.serving.bodies import Body, Refused, describe, json_response, read
-from treeward.serving.dialects.texts import MODEL_PARAMETER, WARNING_DOCS, answer_texts, model_of_url, sigmoid
-from treeward.serving.refusals import Refusal
-from treeward.serving.service import Service
+from treeward.scoring.rewarding import Rewarded
+from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, sigmoid, warning_headers
+from treeward.serving.limits import JSON
+from treeward.serving.operations import Deadline, TheService
+from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["router"]
 
-ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer"]
-_KINDS: dict[int, ErrorType] = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
+router = APIRouter(tags=["tei"], route_class=JSONRoute)
 
 
-def _check_inputs(inputs: Any) -> str | list[Any]:
-    if isinstance(inputs, str):
-        return inputs
-    if not isinstance(inputs, list) or not inputs or not all(isinstance(one, (str, list)) for one in inputs):
-        raise PydanticCustomError("inputs", "Input should be a text, [text], or [[text], [text], ...]")
-    is_batch = isinstance(inputs[0], list)
-    for group in inputs if is_batch else [inputs]:
-        if not isinstance(group, list) or not group or not all(isinstance(one, str) for one in group):
-            raise PydanticCustomError("inputs", "Input should be a text, [text], or [[text], [text], ...]")
-        if len(group) > 1:
-            raise PydanticCustomError(
-                "inputs",
-                "Several texts in a list are a pair; a reward model reads one text, the whole conversation, and a "
-                "batch of them is [[text], [text], ...]",
-            )
+def _without_pairs(inputs: str | list[Any]) -> str | list[Any]:
+    groups = inputs if isinstance(inputs, list) and inputs and isinstance(inputs[0], list) else [inputs]
+    if any(isinstance(group, list) and len(group) != 1 for group in groups):
+        words = (
+            "Several texts in a list are a pair; a reward model reads one text, the whole conversation, and a batch of "
+            "them is [[text], [text], ...]"
+        )
+        raise PydanticCustomError("inputs", words)
     return inputs
 
 
-_ONE_TEXT = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1}
-_Inputs = Annotated[
-    str | list[Any],
-    PlainValidator(_check_inputs),
-    WithJsonSchema({"anyOf": [{"type": "string"}, _ONE_TEXT, {"type": "array", "items": _ONE_TEXT, "minItems": 1}]}),
-]
+class Parameters(Body):
+    """What the hub's client asks for beside the texts."""
+
+    function_to_apply: Literal["sigmoid", "none"] | None = None
+    """The sigmoid of the score, or the score itself."""
 
 
 class PredictBody(Body):
     """Rendered texts."""
 
-    inputs: _Inputs
+    inputs: Annotated[Strings | list[list[str]], AfterValidator(_without_pairs)]
     """A text, alone or in a list; or a list of lists of one text each."""
     raw_scores: bool | None = None
     """False: the sigmoid of the score; otherwise the score itself."""
+    parameters: Parameters | None = None
+    """Its `function_to_apply` goes before `raw_scores`."""
     truncate: bool | None = None
     """Changes nothing: a text that is too long is refused."""
 
@@ -80,55 +73,39 @@ class PredictError(TypedDict):
     """Why there are no scores: TEI's `error` and `error_type`, and what other dialects have."""
 
     error: str
-    error_type: ErrorType
+    error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer"]
     code: str
     param: str | None
     request_id: str
 
 
-def router(service: Service) -> APIRouter:
-    """The route of this dialect."""
-    routes = APIRouter(tags=["tei"])
-    ok = {"200": {"description": "Scores in order.", "headers": WARNING_DOCS}}
-    answer = list[Prediction] | list[list[Prediction]]
-    described = describe(
-        PredictBody, answer=answer, refusal=PredictError | Refused, responses=ok, parameters=[MODEL_PARAMETER]
-    )
-
-    @routes.post("/predict", summary="Text Embeddings Inference: scores as predictions", openapi_extra=described)
-    async def predict(request: Request) -> Response:
-        try:
-            return await _predict(service, request)
-        except Refusal as refusal:
-            return await _refused(request, refusal)
-
-    return routes
+@router.post(
+    "/predict",
+    summary="Text Embeddings Inference: scores as predictions",
+    response_model=list[Prediction] | list[list[Prediction]],
+    responses={status: {"model": PredictError} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)},
+)
+async def predict(body: PredictBody, service: TheService, deadline: Deadline, model: ModelName = None) -> JSON:
+    served = service.model(model)
+    asked = parse(body)
+    rewards = await service.rewards(served, asked, deadline=deadline)
+    return JSON(to_json(body, rewards), headers=warning_headers(service, served, asked))
 
 
-async def _predict(service: Service, request: Request) -> Response:
-    model = model_of_url(service, request)
-    body = await read(request, PredictBody)
-    inputs = body.inputs
-    is_batch = isinstance(inputs, list) and isinstance(inputs[0], list)
-    groups = inputs if is_batch else [[inputs] if isinstance(inputs, str) else inputs]
-    texts = [group[0] for group in groups]
-    answers, headers = await answer_texts(service, request, model.name, texts)
-    values = [answer.value for answer in answers if answer.value is not None]
-    if body.raw_scores is False:
-        values = [sigmoid(value) for value in values]
-    rows: list[Any] = [[{"score": value, "label": "LABEL_0"}] for value in values]
-    return json_response(rows if is_batch else rows[0], headers=headers)
+def parse(body: PredictBody) -> list[RenderedText]:
+    """The texts of a body."""
+    groups: list[Any] = list(body.inputs) if _is_batch(body) else [body.inputs]
+    return [RenderedText(group if isinstance(group, str) else group[0]) for group in groups]
 
 
-async def _refused(request: Request, refusal: Refusal) -> Response:
-    """The refusal as the application counts and heads it, in the form that TEI's clients read."""
-    plain = await request.app.exception_handlers[Refusal](request, refusal)
-    body: PredictError = {
-        "error": refusal.message,
-        "error_type": _KINDS.get(refusal.status, "Validation"),
-        "code": refusal.code,
-        "param": refusal.param,
-        "request_id": request.scope["treeward"].id,
-    }
-    headers = {name: value for name, value in plain.headers.items() if name not in ("content-length", "content-type")}
-    return json_response(body, plain.status_code, headers)
+def to_json(body: PredictBody, rewards: Sequence[Rewarded]) -> list[Any]:
+    """The response: a list for each text of a batch, one list for one text."""
+    function = None if body.parameters is None else body.parameters.function_to_apply
+    is_sigmoid = body.raw_scores is False if function is None else function == "sigmoid"
+    values = [reward.value for reward in rewards if reward.value is not None]
+    rows = [[{"score": sigmoid(value) if is_sigmoid else value, "label": "LABEL_0"}] for value in values]
+    return list(rows) if _is_batch(body) else rows[0]
+
+
+def _is_batch(body: PredictBody) -> bool:
+    return isinstance(body.inputs, list) and isinstance(body.inputs[0], list)

@@ -17,10 +17,11 @@ from treeward.data.preference import Message
 from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
 from treeward.http import Connection
+from treeward.scoring.rewarding import Rewarded
 from treeward.scoring.score import Score
+from treeward.serving.api_error import APIError
 from treeward.serving.dialects.nemo_gym import verdict
-from treeward.serving.refusals import Refusal
-from treeward.serving.service import Answer, Service
+from treeward.serving.service import Service
 
 __all__ = ["RewardSource", "local_rewards", "remote_rewards"]
 
@@ -35,7 +36,7 @@ class RewardSource:
     """
 
     identity: Mapping[str, Any]
-    ask: Callable[[list[Message], Any], Awaitable[Answer]]
+    ask: Callable[[list[Message], Any], Awaitable[Rewarded]]
     developer_role: str = "system"
     reference_key: str | None = None
 
@@ -44,25 +45,27 @@ class RewardSource:
     ) -> dict[str, Any]:
         """The keys to add to the rollout. Raises `DataError` without a reward, and `RewardServerError`."""
         messages = conversation_of(params, output, developer=self.developer_role)
-        answer = await self.ask(messages, None if self.reference_key is None else row.get(self.reference_key))
-        if answer.value is None:
-            raise DataError(answer.error or "there is no reward")
+        reward = await self.ask(messages, None if self.reference_key is None else row.get(self.reference_key))
+        if reward.value is None:
+            raise DataError(reward.error or "there is no reward")
         threshold = row.get("reward_threshold")
-        return verdict(answer, threshold if isinstance(threshold, int | float) else None)
+        return verdict(reward, threshold if isinstance(threshold, int | float) else None)
 
 
 def local_rewards(service: Service) -> RewardSource:
     """A reward model in this process; rollouts that end together are scored together."""
-    model = service.engine.model(None)
+    model = service.model(None)
 
-    async def ask(messages: list[Message], references: Any) -> Answer:
+    async def ask(messages: list[Message], references: Any) -> Rewarded:
         given = None if model.reference_key is None else [references]
         deadline = time.monotonic() + _SECONDS
         try:
-            [answer] = await service.answer(None, [messages], deadline=deadline, reference_answers=given)
-        except Refusal as refusal:
-            raise DataError(refusal.message) from refusal
-        return answer
+            [reward] = await service.rewards(
+                model, [messages], deadline=deadline, reference_answers=given, on_error="mask"
+            )
+        except APIError as error:
+            raise DataError(error.message) from error
+        return reward
 
     is_single = len(model.contracts) == 1 and len(model.contracts[0].heads) == 1
     identity = _identity(model.name, model.contract_sha256, model.shaping_sha256, is_single=is_single)
@@ -84,7 +87,7 @@ async def remote_rewards(
     except (LookupError, TypeError, StopIteration) as error:
         raise listed.error("the server has no such reward model", got=model, need=f"one of {listed.json}") from error
 
-    async def ask(messages: list[Message], references: Any) -> Answer:
+    async def ask(messages: list[Message], references: Any) -> Rewarded:
         body = {"conversations": [messages], "model": model, "on_error": "mask"}
         if found.get("reference_key") is not None:
             body["reference_answers"] = [references]
@@ -93,7 +96,7 @@ async def remote_rewards(
             [row] = reply.json["data"]
             heads, members = tuple(row.get("heads", ())), tuple(row.get("members", ()))
             score = Score(row["score"], row["num_tokens"], row["truncated"], heads=heads, members=members)
-            return Answer(row["reward"], score, row["error"])
+            return Rewarded(row["reward"], score, row["error"])
         except (KeyError, TypeError, ValueError) as error:
             raise reply.error("this is no answer of treeward serve", got=reply.json) from error
 

@@ -1,18 +1,18 @@
-"""`Refusal`: a request that is not answered with scores, with the HTTP status that says why.
+"""`APIError`: a request that gets no scores, with the HTTP status that says why.
 
-    raise Refusal(429, "queue_full", "20000 conversations are waiting", retry_after=3)
+    raise APIError(429, "queue_full", "20000 conversations are waiting", retry_after=3)
 
-Each dialect writes it in the form that its clients read; `code` is the same in all of them.
+The application writes it as JSON in the form that OpenAI's clients read; `code` is the same in every dialect.
 """
 
 from __future__ import annotations
 
 from treeward.errors import TreewardError, shown
 
-__all__ = ["Refusal", "in_words"]
+__all__ = ["APIError", "in_words"]
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """`status`: of HTTP. `code`: one word for programs. `message`: for people. `param`: the field that is wrong.
 
     `retry_after`: seconds after which the same request may succeed.
@@ -25,14 +25,9 @@ class Refusal(Exception):
         self.status, self.code, self.message = status, code, message
         self.param, self.retry_after = param, retry_after
 
-    @classmethod
-    def of(cls, error: TreewardError) -> Refusal:
-        """A mistake in what the request holds, in the words of the error."""
-        return cls(422, "invalid_request", in_words(error), param=error.field)
-
 
 def in_words(error: TreewardError) -> str:
-    """The error in one line: its lines are those of a terminal, and what they have to show may be empty."""
+    """The error in one line, without the layout that a terminal shows."""
     where = [error.where] if error.where else []
     if error.field and error.field != error.where:
         where.append(error.field)

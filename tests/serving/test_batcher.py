@@ -1,0 +1,448 @@
+"""The batcher with a model that only counts: who is in which batch, what becomes of failures, and who is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from treeward.config.server import ServerConfig
+from treeward.errors import ModelError
+from treeward.scoring.score import Score
+from treeward.serving.api_error import APIError
+from treeward.serving.batcher import Batcher, FailedScore
+from treeward.serving.metrics import ServerMetrics
+from treeward.serving.models import Item, ServedModel
+from treeward.serving.rendered_text import RenderedText
+
+TOKENS = 10
+BATCH = 20 * TOKENS
+
+
+class FakeModel:
+    """Scores `(prompt, number)` with the number. Each has 10 tokens, 8 of them of its prompt.
+
+    `gate`: what a batch waits for; `fail`: what raises or changes a score, by number.
+    """
+
+    num_computed_tokens = 0
+
+    def __init__(self, name: str = "fake") -> None:
+        self.name = name
+        self.gate = threading.Event()
+        self.gate.set()
+        self.batches: list[list[Any]] = []
+        self.started = threading.Semaphore(0)
+        self.prepared: list[Any] = []
+        self.fail: dict[Any, BaseException | float | Score] = {}
+        self.fail_to_prepare: dict[Any, BaseException | str] = {}
+
+    def prepare(self, asked: Sequence[Any]) -> list[Item]:
+        items = []
+        for prompt, number in asked:
+            wrong = self.fail_to_prepare.get(number)
+            if isinstance(wrong, BaseException):
+                raise wrong
+            items.append(Item((prompt, number), TOKENS, 8, hash(prompt), error=wrong))
+        self.prepared += [number for _, number in asked]
+        return items
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        self.started.release()
+        assert self.gate.wait(30)
+        values = [item.prepared[1] for item in items]
+        self.batches.append(values)
+        scores = []
+        for value in values:
+            given = self.fail.get(value, float(value))
+            if isinstance(given, BaseException):
+                raise given
+            scores.append(given if isinstance(given, Score) else Score(given, TOKENS))
+        return scores
+
+    def cost(self, item: Item, prompts: set[int]) -> int:
+        return item.num_tokens - (item.shared_tokens if item.prompt in prompts else 0)
+
+
+def make_batcher(**settings: Any) -> Batcher:
+    config = ServerConfig.model_validate({"models": [{"model": "x"}], "batch_tokens": BATCH, **settings})
+    return Batcher(config, ServerMetrics())
+
+
+@pytest.fixture
+def model() -> Iterator[FakeModel]:
+    fake = FakeModel()
+    yield fake
+    fake.gate.set()
+
+
+@pytest.fixture
+def run(model: FakeModel) -> Callable[..., Any]:
+    """Run a coroutine function with a batcher, which is closed at the end and must then be empty."""
+
+    def run(story: Callable[[Batcher], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
+        async def whole() -> Any:
+            batcher = make_batcher(**settings)
+            try:
+                return await asyncio.wait_for(story(batcher), 60)
+            finally:
+                model.gate.set()
+                await asyncio.to_thread(batcher.close)
+                assert batcher.num_queued == 0 and batcher._ready_tokens == 0 and not batcher._open
+                assert not batcher._new and not batcher._ready
+
+        return asyncio.run(whole())
+
+    return run
+
+
+@pytest.fixture
+def score(model: FakeModel) -> Callable[..., Any]:
+    """A coroutine function: the scores of conversations."""
+
+    async def score(batcher: Batcher, asked: Sequence[Any], *, by: Any = model, **options: Any) -> list[float | None]:
+        return [one.score for one in await batcher.score(by, asked, **options)]
+
+    return score
+
+
+def conversations(numbers: Sequence[int], prompt: Any = None) -> list[Any]:
+    """Conversations with these numbers as scores; with no prompt each has its own."""
+    return [(prompt if prompt is not None else f"own {number}", number) for number in numbers]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        await asyncio.sleep(0.002)
+
+
+async def blocked(batcher: Batcher, model: FakeModel, score: Any) -> asyncio.Task[Any]:
+    """A request that the model is at, and stays at until its gate opens."""
+    model.gate.clear()
+    task = asyncio.create_task(score(batcher, conversations([-1])))
+    await until(lambda: model.started.acquire(blocking=False))
+    return task
+
+
+def counted(batcher: Batcher, name: str) -> float:
+    values = [batcher.metrics.registry.get_sample_value(f"treeward_{name}_total", {"model": "fake"})]
+    return sum(value or 0 for value in values)
+
+
+def test_each_request_gets_its_own_scores_in_order(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> Any:
+        rows = [random.Random(i).sample(range(1000), i % 7) for i in range(200)]
+        return rows, await asyncio.gather(*(score(batcher, conversations(row)) for row in rows))
+
+    rows, scores = run(story)
+    assert scores == rows
+    assert sum(map(len, model.batches)) == sum(map(len, rows))
+    assert max(len(set(batch)) * TOKENS + (len(batch) - len(set(batch))) * 2 for batch in model.batches) <= BATCH
+
+
+def test_queued_conversations_go_in_one_batch(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> None:
+        first = await blocked(batcher, model, score)
+        rest = [asyncio.create_task(score(batcher, conversations([i]))) for i in range(20)]
+        await until(lambda: len(model.prepared) == 21)
+        model.gate.set()
+        await asyncio.gather(first, *rest)
+
+    run(story)
+    assert [len(batch) for batch in model.batches] == [1, 20]
+
+
+@pytest.mark.parametrize("tokens_a_batch", [BATCH, TOKENS], ids=["20 in a batch", "one in a batch"])
+def test_a_large_request_does_not_hold_up_a_small_one(
+    run: Any, model: FakeModel, score: Any, tokens_a_batch: int
+) -> None:
+    tickets = threading.Semaphore(0)
+    plain = model.score
+    model.score = lambda items: tickets.acquire() and plain(items)  # type: ignore[method-assign, return-value]
+
+    async def story(batcher: Batcher) -> None:
+        def is_far_ahead() -> bool:
+            return -1 in model.prepared or batcher._ready_tokens >= 32 * tokens_a_batch
+
+        large = asyncio.create_task(score(batcher, conversations(range(4096))))
+        await until(is_far_ahead)
+        small = asyncio.create_task(score(batcher, conversations([-1])))
+        while not small.done():
+            await until(is_far_ahead)
+            enough = len(model.batches) + 1
+            tickets.release()
+            await until(lambda enough=enough: len(model.batches) >= enough)  # type: ignore[misc]
+        large.cancel()
+        tickets.release(500)
+
+    run(story, batch_tokens=tokens_a_batch)
+    assert next(i for i, batch in enumerate(model.batches) if -1 in batch) <= 9  # a turn is 8
+
+
+def test_a_stream_of_small_requests_does_not_hold_up_a_large_one(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> None:
+        large = asyncio.create_task(score(batcher, conversations(range(100))))
+
+        async def ask_without_end(i: int) -> None:
+            while not large.done():
+                await score(batcher, conversations([-i]))
+
+        await asyncio.gather(large, *(ask_without_end(i) for i in range(1, 101)))
+
+    run(story)
+    last = max(i for i, batch in enumerate(model.batches) if any(number >= 0 for number in batch))
+    # at least every second batch has a turn of the oldest request, of 8
+    assert last <= 2 * math.ceil(100 / 8) + 4
+
+
+def test_another_model_has_its_turn(run: Any, model: FakeModel, score: Any) -> None:
+    other = FakeModel("other")
+    seen: list[int] = []
+
+    async def story(batcher: Batcher) -> None:
+        first = await blocked(batcher, model, score)
+        large = asyncio.create_task(score(batcher, conversations(range(400))))
+        small = asyncio.create_task(score(batcher, conversations([5]), by=other))
+        await until(lambda: other.prepared == [5])
+        plain = other.score
+        other.score = lambda items: seen.append(len(model.batches)) or plain(items)  # type: ignore[method-assign, func-returns-value]
+        model.gate.set()
+        assert await small == [5.0]
+        assert len(await large) == 400
+        await first
+
+    run(story)
+    assert seen[0] <= 3
+
+
+def test_one_prompt_of_several_requests_is_in_one_batch(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> None:
+        first = await blocked(batcher, model, score)
+        # 48 tokens hold 4 conversations with prompts of their own, or two times the 8 + 8 * 2 of those with one prompt
+        rows = [conversations([i], prompt=f"prompt {i % 4}") for i in range(1, 33)]
+        rest = [asyncio.create_task(score(batcher, row)) for row in rows]
+        await until(lambda: len(model.prepared) == 33)
+        model.gate.set()
+        await asyncio.gather(first, *rest)
+
+    run(story, batch_tokens=48)
+    prompts = [{number % 4 for number in batch} for batch in model.batches[1:]]
+    assert len(prompts) == 2 and all(len(of_batch) == 2 for of_batch in prompts)
+
+
+def test_tokens_are_made_only_some_batches_ahead(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> int:
+        first = await blocked(batcher, model, score)
+        large = asyncio.create_task(score(batcher, conversations(range(4096))))
+        await until(lambda: batcher._ready_tokens >= 32 * BATCH)
+        ahead = len(model.prepared)
+        model.gate.set()
+        assert await large == list(range(4096))
+        await first
+        return ahead
+
+    assert 32 * 20 <= run(story) <= 2 * 32 * 20 + 64
+
+
+def test_a_full_queue_refuses_and_a_large_request_is_taken_alone(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> None:
+        assert len(await score(batcher, conversations(range(1500)))) == 1500
+        first = await blocked(batcher, model, score)
+        tasks = [asyncio.create_task(score(batcher, conversations([i]))) for i in range(3000)]
+        await until(lambda: sum(task.done() for task in tasks) == 2001)
+        errors = [task.exception() for task in tasks if task.done()]
+        assert {(error.status, error.code) for error in errors} == {(429, "queue_full")}  # type: ignore[union-attr]
+        assert all(error.retry_after >= 1 for error in errors)  # type: ignore[union-attr, operator]
+        assert batcher.num_queued == 1000
+        model.gate.set()
+        assert await asyncio.gather(*tasks[:999]) == [[float(i)] for i in range(999)]
+        await first
+
+    run(story, max_queued=1000)
+
+
+@pytest.mark.parametrize("seconds", [0.05, -1.0])
+def test_at_the_deadline_a_request_is_forgotten(run: Any, model: FakeModel, score: Any, seconds: float) -> None:
+    async def story(batcher: Batcher) -> None:
+        first = await blocked(batcher, model, score)
+        with pytest.raises(APIError, match="300 of 300") as error:
+            await score(batcher, conversations(range(300)), deadline=time.monotonic() + seconds)
+        assert (error.value.status, error.value.code) == (504, "deadline_exceeded")
+        assert batcher.num_queued == 1 and counted(batcher, "forgotten_conversations") == 300
+        model.gate.set()
+        assert await first == [-1.0]
+        assert await score(batcher, conversations([7])) == [7.0]
+
+    run(story)
+    assert model.batches == [[-1], [7]]
+
+
+def test_a_cancelled_request_is_forgotten_and_no_other(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> None:
+        first = await blocked(batcher, model, score)
+        tasks = [asyncio.create_task(score(batcher, conversations([i, i]))) for i in range(40)]
+        await until(lambda: len(model.prepared) == 81)
+        for task in [first, *tasks[::2]]:  # the first while it is being scored
+            task.cancel()
+        await asyncio.sleep(0)
+        model.gate.set()
+        assert await asyncio.gather(*tasks[1::2]) == [[float(i)] * 2 for i in range(1, 40, 2)]
+        await until(lambda: counted(batcher, "conversations") == 40)
+        assert counted(batcher, "forgotten_conversations") == 41
+
+    run(story)
+    assert sorted(number for batch in model.batches for number in batch) == [-1, *sorted([*range(1, 40, 2)] * 2)]
+
+
+def test_cancelled_at_random_nothing_leaks(run: Any, score: Any) -> None:
+    """`run` looks at the end whether the batcher is empty."""
+    rng = random.Random(3)
+
+    async def story(batcher: Batcher) -> None:
+        rows = [[rng.randrange(1000) for _ in range(rng.randrange(1, 30))] for _ in range(600)]
+        tasks = [asyncio.create_task(score(batcher, conversations(row))) for row in rows]
+        for task in tasks:
+            if rng.random() < 0.5:
+                asyncio.get_running_loop().call_later(rng.random() * 0.02, task.cancel)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for row, result in zip(rows, results, strict=True):
+            assert result == row or isinstance(result, asyncio.CancelledError)
+        num_asked = sum(map(len, rows))
+        await until(
+            lambda: counted(batcher, "conversations") + counted(batcher, "forgotten_conversations") == num_asked
+        )
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (RuntimeError("device-side assert"), "the server failed: RuntimeError"),
+        (MemoryError(), "the server failed: MemoryError"),
+        (ModelError("it has no positions left"), "it has no positions left"),
+        (SystemExit(1), "the server failed: SystemExit"),
+        (math.nan, "the model gave nan"),
+        (-math.inf, "the model gave -inf"),
+        (Score(None, TOKENS, error="the score is not finite"), "the score is not finite"),
+    ],
+    ids=["exception", "memory", "model error", "exit", "nan", "inf", "masked"],
+)
+def test_a_failed_conversation_fails_alone_and_is_no_number(
+    run: Any, model: FakeModel, score: Any, wrong: Any, says: str
+) -> None:
+    model.fail = {13: wrong}
+
+    async def story(batcher: Batcher) -> list[Score]:
+        scores, others = await asyncio.gather(
+            batcher.score(model, conversations(range(10, 20))),  # type: ignore[arg-type]
+            score(batcher, conversations(range(5))),
+        )
+        assert others == list(range(5)) and batcher.is_alive
+        return scores
+
+    scores = run(story)
+    assert [one.score for one in scores] == [10, 11, 12, None, 14, 15, 16, 17, 18, 19]
+    assert says in (scores[3].error or "") and isinstance(scores[3], FailedScore)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "by_server", "says"),
+    [
+        ("there is no answer to score", False, "there is no answer to score"),
+        (KeyError("bug"), True, "the server failed: KeyError"),
+        (BaseException("a panic of the tokenizer"), True, "the server failed: BaseException"),
+    ],
+    ids=["refused", "exception", "panic"],
+)
+def test_a_conversation_that_cannot_be_tokenized_fails_alone(
+    run: Any, model: FakeModel, wrong: Any, by_server: bool, says: str
+) -> None:
+    model.fail_to_prepare = {13: wrong}
+    scores = run(lambda batcher: batcher.score(model, conversations(range(10, 20))))
+    assert [one.score for one in scores] == [10, 11, 12, None, 14, 15, 16, 17, 18, 19]
+    assert says in scores[3].error and isinstance(scores[3], FailedScore) == by_server
+
+
+def test_a_wrong_number_of_scores_is_no_score(run: Any, model: FakeModel) -> None:
+    model.score = lambda items: [Score(1.0)] * (len(items) + 1)  # type: ignore[method-assign]
+    scores = run(lambda batcher: batcher.score(model, conversations([1, 2])))
+    assert [one.score for one in scores] == [None, None]
+    assert "2 results for 1 conversations" in scores[0].error
+
+
+def test_a_model_that_fails_at_everything_is_not_alive(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> None:
+        model.fail = {2: RuntimeError("this one only")}
+        assert await score(batcher, conversations([1])) == [1.0]
+        assert await score(batcher, conversations([2])) == [None]
+        await until(lambda: model.batches[-1] == [1])  # it still scores what it has scored before
+        assert batcher.is_alive
+        model.fail = {1: RuntimeError("the device is lost"), 2: RuntimeError("the device is lost")}
+        assert await score(batcher, conversations([2])) == [None]
+        await until(lambda: not batcher.is_alive)
+        model.fail = {}
+        assert await score(batcher, conversations([3])) == [3.0]
+        await until(lambda: batcher.is_alive)
+
+    run(story)
+
+
+def test_a_closed_batcher_refuses(run: Any, model: FakeModel, score: Any) -> None:
+    async def story(batcher: Batcher) -> None:
+        tasks = [await blocked(batcher, model, score), asyncio.create_task(score(batcher, conversations([1] * 30)))]
+        await until(lambda: batcher.num_queued == 31)
+        closing = asyncio.create_task(asyncio.to_thread(batcher.close))
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [(error.status, error.code) for error in errors] == [(503, "shutting_down")] * 2  # type: ignore[union-attr]
+        model.gate.set()
+        await closing
+        with pytest.raises(APIError, match="shutting down"):
+            await score(batcher, conversations([1]))
+        assert not batcher.is_alive
+
+    run(story)
+
+
+def test_scores_are_those_of_the_scorer_in_any_company(loaded_model: ServedModel, conversations: Any) -> None:
+    scorer = loaded_model.scorer
+    want = {i: scorer.score([one])[0].score for i, one in enumerate(conversations)}
+    texts = [RenderedText(scorer.renderer.render(one)) for one in conversations]
+    rng = random.Random(5)
+    chosen = [[rng.randrange(8) for _ in range(rng.randrange(1, 12))] for _ in range(40)]
+    asked = [[rng.choice([conversations[i], texts[i]]) for i in row] for row in chosen]
+    batcher = make_batcher(batch_tokens=128)
+
+    async def story() -> list[list[Score]]:
+        return await asyncio.gather(*(batcher.score(loaded_model, row) for row in asked))
+
+    for row, scores in zip(chosen, asyncio.run(story()), strict=True):
+        assert [one.score for one in scores] == pytest.approx([want[i] for i in row], abs=1e-5)
+    batcher.close()
+
+
+def test_a_prompt_is_computed_once_for_all_requests(loaded_model: ServedModel) -> None:
+    prompt = "Tell me, in a few short sentences, why the sky over the sea is blue at noon, and red at night. " * 2
+    chats = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        for completion in ("A.", "B.", "C.")
+    ]
+    shared = loaded_model.prepare(chats)[0].shared_tokens
+    assert shared >= 32
+    batcher = make_batcher(batch_tokens=4096)
+    computed = []
+    for chat in chats:  # one after the other, in requests of their own
+        before = loaded_model.num_computed_tokens
+        asyncio.run(batcher.score(loaded_model, [chat]))
+        computed.append(loaded_model.num_computed_tokens - before)
+    batcher.close()
+    tokens = [item.num_tokens for item in loaded_model.prepare(chats)]
+    assert computed == [tokens[0], tokens[1] - shared, tokens[2] - shared]

@@ -1,0 +1,193 @@
+"""What the bodies of the dialects are made of, and what their routes share.
+
+class MyBody(Body):
+    texts: Strings
+
+router = APIRouter(route_class=JSONRoute)
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import logging
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Annotated, Any, NotRequired
+
+import numpy as np
+import orjson
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from treeward.scoring.score import Conversation
+from treeward.serving.models import ServedModel
+from treeward.serving.rendered_text import RenderedText
+from treeward.serving.service import Service
+
+__all__ = [
+    "Body",
+    "Chat",
+    "JSONRoute",
+    "ModelName",
+    "OwnBody",
+    "Strings",
+    "Texts",
+    "TokenIds",
+    "as_list",
+    "base64_floats",
+    "described",
+    "sigmoid",
+    "warning_headers",
+]
+
+logger = logging.getLogger(__name__)
+
+_OTHER_WORDS = {
+    "prompt": ("context",),
+    "prompts": ("context",),
+    "messages": ("conversations", "context"),
+    "response": ("completions", "completion"),
+    "responses": ("completions", "completion"),
+    "answers": ("completions", "completion"),
+}
+"""What other servers call the keys of our own dialect."""
+_SHOWN = 60
+
+
+class JSONRoute(APIRoute):
+    """A route whose bodies are read by orjson: strictly, without NaN or lone surrogates."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, which is given a request of ours."""
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_Request(request.scope, request.receive))
+
+        return handle_json
+
+
+class _Request(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = orjson.loads(await self.body())
+        return self._json
+
+
+class Body(BaseModel):
+    """What a client sends, in the types that are documented; keys that a dialect does not know are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class OwnBody(Body):
+    """What a client of our own dialect sends: an ignored key would be a conversation scored without a part of it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        known = list(cls.model_fields)
+        unknown = next((key for key in value if key not in known), None) if isinstance(value, dict) else None
+        if unknown is None:
+            return value
+        others = [name for name in _OTHER_WORDS.get(unknown.lower(), ()) if name in known]
+        near = others or difflib.get_close_matches(unknown.lower(), known, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        shown = unknown if len(unknown) <= _SHOWN else f"{unknown[:_SHOWN]}..."
+        message = f"there is no such key; {meant}It would be one of {', '.join(known)}"
+        raise PydanticCustomError("unknown_key", "{message}", {"message": message, "key": shown})
+
+
+class ContentPart(TypedDict):
+    """A part of a message's content."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    type: str
+    text: NotRequired[str]
+
+
+class MessageBody(TypedDict):
+    """A message; what else it has (tool calls, names) reaches the chat template."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    role: str
+    content: NotRequired[str | list[ContentPart] | None]
+
+
+Chat = Annotated[list[MessageBody], Field(fail_fast=True)]
+"""A conversation, or a part of one."""
+
+
+def described(words: str) -> WrapValidator:
+    """One message in place of one for each form that the value may have."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            raise PydanticCustomError("texts", "Input should be {words}", {"words": words}) from error
+
+    return WrapValidator(check)
+
+
+Strings = Annotated[str | Annotated[list[str], Field(fail_fast=True)], described("a text or a list of texts")]
+"""A text, or a list of texts."""
+
+_Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+
+TokenIds = Annotated[
+    _Ids | Annotated[list[_Ids], Field(fail_fast=True)], described("a list of token ids, or a list of such lists")
+]
+"""The token ids of a text, or of several."""
+
+Texts = Annotated[
+    Annotated[str, Field(min_length=1)] | _Ids | Annotated[list[str | _Ids], Field(min_length=1, fail_fast=True)],
+    described("a text to score, a list of token ids, or a list of either"),
+]
+"""A text, the token ids of one, or a list of either."""
+
+ModelName = str | None
+"""Which of the served models; the first where none is named."""
+
+
+def as_list(texts: str | Sequence[Any]) -> list[Any]:
+    """Each text, or token ids, of what a client sent."""
+    is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+    return [texts] if is_one else list(texts)
+
+
+def warning_headers(
+    service: Service, model: ServedModel, asked: Sequence[Conversation | RenderedText]
+) -> dict[str, str]:
+    """The header `X-Treeward-Warning` where rendered texts end otherwise than the model's conversations.
+
+    They are counted too, and the log has the first of each model.
+    """
+    texts = [one.text for one in asked if isinstance(one, RenderedText)]
+    warning = model.ending.warning(texts)
+    if warning is None:
+        return {}
+    counter = service.metrics.odd_texts.labels(model.name)
+    if not model.odd_texts_are_logged:
+        model.odd_texts_are_logged = True
+        words = "%s: %s. They are scored all the same, but not as in training; treeward_odd_texts_total counts them."
+        logger.warning(words, model.name, warning)
+    counter.inc()
+    return {"X-Treeward-Warning": warning}
+
+
+def sigmoid(value: float) -> float:
+    """Without overflow."""
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+
+
+def base64_floats(values: Sequence[float], byte_order: str = "<") -> str:
+    """Base64 of float32 values."""
+    return base64.b64encode(np.asarray(values, dtype=f"{byte_order}f4").tobytes()).decode()

@@ -1,0 +1,192 @@
+"""`RequestLimits`: what every request passes on its way to a route.
+
+    app.add_middleware(RequestLimits, service=service, token=token)
+    request.state.request_id, request.state.deadline        # for a route
+
+It gives a request its id and its deadline, asks for the bearer token, refuses a body that is too large, too slow or
+one too many in memory, ends the work when the client goes away, and writes the access log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from treeward.serving.api_error import APIError
+from treeward.serving.playground import routes as playground
+from treeward.serving.service import Service
+
+__all__ = ["JSON", "RequestLimits", "error_response"]
+
+logger = logging.getLogger("treeward.requests")
+
+_OPEN_PATHS = {"/health", "/ready"} | playground.OPEN_PATHS
+"""Paths that need no token."""
+_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
+
+
+class JSON(JSONResponse):
+    """A response written by orjson; floats keep all their digits."""
+
+    def render(self, content: Any) -> bytes:
+        """The JSON of the content."""
+        return orjson.dumps(content)
+
+
+def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
+    """The response to a request that gets no scores, which is counted: as OpenAI's clients read it, or TEI's."""
+    service.metrics.errors.labels(error.code).inc()
+    scope["state"]["error"] = error.code
+    is_request = error.status < 500 and error.status != 429
+    kind = "invalid_request_error" if is_request else "server_error"
+    facts = {"code": error.code, "param": error.param, "request_id": scope["state"]["request_id"]}
+    body: dict[str, Any] = {"error": {"message": error.message, "type": kind, **facts}}
+    if scope["path"] == "/predict":
+        body = {"error": error.message, "error_type": _TEI_KINDS.get(error.status, "Validation"), **facts}
+    headers = {"X-Request-ID": scope["state"]["request_id"]}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSON(body, error.status, headers)
+
+
+class RequestLimits:
+    """ASGI middleware. `token`: what `Authorization: Bearer` must carry; None asks for none."""
+
+    def __init__(self, app: ASGIApp, service: Service, token: str | None = None) -> None:
+        self.app, self.service, self.config = app, service, service.config
+        self._token = None if token is None else token.encode()
+        self._held_bytes = 0
+        service.metrics.watch("held_bytes", "Bytes of request bodies that are held.", lambda: self._held_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, started = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(8)
+        state = {"request_id": request_id, "deadline": started + self.config.deadline_seconds}
+        scope["state"] = state
+        method = scope["method"]
+        if method == "HEAD":  # the connection leaves out the body of the response
+            scope["method"] = "GET"
+        status = 499  # the client has gone, unless something is answered
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        body = b""
+        try:
+            self._check_headers(scope, headers)
+            if method == "POST":
+                body = await self._read(receive)
+                # `curl -d` calls everything a form; every body here is JSON.
+                others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+                scope["headers"] = [*others, (b"content-type", b"application/json")]
+                await self._answer(scope, body, receive, answer)
+            else:
+                await self.app(scope, receive, answer)
+        except APIError as error:
+            await error_response(error, scope, self.service)(scope, receive, answer)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._held_bytes -= len(body)
+            if self.config.access_log:
+                milliseconds = 1000 * (time.monotonic() - started)
+                extra = {"request_id": request_id, "bytes": len(body), "error": state.get("error")}
+                words = "%s %s %s %.1f ms"
+                shown = {key: value for key, value in extra.items() if value is not None}
+                logger.info(words, method, scope["path"], status, milliseconds, extra=shown)
+
+    def _check_headers(self, scope: Scope, headers: Headers) -> None:
+        if self._token is not None and scope["path"] not in _OPEN_PATHS:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not given.strip():
+                raise APIError(401, "unauthorized", "this server asks for a token: send Authorization: Bearer TOKEN")
+            # in constant time: how long a wrong token takes says nothing of the right one
+            if not hmac.compare_digest(given.strip().encode("latin-1"), self._token):
+                raise APIError(401, "unauthorized", "the bearer token that was sent is not this server's")
+        if (seconds := headers.get("x-deadline-seconds")) is not None:
+            if not re.fullmatch(r"\d+(\.\d*)?", seconds, re.ASCII):
+                message = f"X-Deadline-Seconds: got {seconds[:40]!r}, need a number of seconds, as 2.5"
+                raise APIError(400, "invalid_header", message, param="X-Deadline-Seconds")
+            asked = time.monotonic() + float(seconds)
+            scope["state"]["deadline"] = min(scope["state"]["deadline"], asked)
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self.config.max_body_bytes:
+            raise self._too_large()
+
+    async def _read(self, receive: Receive) -> bytes:
+        """The body, which counts as held from now on. Raises `APIError`: 408 too slow, 413 too large, 429 too many."""
+        parts: list[bytes] = []
+        size, is_whole = 0, False
+        try:
+            async with asyncio.timeout(self.config.body_seconds):
+                while not is_whole:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise APIError(499, "client_disconnected", "the client went away")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    is_whole = not message.get("more_body", False)
+                    if size > self.config.max_body_bytes:
+                        raise self._too_large()
+        except TimeoutError as error:
+            seconds = self.config.body_seconds
+            raise APIError(408, "body_timeout", f"the body did not arrive within {seconds:g} seconds") from error
+        limit = self.config.max_queued_bytes
+        if self._held_bytes and self._held_bytes + size > limit:
+            held = f"{self._held_bytes} bytes of requests are held, and at most {limit} may be"
+            raise APIError(429, "memory_full", held, retry_after=self.service.batcher.seconds_of_queue)
+        self._held_bytes += size
+        return b"".join(parts)
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Let the application answer; cancel it when the client goes away before the response begins."""
+        messages: list[Message] = [{"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}]
+        has_begun = False
+
+        async def replay() -> Message:
+            return messages.pop() if len(messages) > 1 else messages[0]
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        work = asyncio.ensure_future(self.app(scope, replay, note_and_send))
+        client = asyncio.ensure_future(receive())  # ends when the client leaves, or has its response
+        try:
+            await asyncio.wait({work, client}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not has_begun:
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+                return
+            await work
+        finally:
+            work.cancel()
+            client.cancel()
+
+    def _too_large(self) -> APIError:
+        return APIError(413, "body_too_large", f"the body is too large: at most {self.config.max_body_bytes} bytes")
