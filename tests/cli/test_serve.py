@@ -161,29 +161,6 @@ def test_a_port_that_is_taken(refused: Any) -> None:
     assert "the address cannot be used" in said and port in said
 
 
-def test_a_port_that_is_taken_while_the_model_is_loaded(
-    refused: Any, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two sockets may be bound to one port as long as none of them listens."""
-    from treeward.serving import run
-
-    load, others = run._load, []
-
-    def load_slowly(config: ServerConfig) -> Any:
-        other = socket.socket()
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", config.port))
-        other.listen()
-        others.append(other)
-        return load(config)
-
-    monkeypatch.setattr(run, "_load", load_slowly)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    assert "the address cannot be used" in refused(str(model_folder), "--port", port)
-    others[0].close()
-
-
 def test_a_device_that_is_not_there(refused: Any, model_folder: Path) -> None:
     said = refused(str(model_folder), "--port", "0", "--device", "cuda:77")
     assert "the device cannot be used" in said and "cuda:77" in said

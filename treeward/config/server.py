@@ -136,9 +136,9 @@ class ServerConfig(Strict):
     """Time limit of a request, from its first byte; beyond it 504, and its conversations are dropped from the queue. A
     request may ask for less in the header X-Deadline-Seconds."""
     body_seconds: PositiveFloat = 30.0
-    """Time limit for a client to send its headers, and then its body; beyond it 408."""
+    """Time limit for a client to send its body; beyond it 408."""
     shutdown_seconds: PositiveFloat = 60.0
-    """Time for accepted requests after SIGTERM or SIGINT, while new requests get 503."""
+    """Time for accepted requests after SIGTERM or SIGINT, while the server accepts no new ones."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of requests. None: requests need no token."""
     tls_certificate: str | None = None
@@ -149,8 +149,8 @@ class ServerConfig(Strict):
     """Origins whose pages may call the server, as https://example.org; none by default."""
     allowed_hosts: Annotated[tuple[HostName, ...], OneIsAList] | None = None
     """Names that requests may have in their header Host, in lower case, without scheme and port, as rm.example.org;
-    other names get 421. The names of loopback are always allowed. None: only these where `host` is a loopback address,
-    so that a page of another site cannot reach the server by a name that points to this machine, and any name
+    other names get 400. localhost, 127.0.0.1 and [::1] are always allowed. None: only these where `host` is a loopback
+    address, so that a page of another site cannot reach the server by a name that points to this machine, and any name
     elsewhere. "*" is any name."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object a line, with the id of the request."""

@@ -163,7 +163,10 @@ class RequestLimits:
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Let the application answer; cancel it when the client goes away before the response begins."""
-        messages: list[Message] = [{"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}]
+        messages: list[Message] = [
+            {"type": "http.disconnect"},
+            {"type": "http.request", "body": body, "more_body": False},
+        ]
         has_begun = False
 
         async def replay() -> Message:

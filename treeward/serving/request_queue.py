@@ -78,9 +78,7 @@ class RequestQueue:
         if not waiting:
             self._of_model.pop(request.model.name, None)
 
-    def next_requests(
-        self, condition: Callable[[PendingRequest], bool] = lambda request: True
-    ) -> list[PendingRequest]:
+    def next_requests(self, condition: Callable[[PendingRequest], bool] = lambda request: True) -> list[PendingRequest]:
         """Requests of the model whose turn it is that meet the condition, in their order; empty if none does."""
         for name in list(self._of_model):
             self._of_model.move_to_end(name)

@@ -38,7 +38,7 @@ _Body = Annotated[
     Discriminator(
         _dialect,
         custom_error_type="invalid_request",
-        custom_error_message="the body must have either input or messages (vLLM), or text or input_ids (SGLang), not of both",
+        custom_error_message="the body must have input or messages (vLLM), or text or input_ids (SGLang), not of both",
     ),
 ]
 
