@@ -18,6 +18,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
@@ -27,7 +28,7 @@ from treeward.storage import folder_lock, sync_folder, write_text
 __all__ = ["ResumableRows", "resumable_rows"]
 
 Row = TypeVar("Row")
-_LONGEST_VALUE = 40
+_LONGEST_VALUE = 24
 
 
 class ResumableRows(Generic[Row]):
@@ -37,8 +38,11 @@ class ResumableRows(Generic[Row]):
         self.kept = kept
         self._stream, self._path = stream, path
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Write one row; it survives the process from here on. Raises `DataError` where it cannot be written."""
+    def add(self, row: object) -> None:
+        """Write one row, a mapping or a dataclass; it survives the process from here on.
+
+        Raises `DataError` where it cannot be written.
+        """
         if self._stream is None:
             return
         try:
@@ -170,4 +174,6 @@ def _unwritable(path: Path | None, error: OSError) -> DataError:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -152,7 +152,7 @@ def test_an_interrupted_run_goes_on(model_folder: Path, samples: Path, tmp_path:
 def test_rows_of_other_scores_are_not_mixed(model_folder: Path, samples: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert run("--proxy", model_folder, "--data", samples, "--output", output) == 0
-    with pytest.raises(CheckpointError, match="another gold"):
+    with pytest.raises(CheckpointError, match="gold field gold_scores -> "):
         run("--proxy", model_folder, "--gold", "math", "--data", samples, "--output", output)
     with pytest.raises(CheckpointError, match="another proxy"):
         run("--proxy", model_folder, "--data", samples, "--output", output, "--dtype", "bfloat16")
@@ -190,7 +190,9 @@ def test_several_proxies_on_the_same_samples(
     for name in ("gold", "regret", "proxy_gain"):
         assert found[own]["curves"][name]["mean"] == pytest.approx(one["curves"][name]["mean"], abs=1e-5)
     # What the shaping takes off is in the kept scores, and a model that stands twice in an ensemble is itself.
-    folders = {json.loads((f / "samples_of.json").read_text())["proxy"]: f for f in output.iterdir() if f.is_dir()}
+    folders = {
+        json.loads((f / "samples.identity.json").read_text())["proxy"]: f for f in output.iterdir() if f.is_dir()
+    }
     assert len(folders) == 3
     rows = {key.split(" ")[0]: kept_rows(folder) for key, folder in folders.items()}
     for plain, less, both, row in zip(

@@ -154,7 +154,7 @@ def _scored(
             for proxy in proxies:
                 folder = Path(arguments.output) / (_folder(proxy.name) if len(proxies) > 1 else "")
                 identity = {"data": of_all["data"], "proxy": _identity(proxy, arguments), "gold": of_all["gold"]}
-                files[proxy.name] = stack.enter_context(samples.SampleFile(folder, identity))
+                files[proxy.name] = stack.enter_context(samples.sample_file(folder, identity))
                 scored[proxy.name] += files[proxy.name].kept
         for proxy in proxies:
             own = scored[proxy.name]

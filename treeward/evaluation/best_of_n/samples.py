@@ -15,9 +15,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from treeward.data.preference import Message, parse_json_list
@@ -25,19 +25,17 @@ from treeward.data.sources import Row
 from treeward.data.synthetic.gold import gold_quality
 from treeward.errors import DataError
 from treeward.evaluation.best_of_n.analysis import SampledPrompt
-from treeward.evaluation.kept_rows import claim, read_kept
+from treeward.resumable import ResumableRows, resumable_rows
 from treeward.scoring.rows import conversations_of
 from treeward.scoring.score import ConversationScorer, Score
 
-__all__ = ["Grade", "Grader", "SampleFile", "SampledRow", "ScoredRow", "by_field", "by_gold_quality", "by_known"]
-__all__ += ["by_scorer", "fields_of", "sampled_rows", "score_samples"]
+__all__ = ["Grade", "Grader", "SampledRow", "ScoredRow", "by_field", "by_gold_quality", "by_known"]
+__all__ += ["by_scorer", "fields_of", "sample_file", "sampled_rows", "score_samples"]
 
 _ANSWERS = ("responses", "completions")
 _PROMPTS = ("context", "prompt", "messages")
 _CONVERSATION = (*_ANSWERS, *_PROMPTS, "chosen", "rejected")
 _SAMPLES_AT_ONCE = 1024
-_ROWS, _IDENTITY = "samples.jsonl", "samples_of.json"
-_OF_ANOTHER = "this folder holds the scores of other samples, or by other models"
 
 
 class Grade(NamedTuple):
@@ -307,44 +305,12 @@ def _score_chunk(rows: Sequence[SampledRow], proxy: Grader, gold: Grader) -> Ite
         )
 
 
-class SampleFile:
-    """`samples.jsonl` in a folder: rows are added as they are scored, and a run that was interrupted goes on.
-
-        with SampleFile(folder, identity={"data": ..., "proxy": ..., "gold": ...}) as file:
-            file.kept                # rows of an earlier run
-            file.add(scored)
+def sample_file(folder: Path, identity: Mapping[str, str]) -> AbstractContextManager[ResumableRows[ScoredRow]]:
+    """`samples.jsonl` in a folder, as `resumable_rows`: `kept` rows of an earlier run, and `add` for each new one.
 
     `identity`: what that run must have in common with this one; anything else raises `CheckpointError`.
     """
-
-    def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
-        self._path = folder / _ROWS
-        try:
-            claim(folder, identity, _IDENTITY, rows=_ROWS, summary=_OF_ANOTHER)
-            self.kept = list(read_kept(self._path, _scored_row))
-            self._stream = self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def add(self, scored: ScoredRow) -> None:
-        """Write a row to the disk."""
-        try:
-            self._stream.write(json.dumps(asdict(scored), ensure_ascii=False, default=str) + "\n")
-            self._stream.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def __enter__(self) -> SampleFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stream.close()
-
-    def _unwritable(self, error: OSError) -> DataError:
-        need = "a folder that can be written, and room in it"
-        return DataError("the samples' scores cannot be written", where=str(self._path), got=str(error), need=need)
+    return resumable_rows(folder / "samples.jsonl", identity, _scored_row)
 
 
 def _scored_row(row: Any, where: str) -> ScoredRow:
