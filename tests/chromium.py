@@ -57,7 +57,7 @@ def visiting(browser: Any, page_file: Path) -> Iterator[Visit]:
         page.on("request", lambda request: asked.append(request.url))
         page.goto(file.as_uri())
         if options.get("java_script_enabled", True):
-            page.locator(".plot:not(:has(svg))").first.wait_for(state="detached")
+            page.locator("html[data-drawn]").wait_for(state="attached")
         return page
 
     yield open_page

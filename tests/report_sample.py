@@ -363,7 +363,7 @@ def _samples() -> dict[str, Any]:
                     {
                         "name": model,
                         "colour": colour,
-                        "answers": [
+                        "completions": [
                             {"label": "step 0", "text": text, "numbers": numbers},
                             {"label": "step 10", "text": "and on " * 400, "numbers": numbers, "flags": ["cut"]},
                             {"label": "step 20", "text": "", "numbers": []},

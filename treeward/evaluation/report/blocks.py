@@ -2,7 +2,7 @@
 
     {"kind": "headline", "items": [{"label": "RewardBench", "value": 0.71, "low": 0.62, "high": 0.79, "count": 100,
                                     "format": "percent", "reference": 0.5, "note": "four sections"}]}
-    {"kind": "text", "title": "Length", "markdown": "**Longer** replies win. See `lengths`."}   (opens a chapter)
+    {"kind": "text", "title": "Length", "markdown": "**Longer** completions win. See `lengths`."}   (opens a chapter)
     {"kind": "bars", "title": "Subsets", "reference": 0.5, "x_range": [0, 1],
      "series": [{"name": "A", "items": [{"label": "Chat", "value": 0.9, "low": 0.8, "high": 0.95, "count": 358}]}]}
     {"kind": "histogram", "title": "Margins", "edges": [-1, 0, 1], "mark": 0,
@@ -11,28 +11,27 @@
         {"probability": 0.6, "frequency": 0.55, "low": 0.4, "high": 0.7, "count": 40}]}]}
     {"kind": "scatter", "title": "Length", "x_label": "characters", "y_label": "score", "series": [{"name": "A",
      "points": [{"x": 120, "y": 0.5, "text": "Yes.", "id": "7", "group": "chosen"}],
-     "line": {"x": [0, 9], "y": [0, 1]}}]}   (an id that is one of the examples opens it)
+     "line": {"x": [0, 9], "y": [0, 1]}}]}   (a click on a point opens the example of that id)
     {"kind": "matrix", "title": "Styles", "rows": ["plain"], "columns": ["plain"], "values": [[0.8]],
      "format": "percent", "row_label": "chosen", "column_label": "rejected"}
     {"kind": "curves", "title": "Best of N", "series": [{"name": "gold", "x": [1, 2], "y": [0, 1], "low": [0, 0.9],
      "high": [0, 1.1]}]}
     {"kind": "table", "title": "Shifts", "columns": [{"key": "name", "label": "Change", "format": "text"}],
      "rows": [{"name": "flattery"}]}
-    {"kind": "samples", "title": "Answers over time", "items": [{"prompt": [{"role": "user", "content": "Hi"}],
-     "rows": [{"name": "a run", "colour": 0, "answers": [{"label": "step 0", "text": "Hello.", "flags": ["cut"],
+    {"kind": "samples", "title": "Completions over time", "items": [{"prompt": [{"role": "user", "content": "Hi"}],
+     "rows": [{"name": "a run", "colour": 0, "completions": [{"label": "step 0", "text": "Hello.", "flags": ["cut"],
      "numbers": [{"label": "reward", "value": 0.3, "format": "signed"}]}]}]}]}
-    {"kind": "examples", "title": "Mistakes", "source": "rewardbench", "filter": {"outcome": "wrong"}}
+    {"kind": "examples", "title": "Mistakes", "source": "rewardbench"}
 
-Every kind takes a `title` and a `note` (a sentence below the title); with a title it may be `folded`, so that only that
-is seen until a reader opens it, and the contents do not list it. A number that is None or not finite shows as a
-dash. Formats: percent (of a fraction), points (a difference of fractions, in percentage points), number, signed,
-integer, text. A table's cell may be a number's object {"value", "low", "high", "count"}, with a "format" of its own
-where it is not the column's; a column may have a key that it `explains`, below whose cells it stands on a narrow
-screen; of its rows the first `most` are shown until all are asked for. An item of bars may have
-its own `reference`, where chance differs. Curves may name the places of their x axis, `x_ticks` [{"x", "label"}], and
-each point, `labels` beside x and y; mark some, `lines` [{"x", "label", "colour"}]; and be `spoken`, in sentences for
-those who do not see them, instead of number by number. A series of curves may have the `colour` and the `dash` of
-another, by their numbers, and `dots` or none. The rows of `examples` are those of
+Every kind takes a `title` and a `note` (a sentence below the title). A block with a title may be `folded`: readers open
+it, and the contents do not list it. A number that is None or not finite shows as a dash. Formats: percent (of a
+fraction), points (a difference of fractions, in percentage points), number, signed, integer, text. A table's cell may
+be an object {"value", "low", "high", "count"}, with its own "format" where it is not the column's. A column may name
+the column that it `explains`: narrow screens show it below that one's cells. `most` is the number of rows on a table's
+first page. An item of bars may have its own `reference`, where chance differs. Curves may name places of the x axis,
+`x_ticks` [{"x", "label"}], and points, `labels` beside x and y; mark places, `lines` [{"x", "label", "colour"}]; and be
+`spoken`, a description for screen readers in place of all numbers. A series of curves may have the `colour` and the
+`dash` of another, by number, and `dots` or none. The rows of `examples` are those of
 `treeward.evaluation.examples.to_row`, with a `model` where there is more than one.
 """
 
@@ -40,19 +39,17 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from treeward.config.base import nearest_name
 from treeward.errors import DataError
 
-__all__ = ["BLOCK_KINDS", "FORMATS", "check_blocks", "format_number", "plain"]
+__all__ = ["BLOCK_KINDS", "FORMATS", "check_blocks", "format_interval", "format_number", "is_number", "plain"]
 
 ABSENT = "–"
 FORMATS = ("percent", "points", "number", "signed", "integer", "text")
 
-# Of each kind the fields that it needs and those that it may have, besides those of every kind.
-_EVERY = ("kind", "title", "note", "folded")
 BLOCK_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "headline": (("items",), ()),
     "text": (("markdown",), ()),
@@ -64,11 +61,13 @@ BLOCK_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "curves": (("title", "series"), ("x_label", "y_label", "x_scale", "x_ticks", "format", "lines", "spoken")),
     "samples": (("title", "items"), ()),
     "table": (("title", "columns", "rows"), ("most",)),
-    "examples": (("title", "source"), ("filter",)),
+    "examples": (("title", "source"), ()),
 }
-# Decimals of a number by its size: at least three digits that count.
+"""The fields that each kind needs and those that it may have, beside `kind`, `title`, `note` and `folded`."""
+
+_EVERY = ("kind", "title", "note", "folded")
+# The number of decimals by size: at least three significant digits.
 _DECIMALS = ((1000, 0), (100, 1), (10, 2), (0.1, 3), (0.01, 4), (1e-4, 5), (0, 3))
-_SERIES_FIELDS = {"bars": "items", "histogram": "counts", "reliability": "bins", "scatter": "points", "curves": "y"}
 
 
 def check_blocks(blocks: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
@@ -78,74 +77,31 @@ def check_blocks(blocks: Sequence[Mapping[str, Any]], sources: Sequence[str]) ->
     """
     for number, block in enumerate(blocks):
         where = f"blocks[{number}]"
-        _check_fields(block, where)
-        kind = block["kind"]
-        if block.get("format") is not None:
-            _one_of(block["format"], FORMATS, where, "format")
-        if kind in _SERIES_FIELDS:
-            for index, series in enumerate(block["series"]):
-                _check_series(block, series, _SERIES_FIELDS[kind], where, f"series[{index}]")
-        elif kind == "matrix":
-            _length(block["values"], len(block["rows"]), where, "values")
-            for index, row in enumerate(block["values"]):
-                _length(row, len(block["columns"]), where, f"values[{index}]")
-        elif kind == "table":
-            for index, column in enumerate(block["columns"]):
-                _one_of(column.get("format", "text"), FORMATS, where, f"columns[{index}].format")
-            for index, row in enumerate(block["rows"]):
-                for key, cell in row.items():
-                    if isinstance(cell, Mapping) and "format" in cell:
-                        _one_of(cell["format"], FORMATS, where, f"rows[{index}].{key}.format")
-        elif kind == "samples":
-            for index, item in enumerate(block["items"]):
-                _check_sample(item, where, f"items[{index}]")
-        elif kind == "headline":
-            for index, item in enumerate(block["items"]):
-                _one_of(item.get("format", "number"), FORMATS, where, f"items[{index}].format")
-        elif kind == "examples":
+        _one_of(block.get("kind"), tuple(BLOCK_KINDS), where, "kind")
+        needed, optional = BLOCK_KINDS[block["kind"]]
+        for name in (*needed, *(["title"] if block.get("folded") else [])):
+            if block.get(name) is None:
+                summary = f"a block of kind {block['kind']} lacks {name}"
+                raise DataError(summary, where=where, field=name, need=f"the fields {', '.join(needed)}")
+        for name in block:
+            _one_of(name, (*_EVERY, *needed, *optional), where, str(name))
+        for path, form in _formats(block, ""):
+            _one_of(form, FORMATS, where, path)
+        if block["kind"] == "examples":
             _one_of(block["source"], sources, where, "source")
-        if block.get("folded") and not block.get("title"):
-            raise DataError("a folded block has no title to open it by", where=where, field="title", need="a title")
 
 
-def _check_fields(block: Mapping[str, Any], where: str) -> None:
-    _one_of(block.get("kind"), tuple(BLOCK_KINDS), where, "kind")
-    needed, optional = BLOCK_KINDS[block["kind"]]
-    for name in needed:
-        if block.get(name) is None:
-            raise DataError(
-                f"a block of kind {block['kind']} lacks {name}",
-                where=where,
-                field=name,
-                need=f"the fields {', '.join(needed)}",
-            )
-    for name in block:
-        _one_of(name, (*_EVERY, *needed, *optional), where, str(name))
-
-
-def _check_series(block: Mapping[str, Any], series: Mapping[str, Any], field: str, where: str, path: str) -> None:
-    for name in ("name", field):
-        if series.get(name) is None:
-            raise DataError(f"a series of {block['kind']} lacks {name}", where=where, field=f"{path}.{name}")
-    if block["kind"] == "histogram":
-        _length(series["counts"], len(block["edges"]) - 1, where, f"{path}.counts")
-    for name in ("x", "low", "high", "labels") if block["kind"] == "curves" else ():
-        if name == "x" or series.get(name) is not None:
-            _length(series.get(name, ()), len(series["y"]), where, f"{path}.{name}")
-    line = series.get("line") if block["kind"] == "scatter" else None
-    if line is not None:
-        _length(line["y"], len(line["x"]), where, f"{path}.line.y")
-
-
-def _check_sample(item: Mapping[str, Any], where: str, path: str) -> None:
-    for name in ("prompt", "rows"):
-        if item.get(name) is None:
-            raise DataError(f"an item of samples lacks {name}", where=where, field=f"{path}.{name}")
-    for row, answers in enumerate(one["answers"] for one in item["rows"]):
-        for column, answer in enumerate(answers):
-            for number in answer.get("numbers", ()):
-                field = f"{path}.rows[{row}].answers[{column}].numbers.format"
-                _one_of(number.get("format", "number"), FORMATS, where, field)
+def _formats(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every `format` of a block, with the place where it is."""
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            if key == "format" and inside is not None:
+                yield f"{path}format", inside
+            else:
+                yield from _formats(inside, f"{path}{key}.")
+    elif isinstance(value, list | tuple):
+        for index, inside in enumerate(value):
+            yield from _formats(inside, f"{path[:-1]}[{index}].")
 
 
 def _one_of(value: Any, names: Sequence[str], where: str, field: str) -> None:
@@ -160,17 +116,6 @@ def _one_of(value: Any, names: Sequence[str], where: str, field: str) -> None:
         need=f"one of {', '.join(names)}",
         fix=f"did you mean {near}?" if near else None,
     )
-
-
-def _length(values: Sequence[Any], need: int, where: str, field: str) -> None:
-    if len(values) != need:
-        raise DataError(
-            "two lists that belong together differ in length",
-            where=where,
-            field=field,
-            got=f"{len(values)} values",
-            need=f"{need} values",
-        )
 
 
 def plain(value: Any, where: str = "report") -> Any:
@@ -195,22 +140,45 @@ def plain(value: Any, where: str = "report") -> Any:
     )
 
 
-def format_number(value: float | None, format: str = "number") -> str:
-    """`value` as the page writes it (`formatNumber` of elements.js); a dash for None and what is not finite."""
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value` is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def format_number(value: float | None, format: str = "number", size: float | None = None) -> str:
+    """`value` as the page writes it; a dash for None and for a number that is not finite.
+
+    `size`: the largest of the numbers beside it, from which the number of decimals follows; None: its own.
+    """
     if value is None or not math.isfinite(value):
         return ABSENT
-    size = abs(value)
+    own = abs(value)
+    size = own if size is None else size
     if format == "percent":
-        text = f"{size * 100:.1f}%"
+        text = f"{own * 100:.1f}%"
     elif format == "points":
-        text = f"{size * 100:.1f} points"
-    elif format == "integer" or (size == round(size) and size >= 100):
-        text = f"{math.floor(size + 0.5):,}"
-    elif size != 0 and (size < 1e-4 or size >= 1e6):
-        mantissa, exponent = f"{size:.2e}".split("e")
+        text = f"{own * 100:.1f} points"
+    elif format == "integer" or (own == round(own) and own >= 100):
+        text = f"{math.floor(own + 0.5):,}"
+    elif own != 0 and (own < 1e-4 or own >= 1e6):
+        mantissa, exponent = f"{own:.2e}".split("e")
         text = f"{mantissa}e{int(exponent):+d}"
     else:
-        text = f"{size:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
+        text = f"{own:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
     text = text.replace("e-", "e\N{MINUS SIGN}")
     negative = value < 0 and any(digit in "123456789" for digit in text)
     return ("\N{MINUS SIGN}" if negative else "+" if format in ("signed", "points") and value > 0 else "") + text
+
+
+def format_interval(item: Mapping[str, Any], format: str, *, with_count: bool = True) -> tuple[str, str]:
+    """A number of an item, and its interval and count in brackets: "71.0%" and "(62.1% to 79.0%, n = 100)".
+
+    The second text is empty where neither is known.
+    """
+    known = {name: item[name] for name in ("value", "low", "high") if is_number(item.get(name))}
+    size = max((abs(value) for value in known.values()), default=0.0)
+    value, low, high = (format_number(known.get(name), format, size) for name in ("value", "low", "high"))
+    parts = [f"{low} to {high}".replace(" points", "")] if {"low", "high"} & known.keys() else []
+    if with_count and is_number(item.get("count")):
+        parts.append(f"n = {format_number(item['count'], 'integer')}")
+    return value, f"({', '.join(parts)})" if parts else ""

@@ -3,34 +3,46 @@
     write_report("out", "my-model", [{"kind": "headline", "items": [{"label": "accuracy", "value": 0.71}]}], {})
     # out/report.html (open it from the disk, send it by mail) and out/report.json with the same numbers
 
-The block kinds are in `treeward.evaluation.report.blocks`. The page loads nothing, and its content security policy
-lets it load nothing: one style sheet and one script, allowed by their hashes, and the data as JSON in which every
-character that could end the element, start another or reorder the text is escaped.
+`blocks` has the kinds of blocks, `charts` makes figures of them, `page.html` is the page. Everything but the charts and
+the table of examples is HTML when the page arrives. Charts are drawn by Vega (from vl-convert), and long tables by
+DataTables (from itables); both are embedded once. The content security policy lets the page load nothing, and run only
+these scripts.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from functools import cache
+from importlib import resources, util
 from pathlib import Path
 from typing import Any
 
-from treeward.evaluation.report.blocks import check_blocks, format_number, plain
+import jinja2
+import vl_convert
+from markdown_it import MarkdownIt
+from markupsafe import Markup
+
+from treeward.evaluation.report.blocks import check_blocks, format_interval, format_number, is_number, plain
+from treeward.evaluation.report.charts import THEME, draw
+from treeward.evaluation.report.examples import OUTCOMES, example_rows, filters, messages, prompt_text
+from treeward.storage import write_text
 
 __all__ = ["build_report", "write_report"]
 
-# One script, in the order in which one part uses the other.
-_SCRIPTS = ("elements.js", "plots.js", "figures.js", "examples.js", "samples.js", "page.js")
-
-# What ends a script element, line separators, control and format characters (they reorder the text for whoever reads
-# the source), byte order marks, and surrogates, which UTF-8 cannot encode.
-_UNSAFE = re.compile("[<>&\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff0-\uffff]")
+_FIGURES = ("bars", "histogram", "reliability", "scatter", "curves")
+_MOST_ROWS = 50
+_MOST_NUMBERS = 200
+_LONG_TEXT, _LONG_COMPLETION = 280, 900
+_WIDE_COLUMNS = 3
+# Characters that are invisible or reorder their neighbours, and halves of surrogate pairs; not the joiners of emoji.
+_HIDDEN = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
+)
+_MARKDOWN = MarkdownIt("zero").enable(["backticks", "emphasis", "list"])
 
 
 def build_report(
@@ -66,12 +78,9 @@ def write_report(
     report = _report(title, blocks, examples, subtitle)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    page = folder / f"{name}.html"
-    for path, text in ((folder / f"{name}.json", _safe_json(report) + "\n"), (page, _page(report, name))):
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(partial, path)
-    return page
+    write_text(folder / f"{name}.json", json.dumps(report, allow_nan=False) + "\n")
+    write_text(folder / f"{name}.html", _page(report, name))
+    return folder / f"{name}.html"
 
 
 def _report(
@@ -90,50 +99,162 @@ def _report(
 
 
 def _page(report: Mapping[str, Any], name: str) -> str:
-    style = _resource("page.css")
-    script = "\n".join(map(_resource, _SCRIPTS))
-    parts = {
-        "policy": f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'",
-        "title": _text(report["title"]),
-        "subtitle": _text(report["subtitle"]),
-        "json": _text(f"{name}.json"),
-        "style": style,
-        "headline": _headline(report["blocks"]),
-        "data": _safe_json(report),
-        "script": script,
-    }
-    # One pass: what was filled in is never searched for placeholders again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
+    shown = _visible(report)
+    sections, has_charts, has_tables = [], False, False
+    for number, block in enumerate(shown["blocks"], start=1):
+        section = dict(block) | {"id": f"block-{number}", "opens": block["kind"] == "text" and bool(block.get("title"))}
+        if block["kind"] in _FIGURES:
+            section["figure"] = draw(block)
+            has_charts = True
+        elif block["kind"] == "table":
+            section |= {"long": len(block["rows"]) > block.get("most", _MOST_ROWS)}
+            has_tables |= section["long"]
+        elif block["kind"] == "examples":
+            rows = shown["examples"][block["source"]]
+            section |= {"examples": example_rows(rows), "filters": filters(rows)}
+            has_tables = True
+        sections.append(section)
+    scripts = [
+        *([_vega()] if has_charts else []),
+        *([_datatables()] if has_tables else []),
+        _own("page.js"),
+    ]
+    return _environment().get_template("page.html").render(
+        report=shown,
+        json_name=f"{name}.json",
+        sections=sections,
+        contents=_contents(sections),
+        theme=THEME,
+        style=Markup(_own("page.css")),
+        table_style=Markup(_bundled("dt_bundle.css") if has_tables else ""),
+        scripts=[Markup(script) for script in scripts],
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
+    )  # fmt: skip
 
 
-def _safe_json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+def _contents(sections: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The titles of the page: chapters, each with its parts."""
+    entries: list[dict[str, Any]] = []
+    in_chapter = False
+    for one in sections:
+        if not one.get("title") or one.get("folded"):
+            continue
+        if in_chapter and not one["opens"]:
+            entries[-1]["parts"].append(one)
+        else:
+            entries.append({"section": one, "parts": []})
+        in_chapter = in_chapter or one["opens"]
+    return entries
 
 
-def _text(text: str) -> str:
-    """`text` for the body of the page: markup escaped, format characters as references, controls replaced."""
-    text = re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
-    return _UNSAFE.sub(lambda match: f"&#x{ord(match[0]):x};", html.escape(text).replace("&", "\0")).replace("\0", "&")
+# --- what the templates call -----------------------------------------------------------------------------------------
 
 
-def _headline(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """The headline numbers as a table, for readers whose browser runs no scripts."""
-    rows = []
-    for item in (item for block in blocks if block["kind"] == "headline" for item in block["items"]):
-        value, low, high = (
-            format_number(item.get(key), item.get("format", "number")) for key in ("value", "low", "high")
-        )
-        interval = f" ({low} to {high})" if item.get("low") is not None else ""
-        rows.append(f'<tr><th scope="row">{_text(str(item["label"]))}</th><td>{value}{interval}</td></tr>')
-    return f"<table>{''.join(rows)}</table>" if rows else ""
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("treeward.evaluation.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": format_number, "markdown": lambda text: Markup(_MARKDOWN.render(text))}
+    environment.globals |= {
+        "cell": _cell, "is_number": is_number, "interval": format_interval, "messages": messages, "shade": _shade,
+        "table_layout": _table_layout, "prompt_text": prompt_text, "LONG": _LONG_COMPLETION, "MOST": _MOST_NUMBERS,
+        "PAGE": _MOST_ROWS, "OUTCOMES": OUTCOMES,
+    }  # fmt: skip
+    return environment
+
+
+def _table_layout(columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The columns with what their cells share: whole numbers have no decimals if the column has nothing else.
+
+    `is_dense` of the first: with many columns, intervals stand below their values.
+    """
+    found = []
+    with_interval = 0
+    for column in columns:
+        values = [row.get(column["key"]) for row in rows]
+        form = column.get("format") or "text"
+        cells = [value for value in values if isinstance(value, Mapping)]
+        with_interval += any(is_number(cell.get("low")) for cell in cells)
+        if form == "number" and not cells and all(value == round(value) for value in values if is_number(value)):
+            form = "integer"
+        found.append({
+            "key": column["key"], "label": column.get("label") or column["key"], "format": form,
+            "is_text": (column.get("format") or "text") == "text", "explains": column.get("explains"),
+        })  # fmt: skip
+    dense = with_interval > _WIDE_COLUMNS or len(columns) > 2 * _WIDE_COLUMNS
+    return [{**column, "is_dense": dense} for column in found]
+
+
+def _cell(value: Any, column: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's cell: its `value` and `range` as text, what it is ordered by, and the `rest` of a long text."""
+    form = "number" if column["is_text"] else column["format"]
+    if isinstance(value, Mapping):
+        shown, interval = format_interval(value, value.get("format") or form)
+        return {"value": shown, "range": interval, "order": value.get("value"), "rest": None}
+    if value is None or isinstance(value, bool | int | float):
+        shown = str(value).lower() if isinstance(value, bool) else format_number(value, form)
+        return {"value": shown, "range": "", "order": value, "rest": None}
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    long = len(text) > _LONG_TEXT
+    short = f"{' '.join(text[:_LONG_TEXT].split())}…" if long else text
+    return {"value": short, "range": "", "order": None, "rest": text if long else None}
+
+
+def _shade(block: Mapping[str, Any], value: Any) -> int:
+    """How dark a cell of a matrix is, in percent."""
+    known = [one for row in block["values"] for one in row if is_number(one)]
+    usual = (0, 1) if block.get("format") == "percent" else (min(0, *known, 0), max(0, *known, 0))
+    low, high = block.get("range") or usual
+    share = (value - low) / ((high - low) or 1) if is_number(value) else 0.0
+    return round(62 * float(min(max(share, 0.0), 1.0)))
+
+
+def _visible(value: Any) -> Any:
+    """`value` with every hidden character of its texts replaced by its name, as U+202E in brackets."""
+    if isinstance(value, str):
+        return _HIDDEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", value.replace("\r\n", "\n"))
+    if isinstance(value, Mapping):
+        return {_visible(key): _visible(item) for key, item in value.items()}
+    return [_visible(item) for item in value] if isinstance(value, list) else value
+
+
+# --- scripts ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _vega() -> str:
+    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # the default is missing in its stubs
+    return f'"use strict";{_safe_script(bundle)}'
+
+
+@cache
+def _datatables() -> str:
+    # A module's exports are no names of the page: the bundle's own end is replaced by one that makes them such.
+    bundle = _bundled("dt_bundle.js")
+    names = re.search(r"export\{.*?(\w+) as default.*?\}", bundle)
+    assert names is not None, "itables has changed how its bundle exports DataTables"
+    return _safe_script(f"(() => {{{bundle.replace(names[0], f'window.DataTable={names[1]};')}}})();")
+
+
+def _bundled(name: str) -> str:
+    spec = util.find_spec("itables")  # importing it would import pandas
+    assert spec is not None and spec.origin is not None
+    return (Path(spec.origin).parent / "html" / name).read_text(encoding="utf-8")
+
+
+def _own(name: str) -> str:
+    # Universal newlines: a carriage return would be normalised by the browser and the hash would not match.
+    return resources.files("treeward.evaluation.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _safe_script(text: str) -> str:
+    return text.replace("<!--", "<\\!--").replace("</script", "<\\/script").replace("\r\n", "\n")
 
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _resource(name: str) -> str:
-    # Universal newlines: a carriage return would be normalised by the browser and the hash would not match.
-    return resources.files("treeward.evaluation.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,173 +1,123 @@
-// The page: chapters and their blocks, the contents, the theme, printing.
+// The page: charts, tables, examples, the theme, printing. Everything else is HTML already.
 "use strict";
 
-const report = JSON.parse(document.getElementById("report-data").textContent);
-const printing = [];
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+const readJson = (node) => JSON.parse(node.textContent);
+const tables = new Map(); // of examples, by source
 
-const FIGURES = {
-  headline: (block) => h("ul", { class: "cards" }, block.items.map(headlineCard)),
-  text: (block) => h("div", { class: "prose" }, markdown(block.markdown)),
-  bars: barsFigure,
-  histogram: histogramFigure,
-  reliability: reliabilityFigure,
-  scatter: scatterFigure,
-  matrix: matrixFigure,
-  curves: curvesFigure,
-  table: (block) => dataTable(block.columns, block.rows, { caption: block.title, most: block.most }),
-  examples: examplesTable,
-  samples: samplesList,
-};
-
-// A headline number, its interval in words and, for a fraction, on a line from 0 to 1.
-function headlineCard(item) {
-  const format = item.format || "number";
-  const at = (node, name, value) => {
-    node.style.setProperty(name, `${clamp(value, 0, 1) * 100}%`);
-    return node;
-  };
-  const decimals = decimalsOf([item.value, item.low, item.high]);
-  const hasInterval = isNumber(item.low) && isNumber(item.high);
-  let line = null;
-  if (format === "percent" && isNumber(item.value)) {
-    line = h("div", { class: "interval", "aria-hidden": "true" },
-      isNumber(item.reference) && at(h("span", { class: "chance" }), "left", item.reference),
-      hasInterval && at(at(h("span", { class: "span" }), "left", item.low), "width", item.high - item.low),
-      at(h("span", { class: "dot" }), "left", item.value));
-  }
-  const facts = [
-    hasInterval && `95% interval ${formatNumber(item.low, format, decimals).replace(" points", "")} to ${formatNumber(item.high, format, decimals)}`,
-    [isNumber(item.count) && `n = ${formatNumber(item.count, "integer")}`,
-      isNumber(item.reference) && `chance ${roundNumber(item.reference, format)}`].filter(Boolean).join(" · "),
-  ].filter(Boolean);
-  return h("li", { class: "card" },
-    h("div", { class: "card-label", dir: "auto" }, textNodes(String(item.label))),
-    h("div", { class: "card-value" }, typeof item.value === "string" ? item.value : formatNumber(item.value, format, decimals)),
-    line, facts.map((fact) => h("div", { class: "card-facts" }, fact)),
-    item.note && h("div", { class: "card-note", dir: "auto" }, textNodes(String(item.note))));
+// Charts are drawn where they are in sight; those in a closed fold when it opens.
+async function draw(holder) {
+  const data = holder.querySelector("script");
+  if (!data || !holder.checkVisibility()) return;
+  const spec = readJson(data);
+  if (!holder.closest(".kind-bars")) spec.height = Math.min(spec.height, Math.max(240, 0.75 * holder.clientWidth));
+  const options = { mode: "vega-lite", renderer: "svg", ast: true, actions: false, config: readJson(document.getElementById("theme-of-charts")) };
+  const { view } = await vegaEmbed(holder, spec, options);
+  holder.querySelector("svg").setAttribute("aria-hidden", "true"); // the figure has a description
+  view.addEventListener("click", (event, item) => item?.datum?.id !== undefined && openExample(item.datum, holder.dataset.source));
 }
 
-function drawn(block) {
-  try {
-    return FIGURES[block.kind](block);
-  } catch (error) {
-    console.error(`block ${block.kind} "${block.title}":`, error);
-    return h("p", { class: "trouble" }, `This block could not be drawn (${error.message}). Its numbers are in the JSON.`);
-  }
+async function drawAll() {
+  for (const holder of all(".plot")) await draw(holder);
+  document.documentElement.dataset.drawn = "";
 }
 
-function section(block, level) {
-  const id = newId("block");
-  const heading = block.title && h(`h${level}`, { id, dir: "auto" }, textNodes(block.title));
-  const inside = () => [block.note && h("p", { class: "note", dir: "auto" }, textNodes(block.note)), drawn(block)];
-  const properties = { class: `block kind-${block.kind}${block.folded ? " folded" : ""}`, "aria-labelledby": block.title ? id : null,
-    "aria-label": !block.title && block.kind === "headline" ? "Headline numbers" : null };
-  if (!block.folded) return h("section", properties, heading, inside());
-  // What is folded is made when it is opened: of many models these are most of the page.
-  const folded = h("details", null, h("summary", null, heading));
-  folded.addEventListener("toggle", () => { if (folded.open && folded.children.length === 1) fill(folded, null, inside()); });
-  return h("section", properties, folded);
+// A row of the examples opens below itself, with its completions side by side.
+const COLUMNS = { outcome: 0, margin: 1, subset: 2, model: 3, id: 4, prompt: 5, gap: 6, models: 7, detail: 8 };
+
+function toggle(row, open = !row.child.isShown()) {
+  if (open) row.child(row.data()[COLUMNS.detail].shown, "detail").show();
+  else row.child.hide();
+  row.node().querySelector(".open").setAttribute("aria-expanded", open);
 }
 
-// A text with a title opens a chapter: what follows it is one level deeper.
-function build() {
-  const main = document.getElementById("main");
-  const entries = [];
-  let chapter = null;
-  for (const block of report.blocks) {
-    const opens = block.kind === "text" && block.title;
-    const node = section(block, chapter && !opens ? 3 : 2);
-    if (opens) chapter = node.classList.add("chapter") ?? node;
-    main.append(node);
-    const heading = node.querySelector("h2, h3");
-    if (!heading || block.folded) continue;
-    const link = h("a", { href: `#${heading.id}` }, textNodes(block.title));
-    if (heading.tagName === "H3") entries.at(-1).parts.push(h("li", null, link));
-    else entries.push({ link, parts: [] });
-  }
-  const contents = document.getElementById("contents");
-  if (entries.length + entries.flatMap((entry) => entry.parts).length < 2) {
-    contents.hidden = true;
-    return;
-  }
-  // Of several chapters the parts are folded: a list of a hundred links is no overview.
-  const many = entries.filter((entry) => entry.parts.length).length > 1;
-  const inside = ({ link, parts }) => {
-    const list = parts.length > 0 && h("ol", { class: "deeper" }, parts);
-    return many && list ? h("details", { class: "parts" }, h("summary", null, `${parts.length} part${parts.length > 1 ? "s" : ""}`,
-      h("span", { class: "visually-hidden" }, ` of ${link.textContent}`)), list) : list;
-  };
-  const folded = h("details", null, h("summary", null, "Contents"), h("ol", null, entries.map((entry) => h("li", null, entry.link, inside(entry)))));
-  const wide = matchMedia("(min-width: 1100px)");
-  const adapt = () => { folded.open = wide.matches; };
-  wide.addEventListener("change", adapt);
-  adapt();
-  folded.addEventListener("click", (event) => { if (event.target.closest("a") && !wide.matches) folded.open = false; });
-  contents.append(folded);
+function openExample({ id, of }, source) {
+  const table = source ? tables.get(source) : [...tables.values()][0];
+  table.search("").columns().search.fixed("filter", null).draw();
+  const matches = table.rows((_, data) => data[COLUMNS.id].order === String(id)).indexes().toArray();
+  const index = matches.find((one) => table.row(one).data()[COLUMNS.model].order === of) ?? matches[0];
+  if (index === undefined) return;
+  table.page(Math.floor(table.rows({ order: "applied" }).indexes().toArray().indexOf(index) / table.page.len())).draw("page");
+  toggle(table.row(index), true);
+  table.row(index).node().querySelector(".open").focus();
 }
 
-function recolour() {
-  for (const draw of recoloured) draw();
+function examplesTable(element) {
+  const { margin, model, id, prompt, gap, models, detail } = COLUMNS;
+  const filters = element.previousElementSibling;
+  const unknownLast = (sign) => (a, b) => (a === "") - (b === "") || sign * (a - b);
+  DataTable.type("known", "order", { asc: unknownLast(1), desc: unknownLast(-1) });
+  // The rows come in a template: they are no part of the page until they are on the page that is shown.
+  const data = all("tr", element.nextElementSibling.content).map((row) => [...row.cells].map((cell) =>
+    ({ shown: cell.innerHTML, order: cell.dataset.order ?? cell.textContent, search: cell.dataset.search ?? cell.innerHTML })));
+  const table = new DataTable(element, {
+    data, deferRender: true, columns: Object.entries(COLUMNS).map(([className, at]) =>
+      ({ data: at, className, render: { _: "shown", sort: "order", type: "order", filter: "search" } })),
+    autoWidth: false, pageLength: 25, order: [[margin, "asc"]],
+    columnDefs: [{ targets: [models, detail], visible: false }, { targets: [margin, gap], type: "known" }, { targets: prompt, orderable: false },
+      { targets: model, visible: filters.querySelector("[data-key=model]") !== null }],
+    layout: { topStart: () => filters, topEnd: "search", bottomStart: "info", bottomEnd: "paging" },
+    language: { search: "Search", searchPlaceholder: 'words, or "a phrase"', zeroRecords: "No example matches. Fewer words or filters find more." },
+  });
+  tables.set(element.dataset.source, table);
+  for (const select of all("select", filters)) {
+    select.addEventListener("change", () => {
+      const wanted = select.value;
+      table.column(COLUMNS[select.dataset.key]).search.fixed("filter", wanted ? (text) => text === wanted : null);
+      if (wanted === "disagree") table.order([[id, "asc"]]); // the rows of one example stand together
+      table.draw();
+    });
+  }
+  table.on("click", "tbody td", (event) => {
+    const node = event.target.closest("tr");
+    if (node.querySelector(".open") && !String(getSelection())) toggle(table.row(node));
+  });
+}
+
+function longTable(element) {
+  const some = +element.dataset.page;
+  new DataTable(element, { autoWidth: false, pageLength: some, order: [], lengthMenu: [some, -1],
+    layout: { topStart: null, topEnd: null, bottomStart: ["search", "pageLength"], bottomEnd: ["info", "paging"] } });
 }
 
 // Automatic, light or dark; remembered where the browser lets a file remember.
 function theming() {
   const names = ["auto", "light", "dark"];
   const button = document.getElementById("theme");
-  let theme = "auto";
-  try {
-    theme = localStorage.getItem("treeward-theme") || "auto";
-  } catch {
-    theme = "auto";
-  }
-  if (!names.includes(theme)) theme = "auto";
-  const apply = () => {
-    if (theme === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = theme;
-    button.textContent = `Theme: ${theme}`;
-    recolour();
+  const memory = { get: () => { try { return localStorage.getItem("treeward-theme"); } catch { return null; } },
+    set: (name) => { try { localStorage.setItem("treeward-theme", name); } catch { button.title = "not remembered by this browser"; } } };
+  const apply = (name) => {
+    document.documentElement.dataset.theme = name;
+    button.textContent = `Theme: ${name}`;
   };
   button.addEventListener("click", () => {
-    theme = names[(names.indexOf(theme) + 1) % names.length];
-    try {
-      localStorage.setItem("treeward-theme", theme);
-    } catch {
-      button.title = "this browser does not remember the theme of a file";
-    }
-    apply();
+    const next = names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length];
+    memory.set(next);
+    apply(next);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
   button.hidden = false;
-  apply();
+  apply(names.includes(memory.get()) ? memory.get() : "auto");
 }
 
-// Paper is white, has no scroll bars, and shows the first examples whole.
-function printable() {
-  const set = (on) => {
-    if (on === document.documentElement.hasAttribute("data-printing")) return;
-    document.documentElement.toggleAttribute("data-printing", on);
-    for (const prepare of printing) prepare(on);
-    recolour();
-  };
-  const media = matchMedia("print");
-  media.addEventListener("change", () => set(media.matches));
-  addEventListener("beforeprint", () => set(true));
-  addEventListener("afterprint", () => set(false));
-}
-
-// The link leads to the JSON beside the page; a page that travelled alone gives the same numbers out of itself.
-function jsonLink() {
-  const link = document.getElementById("json");
-  link.addEventListener("click", (event) => {
-    event.preventDefault();
-    const url = URL.createObjectURL(new Blob([document.getElementById("report-data").textContent, "\n"], { type: "application/json" }));
-    h("a", { href: url, download: link.download }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10000);
+// On paper the first ten examples and all samples are open.
+function printing() {
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = all(".sample:not([open]), .sample details:not([open])");
+    for (const one of opened) one.open = true;
+    for (const table of tables.values()) table.rows({ page: "current" }).every(function (_, __, count) { if (count < 10) toggle(this, true); });
+  });
+  addEventListener("afterprint", () => {
+    for (const one of opened) one.open = false;
+    for (const table of tables.values()) table.rows({ page: "current" }).every(function () { toggle(this, false); });
   });
 }
 
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
-addEventListener("scroll", placeTip, { passive: true });
 theming();
-printable();
-jsonLink();
-build();
+printing();
+all("table.examples").forEach(examplesTable);
+all("table.long").forEach(longTable);
+addEventListener("toggle", (event) => all(".plot", event.target).forEach(draw), true);
+const contents = document.querySelector(".contents > details");
+if (contents && !matchMedia("(min-width: 1100px)").matches) contents.open = false;
+drawAll();

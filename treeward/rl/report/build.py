@@ -334,7 +334,7 @@ def _sample_blocks(summaries: Sequence[RunSummary]) -> list[dict[str, Any]]:
             item["rows"].append({
                 "name": one.run.name if len(summaries) > 1 else "",
                 "colour": colour,
-                "answers": [_completion(line, one) for line in _three(lines, one.best_step)],
+                "completions": [_completion(line, one) for line in _three(lines, one.best_step)],
             })  # fmt: skip
     if not items:
         return []

@@ -1,0 +1,131 @@
+"""The table of examples: rows of `examples.jsonl` as `page.html` shows them, and what they can be filtered by."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from treeward.evaluation.report.blocks import ABSENT, is_number
+
+__all__ = ["OUTCOMES", "example_rows", "filters", "messages", "prompt_text"]
+
+Row = Mapping[str, Any]
+
+OUTCOMES = {"wrong": "✗ wrong", "tie": "= tie", "right": "✓ right", "failed": "! failed", "none": "· no order"}
+"""The outcomes of an example in the order of the table, and how they are shown."""
+
+
+def example_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as the page's table shows them; `share` is the size of the margin, the widest of all being 1."""
+    disputed = _disputed(rows)
+    widest = max((abs(row["margin"]) for row in rows if is_number(row.get("margin"))), default=1.0) or 1.0
+    found = []
+    for row in rows:
+        gap, margin = _length_gap(row), row.get("margin")
+        shown = {key: ABSENT if row.get(key) is None else str(row[key]) for key in ("id", "subset", "model")}
+        found.append(shown | {
+            "outcome": _outcome(row), "rank": list(OUTCOMES).index(_outcome(row)),
+            "margin": margin, "share": abs(margin or 0.0) / widest,
+            "gap": gap, "shown_gap": ABSENT if gap is None else f"{gap:+,.0f}".replace("-", "\N{MINUS SIGN}"),
+            "models": "disagree" if str(row.get("id")) in disputed else "agree",
+            "context": messages(row.get("context")), "prompt": prompt_text(row.get("context")),
+            "completions": _completions(row),
+        })  # fmt: skip
+    return found
+
+
+def filters(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What the table can be narrowed to: a label, the key of the rows, and values with how many rows each has."""
+    found = []
+    for label, key in (("Outcome", "outcome"), ("Subset", "subset"), ("Model", "model")):
+        counts = Counter(_outcome(row) if key == "outcome" else row.get(key) for row in rows)
+        order = [name for name in OUTCOMES if name in counts] if key == "outcome" else sorted(filter(None, counts))
+        if len(order) > 1:
+            options = [
+                {"value": one, "label": OUTCOMES[one] if key == "outcome" else one, "count": counts[one]}
+                for one in order
+            ]
+            found.append({"label": label, "key": key, "options": options})
+    disputed = len(_disputed(rows))
+    if disputed:
+        options = [{"value": "disagree", "label": "models disagree", "count": disputed}]
+        found.append({"label": "Models", "key": "models", "options": options})
+    return found
+
+
+def messages(value: Any) -> list[dict[str, str]]:
+    """Messages as role and text, whatever their content is."""
+    given = value if isinstance(value, list) else [value] if value else []
+    return [
+        {"role": "", "text": one} if isinstance(one, str) else
+        {"role": str(one.get("role") or ""), "text": _text(one.get("content"))}
+        for one in given
+    ]  # fmt: skip
+
+
+def prompt_text(context: Any) -> str:
+    """The last message of the user, or the last of all."""
+    told = messages(context)
+    return next((one["text"] for one in reversed(told) if one["role"] == "user"), told[-1]["text"] if told else "")
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(
+            part if isinstance(part, str) else str(part.get("text") or json.dumps(part)) for part in content
+        )
+    return content if isinstance(content, str) else "" if content is None else json.dumps(content)
+
+
+def _outcome(row: Row) -> str:
+    outcome = row.get("outcome")
+    return outcome if outcome in OUTCOMES else "none"
+
+
+def _disputed(rows: Sequence[Row]) -> set[str]:
+    """The ids that one model has right and another has not, though both have scored them."""
+    right: dict[str, set[bool]] = {}
+    for row in rows:
+        if _outcome(row) not in ("failed", "none"):
+            right.setdefault(str(row.get("id")), set()).add(_outcome(row) == "right")
+    return {id for id, outcomes in right.items() if len(outcomes) > 1}
+
+
+def _length_gap(row: Row) -> float | None:
+    """Characters that the best-ranked completions have more than the others, on average."""
+    ranks, lengths = np.array(row.get("ranks") or []), np.array(row.get("lengths") or [])
+    if len(ranks) != len(lengths) or len(set(ranks.tolist())) < 2:
+        return None
+    best = ranks == ranks.min()
+    return float(np.round(lengths[best].mean() - lengths[~best].mean()))
+
+
+def _completions(row: Row) -> list[dict[str, Any]]:
+    """The completions by rank, each with its name, whether it is better, and its numbers."""
+    given = row.get("completions") or []
+    num = len(given)
+    columns = {name: list(row.get(name) or []) for name in ("ranks", "scores", "lengths", "num_tokens", "errors")}
+    padded = {name: values + [None] * (num - len(values)) for name, values in columns.items()}
+    ranks = [0 if rank is None else rank for rank in padded["ranks"]]
+    distinct = sorted(set(ranks))
+    known = [score for score in padded["scores"] if score is not None]
+    found = []
+    for i in sorted(range(num), key=lambda i: ranks[i]):
+        if len(distinct) < 2:
+            name = "Tied" if num > 1 else "Completion"
+        elif len(distinct) == 2:
+            name = "Better completion" if ranks[i] == distinct[0] else "Worse completion"
+        else:
+            name = f"Rank {distinct.index(ranks[i]) + 1} of {len(distinct)}"
+        score = padded["scores"][i]
+        found.append({
+            "name": name, "is_better": len(distinct) > 1 and ranks[i] == distinct[0],
+            "is_chosen": num > 1 and score is not None and score == max(known), "score": score,
+            "length": padded["lengths"][i], "num_tokens": padded["num_tokens"][i], "error": padded["errors"][i],
+            "messages": messages(given[i]),
+        })  # fmt: skip
+    return found
