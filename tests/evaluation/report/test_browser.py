@@ -53,7 +53,9 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
         ".kind-table tbody tr": 5,
     }
     assert {selector: count(page, selector) for selector in expected} == expected
-    widths = page.locator(".kind-bars .layer_0_marks path").evaluate_all("(all) => all.map((bar) => bar.getBBox().width)")
+    widths = page.locator(".kind-bars .layer_0_marks path").evaluate_all(
+        "(all) => all.map((bar) => bar.getBBox().width)"
+    )
     bars = next(block for block in sample_report()["blocks"] if block["kind"] == "bars")
     values = [item["value"] for series in bars["series"] for item in series["items"]]
     assert widths == pytest.approx([value * widths[0] / values[0] for value in values], rel=1e-3)
@@ -255,7 +257,9 @@ def test_print_opens_the_first_examples_and_all_samples(visit: Visit) -> None:
 def test_without_scripts_the_numbers_are_there(visit: Visit) -> None:
     page = visit(java_script_enabled=False)
     text = page.locator("main").inner_text()
-    assert MODELS[0] in text and "50.6%" in text and "+0.420" in text and "Charts and the table of examples need" in text
+    assert (
+        MODELS[0] in text and "50.6%" in text and "+0.420" in text and "Charts and the table of examples need" in text
+    )
 
 
 def test_thousands_of_examples(visit: Visit, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_sample import HOSTILE, sample_report
+from report_sample import HOSTILE, MODELS, sample_report
 
 from treeward.errors import DataError
 from treeward.evaluation.report.blocks import BLOCK_KINDS, format_number, plain
@@ -67,8 +67,14 @@ def test_written_json_equals_the_blocks(tmp_path: Path) -> None:
 def test_no_text_escapes_its_place(text: str) -> None:
     def page(text: str, body: str) -> Page:
         example = {"id": text, "subset": text, "model": text, "completions": [[{"role": text, "content": body}]]}
-        curves = {"kind": "curves", "title": text, "x_label": text, "x_ticks": [{"x": 0, "label": text}],
-                  "lines": [{"x": 0, "label": text}], "series": [{"name": text, "x": [0, 1], "y": [0, 1]}]}
+        curves = {
+            "kind": "curves",
+            "title": text,
+            "x_label": text,
+            "x_ticks": [{"x": 0, "label": text}],
+            "lines": [{"x": 0, "label": text}],
+            "series": [{"name": text, "x": [0, 1], "y": [0, 1]}],
+        }
         blocks = [
             {"kind": "headline", "items": [{"label": text, "value": 1.0, "note": text}]},
             {"kind": "text", "markdown": body},
@@ -103,7 +109,9 @@ def test_the_policy_allows_these_scripts_and_nothing_else() -> None:
     ours = [text for text, kind in zip(scripts, types, strict=True) if kind is None]
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in ours]
     assert allowed == "script-src " + " ".join(f"'sha256-{digest}'" for digest in digests) and len(ours) == 3
-    addresses = {str(value) for _, attributes in page.tags for name, value in attributes.items() if name in ("href", "src")}
+    addresses = {
+        str(value) for _, attributes in page.tags for name, value in attributes.items() if name in ("href", "src")
+    }
     assert {one for one in addresses if not one.startswith("#")} == {"data:,", "report.json"}
 
 
@@ -182,8 +190,15 @@ def test_figures_have_descriptions_and_tables() -> None:
         assert len(figure.description) > 80
         assert all(column["key"] in row for column in figure.columns for row in figure.rows)
     points = [(p["x"], p["y"]) for p in blocks["scatter"]["series"][0]["points"] if p["y"] is not None]
-    assert figures["scatter"].rows[0]["correlation"] == pytest.approx(float(np.corrcoef(*zip(*points, strict=True))[0, 1]))
-    assert [name for *_, name in figures["scatter"].legend] == ["qwen3-tiny-bt", "qwen3-tiny-ensemble", "better", "worse"]
+    assert figures["scatter"].rows[0]["correlation"] == pytest.approx(
+        float(np.corrcoef(*zip(*points, strict=True))[0, 1])
+    )
+    assert [name for *_, name in figures["scatter"].legend] == [
+        "qwen3-tiny-bt",
+        "qwen3-tiny-ensemble",
+        "better",
+        "worse",
+    ]
 
 
 @pytest.mark.parametrize(("num_groups", "colours", "legend"), [(1, 1, 0), (5, 5, 5), (12, 1, 0)])

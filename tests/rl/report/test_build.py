@@ -414,11 +414,11 @@ def test_samples_are_first_best_and_last_of_the_same_prompt(runs: list[RLRun]) -
     assert len(samples["items"]) == 7
     for item in samples["items"]:
         assert [row["name"] for row in item["rows"]] == ["clean", "no KL", "length calibrated"]
-    hacked = samples["items"][0]["rows"][1]["answers"]
+    hacked = samples["items"][0]["rows"][1]["completions"]
     assert [completion["label"] for completion in hacked] == ["step 0", "step 50", "step 200"]
     assert hacked[1]["flags"] == ["gold is best on average"] and hacked[2]["flags"] == ["cut"]
     assert [number["label"] for number in hacked[2]["numbers"]] == ["reward", "gold", "KL", "tokens"]
-    cured = samples["items"][0]["rows"][2]["answers"]
+    cured = samples["items"][0]["rows"][2]["completions"]
     assert [completion["label"] for completion in cured] == [
         "step 0",
         "step 100",
@@ -431,7 +431,7 @@ def test_a_reward_that_failed_shows_as_a_dash() -> None:
     completion = {"text": "", "reward": None, "gold_reward": None}
     run = run_of({1: {"train/reward": 1.0}}, samples=({"step": 1, "prompt": [], "completions": [completion]},))
     (item,) = block(report_blocks([run]), "Prompts and completions")["items"]
-    assert item["rows"][0]["answers"] == [
+    assert item["rows"][0]["completions"] == [
         {
             "label": "step 1",
             "text": "",

@@ -67,7 +67,9 @@ class Figure:
 def draw(block: Block) -> Figure:
     """The figure of a block of kind bars, histogram, reliability, scatter or curves."""
     figure = _DRAW[block["kind"]](block)
-    drawn = [row for row in figure.rows if any(is_number(value) or isinstance(value, Mapping) for value in row.values())]
+    drawn = [
+        row for row in figure.rows if any(is_number(value) or isinstance(value, Mapping) for value in row.values())
+    ]
     return figure if drawn else replace(figure, chart=None)
 
 

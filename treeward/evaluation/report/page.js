@@ -9,7 +9,7 @@ const tables = new Map(); // of examples, by source
 async function draw(holder) {
   const data = holder.querySelector("script");
   if (!data || !holder.checkVisibility()) return;
-  const spec = readJson(data);
+  const spec = { ...readJson(data), description: holder.getAttribute("aria-label") };
   if (!holder.closest(".kind-bars")) spec.height = Math.min(spec.height, Math.max(240, 0.75 * holder.clientWidth));
   const options = { mode: "vega-lite", renderer: "svg", ast: true, actions: false, config: readJson(document.getElementById("theme-of-charts")) };
   const { view } = await vegaEmbed(holder, spec, options);
