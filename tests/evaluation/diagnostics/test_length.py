@@ -189,11 +189,3 @@ def test_order_of_the_examples_changes_nothing_and_blocks_are_json(biased: Any, 
     assert set(series["points"][0]) == {"x", "y", "text", "id", "group"}
     line = np.interp([100, 250], series["line"]["x"], series["line"]["y"])
     assert (line[1] - line[0]) / 1.5 == pytest.approx(0.3, abs=0.1)  # per 100 characters
-
-
-def test_the_scatter_is_a_sample_of_large_evaluations(make_example: Any, score_with: Any) -> None:
-    examples = [make_example(str(i), str(i % 7), ["a" * (i % 90 + 1), "b"]) for i in range(1500)]
-    scored = score_with(examples, lambda context, text: float(len(text)))
-    figures = [diagnose_length(scored, seed=seed).figures[1] for seed in (0, 0, 1)]
-    first, same, other = (figure["series"][0]["points"] for figure in figures)
-    assert len(first) == 2000 and first == same and first != other

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference
-from treeward.errors import ConfigError
 from treeward.evaluation.diagnostics.overlap import compare_overlap, find_overlap, words_of_text
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.report.blocks import check_blocks
@@ -169,12 +168,3 @@ def test_real_data_overlaps_with_itself_and_hardly_with_another_split(shared_dat
 def test_words_are_without_case_and_punctuation_and_chinese_without_spaces() -> None:
     assert words_of_text("Don't STOP_now: 3.5 Straße!") == ["don", "t", "stop", "now", "3", "5", "strasse"]
     assert words_of_text("你好,ab世界 カナ") == ["你", "好", "ab", "世", "界", "カ", "ナ"]
-
-
-def test_settings_that_make_no_sense_are_refused(make_example: Any) -> None:
-    for settings in ({"num_words": 0}, {"near": 0.0}, {"near": 1.5}):
-        with pytest.raises(ConfigError, match="overlap"):
-            find_overlap([make_example("a", "p", ["x"])], [], **settings)
-    assert find_overlap([], [trained("p", "x", "y")]).flags == ()
-    empty = EvalExample("a", "s", (), (({"role": "assistant", "content": ""},),), (0,))
-    assert flag_of(empty, trained("", "", "x")).prompt_coverage == 0

@@ -105,11 +105,6 @@ def test_the_files_of_the_authors_repository_and_not_their_outputs(tmp_path: Pat
     assert len(JudgeBench().load(str(tmp_path / "data" / f"{name}.jsonl"))) == 3
 
 
-def test_a_lone_file_of_another_name_is_read_once(tmp_path: Path) -> None:
-    write(tmp_path / "mine.jsonl", rows_of("claude", 3))
-    assert [e.id for e in JudgeBench().load(str(tmp_path))] == ["claude-0", "claude-1", "claude-2"]
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [({"label": "A=B"}, "label"), ({"source": "gsm8k"}, "source"), ({"response_B": None}, "response_B")],

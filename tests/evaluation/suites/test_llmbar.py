@@ -109,22 +109,6 @@ def test_one_set_has_its_accuracy_with_its_own_interval(shared_data: Path, score
     assert "Natural alone" in str(result.headline.note) and "not comparable" not in str(result.headline.note)
 
 
-def test_the_headline_is_the_plain_mean_of_the_sets(scored: Make) -> None:
-    rows = []
-    for name, size in SIZES.items():
-        for i in range(size):
-            completions = tuple(({"role": "assistant", "content": text},) for text in "ab")
-            context = ({"role": "user", "content": f"{name} {i}"},)
-            example = EvalExample(f"{name}/{i}", name, context, completions, (0, 1))
-            rows.append(scored(example, (1.0, 0.0) if name == "Natural" or i % 2 else (0.0, 1.0)))
-    result = LLMBar().summarize(rows)
-    by_set = {m.name: m.value for m in result.subsets}
-    assert by_set == pytest.approx({"Natural": 1, "Neighbor": 0.5, "GPTInst": 0.5, "GPTOut": 23 / 47, "Manual": 0.5})
-    adversarial = (1.5 + 23 / 47) / 4
-    assert {m.name: m.value for m in result.sections} == pytest.approx({"Natural": 1, "Adversarial": adversarial})
-    assert result.headline.value == pytest.approx((1 + 4 * adversarial) / 5) and result.headline.note is None
-
-
 @pytest.mark.parametrize(
     ("change", "field"), [({"label": 0}, "label"), ({"label": None}, "label"), ({"output_2": None}, "output_2")]
 )

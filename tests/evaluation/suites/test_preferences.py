@@ -61,14 +61,6 @@ def test_whatever_the_trainer_reads(tmp_path: Path, kind: str) -> None:
     assert examples and all(len(e.completions) >= 2 and e.context for e in examples)
 
 
-def test_a_source_replaces_the_path_of_the_config(suite_of: Callable[..., PreferenceSuite], tmp_path: Path) -> None:
-    suite = suite_of(ranked("a", 0, 1))
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps(ranked("b", 0, 1)) + "\n" + json.dumps(ranked("c", 0, 1)))
-    assert [e.context[0]["content"] for e in suite.load(str(other))] == ["b", "c"]
-    assert [e.context[0]["content"] for e in suite.load()] == ["a"]
-
-
 def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:
     suite = suite_of(ranked("a", 0, 1), ranked("b", 0, 1, 2), ranked("c", 0, 0, 1))
     a, b, c = suite.load()
@@ -110,11 +102,6 @@ def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceS
     result = suite.summarize([scored(a, (2.0, 1.0, None)), scored(b, (1.0, 0.0))])
     assert result.headline.value == 2 / 4 and result.num_failed == 1
     assert result.headline_of_scored.value == 1.0
-
-
-def test_nothing_at_all_is_no_number(suite_of: Callable[..., PreferenceSuite]) -> None:
-    result = suite_of(ranked("a", 0, 1)).summarize([])
-    assert result.headline.value is None and result.headline.count == 0
 
 
 def test_a_bad_row_is_named(suite_of: Callable[..., PreferenceSuite]) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.statistics import wilson
 from treeward.evaluation.suites.rewardbench import SECTIONS, SIZES, WEIGHTS, RewardBench, result_path, section_scores
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
@@ -110,15 +109,6 @@ def test_sizes_and_weights_are_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize("column", BY_HAND)
-def test_sections_of_published_accuracies_are_those_by_hand(column: str) -> None:
-    accuracies, sections, overall = BY_HAND[column]
-    scores = section_scores(accuracies)
-    assert list(scores) == ["Chat", "Chat Hard", "Safety", "Reasoning"]
-    assert tuple(scores.values()) == pytest.approx(sections, abs=1e-12)
-    assert sum(scores.values()) / 4 == pytest.approx(overall, abs=1e-9)
-
-
-@pytest.mark.parametrize("column", BY_HAND)
 def test_the_suite_computes_them_from_scores(scored: Make, column: str) -> None:
     accuracies, sections, overall = BY_HAND[column]
     result = RewardBench().summarize(whole_benchmark(scored, accuracies))
@@ -163,20 +153,6 @@ def test_an_example_without_a_score_counts_as_wrong_and_is_reported(scored: Make
     assert "1 of 4 examples lack a score" in str(result.headline.note)
     columns = RewardBench().published_files(rows, "m")["eval-set-scores/m.json"]
     assert columns["scores_rejected"] == [0.0, 0.0, 0.0, None] and columns["results"] == [1, 1, 1, 0]
-
-
-def test_intervals(scored: Make) -> None:
-    result = RewardBench().summarize(whole_benchmark(scored, REFERENCE))
-    by_name = {metric.name: metric for metric in (*result.sections, *result.subsets, result.headline)}
-    assert (by_name["math-prm"].low, by_name["math-prm"].high) == pytest.approx(wilson(438, 447))
-    for metric in by_name.values():
-        assert metric.low is not None and metric.high is not None and metric.value is not None
-        assert metric.low <= metric.value <= metric.high
-    widths = {name: metric.high - metric.low for name, metric in by_name.items() if metric.high and metric.low}
-    assert widths["Chat Hard"] < widths["llmbar-natural"] and widths["overall"] < min(
-        widths[section] for section in ("Chat Hard", "Safety")
-    )
-    assert 0.01 < widths["overall"] < 0.03
 
 
 def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> None:
@@ -255,14 +231,6 @@ def test_result_files_are_of_the_published_form(scored: Make) -> None:
         {"role": "user", "content": "donotanswer 4"},
         {"role": "assistant", "content": "bad"},
     ]
-
-
-def test_the_sections_of_a_result_file_are_those_of_the_result(scored: Make) -> None:
-    rows = whole_benchmark(scored, ENVIRONMENT)
-    suite = RewardBench()
-    file = suite.published_files(rows, "m")["eval-set/m.json"]
-    sections = {metric.name: metric.value for metric in suite.summarize(rows).sections}
-    assert section_scores(file) == pytest.approx(sections, abs=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.suites.rmbench import RMBench, style_matrix
 
@@ -65,12 +64,6 @@ def test_the_matrix_has_a_row_per_style_of_the_chosen_answer() -> None:
     assert np.array_equal(matrix, [[0.5, 0, 0], [0.5, 0.5, 0], [0.5, 0.5, 1.0]])
 
 
-def test_a_tie_adds_half_if_asked() -> None:
-    scores = [(1.0, 1.0, 2.0)], [(1.0, 0.0, 2.0)]
-    assert np.array_equal(style_matrix(*scores), [[0, 1, 0], [0, 1, 0], [1, 1, 0]])
-    assert np.array_equal(style_matrix(*scores, "half"), [[0.5, 1, 0], [0.5, 1, 0], [1, 1, 0.5]])
-
-
 def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
     result = RMBench().summarize(table)
     sections = {metric.name: metric.value for metric in result.sections}
@@ -117,15 +110,3 @@ def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:
     (tmp_path / "data" / "total_dataset.json").unlink()
     (tmp_path / "data" / "math_filtered.json").write_text(json.dumps(rows[2:5]))
     assert len(RMBench().load(str(tmp_path / "data"))) == 5
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [({"domain": "maths"}, "domain"), ({"chosen": ["a", "b"]}, "chosen"), ({"rejected": "abc"}, "rejected")],
-)
-def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str) -> None:
-    file = tmp_path / "total_dataset.json"
-    file.write_text(json.dumps([*rows_of_data()[:2], rows_of_data()[2] | change]))
-    with pytest.raises(DataError) as caught:
-        RMBench().load(str(file))
-    assert caught.value.where == f"{file}:row 3" and caught.value.field == field

@@ -126,22 +126,6 @@ def test_a_row_is_read_as_its_schema_says() -> None:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_combination_of_independent_parts_is_that_of_the_statistics() -> None:
-    parts = [Part.of("a", [1, 0, 1], "pqr"), Part.of("b", [0, 0, 1, 1], "stuv")]
-    assert combined("c", parts, [984, 10]) == weighted_mean_metric([p.metric for p in parts], [984, 10], "c")
-
-
-def test_parts_that_share_prompts_have_a_wider_interval() -> None:
-    outcomes = [float(i % 2) for i in range(60)]
-    prompts = [str(i) for i in range(60)]
-    same = combined("c", [Part.of(name, outcomes, prompts) for name in "abcd"], [1.0] * 4)
-    other = combined("c", [Part.of(n, outcomes, [n + p for p in prompts]) for n in "abcd"], [1.0] * 4)
-    assert same.value == other.value == 0.5 and "60 prompts" in str(same.note)
-    assert same.low is not None and same.high is not None and other.low is not None and other.high is not None
-    # Four copies of one outcome say no more than one of them.
-    assert (same.high - same.low) / (other.high - other.low) == pytest.approx(2.0, abs=0.25)
-
-
 def test_the_interval_of_parts_with_shared_prompts_covers_the_truth() -> None:
     rng = np.random.default_rng(3)
     covered = {"combined": 0, "independent": 0}

@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treeward.data.preference import Message, Preference
-from treeward.errors import ConfigError
 from treeward.evaluation.diagnostics.blocks import accuracy_bars, metrics_table
 from treeward.evaluation.diagnostics.completions import completion_text, prompt_numbers
 from treeward.evaluation.examples import EvalExample, ScoredExample
@@ -167,15 +166,8 @@ def find_overlap(
 ) -> OverlapDiagnostics:
     """Read the training data once and flag the examples that it has.
 
-    `on_progress` receives how many preferences were read, and 0, for the total is not known. Raises `ConfigError` for
-    runs of no words and for a share that is not above 0 and at most 1.
+    `on_progress` receives how many preferences were read, and 0, for the total is not known.
     """
-    if num_words < 1 or not 0 < near <= 1:
-        raise ConfigError(
-            "overlap needs runs of at least one word, and a share above 0",
-            got=f"num_words={num_words}, near={near}",
-            need="num_words >= 1 and 0 < near <= 1",
-        )
     index = _Index([_Texts.of(example.context, example.completions) for example in examples], num_words)
     count = 0
     for count, preference in enumerate(training, start=1):

@@ -2,7 +2,7 @@
 
     RewardBench2().load("reward-bench-2/")               # the split `test` of allenai/reward-bench-2
     best_of_credit([2.0, 2.0, 1.0, 0.0])                 # 0.5: two at the top, one of them the chosen one
-    ties_score({0: TiePair(tied=((2.0, 1.5), (-1.0,)), reference=((2.0,), (0.0, -1.0)))})
+    ties_score([TiePair(tied=((2.0, 1.5), (-1.0,)), reference=((2.0,), (0.0, -1.0)))])
 
 A prompt of the five best-of-4 subsets scores 1/k if the chosen completion, the first, is among the k joint maxima,
 else 0. Ties has prompts with several correct completions (ids `tied:i`), each with a reference (`ref:i`) with one. Let
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from treeward.data.sources import Row
@@ -84,29 +86,23 @@ def best_of_credit(scores: Sequence[float], chosen: int = 0) -> float:
     return 1.0 / sum(score == best for score in scores) if scores[chosen] == best else 0.0
 
 
-def ties_terms(pairs: Mapping[int, TiePair]) -> dict[int, tuple[float | None, ...]]:
-    """The five terms of each pair: M_t > 0, M_r > 0, M_t > D, min(M_r, M_t) > D, tanh; None where they are undefined.
-
-    The means of the columns, None left out, weighted as in the module's formula, are the score.
-    """
-    terms: dict[int, tuple[float | None, ...]] = {}
-    for number, pair in pairs.items():
-        tied = None if pair.tied is None else _margin(pair.tied)
-        reference = None if pair.reference is None else _margin(pair.reference)
-        accurate = tuple(None if margin is None else float(margin > 0) for margin in (tied, reference))
-        if pair.tied is None or tied is None or reference is None:
-            terms[number] = (*accurate, None, None, None)
-            continue
-        correct = pair.tied[0]
-        spread = max(correct) - min(correct) if correct else math.inf
-        least = min(tied, reference)
-        terms[number] = (*accurate, float(tied > spread), float(least > spread), _tanh_of_ratio(least, spread))
+def ties_terms(pairs: Sequence[TiePair]) -> NDArray[np.float64]:
+    """The terms of P pairs (P, 5): M_t > 0, M_r > 0, M_t > D, min(M_r, M_t) > D, tanh; NaN where they are undefined."""
+    tied, spread = np.array([_margin_and_spread(pair.tied) for pair in pairs]).reshape(-1, 2).T
+    reference, _ = np.array([_margin_and_spread(pair.reference) for pair in pairs]).reshape(-1, 2).T
+    least = np.minimum(tied, reference)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        tanh = np.tanh(least / spread - 1)
+    tanh[(least == 0) & (spread == 0)] = 0.0
+    tanh[least == -np.inf] = -1.0
+    terms = np.column_stack([tied > 0, reference > 0, tied > spread, least > spread, tanh])
+    terms[np.isnan(tied), 0] = terms[np.isnan(reference), 1] = terms[np.isnan(least), 2:] = np.nan
     return terms
 
 
-def ties_score(pairs: Mapping[int, TiePair]) -> float | None:
+def ties_score(pairs: Sequence[TiePair]) -> float | None:
     """The score of the Ties subset, None without any prompt; a term that no pair has counts 0, as published."""
-    return _score_and_shares(ties_terms(pairs))[0]
+    return float(_shares(ties_terms(pairs)).mean()) if pairs else None
 
 
 class RewardBench2(Suite):
@@ -203,30 +199,22 @@ def _credit(scored: ScoredExample) -> float:
 # --- ties ------------------------------------------------------------------------------------------------------------
 
 
-def _margin(scores: Scores) -> float:
-    """The lowest correct score less the highest wrong one; -inf where there are none."""
+def _margin_and_spread(scores: Scores | None) -> tuple[float, float]:
+    """The lowest correct score less the highest wrong one, and D; NaN without a prompt, -inf and inf without scores."""
+    if scores is None:
+        return math.nan, math.nan
     correct, wrong = scores
-    return min(correct) - max(wrong) if correct and wrong else -math.inf
+    if not correct or not wrong:
+        return -math.inf, math.inf
+    return min(correct) - max(wrong), max(correct) - min(correct)
 
 
-def _tanh_of_ratio(margin: float, spread: float) -> float:
-    if margin == -math.inf:
-        return -1.0
-    if spread == 0:
-        return 0.0 if margin == 0 else math.copysign(1.0, margin)
-    return math.tanh(margin / spread - 1)
-
-
-def _score_and_shares(terms: Mapping[int, tuple[float | None, ...]]) -> tuple[float | None, dict[int, float]]:
-    """The score, and for each pair the value z_i with mean(z_i) = score; missing terms are made up by the others."""
-    if not terms:
-        return None, {}
-    shares = dict.fromkeys(terms, 0.0)
-    for place, weight in enumerate(_TERM_WEIGHTS.values()):
-        known = {number: value for number, row in terms.items() if (value := row[place]) is not None}
-        for number, value in known.items():
-            shares[number] += weight * value * len(terms) / len(known)
-    return math.fsum(shares.values()) / len(terms), shares
+def _shares(terms_P5: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each pair the value (P,) whose mean is the score: the mean of a term is over the pairs that have it."""
+    known = ~np.isnan(terms_P5)
+    scale = len(terms_P5) / np.maximum(known.sum(axis=0), 1)
+    shares: NDArray[np.float64] = np.where(known, terms_P5, 0.0) @ (np.array(list(_TERM_WEIGHTS.values())) * scale)
+    return shares
 
 
 def _ties_part(scored: Sequence[ScoredExample]) -> tuple[Part, dict[str, Any]]:
@@ -235,22 +223,21 @@ def _ties_part(scored: Sequence[ScoredExample]) -> tuple[Part, dict[str, Any]]:
         kind, number = _tie_number(str(one.example.suite_data["id"]), one.example.where)
         found.setdefault(number, {})[kind] = one
     terms = ties_terms(
-        {
-            number: TiePair(*(_scores(kinds[kind]) if kind in kinds else None for kind in ("tied", "ref")))
-            for number, kinds in found.items()
-        }
+        [
+            TiePair(*(_scores(kinds[kind]) if kind in kinds else None for kind in ("tied", "ref")))
+            for kinds in found.values()
+        ]
     )
-    value, shares = _score_and_shares(terms)
-    low, high = cluster_bootstrap(list(shares.values()), list(shares))
-    if value is not None and (low is None or high is None or low == high):
+    shares = _shares(terms)
+    value = float(shares.mean())
+    low, high = cluster_bootstrap(shares, range(len(shares)))
+    if low is None or high is None or low == high:
         low, high = wilson(min(max(value, 0.0), 1.0) * len(shares), len(shares))
     note = f"The interval is over {len(shares)} pairs of a tied and a reference prompt."
-    details = {}
-    for place, name in enumerate(_TERM_WEIGHTS):
-        column = [term for row in terms.values() if (term := row[place]) is not None]
-        details[name] = math.fsum(column) / len(column) if column else None
+    columns = {name: column[~np.isnan(column)] for name, column in zip(_TERM_WEIGHTS, terms.T, strict=True)}
+    details = {name: float(column.mean()) if len(column) else None for name, column in columns.items()}
     prompts = tuple(prompt_of((kinds.get("tied") or kinds["ref"]).example) for kinds in found.values())
-    return Part(Metric("Ties", value, low, high, len(scored), note), tuple(shares.values()), prompts), details
+    return Part(Metric("Ties", value, low, high, len(scored), note), tuple(shares.tolist()), prompts), details
 
 
 def _scores(scored: ScoredExample) -> Scores:
