@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from report_sample import HOSTILE
 
 from treeward.rl.report.reading import RLRun
-from treeward.rl.watch import ALARMS_FILE, OverOptimisationWatch, WatchSettings, write_alarms
+from treeward.rl.watch import ALARMS_FILE, OverOptimisationWatch, write_alarms
 
 NUM_STEPS = 200
 EVERY = 10
@@ -60,7 +60,7 @@ def write_run(folder: Path, scenario: Scenario) -> Path:
     folder.mkdir(parents=True)
     rng = np.random.default_rng(scenario.seed)
     hardness = rng.normal(0, 1.0, NUM_PROMPTS)
-    watch = OverOptimisationWatch(WatchSettings())
+    watch = OverOptimisationWatch()
     lines, samples = [], []
     for step in range(NUM_STEPS + 1):
         d = scenario.distance * (step / NUM_STEPS) ** 0.7

@@ -327,8 +327,12 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
 
 def test_completions_are_sampled_with_the_adapters(tmp_path: Path, tiny_tokenizer: Any) -> None:
     hf = causal()
-    rows = [Row((5, 6, 7), 12, uniforms(0, 0, g, 12)) for g in range(3)] + [Row((9, 8), 12, uniforms(0, 1, 0, 12))]
-    drawn = lambda model: sample(model, rows, ended=lambda _: False)  # noqa: E731
+
+    def drawn(model: PolicyModel) -> list[Row]:
+        rows = [Row((5, 6, 7), 12, uniforms(0, 0, g, 12)) for g in range(3)] + [Row((9, 8), 12, uniforms(0, 1, 0, 12))]
+        sample(model, rows, ended=lambda _: False)
+        return rows
+
     of_base = [one.token_ids for one in drawn(PolicyModel(copy.deepcopy(hf)))]
     policy = adapted(hf)
     export_policy(policy, tiny_tokenizer, tmp_path, chat_template="x")

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from families import ROW_FAMILIES, VOCABULARY, config_of, randomise
 from templates import TEMPLATES, byte_bpe, family_renderer
-from transformers import AutoModelForCausalLM, GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
-from transformers.generation.continuous_batching import continuous_api
+from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig as PlainConfig
 
+from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.rl import continuous
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.generation import (
     CompletionReader,
-    GenerationSettings,
     Generator,
     LocalGenerator,
     end_ids_of,
@@ -47,7 +45,7 @@ def policy() -> PolicyModel:
 
 
 def make(policy: PolicyModel, tokenizer: Any, *, end_ids: Any = ENDS, **settings: Any) -> LocalGenerator:
-    return LocalGenerator(policy, tokenizer, GenerationSettings(**{"max_new_tokens": 12, **settings}), end_ids=end_ids)
+    return LocalGenerator(policy, tokenizer, GenerationConfig(**{"max_new_tokens": 12, **settings}), end_ids=end_ids)
 
 
 def completions_of(groups: list[CompletionGroup]) -> list[SampledCompletion]:
@@ -126,9 +124,9 @@ def test_float32_is_computed_as_the_weights_are(policy: PolicyModel, tiny_tokeni
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "gpt2"])
 def test_the_most_probable_tokens_are_those_of_transformers(family: str, tiny_tokenizer: Any) -> None:
     policy = policy_of(family)
-    groups = make(policy, tiny_tokenizer, temperature=0, end_ids=[0]).generate(PROMPTS, IDS, num_completions=2, seed=0)
+    groups = make(policy, tiny_tokenizer, top_k=1, end_ids=[0]).generate(PROMPTS, IDS, num_completions=2, seed=0)
     assert_log_probs(policy, groups)
-    settings = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=0, pad_token_id=1)
+    settings = PlainConfig(do_sample=False, max_new_tokens=12, eos_token_id=0, pad_token_id=1)
     for ids, group in zip(IDS, groups, strict=True):
         with policy.plain_attention():
             want = policy.hf.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist()
@@ -215,7 +213,7 @@ def test_a_stop_string_in_several_tokens_and_among_characters_of_several_bytes(t
         ("中", "中", ""),
         ("a🦉b", "🦉", "a"),
     ]:
-        reader = CompletionReader(tiny_tokenizer, [0], GenerationSettings(stop_strings=(stop,)))
+        reader = CompletionReader(tiny_tokenizer, [0], GenerationConfig(stop_strings=(stop,)))
         ids = tiny_tokenizer(text, add_special_tokens=False).input_ids
         end = next(n for n in range(1, len(ids) + 1) if reader.has_ended(ids[:n]))
         assert stop in tiny_tokenizer.decode(ids[:end]) and stop not in tiny_tokenizer.decode(ids[: end - 1])
@@ -225,14 +223,14 @@ def test_a_stop_string_in_several_tokens_and_among_characters_of_several_bytes(t
     ) and not reader.has_ended([])
 
 
-def test_stop_tokens_end_an_completion_beside_the_model_s_own(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_stop_tokens_end_a_completion_beside_the_model_s_own(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     half = len(ENDS) // 2
     want = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=4, seed=1)
     generator = make(policy, tiny_tokenizer, end_ids=ENDS[:half], stop_token_ids=tuple(ENDS[half:]))
     assert generator.generate(PROMPTS, IDS, num_completions=4, seed=1) == want
 
 
-def test_an_completion_has_the_room_that_its_prompt_leaves(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_a_completion_has_the_room_that_its_prompt_leaves(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     limit = policy.hf.config.max_position_embeddings
     ids = [[5], [5] * (limit - 1), [5] * (limit - 4)]
     groups = make(policy, tiny_tokenizer, end_ids=[0]).generate(PROMPTS, ids, num_completions=2, seed=0)
@@ -252,56 +250,12 @@ def test_logits_that_are_not_finite_are_an_error(tiny_tokenizer: Any) -> None:
         make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=2, seed=0)
 
 
-def test_no_prompts_and_no_log_probs(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    generator: Generator = make(policy, tiny_tokenizer, log_probs=False)
+def test_no_prompts(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    generator: Generator = make(policy, tiny_tokenizer)
     generator.load_weights(policy, 1)
     assert generator.metrics() == {}
     assert generator.generate([], [], num_completions=2, seed=0) == []
-    assert all(a.log_probs is None for a in completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=0)))
     generator.close()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_continuous_batching_is_exact(family: str, tiny_tokenizer: Any) -> None:
-    policy = policy_of(family)
-    with policy.plain_attention():
-        attention = policy.hf.config._attn_implementation
-    plain = make(policy, tiny_tokenizer, temperature=0).generate(PROMPTS, IDS, num_completions=2, seed=0)
-    paged = make(policy, tiny_tokenizer, temperature=0, continuous_batching=True)
-    assert [a.token_ids for a in completions_of(paged.generate(PROMPTS, IDS, num_completions=2, seed=0))] == [
-        a.token_ids for a in completions_of(plain)
-    ]
-    sampling = make(policy, tiny_tokenizer, temperature=3.0, continuous_batching=True)
-    state = torch.random.get_rng_state()
-    first = sampling.generate(PROMPTS, IDS, num_completions=4, seed=1)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert policy.hf.config._attn_implementation == attention
-    assert_log_probs(policy, first, 3.0)
-    assert all(a.truncated == (a.token_ids[-1] not in ENDS) for a in completions_of(first))
-    tokens = [a.token_ids for a in completions_of(first)]
-    assert tokens == [a.token_ids for a in completions_of(sampling.generate(PROMPTS, IDS, num_completions=4, seed=1))]
-    assert tokens != [a.token_ids for a in completions_of(sampling.generate(PROMPTS, IDS, num_completions=4, seed=2))]
-
-
-def test_no_flash_kernel_is_given_weights_of_float32(
-    policy: PolicyModel, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def available(**_: Any) -> bool:
-        return True
-
-    want = make(policy, tiny_tokenizer, temperature=0).generate(PROMPTS, IDS, num_completions=2, seed=0)
-    monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", available)
-    monkeypatch.setattr(continuous, "is_flash_attn_2_available", available)
-    paged = make(policy, tiny_tokenizer, temperature=0, continuous_batching=True)
-    found = paged.generate(PROMPTS, IDS, num_completions=2, seed=0)
-    assert [a.token_ids for a in completions_of(found)] == [a.token_ids for a in completions_of(want)]
-
-    def fast(device: str, dtype: torch.dtype) -> bool:
-        hf = SimpleNamespace(dtype=dtype, _supports_flash_attn=True)
-        return continuous.is_fast(SimpleNamespace(device=torch.device(device), hf=hf))  # type: ignore[arg-type]
-
-    assert fast("cuda", torch.bfloat16) and fast("cuda", torch.float16)
-    assert not fast("cuda", torch.float32) and not fast("cpu", torch.bfloat16)
 
 
 CHATML = (
@@ -311,7 +265,7 @@ CHATML = (
 
 
 @pytest.mark.parametrize("url", ["", "policy.generation.url=http://127.0.0.1:9/v1"])
-def test_the_template_s_end_of_turn_ends_an_completion_of_a_base_model(
+def test_the_template_s_end_of_turn_ends_a_completion_of_a_base_model(
     policy: PolicyModel, tiny_grpo: Callable[..., Any], url: str
 ) -> None:
     tokenizer = byte_bpe(eos="<|endoftext|>")  # as those of Qwen's base models name it
@@ -334,12 +288,12 @@ def test_the_template_s_end_of_turn_ends_an_completion_of_a_base_model(
         ("qwen2_5", "<|im_end|>"), ("qwen3", "<|im_end|>"),
     ],
 )  # fmt: skip
-def test_what_real_templates_end_an_completion_with(name: str, end: str | None) -> None:
+def test_what_real_templates_end_a_completion_with(name: str, end: str | None) -> None:
     renderer = family_renderer(name)
     assert renderer.tokenizer.convert_ids_to_tokens(template_end_ids(renderer)) == ([] if end is None else [end])
 
 
-def test_a_template_that_ends_an_completion_with_plain_text_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_ends_a_completion_with_plain_text_is_told(caplog: pytest.LogCaptureFixture) -> None:
     each = "{{% for m in messages %}}{{{{ m['role'] + ': ' + m['content'] + '{end}' }}}}{{% endfor %}}"
     refusing = "{{ raise_exception('a system message must come first') }}"
     with caplog.at_level(logging.WARNING):
@@ -350,19 +304,6 @@ def test_a_template_that_ends_an_completion_with_plain_text_is_told(caplog: pyte
     assert "'### End'" in caplog.text and "stop_strings" in caplog.text
 
 
-def test_settings_that_are_wrong_are_named(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    for field, value in [("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_k", 0), ("batch_size", 0)]:
-        with pytest.raises(ConfigError, match=field):
-            GenerationSettings(**{field: value})
-    for beside in ({"stop_strings": ("x",)}, {"top_k": 5}, {"top_p": 0.5}):
-        with pytest.raises(ConfigError, match="continuous_batching"):
-            GenerationSettings(continuous_batching=True, **beside)
-        GenerationSettings(continuous_batching="auto", **beside)
-    assert not GenerationSettings(continuous_batching="auto").is_continuous(policy)  # here there is no such device
-    for family in ("gemma2", "gpt_oss"):  # soft-caps and sinks
-        with pytest.raises(ConfigError, match="attention"):
-            make(policy_of(family), tiny_tokenizer, continuous_batching=True).generate(
-                PROMPTS, IDS, num_completions=1, seed=0
-            )
+def test_a_model_and_tokenizer_without_an_end(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="where a completion ends"):
-        LocalGenerator(policy, tiny_tokenizer, end_ids=[])
+        LocalGenerator(policy, tiny_tokenizer, GenerationConfig(), end_ids=[])

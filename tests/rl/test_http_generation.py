@@ -23,7 +23,7 @@ from treeward.config.grpo_policy import GenerationConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
-from treeward.rl.generation import GenerationError, GenerationSettings
+from treeward.rl.generation import GenerationError
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.sampling import Row, Sampled, sample, uniforms
 
@@ -178,8 +178,7 @@ def serving(
         made = HttpGenerator(
             policy,
             tokenizer,
-            section(loopback.url, backend=backend, **(server or {})),
-            GenerationSettings(**{"max_new_tokens": 12, **settings}),
+            section(loopback.url, backend=backend, **(server or {}), **settings),
             end_ids=ENDS,
             folder=folder,
         )
@@ -190,6 +189,7 @@ def serving(
 
 def section(url: str = "http://x", **values: Any) -> GenerationConfig:
     common = {"backend": "vllm", "model": "m", "timeout_seconds": 20.0, "weight_sync": "none"}
+    common |= {"max_new_tokens": 12}
     return GenerationConfig(url=url, **(common | values))
 
 
@@ -404,9 +404,7 @@ def test_older_forms_with_the_same_tokens(policy: PolicyModel, tiny_tokenizer: A
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_empty_completions_and_completions_without_log_probs(
-    policy: PolicyModel, tiny_tokenizer: Any, backend: str
-) -> None:
+def test_empty_completions(policy: PolicyModel, tiny_tokenizer: Any, backend: str) -> None:
     def empty(reply: Any) -> Any:
         for part in reply if backend == "sglang" else reply["choices"]:
             if backend == "sglang":
@@ -416,19 +414,11 @@ def test_empty_completions_and_completions_without_log_probs(
         return reply
 
     with serving(policy, tiny_tokenizer, backend=backend) as (generator, served, _):
-        want = generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
         served.change = empty
         completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
         assert all(
             (completion.token_ids, completion.text, completion.log_probs) == ((), "", ()) for completion in completions
         )
-    with serving(policy, tiny_tokenizer, backend=backend, log_probs=False) as (generator, _, loopback):
-        completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
-        assert [completion.token_ids for completion in completions] == [
-            completion.token_ids for completion in completions_of(want)
-        ]
-        assert all(completion.log_probs is None for completion in completions)
-        assert "logprobs" not in loopback.requests[0].json and not loopback.requests[0].json.get("return_logprob")
 
 
 def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: PolicyModel, tiny_tokenizer: Any) -> None:
@@ -450,7 +440,7 @@ def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: Po
             generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
             assert generator.metrics() == {"num_retokenized": 7, "num_retokenized_apart": 7 * apart}
     with pytest.raises(ConfigError, match="top_k"):
-        HttpGenerator(policy, tiny_tokenizer, section(backend="openai"), GenerationSettings(top_k=4), end_ids=ENDS)
+        HttpGenerator(policy, tiny_tokenizer, section(backend="openai", top_k=4), end_ids=ENDS)
 
 
 def test_the_key_comes_from_the_environment(

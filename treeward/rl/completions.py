@@ -1,7 +1,7 @@
 """Requests to servers of completions, and what is read of their answers: token ids, never text.
 
     request = CompletionRequest((5, 7), num_completions=4, most=64, seed=1)
-    path, body = request_of("vllm", "policy", request, settings, end_ids={2})
+    path, body = request_of("vllm", request, section, end_ids={2})
     completions = completions_of("vllm", reply, request, vocabulary=32000)
 
 vLLM: `/v1/completions` with `return_token_ids` (0.10.2 and later; earlier versions have `return_tokens_as_token_ids`,
@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from treeward.rl.generation import GenerationSettings
+from treeward.config.grpo_policy import GenerationConfig
 
 __all__ = [
     "Backend",
@@ -78,16 +78,16 @@ class ServedCompletion:
 
 def request_of(
     backend: Backend,
-    model: str | None,
     request: CompletionRequest,
-    settings: GenerationSettings,
+    config: GenerationConfig,
     end_ids: Collection[int],
+    *,
+    log_probs: bool = True,
 ) -> tuple[str, dict[str, Any]]:
     """The path and the JSON of the request. It sets every parameter that a server has a default of its own for."""
-    top_p = 1.0 if settings.top_p is None else settings.top_p
-    stops = {"stop": list(settings.stop_strings)} if settings.stop_strings else {}
+    stops = {"stop": list(config.stop_strings)} if config.stop_strings else {}
     own_sampling = {
-        "top_k": settings.top_k or -1,
+        "top_k": config.top_k or -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": sorted(end_ids),
@@ -96,8 +96,8 @@ def request_of(
     if backend == "sglang":
         sampling = {
             "max_new_tokens": request.most,
-            "temperature": settings.temperature,
-            "top_p": top_p,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
             **own_sampling,
             **stops,
         }
@@ -105,19 +105,19 @@ def request_of(
         return "/generate", {
             "input_ids": [list(request.prompt_ids)] * request.num_completions,
             "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds],
-            "return_logprob": settings.log_probs,
+            "return_logprob": log_probs,
         }
     body: dict[str, Any] = {
-        "model": model,
+        "model": config.model,
         "prompt": list(request.prompt_ids),
         "n": request.num_completions,
         "max_tokens": request.most,
-        "temperature": settings.temperature,
-        "top_p": top_p,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
         "seed": request.seed,
         **stops,
     }
-    if settings.log_probs or backend == "openai":
+    if log_probs or backend == "openai":
         body["logprobs"] = 1
     if backend == "vllm":
         body |= {**own_sampling, "return_token_ids": True, "return_tokens_as_token_ids": True}

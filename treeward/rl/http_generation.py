@@ -1,7 +1,7 @@
 """`HttpGenerator`: completions sampled by a server of vLLM, of SGLang, or whatever speaks OpenAI's completions.
 
     section = GenerationConfig(backend="vllm", url="http://localhost:8000", model="policy", weight_sync="folder")
-    generator = HttpGenerator(policy, tokenizer, section, GenerationSettings(max_new_tokens=1024),
+    generator = HttpGenerator(policy, tokenizer, section,
                               folder=Path("/shared/weights"))
     generator.load_weights(policy, 0)
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=1)
@@ -17,7 +17,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,7 @@ from treeward.rl.completions import (
     request_of,
 )
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
-from treeward.rl.generation import CompletionReader, GenerationError, GenerationSettings, end_ids_of, rooms
+from treeward.rl.generation import CompletionReader, GenerationError, completion_budgets, end_ids_of
 from treeward.rl.weight_sync import FolderSync, WeightSync, sync_function
 
 if TYPE_CHECKING:
@@ -85,8 +84,8 @@ class HttpGenerator:
         policy: PolicyModel,
         tokenizer: PreTrainedTokenizerBase,
         server: GenerationConfig,
-        settings: GenerationSettings | None = None,
         *,
+        max_total_tokens: int | None = None,
         end_ids: Sequence[int] | None = None,
         folder: Path | None = None,
         export: Callable[[PolicyModel, Path], None] | None = None,
@@ -94,15 +93,15 @@ class HttpGenerator:
         check_openai()
         assert server.url is not None and server.backend != "hf"
         self.policy, self.tokenizer, self.server = policy, tokenizer, server
-        self.settings = settings or GenerationSettings()
-        self.reader = CompletionReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), self.settings)
+        self.max_total_tokens = max_total_tokens
+        self.reader = CompletionReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), server)
         self.version: int | None = None
         self.num_retokenized = self.num_retokenized_apart = 0
         """Completions that came as text, and those whose number of tokens differs from the server's count."""
         self._backend: Backend = server.backend
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
-        self._comparable = _are_comparable(server, self.settings)
+        self._comparable = _are_comparable(server)
         self._vocabulary = int(policy.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         self._sync = self._make_sync(server.weight_sync_method, folder, export)
         self._first_version: int | None = None
@@ -112,7 +111,7 @@ class HttpGenerator:
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
     ) -> list[CompletionGroup]:
         """See `Generator`. The completions of a prompt are one request. It is up to the server to heed the seed."""
-        most = rooms(prompts, prompt_ids, self.settings, self.policy)
+        most = completion_budgets(prompts, prompt_ids, self.server, self.policy, self.max_total_tokens)
         requests = [
             CompletionRequest(tuple(ids), num_completions, most[p], _seed(seed, p)) for p, ids in enumerate(prompt_ids)
         ]
@@ -161,15 +160,19 @@ class HttpGenerator:
         self,
         requests: Sequence[CompletionRequest],
         wheres: Sequence[str | None],
-        settings: GenerationSettings | None = None,
+        *,
+        probe: bool = False,
     ) -> list[list[ServedCompletion]]:
-        settings = settings or replace(self.settings, log_probs=self.settings.log_probs and self._comparable)
+        """`probe`: sample from all tokens and without stop strings, with log-probabilities in any case."""
+        everything = {"top_k": None, "top_p": 1.0, "stop_token_ids": None, "stop_strings": None}
+        sampling = self.server.model_copy(update=everything) if probe else self.server
+        log_probs = probe or self._comparable
         slots = asyncio.Semaphore(self.server.max_concurrency)
         async with self._client() as client:
 
             async def one(request: CompletionRequest, where: str | None) -> list[ServedCompletion]:
                 async with slots:
-                    return await self._complete(client, request, where, settings)
+                    return await self._complete(client, request, where, sampling, log_probs)
 
             try:
                 async with asyncio.TaskGroup() as group:
@@ -179,14 +182,19 @@ class HttpGenerator:
         return [task.result() for task in tasks]
 
     async def _complete(
-        self, client: AsyncOpenAI, request: CompletionRequest, where: str | None, settings: GenerationSettings
+        self,
+        client: AsyncOpenAI,
+        request: CompletionRequest,
+        where: str | None,
+        sampling: GenerationConfig,
+        log_probs: bool,
     ) -> list[ServedCompletion]:
-        path, body = request_of(self._backend, self.server.model, request, settings, self.reader.end_ids)
+        path, body = request_of(self._backend, request, sampling, self.reader.end_ids, log_probs=log_probs)
         asked = str(request) if where is None else f"{request} ({where})"
         reply = await self._post(client, path, body, asked)
         try:
             completions = completions_of(
-                self._backend, reply, request, vocabulary=self._vocabulary, log_probs=settings.log_probs
+                self._backend, reply, request, vocabulary=self._vocabulary, log_probs=log_probs
             )
             if any(one.token_ids is None for one in completions) and not self.server.retokenize:
                 raise NoTokenIds("text without token ids")
@@ -220,7 +228,7 @@ class HttpGenerator:
 
     @property
     def _says_log_probs(self) -> bool:
-        return self._backend != "openai" and self.settings.log_probs
+        return self._backend != "openai"
 
     def _wrong(self, path: str, got: str, asked: str, need: str) -> GenerationError:
         return GenerationError(
@@ -233,15 +241,14 @@ class HttpGenerator:
 
     def _completion(self, served: ServedCompletion) -> SampledCompletion:
         if served.token_ids is not None:
-            log_probs = served.log_probs if self.settings.log_probs else None
-            return self.reader.completion(served.token_ids, log_probs, truncated=served.truncated)
+            return self.reader.completion(served.token_ids, served.log_probs, truncated=served.truncated)
         tokens = list(self.tokenizer(served.text, add_special_tokens=False).input_ids)
         self.num_retokenized += 1
         # The server may count the end of the turn, which has no text.
         counts = (None, len(tokens), len(tokens) + (not served.truncated))
         self.num_retokenized_apart += served.num_tokens not in counts
         end = self.tokenizer.eos_token_id
-        if not served.truncated and not self.settings.stop_strings and end in self.reader.end_ids:
+        if not served.truncated and not self.server.stop_strings and end in self.reader.end_ids:
             tokens.append(end)
         return self.reader.completion(tokens, None, truncated=served.truncated)
 
@@ -305,9 +312,8 @@ class HttpGenerator:
             return
         ids = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids) or [min(self.reader.end_ids)]
         request = CompletionRequest(tuple(ids), 1, _PROBE_TOKENS, seed=0)
-        temperature = self.settings.temperature or 1.0
-        settings = GenerationSettings(max_new_tokens=_PROBE_TOKENS, temperature=temperature)
-        [[completion]] = run_async(self._all([request], ["the comparison of the weights"], settings))
+        temperature = self.server.temperature
+        [[completion]] = run_async(self._all([request], ["the comparison of the weights"], probe=True))
         apart = _apart(policy, ids, completion, temperature)
         is_stale = isinstance(self._sync, FolderSync) and completion.version not in (None, "default", str(self.version))
         if apart <= tolerance and not is_stale:
@@ -341,7 +347,7 @@ def _apart(policy: PolicyModel, ids: list[int], completion: ServedCompletion, te
     return float((own.float().cpu() - torch.tensor(completion.log_probs)).abs().mean())
 
 
-def _are_comparable(server: GenerationConfig, settings: GenerationSettings) -> bool:
+def _are_comparable(server: GenerationConfig) -> bool:
     """Whether the server's log-probabilities are those at the temperature, before top-k and top-p.
 
     vLLM's are one or the other, as it was started; SGLang's are both. Raises `ConfigError` for what backend openai
@@ -350,14 +356,14 @@ def _are_comparable(server: GenerationConfig, settings: GenerationSettings) -> b
     if server.backend == "openai":
         problems = {
             "model": (server.model is None, server.model, "the name of the model at the server"),
-            "top_k": (settings.top_k is not None, settings.top_k, "no top_k: OpenAI's completions have none"),
-            "stop_token_ids": (bool(settings.stop_token_ids), settings.stop_token_ids, "stop_strings instead"),
+            "top_k": (server.top_k is not None, server.top_k, "no top_k: OpenAI's completions have none"),
+            "stop_token_ids": (bool(server.stop_token_ids), server.stop_token_ids, "stop_strings instead"),
         }
         for field, (wrong, got, need) in problems.items():
             if wrong:
                 raise ConfigError("backend openai cannot do this", field=field, got=got, need=need)
-    filtered = settings.top_k is not None or settings.top_p not in (None, 1.0)
-    if server.backend != "sglang" and filtered and settings.log_probs:
+    filtered = server.top_k is not None or server.top_p != 1.0
+    if server.backend != "sglang" and filtered:
         logger.warning(
             "With top_k or top_p %s gives log-probabilities after top_k and top_p, or at temperature 1, and does not "
             "say which: they are not used, so train/token_mult_prob_error is not known.",

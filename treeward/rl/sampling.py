@@ -1,8 +1,8 @@
 """`sample`: rows sampled token by token; a prompt is computed once for all its rows, and rows that have ended leave.
 
     rows = [Row(prompt_ids, most=64, uniforms=uniforms(seed, p, g, 64)) for g in range(8)]
-    sampled = sample(policy, rows, temperature=1.0, ended=lambda tokens: tokens[-1] == end)
-    sampled[0].token_ids, sampled[0].log_probs
+    sample(policy, rows, temperature=1.0, ended=lambda tokens: tokens[-1] == end)
+    rows[0].token_ids, rows[0].log_probs
 
 Every token of a row is chosen by one number of its own, drawn before: where it falls among the cumulated probabilities.
 So what a row is depends on its prompt and its numbers, not on the rows beside it or on their number, but for the
@@ -26,24 +26,22 @@ from transformers import DynamicCache, PreTrainedModel
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
 
-__all__ = ["Row", "Sampled", "sample", "uniforms"]
+__all__ = ["Row", "sample", "uniforms"]
 
 _PADDING = 0  # masked, so that any token will do
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """One completion to be. `most`: tokens it may have, at least 1. `uniforms`: `most` numbers in [0, 1)."""
+    """One completion: `most`: tokens it may have, at least 1; `uniforms`: `most` numbers in [0, 1).
+
+    `sample` fills `token_ids`, with the token that ended it, and their `log_probs`, at the temperature, before top-k
+    and top-p.
+    """
 
     prompt_ids: tuple[int, ...]
     most: int
     uniforms: np.ndarray
-
-
-@dataclass(slots=True)
-class Sampled:
-    """What was sampled, with the token that ended it. `log_probs`: at the temperature, before top-k and top-p."""
-
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
@@ -61,12 +59,11 @@ def sample(
     ended: Callable[[list[int]], bool],
     temperature: float = 1.0,
     top_k: int | None = None,
-    top_p: float | None = None,
-) -> list[Sampled]:
-    """Each row until `ended` says so of its tokens, or it has `most` of them. In order.
+    top_p: float = 1.0,
+) -> None:
+    """Sample each row until `ended` says so of its tokens, or it has `most` of them.
 
-    `temperature`: 0 takes the most probable token, whose `log_probs` are then those at 1. Raises `ModelError` where
-    the policy's logits are not finite. The caller puts the policy in evaluation mode.
+    Raises `ModelError` where the policy's logits are not finite. The caller puts the policy in evaluation mode.
 
     The model runs as in `PolicyModel.log_probs`: in `compute_dtype`, with logits in float32.
     """
@@ -79,10 +76,9 @@ def sample(
         of_row_S = torch.tensor([places[row.prompt_ids] for row in rows], device=policy.device)
         decoder.choose(of_row_S)
         logits_SV, mask_SL = logits_PV[of_row_S], mask_PL[of_row_S]
-        sampled = [Sampled() for _ in rows]
-        going = list(range(len(rows)))
+        going = list(rows)
         for step in range(max(row.most for row in rows)):
-            numbers_S = torch.tensor([rows[r].uniforms[step] for r in going], device=policy.device)
+            numbers_S = torch.tensor([row.uniforms[step] for row in going], device=policy.device)
             tokens_S, log_probs_S = _choose(logits_SV, numbers_S, temperature, top_k, top_p)
             if not bool(torch.isfinite(log_probs_S).all()):
                 raise ModelError(
@@ -90,10 +86,10 @@ def sample(
                     got=f"a token with the log-probability {log_probs_S[~torch.isfinite(log_probs_S)][0].item()}",
                     fix="go back to a checkpoint before the weights went wrong, and lower the learning rate",
                 )
-            for r, token, log_prob in zip(going, tokens_S.tolist(), log_probs_S.tolist(), strict=True):
-                sampled[r].token_ids.append(token)
-                sampled[r].log_probs.append(log_prob)
-            kept = [s for s, r in enumerate(going) if step + 1 < rows[r].most and not ended(sampled[r].token_ids)]
+            for row, token, log_prob in zip(going, tokens_S.tolist(), log_probs_S.tolist(), strict=True):
+                row.token_ids.append(token)
+                row.log_probs.append(log_prob)
+            kept = [s for s, row in enumerate(going) if step + 1 < row.most and not ended(row.token_ids)]
             if not kept:
                 break
             if len(kept) < len(going):
@@ -102,7 +98,6 @@ def sample(
                 tokens_S, mask_SL, going = tokens_S[kept_S], mask_SL[kept_S], [going[s] for s in kept]
             mask_SL = torch.cat([mask_SL, mask_SL.new_ones(len(going), 1)], dim=1)
             logits_SV = decoder(tokens_S[:, None], mask_SL)
-    return sampled
 
 
 class _Decoder:
@@ -142,27 +137,24 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
 
 
 def _choose(
-    logits_SV: Tensor, numbers_S: Tensor, temperature: float, top_k: int | None, top_p: float | None
+    logits_SV: Tensor, numbers_S: Tensor, temperature: float, top_k: int | None, top_p: float
 ) -> tuple[Tensor, Tensor]:
     """The tokens, int64 (S,), and their log-probabilities before top-k and top-p."""
-    probs_SV = (logits_SV if temperature == 0 else logits_SV / temperature).softmax(dim=-1)
-    if temperature == 0:
-        tokens_S = logits_SV.argmax(dim=-1)
-    else:
-        # In float64: beside the sum of a large vocabulary a rare token's probability is below float32's rounding.
-        sums_SV = _kept(probs_SV, top_k, top_p).double().cumsum(dim=-1)
-        found_S1 = torch.searchsorted(sums_SV, numbers_S[:, None] * sums_SV[:, -1:], right=True)
-        tokens_S = found_S1[:, 0].clamp_max(logits_SV.shape[-1] - 1)
+    probs_SV = (logits_SV / temperature).softmax(dim=-1)
+    # In float64: beside the sum of a large vocabulary a rare token's probability is below float32's rounding.
+    sums_SV = _kept(probs_SV, top_k, top_p).double().cumsum(dim=-1)
+    found_S1 = torch.searchsorted(sums_SV, numbers_S[:, None] * sums_SV[:, -1:], right=True)
+    tokens_S = found_S1[:, 0].clamp_max(logits_SV.shape[-1] - 1)
     return tokens_S, probs_SV.gather(-1, tokens_S[:, None])[:, 0].log()
 
 
-def _kept(probs_SV: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+def _kept(probs_SV: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """0 for all but the `top_k` most probable tokens, and of these the fewest that make up `top_p` of their sum."""
-    if top_k is None and top_p is None:
+    if top_k is None and top_p == 1.0:
         return probs_SV
     size = probs_SV.shape[-1]
     sorted_SK, order_SK = probs_SV.topk(size if top_k is None else min(top_k, size), dim=-1)
-    if top_p is not None:
+    if top_p < 1.0:
         before_SK = sorted_SK.cumsum(dim=-1) - sorted_SK
         sorted_SK = sorted_SK.masked_fill(before_SK >= top_p * sorted_SK.sum(dim=-1, keepdim=True), 0.0)
     return torch.zeros_like(probs_SV).scatter(-1, order_SK, sorted_SK)

@@ -31,12 +31,12 @@ from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import DTYPES
 from treeward.rl.environment_runner import CHOICE, EnvironmentRunner, chosen_names, make_environment_runner
 from treeward.rl.experience import Prompt
-from treeward.rl.generation import GenerationSettings, Generator, LocalGenerator, end_ids_of, template_end_ids
+from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.identity import identity_of
 from treeward.rl.order import PromptOrder
 from treeward.rl.update import PolicyUpdater, Reference
-from treeward.rl.watch import OverOptimisationWatch, WatchSettings
+from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.setup import find_tokenizer
@@ -146,7 +146,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
             rewards,
             updater,
             scheduler,
-            OverOptimisationWatch(WatchSettings(**config.grpo.watch.model_dump())),
+            OverOptimisationWatch(config.grpo.watch),
             identity,
             total_steps,
             prompt_limit,
@@ -251,26 +251,23 @@ def _device() -> torch.device:
 def _make_generator(
     config: GRPORunConfig, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, renderer: Renderer
 ) -> Generator:
-    generation = config.policy.generation
-    settings = GenerationSettings(
-        max_new_tokens=config.max_new_tokens,
-        temperature=generation.temperature,
-        top_k=generation.top_k,
-        top_p=None if generation.top_p == 1.0 else generation.top_p,
-        stop_token_ids=generation.stop_token_ids or (),
-        stop_strings=generation.stop_strings or (),
-        batch_size=config.policy.generated_at_once,
-        max_total_tokens=config.policy.max_total_sequence_length,
+    policy_config = config.policy
+    generation = policy_config.generation.model_copy(
+        update={
+            "batch_size": policy_config.generated_at_once,
+            "model": policy_config.generation.model or policy_config.model_name,
+        }
     )
+    max_total_tokens = policy_config.max_total_sequence_length
     end_ids = end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer))
     if not generation.is_remote:
-        return LocalGenerator(policy, tokenizer, settings, end_ids=end_ids)
+        return LocalGenerator(policy, tokenizer, generation, max_total_tokens=max_total_tokens, end_ids=end_ids)
     folder = generation.weight_folder or str(Path(config.checkpointing.checkpoint_dir) / "weights")
     return HttpGenerator(
         policy,
         tokenizer,
-        generation.model_copy(update={"model": generation.model or config.policy.model_name}),
-        settings,
+        generation,
+        max_total_tokens=max_total_tokens,
         end_ids=end_ids,
         folder=Path(folder),
         export=lambda model, path: export_policy(model, tokenizer, path, chat_template=renderer.chat_template),
