@@ -131,7 +131,7 @@ MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "in step 4": _before_step(3),
     "in step 5": _before_step(4),
     "between the updates of a batch": _at(
-        PolicyUpdater, "_step", lambda updater, known: updater.optimizer.param_groups[0]["lr"] > 0 and _third(updater)
+        PolicyUpdater, "_step", lambda updater, *_: updater.optimizer.param_groups[0]["lr"] > 0 and _third(updater)
     ),
     "before the log of a step": _at(
         TrackerGroup, "log", lambda group, metrics: "train/reward" in metrics and metrics["train/prompts_drawn"] == 24

@@ -25,7 +25,7 @@ from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.generation import GenerationError
 from treeward.rl.http_generation import HttpGenerator
-from treeward.rl.sampling import Row, Sampled, sample, uniforms
+from treeward.rl.sampling import Row, sample, uniforms
 
 PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "b", "c"))]
 IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
@@ -83,15 +83,16 @@ class Served:
         assert [path.name for path in Path(folder).parent.iterdir() if path.suffix == ".partial"] == []
         self.policy = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
-    def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[Sampled, str, str]:
+    def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[Row, str, str]:
         ends, stops = set(sampling.get("stop_token_ids", [])) | {0}, sampling.get("stop", [])
 
         def ended(tokens: list[int]) -> bool:
             return tokens[-1] in ends or any(stop in self.tokenizer.decode(tokens) for stop in stops)
 
-        (found,) = sample(
+        found = Row(tuple(ids), most, uniforms(seed, 0, 0, most))
+        sample(
             self.policy,
-            [Row(tuple(ids), most, uniforms(seed, 0, 0, most))],
+            [found],
             ended=ended,
             temperature=sampling["temperature"],
             top_p=sampling["top_p"],
@@ -99,7 +100,7 @@ class Served:
         if self.raw:
             with torch.no_grad():
                 said = self.policy.log_probs([[ids + found.token_ids]], [[len(ids)]]).values_SL[0].tolist()
-            found = Sampled(found.token_ids, said)
+            found.log_probs = said
         text = self.tokenizer.decode(found.token_ids, skip_special_tokens=True)
         return found, text, "stop" if ended(found.token_ids) else "length"
 
