@@ -77,7 +77,7 @@ moments = {
     "policy saved, optimiser not": (loop, "save_state", lambda folder, state, *_: state.step == 2),
     "rename": (os, "rename", lambda source, target: Path(target).name == "step_4"),
     "validated, not saved": (loop._Session, "save", lambda session: session.state.step == 6),
-    "updating": (PolicyUpdater, "_step", lambda updater, known: updater.on_step.args[0].last_epoch == 29),
+    "updating": (PolicyUpdater, "_step", lambda updater, *_: updater.on_step.args[0].last_epoch == 29),
     "export": (grpo.shutil, "copytree", lambda *_: True),
 }
 before(*moments[moment])
