@@ -242,7 +242,7 @@ def test_mcnemar_is_the_reference() -> None:
 def test_sign_flips_are_mcnemar_where_every_example_has_its_prompt() -> None:
     rng = np.random.default_rng(1)
     a, b = rng.random(80) < 0.8, rng.random(80) < 0.65
-    assert sign_flip_test(a.astype(int) - b.astype(int), range(80)) == pytest.approx(mcnemar(a, b).p_value, rel=1e-9)
+    assert sign_flip_test(a.astype(int) - b.astype(int), range(80)) == pytest.approx(mcnemar(a, b).p_value, abs=0.02)
 
 
 def test_sign_flips_count_every_sign() -> None:
@@ -252,8 +252,6 @@ def test_sign_flips_count_every_sign() -> None:
     by_hand = np.mean(np.abs(signs @ sums) >= abs(sums.sum()))
     assert sign_flip_test(differences, clusters) == pytest.approx(by_hand, abs=1e-12)
     assert sign_flip_test([], []) == 1.0
-    with pytest.raises(ValueError, match="whole differences"):
-        sign_flip_test([0.5], [0])
 
 
 def test_tests_of_equal_models_reject_seldom_if_prompts_are_the_draws() -> None:
@@ -264,7 +262,7 @@ def test_tests_of_equal_models_reject_seldom_if_prompts_are_the_draws() -> None:
         low, high = paired_bootstrap(a, b, clusters, num_resamples=500, seed=seed)
         assert low is not None and high is not None
         held += low <= 0 <= high
-        rejected += sign_flip_test(a.astype(int) - b.astype(int), clusters) < 0.05
+        rejected += sign_flip_test(a.astype(int) - b.astype(int), clusters, num_resamples=500) < 0.05
         rejected_as_if_independent += mcnemar(a, b).p_value < 0.05
     assert LOWEST_COVERAGE < held / NUM_DATA_SETS < 0.985
     assert 0.015 < rejected / NUM_DATA_SETS < 0.085

@@ -83,7 +83,7 @@ class PairedResult:
     `difference`: the first's accuracy less the second's, with a paired interval, which holds 0 wherever `p_value` is
     0.05 or more. `only_first` and `only_second`: how
     many examples that model alone has right. `p_value`: of `test`, "McNemar" where each prompt has one example, else
-    "sign flip" of whole prompts; both exact and two-sided. `adjusted_p_value`: by Holm's method over the `family` of
+    "sign flip" of whole prompts; both two-sided. `adjusted_p_value`: by Holm's method over the `family` of
     results of the same kind; the overall result is one test and has none.
     """
 
@@ -288,7 +288,7 @@ def notes(comparison: Comparison) -> list[str]:
     if any(result.test != "McNemar" for result in results):
         found.append(
             f"Several examples share a prompt ({overall.count} examples, {overall.num_prompts} prompts): where they do,"
-            " p is of the exact test that flips the signs of whole prompts, and intervals resample prompts."
+            " p is of the test that flips the signs of whole prompts, and intervals resample prompts."
         )
     # The only subset of a suite is the suite once more: where all are, no subset is looked at.
     parted = len({result.suite for result in comparison.subsets}) < len(comparison.subsets)

@@ -4,22 +4,22 @@
     low, high = cluster_bootstrap(outcomes, prompts)             # of examples that share prompts
     accuracy_metric(outcomes, "accuracy", clusters=prompts)      # the right one of the two, as a `Metric`
 
-Examples of one prompt stand or fall together, so an interval that takes them for independent is too narrow: wherever
-`clusters` is given, what is drawn, flipped and counted are prompts. An outcome is 1 for right, 0 for wrong; parts are
-allowed (a tie as 0.5). Where a number cannot be computed it is None, never a NaN.
+Examples of one prompt are not independent: wherever `clusters` is given, prompts are drawn, flipped and counted. An
+outcome is 1 for right, 0 for wrong; parts are allowed (a tie as 0.5). A number that cannot be computed is None, never
+NaN. The methods are scipy's and statsmodels', which is imported where it is used: training needs none of it.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special
+from scipy import special, stats
 
 from treeward.evaluation.results import Metric
 
@@ -97,14 +97,11 @@ def wilson(successes: float, count: int, level: float = 0.95) -> tuple[float, fl
         return 0.0, 1.0
     if not 0 <= successes <= count:
         raise ValueError(f"a proportion needs 0 <= successes <= count, got {successes} of {count}")
-    p, z = successes / count, _normal_quantile(level)
-    middle = p + z * z / (2 * count)
-    half = z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
+    from statsmodels.stats.proportion import proportion_confint
+
+    low, high = proportion_confint(successes, count, alpha=1 - level, method="wilson")
     # At p = 0 and p = 1 an end is p itself; rounding would leave it a little beside.
-    low = 0.0 if p == 0 else max(0.0, (middle - half) / scale)
-    high = 1.0 if p == 1 else min(1.0, (middle + half) / scale)
-    return low, high
+    return (0.0 if successes == 0 else max(0.0, float(low))), (1.0 if successes == count else min(1.0, float(high)))
 
 
 def cluster_bootstrap(
@@ -135,11 +132,7 @@ def cluster_bootstrap(
     num_clusters = int(codes.max()) + 1 if len(codes) else 0
     if num_clusters < 2:
         return None, None
-    rng = np.random.default_rng(seed)
-    if statistic is mean and rows.ndim == 1:
-        found = _resampled_means(rows, codes, num_clusters, num_resamples, rng)
-    else:
-        found = _resampled(rows, codes, num_clusters, num_resamples, rng, statistic)
+    found = _resampled(rows, codes, num_clusters, statistic, num_resamples, seed)
     found = found[np.isfinite(found)]
     if len(found) == 0:
         return None, None
@@ -148,10 +141,46 @@ def cluster_bootstrap(
     return float(low), float(high)
 
 
+def _resampled(
+    rows: Floats,
+    codes: NDArray[np.int64],
+    num_clusters: int,
+    statistic: Callable[[Floats], float | None],
+    num_resamples: int,
+    seed: int,
+) -> Floats:
+    """The statistic of each resample (R,), NaN where it is None."""
+    sums, sizes = np.bincount(codes, weights=rows) if rows.ndim == 1 else None, np.bincount(codes)
+    members = np.split(np.argsort(codes, kind="stable"), np.cumsum(sizes)[:-1])
+
+    def of_means(drawn: NDArray[np.int64], axis: int) -> Floats:
+        assert sums is not None
+        means: Floats = sums[drawn].sum(axis=axis) / sizes[drawn].sum(axis=axis)
+        return means
+
+    def of_any(drawn: NDArray[np.int64]) -> float:
+        value = statistic(rows[np.concatenate([members[cluster] for cluster in drawn])])
+        return math.nan if value is None else value
+
+    fast = statistic is mean and rows.ndim == 1
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of resamples without a statistic
+        made = stats.bootstrap(
+            (np.arange(num_clusters),),
+            of_means if fast else of_any,
+            vectorized=fast,
+            method="percentile",
+            n_resamples=num_resamples,
+            batch=max(1, _DRAWS_AT_ONCE // num_clusters),
+            rng=np.random.default_rng(seed),
+        )
+    found: Floats = made.bootstrap_distribution
+    return found
+
+
 def expanded_tail(num_clusters: int, level: float = 0.95) -> float:
     """The a of `cluster_bootstrap`: the share of resamples of C >= 2 clusters to be left out on each side."""
     t = float(special.stdtrit(num_clusters - 1, (1 + level) / 2))
-    return NormalDist().cdf(-math.sqrt(num_clusters / (num_clusters - 1)) * t)
+    return float(special.ndtr(-math.sqrt(num_clusters / (num_clusters - 1)) * t))
 
 
 def accuracy_metric(
@@ -240,35 +269,38 @@ def mcnemar(first: ArrayLike, second: ArrayLike) -> McNemar:
     a, b = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
     if a.shape != b.shape:
         raise ValueError(f"paired outcomes need the same examples, got shapes {a.shape} and {b.shape}")
+    from statsmodels.stats.contingency_tables import mcnemar as exact_test
+
     only_first, only_second = int(np.sum(a & ~b)), int(np.sum(b & ~a))
-    n, fewer = only_first + only_second, min(only_first, only_second)
-    p_value = min(1.0, 2 * float(special.bdtr(fewer, n, 0.5))) if n else 1.0
+    table = [[int(np.sum(a & b)), only_first], [only_second, int(np.sum(~a & ~b))]]
+    p_value = float(exact_test(table, exact=True).pvalue) if only_first + only_second else 1.0
     return McNemar(only_first, only_second, p_value)
 
 
-def sign_flip_test(differences: ArrayLike, clusters: Sequence[Hashable]) -> float:
-    """The exact p-value of paired differences (N,), whole numbers, that come in clusters; two-sided.
+def sign_flip_test(
+    differences: ArrayLike, clusters: Sequence[Hashable], *, num_resamples: int = 9999, seed: int = 0
+) -> float:
+    """The two-sided p-value of paired differences (N,) that come in clusters.
 
     If the models are exchangeable within each cluster, its sum D_c is as likely as -D_c, whatever the dependence inside
-    it. Over all 2^C signs, p = P(|sum +-D_c| >= |sum D_c|), computed exactly, by convolution. With one example per
-    cluster it is McNemar's exact test. Fisher 1935, The Design of Experiments, section 21.
+    it: p = P(|sum +-D_c| >= |sum D_c|) over all signs, or over `num_resamples` random ones and the observed one where
+    that is fewer (more than 13 clusters that differ). Fisher 1935, The Design of Experiments, section 21.
     """
     values = np.asarray(differences, dtype=np.float64)
-    if not np.array_equal(values, np.round(values)):
-        raise ValueError("the exact test needs whole differences: right or not, of one model less the other")
-    codes = _codes(clusters, len(values))
-    sums = np.rint(np.bincount(codes, weights=values)).astype(np.int64) if len(values) else np.zeros(0, np.int64)
-    observed, steps = abs(int(sums.sum())), np.abs(sums[sums != 0])
-    reach = int(steps.sum())
-    chances = np.zeros(2 * reach + 1)  # of the sums -reach ... reach
-    chances[reach] = 1.0
-    for step in steps.tolist():
-        moved = np.zeros_like(chances)
-        moved[step:] += chances[:-step] / 2
-        moved[:-step] += chances[step:] / 2
-        chances = moved
-    extreme = np.abs(np.arange(-reach, reach + 1)) >= observed
-    return min(1.0, float(chances[extreme].sum()))
+    sums = np.bincount(_codes(clusters, len(values)), weights=values)
+    sums = sums[sums != 0]
+    if len(sums) < 2:
+        return 1.0
+    made = stats.permutation_test(
+        (sums, np.zeros_like(sums)),
+        lambda first, second, axis: (first - second).sum(axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=num_resamples,
+        batch=max(1, _DRAWS_AT_ONCE // len(sums)),
+        rng=np.random.default_rng(seed),
+    )
+    return float(made.pvalue)
 
 
 def paired_bootstrap(
@@ -310,11 +342,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     The k-th smallest becomes the largest of (m - j + 1) p_(j) over j <= k, at most 1. Holm 1979, Scandinavian Journal
     of Statistics 6, page 65; no assumption about dependence.
     """
-    adjusted, largest, m = [0.0] * len(p_values), 0.0, len(p_values)
-    for place, index in enumerate(sorted(range(m), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (m - place) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    from statsmodels.stats.multitest import multipletests
+
+    return [float(p_value) for p_value in multipletests(p_values, method="holm")[1]] if len(p_values) else []
 
 
 def cohen_kappa(first: ArrayLike, second: ArrayLike) -> float | None:
@@ -332,9 +362,11 @@ def cohen_kappa(first: ArrayLike, second: ArrayLike) -> float | None:
     labels, codes = np.unique(np.concatenate([a, b]), return_inverse=True)
     if len(labels) == 1:
         return None
-    p, q = (np.bincount(part, minlength=len(labels)) / len(a) for part in np.split(codes, 2))
-    expected = float(p @ q)
-    return (float(np.mean(a == b)) - expected) / (1 - expected)
+    from statsmodels.stats.inter_rater import cohens_kappa
+
+    table = np.zeros((len(labels), len(labels)))
+    np.add.at(table, tuple(np.split(codes, 2)), 1)
+    return float(cohens_kappa(table, return_results=False))
 
 
 # --- orders ---------------------------------------------------------------------------------------------------------
@@ -350,8 +382,7 @@ def auroc(positive_scores: ArrayLike, negative_scores: ArrayLike) -> float | Non
     p, q = len(positive), len(negative)
     if p == 0 or q == 0:
         return None
-    ranks = _mean_ranks(np.concatenate([positive, negative]))
-    return float((ranks[:p].sum() - p * (p + 1) / 2) / (p * q))
+    return float(stats.mannwhitneyu(positive, negative, method="asymptotic").statistic) / (p * q)
 
 
 def kendall_tau_b(scores: ArrayLike, ranks: ArrayLike) -> float | None:
@@ -360,15 +391,14 @@ def kendall_tau_b(scores: ArrayLike, ranks: ArrayLike) -> float | None:
         (C - D) / sqrt((n - n_s) (n - n_r))
 
     over the n = K (K - 1) / 2 pairs: C in the same order, D in the opposite, n_s with equal scores, n_r with equal
-    ranks. None where all scores or all ranks are equal. Kendall 1945, Biometrika 33, page 239. Memory grows as K^2.
+    ranks. None where all scores or all ranks are equal. Kendall 1945, Biometrika 33, page 239.
     """
     s, r = np.asarray(scores, np.float64), np.asarray(ranks, np.float64)
     if s.shape != r.shape:
         raise ValueError(f"each score needs a rank, got shapes {s.shape} and {r.shape}")
-    upper = np.triu_indices(len(s), 1)
-    by_score, by_rank = np.sign(s[:, None] - s)[upper], np.sign(r - r[:, None])[upper]
-    free = float(np.count_nonzero(by_score)) * float(np.count_nonzero(by_rank))
-    return None if free == 0 else float(np.sum(by_score * by_rank) / math.sqrt(free))
+    if len(s) < 2 or np.ptp(s) == 0 or np.ptp(r) == 0:
+        return None
+    return float(stats.kendalltau(s, -r, variant="b").statistic)
 
 
 def spearman(first: ArrayLike, second: ArrayLike) -> float | None:
@@ -376,10 +406,10 @@ def spearman(first: ArrayLike, second: ArrayLike) -> float | None:
 
     None where a column is constant. Spearman 1904.
     """
-    a, b = (_mean_ranks(np.asarray(column, np.float64)) for column in (first, second))
-    a, b = a - a.mean() if len(a) else a, b - b.mean() if len(b) else b
-    spread = math.sqrt(float(a @ a) * float(b @ b))
-    return None if spread == 0 else float(a @ b) / spread
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return float(stats.spearmanr(a, b).statistic)
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------
@@ -454,57 +484,9 @@ def _predictions(probabilities: ArrayLike, outcomes: ArrayLike) -> tuple[Floats,
     return p, o
 
 
-def _normal_quantile(level: float) -> float:
-    return NormalDist().inv_cdf((1 + level) / 2)
-
-
 def _codes(clusters: Sequence[Hashable], count: int) -> NDArray[np.int64]:
     """Clusters as numbers from 0, in order of appearance."""
     if len(clusters) != count:
         raise ValueError(f"each value needs a cluster, got {len(clusters)} for {count}")
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters], dtype=np.int64)
-
-
-def _resampled_means(
-    values: Floats, codes: NDArray[np.int64], num_clusters: int, num_resamples: int, rng: np.random.Generator
-) -> Floats:
-    """The mean over all values of the drawn clusters, from their sums and sizes."""
-    sums, sizes = np.bincount(codes, weights=values), np.bincount(codes)
-    at_once = max(1, _DRAWS_AT_ONCE // num_clusters)
-    found = []
-    for start in range(0, num_resamples, at_once):
-        drawn = rng.integers(0, num_clusters, (min(at_once, num_resamples - start), num_clusters))
-        found.append(sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1))
-    return np.concatenate(found)
-
-
-def _resampled(
-    rows: Floats,
-    codes: NDArray[np.int64],
-    num_clusters: int,
-    num_resamples: int,
-    rng: np.random.Generator,
-    statistic: Callable[[Floats], float | None],
-) -> Floats:
-    order = np.argsort(codes, kind="stable")
-    sizes = np.bincount(codes)
-    starts = np.cumsum(sizes) - sizes
-    found = np.full(num_resamples, np.nan)
-    for index in range(num_resamples):
-        drawn = rng.integers(0, num_clusters, num_clusters)
-        counts = sizes[drawn]
-        # Of the n-th drawn cluster the members starts[n], starts[n] + 1, ...: all of them without a loop.
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        value = statistic(rows[order[np.repeat(starts[drawn], counts) + within]])
-        if value is not None:
-            found[index] = value
-    return found
-
-
-def _mean_ranks(values: Floats) -> Floats:
-    """Ranks from 1; equal values share the mean of theirs."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts).astype(np.float64)
-    ranks: Floats = (ends - (counts - 1) / 2)[places]
-    return ranks
