@@ -13,6 +13,7 @@ from typing import Any
 
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
+from treeward.scoring.score import Score
 
 __all__ = ["Counting", "Troubled", "consonants", "fails", "length", "vowels"]
 
@@ -59,7 +60,7 @@ class Counting(Environment):
 
     def _shaped(self, raw: list[float]) -> list[Reward]:
         mean = self.state["total"] / max(self.state["count"], 1)
-        return [Reward(10 * (value - mean), raw=value) for value in raw]
+        return [Reward(10 * (value - mean), Score(value)) for value in raw]
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.state)

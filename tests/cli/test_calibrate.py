@@ -88,7 +88,7 @@ def test_the_constants_reach_the_contract_and_from_there_the_rewards(
     scorer = Scorer.load(model, device="cpu")
     pairs = [(row["prompt"], row[key]) for row in BINARY for key in ("chosen", "rejected")]
     conversations = [[message("user", question), message("assistant", text)] for question, text in pairs]
-    scores = [score.score for score in scorer.score(conversations)]
+    scores = scorer.score(conversations)
     shaper = Shaper(
         RewardShapingConfig(normalize_rewards=True, reward_clip=None),
         calibration=scorer.contract.calibration if scorer.contract else None,

@@ -21,6 +21,7 @@ from treeward.environments.interface import (
     undone_on_failure,
 )
 from treeward.errors import CheckpointError, DataError
+from treeward.scoring.score import Score
 
 
 class Lengths(Environment):
@@ -40,7 +41,7 @@ class Lengths(Environment):
     def _reward(self, length: int, info: Mapping[str, Any]) -> Reward:
         if not length:
             return Reward(None, error="the reply is empty")
-        return Reward(length - info.get("minus", 0.0), raw=float(length), components={"length": float(length)})
+        return Reward(length - info.get("minus", 0.0), Score(float(length)), components={"length": float(length)})
 
 
 def chat(reply: str) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ def test_a_rating_becomes_a_reward_from_0_to_1(endpoint: Endpoint) -> None:
     endpoint.answer = lambda request: f"Hm. Rating: [[{between_tags(request, 'reply')}]]"
     result = judge(endpoint).step([chat("1"), chat("10"), chat("5.5")], [{}, {}, {}])
     assert result.rewards.tolist() == [0, 1, 0.5]
-    assert [m[DETAILS]["raw"] for m in result.metadata] == [1, 10, 5.5]
+    assert [m[DETAILS]["components"]["rating"] for m in result.metadata] == [1, 10, 5.5]
     assert judge(endpoint, lowest_rating=0, highest_rating=20).step([chat("10")], [{}]).rewards.tolist() == [0.5]
     request = endpoint.requests[0]
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.0, 1024)
@@ -164,7 +164,7 @@ def test_verdicts_are_read_strictly() -> None:
 
 def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: Endpoint) -> None:
     endpoint.answer = lambda request: "Rating: [[8]]" if len(request["messages"]) > 2 else "Well, it depends."
-    assert judge(endpoint).step([chat("4")], [{}]).metadata[0][DETAILS]["raw"] == 8
+    assert judge(endpoint).step([chat("4")], [{}]).metadata[0][DETAILS]["components"]["rating"] == 8
     assert [m["role"] for m in endpoint.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
     endpoint.answer = lambda request: "Well, it depends."
     result = judge(endpoint).step([chat("4")], [{}])
@@ -193,7 +193,7 @@ def test_failures_that_pass_are_retried(endpoint: Endpoint) -> None:
         return fail.pop() if fail else "Rating: [[7]]"
 
     endpoint.answer = answer
-    assert judge(endpoint).step([chat("4")], [{}]).metadata[0][DETAILS]["raw"] == 7
+    assert judge(endpoint).step([chat("4")], [{}]).metadata[0][DETAILS]["components"]["rating"] == 7
     assert len(times) == 3 and times[1] - times[0] >= 0.9  # backoff alone would be half a second
 
 

@@ -23,6 +23,7 @@ from treeward.environments.trl import TrlReward
 from treeward.errors import ConfigError
 from treeward.model.export import export_model
 from treeward.model.reward_model import RewardModel
+from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
 
@@ -52,7 +53,7 @@ class Lengths(Environment):
     def _reward(self, reply: str, info: Mapping[str, Any]) -> Reward:
         if "fail" in reply:
             return Reward(None, error="it says fail")
-        return Reward(len(reply) - info.get("ground_truth", 0.0), raw=float(len(reply)))
+        return Reward(len(reply) - info.get("ground_truth", 0.0), score=Score(float(len(reply))))
 
 
 def user(text: str) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from treeward.environments.trl import TrlReward
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.export import export_model
 from treeward.model.reward_model import RewardModel
+from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
 PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -266,7 +267,7 @@ class Remembers(Environment):
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
         self.infos.extend(env_infos)
-        return [Reward(2.0, raw=1.0) for _ in conversations]
+        return [Reward(2.0, Score(1.0)) for _ in conversations]
 
 
 def test_the_environment_gets_what_the_data_says() -> None:

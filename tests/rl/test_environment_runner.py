@@ -30,6 +30,7 @@ from treeward.rl.environment_runner import (
     make_environment_runner,
 )
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
@@ -205,9 +206,9 @@ def test_what_an_environment_does_to_its_samples_stays_with_it() -> None:
 
 def test_raw_is_before_shaping_and_not_a_number_where_nothing_is_known() -> None:
     judgements: dict[str, Reward] = {
-        "shaped": Reward(0.5, raw=8.0),
+        "shaped": Reward(0.5, Score(8.0)),
         "plain": Reward(3.0),
-        "only raw": Reward(None, raw=2.0, error="no statistics yet"),
+        "only raw": Reward(None, Score(2.0), error="no statistics yet"),
         "nothing": Reward(None, error="it cannot say"),
     }
     runner = EnvironmentRunner({"toy": Toy(lambda text, _: judgements[text])}, {"toy": 2.0})
@@ -221,7 +222,7 @@ def test_raw_is_before_shaping_and_not_a_number_where_nothing_is_known() -> None
 def test_missing_rewards_are_counted_by_their_reason(caplog: pytest.LogCaptureFixture) -> None:
     judgements = {
         "nan": Reward(math.nan),
-        "inf": Reward(-math.inf, raw=math.inf),
+        "inf": Reward(-math.inf, Score(math.inf)),
         "none": Reward(None, error="too long"),
         "huge": Reward(1e300),
         "good": Reward(1.0, components={"style": 4.0, "odd": math.nan}),

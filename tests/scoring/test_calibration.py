@@ -29,7 +29,7 @@ from treeward.scoring.calibration import (
 )
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import Shaper, length_effect, reply_length
+from treeward.scoring.shaping import Shaper, completion_length, length_effect
 
 
 class LengthLover:
@@ -83,12 +83,12 @@ def test_a_planted_length_bias_is_found_and_taken_away() -> None:
     calibration = calibrated(planted(600))
     held_out = planted(400, seed=1)
     conversations = [[*row.context, *c.messages] for row in held_out for c in row.completions]
-    raw = [score.score for score in LengthLover().score(conversations)]
+    scores = LengthLover().score(conversations)
     shaper = Shaper(RewardShapingConfig(length_calibration=True), calibration=calibration)
-    shaped = np.array([one.value for one in shaper.shape(raw, conversations)], dtype=float)
+    shaped = np.array([one.value for one in shaper.shape(scores, conversations)], dtype=float)
     lengths = np.array([len(c[-1]["content"]) for c in conversations])
     qualities = np.array([_quality(c[-1]["content"]) for c in conversations])
-    before = np.array(raw, dtype=float)
+    before = np.array([score.score for score in scores], dtype=float)
     assert np.corrcoef(before, lengths)[0, 1] > 0.9
     assert abs(np.corrcoef(shaped, lengths)[0, 1]) < 0.1
     assert np.corrcoef(shaped, qualities)[0, 1] > 0.98
@@ -263,7 +263,7 @@ def test_tokens_are_those_of_the_scorer(tiny_tokenizer: Any) -> None:
     curve, constants = calibration.length_curve, calibration.normalization
     assert curve is not None and curve.unit == "tokens" and constants is not None
     conversations = [[*row.context, *c.messages] for row in rows for c in row.completions]
-    lengths = [reply_length(c, "tokens", tiny_tokenizer) for c in conversations]
+    lengths = [completion_length(c, "tokens", tiny_tokenizer) for c in conversations]
     assert (curve.lengths[0], curve.lengths[-1]) == (min(lengths), max(lengths))
     assert constants.mean == pytest.approx(np.mean([s.score for s in scorer.score(conversations)]))
     with pytest.raises(ConfigError, match="no tokenizer"):

@@ -79,7 +79,7 @@ def test_what_has_no_score_has_no_reward() -> None:
     ("section", "words"),
     [
         ({"normalize_rewards": True, "running": True}, "order of the rows"),
-        ({"reference": "par"}, "reference answers, and there are none"),
+        ({"reference": "par"}, "reference completions, and there are none"),
     ],
 )
 def test_what_depends_on_more_than_the_conversation_is_refused(section: dict[str, Any], words: str) -> None:

@@ -246,7 +246,7 @@ def _reward(value: Any) -> Reward:
         value = value.get("reward", value.get("score"))
     number = _number(value)
     if number is not None:
-        return Reward(number, raw=number, components=components)
+        return Reward(number, components=components)
     error = "the function gave no reward" if value is None else f"the function gave {value!r:.100}, no finite number"
     return Reward(None, components=components, error=error)
 

@@ -17,6 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from treeward.config.base import Strict
@@ -157,14 +158,12 @@ def weighted_sum(
     total = scale * sum(weights[name] * value for name, value in values.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
-    return Reward(total, raw=total, components=components)
+    return Reward(total, components=components)
 
 
 def _last_word(parts: Mapping[str, Reward]) -> Reward:
     *_, last = parts.values()
-    if last.value is None:
-        return Reward(None, components=_components(parts), error=_errors(parts))
-    return Reward(last.value, raw=last.raw, components=_components(parts))
+    return replace(last, components=_components(parts), error=_errors(parts) if last.value is None else None)
 
 
 def _weight(member: HybridMember) -> float:

@@ -22,7 +22,6 @@ import contextlib
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from treeward.data.preference import Message
 from treeward.errors import CheckpointError, DataError
+from treeward.scoring.score import Reward
 
 if TYPE_CHECKING:
     from treeward.environments.trl import TrlReward
@@ -48,19 +48,6 @@ _KEYS_OF_LOOPS = frozenset(
     }
 )
 """What NeMo RL and others note in messages for themselves; whatever else a message has, a template may read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """The reward of one sample: a finite number, or None and `error` says why.
-
-    `raw`: before shaping. `components`: finite numbers by name, of the parts that a reward was made of.
-    """
-
-    value: float | None
-    raw: float | None = None
-    components: Mapping[str, float] = field(default_factory=dict)
-    error: str | None = None
 
 
 class EnvironmentReturn(NamedTuple):

@@ -179,7 +179,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             verdicts.append(verdict)
         if self.config.mode == "rating":
             low, high = self.config.lowest_rating, self.config.highest_rating
-            return Reward((verdicts[0] - low) / (high - low), raw=verdicts[0], components={"rating": verdicts[0]})
+            return Reward((verdicts[0] - low) / (high - low), components={"rating": verdicts[0]})
         forward, swapped = verdicts[::2], verdicts[1::2]
         value = sum(verdicts) / len(verdicts)
         components = {
@@ -187,7 +187,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             "swapped": sum(swapped) / len(swapped),
             "inconsistent": sum(a != b for a, b in zip(forward, swapped, strict=True)) / len(forward),
         }
-        return Reward(value, raw=value, components=components)
+        return Reward(value, components=components)
 
     async def _verdict(self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: _Question) -> float | _NoVerdict:
         """A rating, or the outcome of the sample's completion against the reference: 1, 0.5 or 0."""

@@ -21,6 +21,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -105,9 +106,11 @@ class RewardModelEnvironment(RayActor, Environment):
     ) -> list[Reward]:
         with self._lock, undone_on_failure(self):
             key = self._rewarder.reference_key
-            answers = None if key is None else [plain(info.get(key)) for info in env_infos]
-            rewarded = self._rewarder.rewards(conversations, answers, update=update)
-            rewards = [Reward(one.value, one.score.score, _components(one.score), one.error) for one in rewarded]
+            references = None if key is None else [plain(info.get(key)) for info in env_infos]
+            rewards = [
+                replace(reward, components=_components(reward.score))
+                for reward in self._rewarder.rewards(conversations, references, update=update)
+            ]
             self._report_failures(rewards)
         return rewards
 

@@ -89,7 +89,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
 
     def _reward(self, correct: bool, *, answered: bool = True) -> Reward:
         value = self.config.correct if correct else self.config.wrong
-        return Reward(value, raw=value, components={"correct": float(correct), "answered": float(answered)})
+        return Reward(value, components={"correct": float(correct), "answered": float(answered)})
 
     def _read(self, conversation: Sequence[Message], info: Mapping[str, Any], patterns: _Patterns) -> _Answer | None:
         """The part of the reply that is the answer, and what it is held against; None where `extract` finds nothing."""

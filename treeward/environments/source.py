@@ -27,6 +27,7 @@ from treeward.environments.actors import start_ray
 from treeward.environments.interface import DETAILS, Environment, EnvironmentReturn, Reward, step_of
 from treeward.environments.registry import make_environment
 from treeward.errors import ConfigError, ModelError
+from treeward.scoring.score import Score
 
 __all__ = ["RewardSource", "RewardSourceConfig", "reward_source"]
 
@@ -177,7 +178,9 @@ def _as_error(error: BaseException) -> Exception:
 def _rewards(result: EnvironmentReturn) -> list[Reward]:
     details = [metadata[DETAILS] for metadata in result.metadata]
     values = [value if math.isfinite(value) else None for value in result.rewards.tolist()]
-    return [Reward(value, d["raw"], d["components"], d["error"]) for value, d in zip(values, details, strict=True)]
+    return [
+        Reward(value, Score(d["raw"]), d["components"], d["error"]) for value, d in zip(values, details, strict=True)
+    ]
 
 
 def _plain(value: Any) -> Any:

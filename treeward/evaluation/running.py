@@ -26,7 +26,7 @@ from treeward.evaluation.examples import EvalExample, ScoredExample, scored_from
 from treeward.evaluation.suites.interface import Suite
 from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer
-from treeward.scoring.shaping import reply_length
+from treeward.scoring.shaping import completion_length
 
 __all__ = ["LoadedSuite", "Progress", "ScoredSuite", "common_reasons", "folder_names", "load_suite", "score_suite"]
 
@@ -131,7 +131,9 @@ def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Itera
         yield ScoredExample(
             example,
             scores=tuple(score.score for score in own),
-            lengths=tuple(reply_length(conversation, "characters", None) for conversation in example.conversations),
+            lengths=tuple(
+                completion_length(conversation, "characters", None) for conversation in example.conversations
+            ),
             num_tokens=tuple(score.num_tokens for score in own),
             errors=tuple(score.error for score in own),
         )

@@ -24,7 +24,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -432,12 +432,12 @@ def _samples(
 
 
 def _finite(reward: Reward) -> Reward:
-    """The reward, with `raw` where it is known; without a value where that is no finite float32."""
+    """The reward; its value is None where it is no finite float32."""
     value = reward.value
     if value is None or not abs(value) <= _LARGEST:
         said = "no reward" if value is None else f"the reward is {value}"
-        return Reward(None, raw=reward.raw, components=reward.components, error=reward.error or said)
-    return Reward(value, raw=value if reward.raw is None else reward.raw, components=reward.components)
+        return replace(reward, value=None, error=reward.error or said)
+    return reward
 
 
 def _tensor(values: Sequence[float | None], groups: Sequence[CompletionGroup]) -> Tensor:

@@ -37,7 +37,7 @@ from treeward.data.preference import Preference, preference_to_dict
 from treeward.errors import ConfigError, DataError
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import length_effect, reply_length
+from treeward.scoring.shaping import completion_length, length_effect
 from treeward.version import VERSION
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _collect(
                 continue
             ranked.append((completion.rank, len(found.scores)))
             found.scores.append(result.score)
-            found.lengths.append(reply_length(conversation, unit, tokenizer))
+            found.lengths.append(completion_length(conversation, unit, tokenizer))
         for (rank, i), (other_rank, j) in combinations(ranked, 2):
             if rank != other_rank:
                 found.pairs.append((i, j) if rank < other_rank else (j, i))

@@ -1,19 +1,19 @@
-"""`Rewarder`: from conversations to rewards, scoring and shaping in one step; what environments and commands share.
+"""`Rewarder`: conversations to rewards, scoring and shaping in one step; environments, commands and server share it.
 
     score = lambda conversations, names: scorer.score(conversations, where=names, on_error="mask")
     rewarder = Rewarder(score, load_shaper(config, "results/rm/final"))
-    for rewarded in rewarder.rewards(conversations, reference_answers):
-        rewarded.value, rewarded.error, rewarded.score
+    for reward in rewarder.rewards(conversations, reference_completions):
+        reward.value, reward.error, reward.score
 
-Reference answers are scored in the same call as the answers that they are compared with, so their prompt is computed
-once. `RewardScorer` puts the reward in the place of the score, for whatever ranks by scores:
+Reference completions are scored in the same call as the completions, so their prompt is computed once. `RewardScorer`
+puts the reward in the place of the score, for code that ranks by scores:
 
     RewardScorer(scorer, load_shaper("contract", "results/rm/final")).score(conversations)[0].score
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,42 +22,34 @@ from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract
 from treeward.model.pretrained import load_tokenizer
-from treeward.scoring.score import Conversation, ConversationScorer, OnError, Score
-from treeward.scoring.shaping import Reference, Shaped, Shaper, reference_conversations
+from treeward.scoring.score import Conversation, ConversationScorer, OnError, Reward, Score
+from treeward.scoring.shaping import Shaper, reference_conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RewardPlan", "RewardScorer", "Rewarded", "Rewarder", "check_alone", "check_fixed", "load_shaper"]
-
-_References = list[list[Message]] | str
-"""The conversations of a sample's reference answers, or why they cannot be had."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rewarded:
-    """A reward with the score that it was made of: `value` is finite, or None and `error` says why."""
-
-    value: float | None
-    score: Score
-    error: str | None = None
+__all__ = ["RewardPlan", "RewardScorer", "Rewarder", "check_alone", "check_fixed", "load_shaper"]
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPlan:
-    """Conversations with their references; `to_score`: both, under `names`."""
+    """Conversations that need scores before there are rewards.
+
+    `references`: the conversations of each sample's reference completions, or why they cannot be read. `to_score`: all
+    of them, under `names`.
+    """
 
     conversations: list[Conversation]
-    references: list[_References]
+    references: list[list[list[Message]] | str]
     to_score: list[Conversation]
     names: list[str]
 
 
 class Rewarder:
-    """Makes rewards of conversations.
+    """Turns conversations into rewards.
 
-    `score`: gives one `Score` for each of a list of conversations, in order; it is given their names too, for errors.
-    None for one that only plans and finishes. `shaper`: None leaves scores as they are.
+    `score`: conversations and their names, for errors, to one `Score` each, in order. None where only `plan` and
+    `finish` are called. `shaper`: None leaves scores as they are.
     """
 
     def __init__(
@@ -68,86 +60,74 @@ class Rewarder:
 
     @property
     def reference_key(self) -> str | None:
-        """The key under which data holds reference answers; None where none are read."""
+        """The key of the data with reference completions; None where none are read."""
         config = None if self.shaper is None else self.shaper.config
         return None if config is None or config.reference is None else config.reference_key
 
     def rewards(
         self,
         conversations: Sequence[Conversation],
-        reference_answers: Sequence[Any] | None = None,
+        reference_completions: Sequence[Any] | None = None,
         *,
         where: Sequence[str] | None = None,
         update: bool = True,
-    ) -> list[Rewarded]:
+    ) -> list[Reward]:
         """One reward per conversation, in order.
 
-        `reference_answers`: of each sample a text, a list of texts and message lists, or None; read where the shaping
-        compares with them, and what cannot be read leaves its sample without a reward. `where` names each sample.
-        `update`: running statistics take this batch in.
+        `reference_completions`: for each sample a text, a list of texts and message lists, or None. They are read where
+        the shaping compares with them; a sample whose references cannot be read gets no reward. `where` names each
+        sample. `update`: running statistics take this batch in.
         """
-        assert self._score is not None, "a Rewarder without a score only plans and finishes"
-        plan = self.plan(conversations, reference_answers, where=where)
+        assert self._score is not None, "without a score there are only plan and finish"
+        plan = self.plan(conversations, reference_completions, where=where)
         return self.finish(plan, self._score(plan.to_score, plan.names), update=update)
 
     def plan(
         self,
         conversations: Sequence[Conversation],
-        reference_answers: Sequence[Any] | None = None,
+        reference_completions: Sequence[Any] | None = None,
         *,
         where: Sequence[str] | None = None,
     ) -> RewardPlan:
-        """What must be scored for `rewards`, for whoever scores it in another way than by a function."""
+        """The conversations that `rewards` scores, for callers that score in another way than by a function."""
         names = list(where) if where is not None else [f"conversation {i}" for i in range(len(conversations))]
-        references = self._references(conversations, reference_answers, names)
-        extra = [conversation for one in references if not isinstance(one, str) for conversation in one]
-        of_extra = [
-            f"{name}, {self.reference_key}[{m}]"
-            for one, name in zip(references, names, strict=True)
-            if not isinstance(one, str)
-            for m in range(len(one))
-        ]
-        return RewardPlan(list(conversations), references, [*conversations, *extra], names + of_extra)
-
-    def finish(self, plan: RewardPlan, scores: Sequence[Score], *, update: bool = True) -> list[Rewarded]:
-        """The rewards of a plan, of the scores of `plan.to_score`, in order."""
-        own, of_references = scores[: len(plan.conversations)], iter(scores[len(plan.conversations) :])
-        known = [None if isinstance(one, str) else _scored(one, of_references) for one in plan.references]
-        shaped = self._shaped(own, plan.conversations, known, update)
-        return [_rewarded(*item) for item in zip(own, shaped, plan.references, strict=True)]
-
-    def _references(
-        self, conversations: Sequence[Conversation], reference_answers: Sequence[Any] | None, names: Sequence[str]
-    ) -> list[_References]:
+        plan = RewardPlan(list(conversations), [], list(conversations), list(names))
         key = self.reference_key
-        found: list[_References] = []
-        for i, (conversation, name) in enumerate(zip(conversations, names, strict=True)):
-            if key is None or reference_answers is None:
-                found.append([])
-                continue
-            try:
-                found.append(reference_conversations(conversation, reference_answers[i], where=f"{name}, {key}"))
-            except DataError as error:
-                found.append(str(error).splitlines()[0])
-        return found
+        given = [None] * len(names) if reference_completions is None else reference_completions
+        for conversation, completions, name in zip(conversations, given, names, strict=True):
+            references: list[list[Message]] | str = []
+            if key is not None:
+                try:
+                    references = reference_conversations(conversation, completions, where=f"{name}, {key}")
+                except DataError as error:
+                    references = str(error).splitlines()[0]
+            plan.references.append(references)
+            if not isinstance(references, str):
+                plan.to_score.extend(references)
+                plan.names.extend(f"{name}, {key}[{m}]" for m in range(len(references)))
+        return plan
 
-    def _shaped(
-        self,
-        scores: Sequence[Score],
-        conversations: Sequence[Conversation],
-        references: Sequence[Sequence[Reference] | None],
-        update: bool,
-    ) -> list[Shaped]:
+    def finish(self, plan: RewardPlan, scores: Sequence[Score], *, update: bool = True) -> list[Reward]:
+        """The rewards of a plan from the scores of `plan.to_score`, in order."""
+        own, of_references = scores[: len(plan.conversations)], iter(scores[len(plan.conversations) :])
         if self.shaper is None:
-            return [Shaped(score.score, score.score) for score in scores]
-        return self.shaper.shape([score.score for score in scores], conversations, references, update=update)
+            return [Reward(score.score, score, error=score.error) for score in own]
+        references = [
+            None if isinstance(one, str) else [(next(of_references), conversation) for conversation in one]
+            for one in plan.references
+        ]
+        rewards = self.shaper.shape(own, plan.conversations, references, update=update)
+        return [
+            replace(reward, value=None, error=one) if isinstance(one, str) else reward
+            for reward, one in zip(rewards, plan.references, strict=True)
+        ]
 
 
 class RewardScorer:
-    """Rewards as scores: a `ConversationScorer` whose `Score.score` is the reward of a conversation by itself.
+    """Rewards as scores: a `ConversationScorer` whose `Score.score` is the reward of the conversation.
 
-    Raises `ConfigError` for a shaping by which the reward depends on more than the conversation: running statistics,
-    or reference answers, which there are none of here.
+    Raises `ConfigError` for a shaping with running statistics or reference completions: the reward would depend on more
+    than the conversation.
     """
 
     def __init__(self, scorer: ConversationScorer, shaper: Shaper, *, where: str = "reward_shaping") -> None:
@@ -157,25 +137,25 @@ class RewardScorer:
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Score]:
-        """The reward of each conversation, in the place of the score; what has no reward says why in `error`.
+        """Scores whose `score` is the reward, or None with the reason in `error`.
 
-        Raises what the scorer raises, and `ModelError` for a reward that is not finite; with `on_error="mask"` it is
-        None instead.
+        Raises what the scorer raises, and `ModelError` for a reward that is not finite; with `on_error="mask"` such a
+        reward is None.
         """
         names = list(where) if where is not None else [f"conversation {i}" for i in range(len(conversations))]
 
         def score(asked: list[Conversation], of: list[str]) -> list[Score]:
             return self.scorer.score(asked, where=of, on_error=on_error)
 
-        rewarded = Rewarder(score, self.shaper).rewards(conversations, where=names)
-        for one, name in zip(rewarded, names, strict=True):
-            if on_error == "raise" and one.value is None and one.score.score is not None:
+        rewards = Rewarder(score, self.shaper).rewards(conversations, where=names)
+        for one, name in zip(rewards, names, strict=True):
+            if on_error == "raise" and one.value is None and one.raw is not None:
                 raise ModelError("the conversation has no reward", where=name, got=one.error)
-        return [replace(one.score, score=one.value, error=one.error) for one in rewarded]
+        return [replace(one.score, score=one.value, error=one.error) for one in rewards]
 
 
 def check_fixed(shaping: RewardShapingConfig, where: str) -> None:
-    """Raise `ConfigError` for running statistics, with which a reward would depend on what was seen before it."""
+    """Raise `ConfigError` for running statistics: a reward would depend on the rewards before it."""
     if shaping.running:
         raise ConfigError(
             "with running statistics a reward would depend on the order of the rows",
@@ -188,11 +168,11 @@ def check_fixed(shaping: RewardShapingConfig, where: str) -> None:
 
 
 def check_alone(shaping: RewardShapingConfig, where: str) -> None:
-    """Raise `ConfigError` for a shaping by which the reward depends on more than the conversation."""
+    """Raise `ConfigError` for a shaping whose rewards depend on more than the conversation."""
     check_fixed(shaping, where)
     if shaping.reference is not None:
         raise ConfigError(
-            "the shaping compares with reference answers, and there are none",
+            "the shaping compares with reference completions, and there are none",
             where=where,
             field="reference",
             got=shaping.reference,
@@ -209,11 +189,11 @@ def load_shaper(
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     trust_remote_code: bool = False,
 ) -> Shaper | None:
-    """The shaper that a configuration asks for, with the constants of the model's contract; None for none.
+    """The shaper of a configuration, with the constants of the model's contract; None for no shaping.
 
-    `shaping`: "contract" is the section that the contract holds. `is_ensemble`: `model` is one of several, and its
-    constants are not those of their common score. `tokenizer`: to count tokens with, or its name; None: the model's.
-    Raises `ConfigError` for constants that are needed and not there.
+    `shaping`: "contract" is the section in the contract. `is_ensemble`: `model` is one of several, and its constants do
+    not describe their common score. `tokenizer`: counts tokens; an object or a name; None: the model's own. Raises
+    `ConfigError` for constants that are needed and missing.
     """
     if shaping is None:
         return None
@@ -244,13 +224,3 @@ def load_shaper(
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)
     return Shaper(shaping, calibration=contract.calibration if contract else None, tokenizer=tokenizer)
-
-
-def _scored(conversations: Sequence[list[Message]], scores: Iterator[Score]) -> list[Reference]:
-    return [Reference(next(scores).score, conversation) for conversation in conversations]
-
-
-def _rewarded(score: Score, shaped: Shaped, references: _References) -> Rewarded:
-    if isinstance(references, str):
-        return Rewarded(None, score, references)
-    return Rewarded(shaped.value, score, score.error or shaped.error)

@@ -25,8 +25,8 @@ from treeward.data.preference import (
 )
 from treeward.data.sources import Row
 from treeward.errors import DataError
-from treeward.scoring.rewarding import Rewarded, Rewarder
-from treeward.scoring.score import ConversationScorer
+from treeward.scoring.rewarding import Rewarder
+from treeward.scoring.score import ConversationScorer, Reward
 from treeward.scoring.shaping import Shaper
 
 __all__ = ["ScoredRow", "conversations_of", "score_rows"]
@@ -173,8 +173,8 @@ _CONTEXT_OF: dict[tuple[str, ...], tuple[str, ...]] = {
 """Where the beginning of the conversations of each shape is; elsewhere it would be left out without a word."""
 
 
-def _with_scores(values: Mapping[str, Any], rewarded: Sequence[Rewarded], with_rewards: bool) -> ScoredRow:
-    found = {"score": [one.score.score for one in rewarded]}
+def _with_scores(values: Mapping[str, Any], rewarded: Sequence[Reward], with_rewards: bool) -> ScoredRow:
+    found = {"score": [one.raw for one in rewarded]}
     if with_rewards:
         found["reward"] = [one.value for one in rewarded]
     # An error or a score that an earlier scoring has left would be taken for this one's.

@@ -1,31 +1,31 @@
-"""`Score`: what is known of one conversation after scoring; and what everything that scores has in common.
+"""`Score`: a score of one conversation, or the reason why there is none; and `Reward`, a number made of a score.
 
     score = scorer.score([conversation], on_error="mask")[0]
     score.score      # a float, or None
     score.error      # why it is None
 
-A score that could not be had is never a number: it raises, or it is None with its reason.
+A missing score is never a number: the call raises, or the score is None with its reason. The same holds for rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from treeward.data.preference import Message
 
-__all__ = ["Conversation", "ConversationScorer", "OnError", "Score"]
+__all__ = ["Conversation", "ConversationScorer", "OnError", "Reward", "Score"]
 
 Conversation = Sequence[Message]
 
 OnError = Literal["raise", "mask"]
-"""What becomes of a conversation that cannot be scored: the call raises, or its score is None and says why."""
+"""A conversation that cannot be scored makes the call raise, or its score is None with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model says of one conversation.
+    """The score of one conversation.
 
     `score`: float32, or None where there is none; `error` then says why. `num_tokens`: as it was scored, or its full
     length; 0 where it could not be rendered. `truncated`: some of its context was cut to make it fit. `heads`: the
@@ -38,6 +38,25 @@ class Score:
     heads: tuple[float, ...] = ()
     members: tuple[float, ...] = ()
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The reward of one conversation: a finite number, or None and `error` says why.
+
+    `score`: the score that the reward was made of; without a reward model it is empty. `components`: finite numbers by
+    name, the parts of the reward.
+    """
+
+    value: float | None
+    score: Score = Score(None)
+    components: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def raw(self) -> float | None:
+        """The reward before shaping: the score, or the value itself where there is no score."""
+        return self.value if self.score.score is None else self.score.score
 
 
 class ConversationScorer(Protocol):

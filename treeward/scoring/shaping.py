@@ -1,51 +1,42 @@
-"""`Shaper`: scores in, rewards out; the one way from what a model says to what a policy is trained on.
+"""`Shaper`: scores in, rewards out; the only code that turns a model's score into a policy's reward.
 
     shaper = Shaper(RewardShapingConfig(length_penalty=LengthPenaltyConfig()), tokenizer=None)
-    shaper.shape([1.25], [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4." * 300}]])
-    # [Shaped(value=1.15, raw=1.25, error=None)]: 600 characters, 0.001 for each above 500
+    shaper.shape([Score(1.25)], [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4." * 300}]])
+    # [Reward(value=1.15, score=Score(1.25), ...)]: 600 characters, 0.001 for each above 500
 
-The steps, each of them off unless the configuration asks for it, always in this order:
+Each step is off unless the configuration asks for it. The order is fixed:
 
 1. length calibration and length penalty, on the raw score: the curve and the coefficient are in its units;
-2. temperature, which makes log-odds of a score;
-3. reference answers, whose sigmoid takes a difference of log-odds. They go through steps 1 and 2 too, each with a
-   length of its own: otherwise a long answer would pay for its length, and the long reference beside it would not;
-4. normalisation and clipping, last, because they fix the scale and the bounds of what a policy sees.
+2. temperature, which turns a score into log-odds;
+3. reference completions: the sigmoid takes a difference of log-odds. References go through steps 1 and 2 with their own
+   lengths: otherwise a long completion would pay for its length, and the long reference beside it would not;
+4. normalisation and clipping, last, because they set the scale and the bounds of the policy's reward.
 
-A score that is missing stays missing: `Shaped.value` is None and `error` says why. It is never a number.
+A missing score stays missing: `Reward.value` is None and `error` says why.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from treeward.config.reward_shaping import LengthCurve, LengthUnit, RewardCalibration, RewardShapingConfig
 from treeward.data.preference import Message, check_messages, last_text
 from treeward.errors import CheckpointError, ConfigError, DataError
-from treeward.scoring.score import Conversation
+from treeward.scoring.score import Conversation, Reward, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Reference",
-    "RunningStatistics",
-    "Shaped",
-    "Shaper",
-    "length_deduction",
-    "length_effect",
-    "log_sigmoid",
-    "normalize",
-    "reference_conversations",
-    "relative_reward",
-    "reply_length",
-    "sigmoid",
-]
+__all__ = ["Reference", "RunningStatistics", "Shaper", "completion_length", "length_deduction", "length_effect"]
+__all__ += ["log_sigmoid", "normalize", "reference_conversations", "relative_reward", "sigmoid"]
+
+Reference = tuple[Score, Conversation]
+"""A reference completion: its score by the same model, and the conversation that ends with it, for its length."""
 
 _EPSILON = 1e-8
 _CALIBRATE = "treeward calibrate MODEL --data FILE"
@@ -93,17 +84,17 @@ def length_effect(length: float, curve: LengthCurve) -> float:
 
 
 def relative_reward(score: float, references: Sequence[float], kind: Literal["log_sigmoid", "par"]) -> float:
-    """A reward relative to M >= 1 reference answers to the same prompt, of log-odds r and r_ref_m.
+    """A reward relative to M >= 1 reference completions of the same prompt, from log-odds r and r_ref_m.
 
     `log_sigmoid`: 1/M sum_m log sigma(r - r_ref_m), in (-inf, 0); Wang et al. 2024 (arXiv 2402.00742) with M = 1.
     `par`: 1/M sum_m sigma(r - r_ref_m), in (0, 1); Fu et al. 2025 (arXiv 2502.18770), who find M = 1 sufficient.
-    Both flatten out where the answer is better than its references already: less is gained by exploiting the model.
+    Both flatten out where the completion is better than its references: there is less to gain by exploiting the model.
     """
     transform = log_sigmoid if kind == "log_sigmoid" else sigmoid
     return math.fsum(transform(score - reference) for reference in references) / len(references)
 
 
-def reply_length(conversation: Conversation, unit: LengthUnit, tokenizer: PreTrainedTokenizerBase | None) -> int:
+def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """Length of the last message's text, in characters or in tokens of `tokenizer` without special ones.
 
     Parts of content that are not text, and messages without content, have no length.
@@ -122,8 +113,8 @@ def reply_length(conversation: Conversation, unit: LengthUnit, tokenizer: PreTra
 class RunningStatistics:
     """Count, mean and variance of all numbers seen so far, without keeping them.
 
-    M2 is the sum of squared differences from the mean. Two sets of numbers are merged by Chan, Golub and LeVeque 1979
-    (the formula of Welford 1962 where one set is a single number):
+    M2 is the sum of squared differences from the mean. A batch b is added to the numbers a by Chan, Golub and LeVeque
+    1979 (the formula of Welford 1962 where b is a single number):
     mean = mean_a + d n_b / n, M2 = M2_a + M2_b + d^2 n_a n_b / n, with d = mean_b - mean_a and n = n_a + n_b.
     """
 
@@ -132,32 +123,27 @@ class RunningStatistics:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the population, sqrt(M2 / n); 0 of nothing."""
+        """Standard deviation of the population, sqrt(M2 / n); 0 before the first number."""
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, values: Iterable[float]) -> None:
-        """See more finite numbers; their order makes no difference."""
+        """Add finite numbers; their order makes no difference."""
         batch = list(values)
         if not batch:
             return
         mean = math.fsum(batch) / len(batch)
-        self.merge(RunningStatistics(len(batch), mean, math.fsum((value - mean) ** 2 for value in batch)))
-
-    def merge(self, other: RunningStatistics) -> None:
-        """See what `other` has seen, as of another process."""
-        count = self.count + other.count
-        if other.count:
-            difference = other.mean - self.mean
-            self.m2 += other.m2 + difference**2 * self.count * other.count / count
-            self.mean += difference * other.count / count
-            self.count = count
+        count, difference = self.count + len(batch), mean - self.mean
+        self.m2 += math.fsum((value - mean) ** 2 for value in batch)
+        self.m2 += difference**2 * self.count * len(batch) / count
+        self.mean += difference * len(batch) / count
+        self.count = count
 
     def state_dict(self) -> dict[str, Any]:
-        """Count, mean and M2, as JSON can hold them."""
+        """Count, mean and M2, for JSON."""
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Raises `CheckpointError` where it is none of running statistics."""
+        """Continue from `state`. Raises `CheckpointError` where it holds no running statistics."""
         values = [state.get(key) for key in ("count", "mean", "m2")]
         numbers = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
         if len(numbers) != len(values) or numbers[0] < 0 or numbers[2] < 0:
@@ -170,29 +156,13 @@ class RunningStatistics:
 # --- the shaper ------------------------------------------------------------------------------------------------------
 
 
-class Reference(NamedTuple):
-    """A reference answer: its score by the same model, and the conversation that ends with it, for its length."""
-
-    score: float | None
-    conversation: Conversation
-
-
-@dataclass(frozen=True, slots=True)
-class Shaped:
-    """A reward: `value`, finite, or None and `error` says why; `raw` is the score that it was made of."""
-
-    value: float | None
-    raw: float | None
-    error: str | None = None
-
-
 class Shaper:
-    """Makes rewards of scores as a `RewardShapingConfig` says.
+    """Turns scores into rewards by a `RewardShapingConfig`.
 
     `calibration`: the fitted constants, as `Scorer.contract.calibration`. `tokenizer`: the reward model's own, where
-    lengths are in tokens. Raises `ConfigError` for constants or a tokenizer that the configuration needs and that are
-    not there. Normalisation by the contract's constants fits what precedes it: after length calibration they are those
-    of the calibrated scores, and a temperature divides them too.
+    lengths are in tokens. Raises `ConfigError` where constants or a tokenizer are needed and missing. The contract's
+    constants are adapted to the steps before the normalisation: after length calibration they are those of the
+    calibrated scores, and a temperature divides them too.
     """
 
     def __init__(
@@ -214,24 +184,25 @@ class Shaper:
         self._check_tokenizer()
 
     @property
-    def reads_replies(self) -> bool:
-        """Whether a reward depends on the text of the reply, and not on its score alone."""
+    def reads_completions(self) -> bool:
+        """Whether a reward depends on the text of the completion, and not on its score alone."""
         config = self.config
         return self._curve is not None or config.length_penalty is not None or config.reference is not None
 
     def shape(
         self,
-        scores: Sequence[float | None],
+        scores: Sequence[Score],
         conversations: Sequence[Conversation],
         references: Sequence[Sequence[Reference] | None] | None = None,
         *,
         update: bool = True,
-    ) -> list[Shaped]:
+    ) -> list[Reward]:
         """One reward for each score, in order; B scores, B conversations.
 
-        `references`: the reference answers of each sample, read where the configuration asks for them; a sample that
-        has none, or one without a score, gets no reward. `update`: running statistics take this batch in before it is
-        normalised; off, as in validation, they stay as they are, and before the first update there is no reward.
+        `references`: the reference completions of each sample, read where the configuration asks for them; a sample
+        without references, or with a reference that has no score, gets no reward. `update`: running statistics take
+        this batch in before it is normalised; in validation they stay unchanged, and before the first update there is
+        no reward.
         """
         given = [None] * len(scores) if references is None else references
         shaped = [self._relative(*item) for item in zip(scores, conversations, given, strict=True)]
@@ -240,11 +211,11 @@ class Shaper:
         return [one if one.value is None else self._normalized(one, one.value) for one in shaped]
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept for a run to go on exactly: the running statistics, if any. JSON."""
+        """The state that an exact resume needs: the running statistics, if any. JSON."""
         return {"running": self.statistics.state_dict()} if self.config.running else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. Raises `CheckpointError` for that of another configuration."""
+        """Continue from `state_dict`. Raises `CheckpointError` for the state of another configuration."""
         if ("running" in state) != self.config.running:
             raise CheckpointError(
                 "the reward shaping of the checkpoint is another one",
@@ -256,39 +227,36 @@ class Shaper:
         if self.config.running:
             self.statistics.load_state_dict(state["running"])
 
-    def _relative(
-        self, score: float | None, conversation: Conversation, references: Sequence[Reference] | None
-    ) -> Shaped:
-        """Everything before the normalisation."""
-        if score is None:
-            return Shaped(None, None, "there is no score")
-        if not math.isfinite(score):
-            return Shaped(None, None, f"the score is not finite: {score}")
-        value = self._adjusted(score, conversation)
+    def _relative(self, score: Score, conversation: Conversation, references: Sequence[Reference] | None) -> Reward:
+        """All steps before the normalisation."""
+        if score.score is None or not math.isfinite(score.score):
+            missing = "there is no score" if score.score is None else f"the score is not finite: {score.score}"
+            return Reward(None, score, error=score.error or missing)
+        value = self._adjusted(score.score, conversation)
         if self.config.reference is not None:
             if not references:
-                return Shaped(None, score, f"there are no {self.config.reference_key} to compare with")
-            missing = [i for i, one in enumerate(references) if one[0] is None or not math.isfinite(one[0])]
-            if missing:
-                name = f"{self.config.reference_key}[{missing[0]}]"
-                return Shaped(None, score, f"{name} has no score ({len(missing)} of {len(references)} have none)")
-            adjusted = [self._adjusted(one, text) for one, text in references if one is not None]
+                return Reward(None, score, error=f"there are no {self.config.reference_key} to compare with")
+            failed = [i for i, (one, _) in enumerate(references) if one.score is None or not math.isfinite(one.score)]
+            if failed:
+                words = f"has no score ({len(failed)} of {len(references)} have none)"
+                return Reward(None, score, error=f"{self.config.reference_key}[{failed[0]}] {words}")
+            adjusted = [self._adjusted(one.score, text) for one, text in references if one.score is not None]
             value = relative_reward(value, adjusted, self.config.reference)
         if not math.isfinite(value):
-            return Shaped(None, score, f"the shaped reward is not finite: {value}")
-        return Shaped(value, score)
+            return Reward(None, score, error=f"the shaped reward is not finite: {value}")
+        return Reward(value, score)
 
     def _adjusted(self, score: float, conversation: Conversation) -> float:
-        """The steps that an answer and its references go through alike."""
+        """The steps that a completion and its references share."""
         if self._curve is not None:
-            score -= length_effect(reply_length(conversation, self._curve.unit, self._tokenizer), self._curve)
+            score -= length_effect(completion_length(conversation, self._curve.unit, self._tokenizer), self._curve)
         penalty = self.config.length_penalty
         if penalty is not None:
-            length = reply_length(conversation, penalty.unit, self._tokenizer)
+            length = completion_length(conversation, penalty.unit, self._tokenizer)
             score -= length_deduction(length, penalty.coefficient, penalty.threshold)
         return score / self._temperature
 
-    def _normalized(self, shaped: Shaped, value: float) -> Shaped:
+    def _normalized(self, shaped: Reward, value: float) -> Reward:
         if self.config.running:
             if self.statistics.count == 0:
                 return replace(shaped, value=None, error="there are no running statistics yet")
@@ -305,7 +273,7 @@ class Shaper:
     def _find_temperature(self, known: RewardCalibration, calibration: RewardCalibration | None) -> float:
         temperature = self.config.temperature
         if temperature == "calibrated":
-            # What is left after the length curve has a spread, and so a temperature, of its own.
+            # The scores after the length curve have another spread, and so another temperature.
             fitted = known.temperature if self._curve is None else self._curve.residual_temperature
             if fitted is None:
                 raise _not_fitted("temperature", "calibrated", "a temperature", calibration)
@@ -345,29 +313,29 @@ class Shaper:
             )
 
 
-def reference_conversations(conversation: Conversation, answers: Any, where: str) -> list[list[Message]]:
-    """The conversation with each reference answer in the place of its last message; what `reference_key` holds.
+def reference_conversations(conversation: Conversation, completions: Any, where: str) -> list[list[Message]]:
+    """The conversation with each reference completion in place of its last message.
 
-    `answers`: a text; a list of texts and message lists; or None, which gives none. Raises `DataError` for anything
-    else; `where` names the sample.
+    `completions`: the value of `reference_key`: a text, a list of texts and message lists, or None for no reference.
+    Raises `DataError` for anything else; `where` names the sample.
     """
     context = [dict(message) for message in conversation[:-1]]
-    if answers is None:
+    if completions is None:
         return []
-    listed = [answers] if isinstance(answers, str) else answers
-    if not isinstance(listed, Sequence) or any(not isinstance(answer, str | Sequence) for answer in listed):
+    listed = [completions] if isinstance(completions, str) else completions
+    if not isinstance(listed, Sequence) or any(not isinstance(one, str | Sequence) for one in listed):
         raise DataError(
-            "the reference answers cannot be read",
+            "the reference completions cannot be read",
             where=where,
-            got=answers,
+            got=completions,
             need="a text, or a list of texts and message lists",
-            fix="wrap a single answer that is a list of messages in a list" if isinstance(answers, Sequence) else None,
+            fix="put a single list of messages in a list" if isinstance(completions, Sequence) else None,
         )
     ends = [
-        [{"role": "assistant", "content": answer}]
-        if isinstance(answer, str)
-        else list(check_messages(answer, f"reference answer {i}", where))
-        for i, answer in enumerate(listed)
+        [{"role": "assistant", "content": one}]
+        if isinstance(one, str)
+        else list(check_messages(one, f"reference completion {i}", where))
+        for i, one in enumerate(listed)
     ]
     return [[*context, *end] for end in ends]
 

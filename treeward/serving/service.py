@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, Literal
 
 from treeward.config.server import ServerConfig
-from treeward.scoring.rewarding import Rewarded, Rewarder
-from treeward.scoring.score import Conversation
+from treeward.scoring.rewarding import Rewarder
+from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
@@ -72,7 +72,7 @@ class Service:
         reference_answers: Sequence[Any] | None = None,
         shaped: bool = True,
         on_error: Literal["refuse", "mask"] = "refuse",
-    ) -> list[Rewarded]:
+    ) -> list[Reward]:
         """One reward for each conversation, in order.
 
         `deadline`: of `time.monotonic`. `reference_answers`: as `Rewarder.rewards` reads them. `shaped`: by the shaping
@@ -84,7 +84,7 @@ class Service:
         self._check_number(len(asked) + (sum(numbers) if model.reference_key is not None else 0))
         if model.shaper is None or not shaped:
             scores = await self.batcher.score(model, asked, deadline=deadline)
-            rewards = [Rewarded(score.score, score, score.error) for score in scores]
+            rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
             rewards = await self._shaped(model, asked, reference_answers, deadline)
         if on_error == "refuse":
@@ -108,10 +108,10 @@ class Service:
         asked: Sequence[Conversation | RenderedText],
         reference_answers: Sequence[Any] | None,
         deadline: float,
-    ) -> list[Rewarded]:
+    ) -> list[Reward]:
         assert model.shaper is not None
         conversations = [one.messages if isinstance(one, RenderedText) else one for one in asked]
-        if model.shaper.reads_replies and None in conversations:
+        if model.shaper.reads_completions and None in conversations:
             message = (
                 f"text {conversations.index(None)}: this model's rewards depend on the completion, and nothing shows "
                 "where it begins: send messages (/v1/rewards, or `messages` of vLLM's /classify and /pooling), or the "
@@ -126,7 +126,7 @@ class Service:
         return await loop.run_in_executor(self._shaping, rewarder.finish, plan, scores)
 
 
-def _check_all(rewards: Sequence[Rewarded]) -> None:
+def _check_all(rewards: Sequence[Reward]) -> None:
     for i, reward in enumerate(rewards):
         if reward.value is None:
             by_server = isinstance(reward.score, FailedScore)

@@ -23,8 +23,7 @@ from starlette.responses import Response
 
 from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
-from treeward.scoring.rewarding import Rewarded
-from treeward.scoring.score import Conversation
+from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects.bodies import Body, JSONRoute
 from treeward.serving.limits import JSON
@@ -183,7 +182,7 @@ def parse(given: Mapping[str, Any], model: ServedModel) -> Conversation:
     return conversation_of(given["responses_create_params"], output, developer=model.developer_role)
 
 
-def verdict(reward: Rewarded, threshold: float | None = None) -> dict[str, Any]:
+def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     """The keys that a reward adds to a rollout."""
     if reward.value is None:
         return _failure(reward.error or "there is no reward")

@@ -17,7 +17,7 @@ from typing import Any, NotRequired
 from fastapi import APIRouter
 from typing_extensions import TypedDict
 
-from treeward.scoring.rewarding import Rewarded
+from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, as_list, warning_headers
 from treeward.serving.limits import JSON
@@ -70,7 +70,7 @@ def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:
     return [RenderedText(query, model.ending.completion(query, prompt)) for query, prompt in pairs]
 
 
-def to_json(model: ServedModel, rewards: Sequence[Rewarded]) -> dict[str, Any]:
+def to_json(model: ServedModel, rewards: Sequence[Reward]) -> dict[str, Any]:
     """The response: every number twice, as OpenRLHF's clients read either."""
     values = [reward.value for reward in rewards]
     content: dict[str, Any] = {"rewards": values, "scores": values}

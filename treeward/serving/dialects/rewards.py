@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from treeward.scoring.rewarding import Rewarded
+from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody
 from treeward.serving.limits import JSON
@@ -109,7 +109,7 @@ def parse(body: RewardsBody) -> list[Any]:
     return conversations
 
 
-def to_json(model: ServedModel, rewarded: Sequence[Rewarded]) -> dict[str, Any]:
+def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> dict[str, Any]:
     """The response of `/v1/rewards`."""
     return {
         "object": "list",
@@ -133,7 +133,7 @@ def _continued(body: RewardsBody) -> list[Any]:
     return [[*body.context, *end] for end in ends]
 
 
-def _row(index: int, reward: Rewarded) -> dict[str, Any]:
+def _row(index: int, reward: Reward) -> dict[str, Any]:
     score = reward.score
     row: dict[str, Any] = {
         "index": index,

@@ -18,7 +18,7 @@ from uuid import uuid4
 from fastapi import APIRouter
 from typing_extensions import TypedDict
 
-from treeward.scoring.rewarding import Rewarded
+from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.dialects.bodies import (
     Body,
@@ -133,7 +133,7 @@ def parse(body: SglangBody | EmbeddingsBody) -> list[RenderedText]:
     return [RenderedText(text) for text in as_list(_given(body))]
 
 
-def classify_json(body: SglangBody, rewards: Sequence[Rewarded]) -> Any:
+def classify_json(body: SglangBody, rewards: Sequence[Reward]) -> Any:
     """The response of `/classify`: a list for a list of texts, one object for one text."""
     request_id = uuid4().hex
     rows = [
@@ -145,7 +145,7 @@ def classify_json(body: SglangBody, rewards: Sequence[Rewarded]) -> Any:
     return rows[0] if is_one else rows
 
 
-def embeddings_json(body: EmbeddingsBody, model: ServedModel, rewards: Sequence[Rewarded]) -> dict[str, Any]:
+def embeddings_json(body: EmbeddingsBody, model: ServedModel, rewards: Sequence[Reward]) -> dict[str, Any]:
     """The response of `/v1/embeddings`."""
     values = [reward.value for reward in rewards if reward.value is not None]
     as_text = body.encoding_format == "base64"

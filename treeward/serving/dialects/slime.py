@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 
-from treeward.scoring.rewarding import Rewarded
-from treeward.scoring.score import Conversation
+from treeward.scoring.score import Conversation, Reward
 from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, described, warning_headers
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
@@ -55,6 +54,6 @@ def parse(body: SampleBody, model: ServedModel) -> Conversation | RenderedText:
     return messages
 
 
-def to_json(reward: Rewarded) -> float | None:
+def to_json(reward: Reward) -> float | None:
     """The bare number."""
     return reward.value

@@ -20,7 +20,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from treeward.scoring.rewarding import Rewarded
+from treeward.scoring.score import Reward
 from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, sigmoid, warning_headers
 from treeward.serving.limits import JSON
 from treeward.serving.operations import Deadline, TheService
@@ -98,7 +98,7 @@ def parse(body: PredictBody) -> list[RenderedText]:
     return [RenderedText(group if isinstance(group, str) else group[0]) for group in groups]
 
 
-def to_json(body: PredictBody, rewards: Sequence[Rewarded]) -> list[Any]:
+def to_json(body: PredictBody, rewards: Sequence[Reward]) -> list[Any]:
     """The response: a list for each text of a batch, one list for one text."""
     function = None if body.parameters is None else body.parameters.function_to_apply
     is_sigmoid = body.raw_scores is False if function is None else function == "sigmoid"

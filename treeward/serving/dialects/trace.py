@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from treeward.errors import TreewardError
 from treeward.scoring.prefixes import AnswerPrefixes, answer_prefixes
-from treeward.scoring.rewarding import Rewarded
+from treeward.scoring.score import Reward
 from treeward.scoring.scorer import as_conversations
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody
@@ -122,7 +122,7 @@ def parse(body: TraceBody, model: ServedModel, max_characters: int) -> AnswerPre
 
 
 def to_json(
-    model: ServedModel, prefixes: AnswerPrefixes, chosen: Sequence[int], rewards: Sequence[Rewarded]
+    model: ServedModel, prefixes: AnswerPrefixes, chosen: Sequence[int], rewards: Sequence[Reward]
 ) -> dict[str, Any]:
     """The response; `rewards` are those of the completion's first `chosen` pieces."""
     return {

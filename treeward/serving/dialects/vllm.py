@@ -20,8 +20,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from treeward.scoring.rewarding import Rewarded
-from treeward.scoring.score import Conversation
+from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.dialects.bodies import (
     Body,
@@ -161,14 +160,14 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
     return [conversation]
 
 
-def classify_json(body: VllmBody, model: ServedModel, rewards: Sequence[Rewarded]) -> dict[str, Any]:
+def classify_json(body: VllmBody, model: ServedModel, rewards: Sequence[Reward]) -> dict[str, Any]:
     """The response of `/classify`."""
     values = _values(body, rewards)
     rows = [{"index": i, "label": "LABEL_0", "probs": [value], "num_classes": 1} for i, value in enumerate(values)]
     return _list("classify", model, rewards, rows)
 
 
-def pooling_json(body: PoolingBody, model: ServedModel, rewards: Sequence[Rewarded]) -> dict[str, Any]:
+def pooling_json(body: PoolingBody, model: ServedModel, rewards: Sequence[Reward]) -> dict[str, Any]:
     """The response of `/pooling`."""
     order = ">" if body.endianness == "big" else "<"
     as_text = body.encoding_format == "base64"
@@ -179,7 +178,7 @@ def pooling_json(body: PoolingBody, model: ServedModel, rewards: Sequence[Reward
     return _list("pool", model, rewards, rows)
 
 
-def _values(body: VllmBody, rewards: Sequence[Rewarded]) -> list[float]:
+def _values(body: VllmBody, rewards: Sequence[Reward]) -> list[float]:
     """Scores, or their sigmoids. Raises `APIError` 422 for a conversation beyond the body's own limit."""
     most = body.truncate_prompt_tokens
     for i, reward in enumerate(rewards):
@@ -195,7 +194,7 @@ def _values(body: VllmBody, rewards: Sequence[Rewarded]) -> list[float]:
     return [sigmoid(value) for value in values] if is_sigmoid else values
 
 
-def _list(kind: str, model: ServedModel, rewards: Sequence[Rewarded], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _list(kind: str, model: ServedModel, rewards: Sequence[Reward], rows: list[dict[str, Any]]) -> dict[str, Any]:
     tokens = sum(reward.score.num_tokens for reward in rewards)
     return {
         "id": f"{kind}-{uuid4().hex}",

@@ -17,8 +17,7 @@ from treeward.data.preference import Message
 from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
 from treeward.http import Connection
-from treeward.scoring.rewarding import Rewarded
-from treeward.scoring.score import Score
+from treeward.scoring.score import Reward, Score
 from treeward.serving.api_error import APIError
 from treeward.serving.dialects.nemo_gym import verdict
 from treeward.serving.service import Service
@@ -36,7 +35,7 @@ class RewardSource:
     """
 
     identity: Mapping[str, Any]
-    ask: Callable[[list[Message], Any], Awaitable[Rewarded]]
+    ask: Callable[[list[Message], Any], Awaitable[Reward]]
     developer_role: str = "system"
     reference_key: str | None = None
 
@@ -56,7 +55,7 @@ def local_rewards(service: Service) -> RewardSource:
     """A reward model in this process; rollouts that end together are scored together."""
     model = service.model(None)
 
-    async def ask(messages: list[Message], references: Any) -> Rewarded:
+    async def ask(messages: list[Message], references: Any) -> Reward:
         given = None if model.reference_key is None else [references]
         deadline = time.monotonic() + _SECONDS
         try:
@@ -87,7 +86,7 @@ async def remote_rewards(
     except (LookupError, TypeError, StopIteration) as error:
         raise listed.error("the server has no such reward model", got=model, need=f"one of {listed.json}") from error
 
-    async def ask(messages: list[Message], references: Any) -> Rewarded:
+    async def ask(messages: list[Message], references: Any) -> Reward:
         body = {"conversations": [messages], "model": model, "on_error": "mask"}
         if found.get("reference_key") is not None:
             body["reference_answers"] = [references]
@@ -96,7 +95,7 @@ async def remote_rewards(
             [row] = reply.json["data"]
             heads, members = tuple(row.get("heads", ())), tuple(row.get("members", ()))
             score = Score(row["score"], row["num_tokens"], row["truncated"], heads=heads, members=members)
-            return Rewarded(row["reward"], score, row["error"])
+            return Reward(row["reward"], score, row["error"])
         except (KeyError, TypeError, ValueError) as error:
             raise reply.error("this is no answer of treeward serve", got=reply.json) from error
 
