@@ -19,7 +19,7 @@ from treeward.config.reward_shaping import NormalizationConstants, RewardCalibra
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.examples import EvalExample
-from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.running import common_reasons, folder_names
 from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
 from treeward.evaluation.statistics import accuracy_metric
@@ -231,60 +231,6 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
         run_evaluation([candidate("a")], [(Questions(), "5")], tmp_path / "file")
 
 
-def test_drift_is_of_each_checkpoint_and_the_next(tmp_path: Path) -> None:
-    rules: dict[str, Callable[[str], float | None]] = {
-        "step_9": lambda text: float(len(text)),
-        "step_10": lambda text: 2.0 * len(text) + 3,  # the order stays, the scale does not
-        "final": lambda text: -2.0 * len(text) + 3,
-        "other": lambda text: 0.0,
-    }
-    models = [candidate(name, Model(rule), in_drift=name != "other") for name, rule in rules.items()]
-    done = run_evaluation(models, [(Questions("a"), "20"), (Questions("b"), "6")], tmp_path, drift=True)
-    assert [one.suite for one in done.drift] == ["a", "b"]
-    drift = done.drift[0]
-    assert [name for name, _ in drift.checkpoints] == ["step_9", "step_10", "final"]
-    assert [(step.before, step.after) for step in drift.steps] == [("step_9", "step_10"), ("step_10", "final")]
-    first, second = (step.drift for step in drift.steps)
-    lengths = [len(text) for one in done.summaries[0].examples for text in _texts(one.example)]
-    assert first is not None and second is not None
-    assert first.shift.value == pytest.approx(sum(lengths) / len(lengths) + 3)
-    assert first.scale_ratio.value == pytest.approx(2) and first.order_agreement.value == 1
-    assert second.scale_ratio.value == pytest.approx(1) and second.order_agreement.value == 0
-    numbers = {metric.name: metric for metric in drift.checkpoints[2][1]}
-    assert numbers["accuracy"].value == 1 and numbers["score_std"].value == pytest.approx(_std(lengths) * 2)
-    report = json.loads((tmp_path / "report.json").read_text())
-    (curve,) = [
-        b for b in report["blocks"] if b["kind"] == "curves" and b["title"] == "Questions: accuracy by checkpoint"
-    ][:1]
-    assert [series["x"] for series in curve["series"]] == [[9, 10]] * 2  # the exported one has no step
-    assert curve["series"][0]["y"] == [0, 0]
-    text = next(b["markdown"] for b in report["blocks"] if "Drift between checkpoints" in (b.get("title") or ""))
-    assert "most from **step_10** to **final**: 0.0% (0.0% to " in text and "of the pairs are ordered alike" in text
-    written = json.loads((tmp_path / "results.json").read_text())["drift"]
-    assert [len(one["steps"]) for one in written] == [2, 2]
-    assert {metric["name"]: metric["value"] for metric in written[0]["steps"][0]["metrics"]}["scale_ratio"] == 2
-
-
-def test_checkpoints_without_common_scores_leave_the_rest_of_the_report(tmp_path: Path) -> None:
-    models = [candidate("first"), candidate("second", Model(lambda text: None)), candidate("third")]
-    done = run_evaluation(models, [(Questions(), "20")], tmp_path, drift=True)
-    assert [step.drift for step in done.drift[0].steps] == [None, None]
-    assert "0 completions with a score of both" in (done.drift[0].steps[0].problem or "")
-    assert (tmp_path / "report.html").is_file()
-    assert run_evaluation(models, [(Questions(), "20")]).drift == []
-    (alone,) = run_evaluation([candidate("step_1")], [(Questions(), "20")], tmp_path / "one", drift=True).drift
-    assert alone.steps == () and len(alone.checkpoints) == 1
-
-
-def _texts(example: EvalExample) -> list[str]:
-    return [completion[-1]["content"] for completion in example.completions]
-
-
-def _std(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return float((sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5)
-
-
 @pytest.fixture(scope="module")
 def signed(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardModel, ScoringContract]:
     model = RewardModel(tiny_model("llama", seed=1))
@@ -340,14 +286,6 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(
     unsigned = Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer)))
     assert scorer_identity(unsigned, "m") != scorer_identity(unsigned, "n")
     assert scorer_identity(Model(), "mine") == {"model": "mine"}
-
-
-def test_metrics_of_checkpoints_without_numbers_in_their_names_are_drawn_in_order() -> None:
-    models = [candidate(name, Model(lambda text: float(len(text)))) for name in ("early", "late")]
-    (drift,) = run_evaluation(models, [(Questions(), "20")], drift=True).drift
-    curve = next(block for block in drift.blocks() if block["kind"] == "curves")
-    assert curve["x_label"] == "checkpoint" and curve["series"][0]["x"] == [1, 2]
-    assert isinstance(drift.checkpoints[0][1][0], Metric)
 
 
 def results_of(folder: Path) -> dict[str, Any]:
@@ -452,3 +390,17 @@ def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
         ("gold_3 is null", 4),
         ("gold_4 is null", 1),
     ]
+
+
+def test_drift_is_of_the_checkpoints_and_reaches_the_files(tmp_path: Path) -> None:
+    rules = {"step_9": len, "step_10": lambda text: 2.0 * len(text), "step_11": lambda text: None, "other": len}
+    models = [candidate(name, Model(rule), in_drift=name != "other") for name, rule in rules.items()]
+    done = run_evaluation(models, [(Questions("a"), "20"), (Questions("b"), "6")], tmp_path, drift=True)
+    assert [one.suite for one in done.drift] == ["a", "b"]
+    first, second = done.drift[0].steps
+    assert (first.before, first.after) == ("step_9", "step_10") and first.drift is not None
+    assert first.drift.scale_ratio.value == pytest.approx(2) and first.drift.order_agreement.value == 1
+    assert second.drift is None and "0 completions with a score of both" in str(second.problem)
+    titles = [block.get("title") for block in json.loads((tmp_path / "report.json").read_text())["blocks"]]
+    assert "Drift between checkpoints: Questions" in titles and "Questions: accuracy by checkpoint" in titles
+    assert [len(one["steps"]) for one in results_of(tmp_path)["drift"]] == [2, 2]

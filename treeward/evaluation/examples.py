@@ -24,10 +24,10 @@ Outcome = Literal["right", "wrong", "tie", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class EvalExample:
-    """A prompt with K >= 1 completions and what is known of their order.
+    """A prompt with K >= 1 completions and their order.
 
     `id` is unique within its suite. `completions`: the messages of each. `ranks`: lower is better, equal is a tie.
-    `suite_data`: what the suite's own arithmetic needs, JSON. `where`: file and line, for errors.
+    `suite_data`: JSON for the suite's own arithmetic. `where`: file and line, for errors.
     """
 
     id: str
@@ -40,7 +40,7 @@ class EvalExample:
 
     @property
     def conversations(self) -> list[list[Message]]:
-        """What is scored: the context with each completion."""
+        """The conversations to score: the context with each completion."""
         return [[*self.context, *completion] for completion in self.completions]
 
 
@@ -48,7 +48,7 @@ class EvalExample:
 class ScoredExample:
     """An example with a score for each completion, None where there is none and `errors` says why.
 
-    `lengths`: characters of each completion's last message. `num_tokens`: of each conversation as it was scored.
+    `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation.
     """
 
     example: EvalExample
@@ -112,7 +112,7 @@ def to_row(scored: ScoredExample) -> dict[str, Any]:
 
 
 def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
-    """What `to_row` was given. Raises `DataError` for a row that it has not made."""
+    """The inverse of `to_row`. Raises `DataError` for any other row."""
     try:
         example = EvalExample(
             id=str(row["id"]),

@@ -1,4 +1,4 @@
-"""The findings of a report in words: what a reader should know first of a model in a suite.
+"""The findings of a report in words: the first things to know about a model in a suite.
 
     verdict(summary)        # "**my-model** on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
     findings(summary)       # that, and a list: chance, length, worst subset, calibration, rewrites, overlap
@@ -61,7 +61,7 @@ def length_finding(length: Mapping[str, Metric], standing: str | None = None) ->
     """One sentence on the length that a model likes too much; None if the interval of `accuracy_gap` contains 0.
 
     `length`: the length diagnostics by name. `standing`: the model's `standing` in the same suite; anything but "better
-    than chance" is added, for then the bias may be all that the scores are.
+    than chance" is added, because then the bias may explain all of its accuracy.
     """
     gap = length["accuracy_gap"]
     likes = _likes(gap)
@@ -97,7 +97,7 @@ def _headline(result: SuiteResult) -> str:
 
 
 def _judged(result: SuiteResult) -> Metric | None:
-    """The number that is compared with chance."""
+    """The number to compare with chance."""
     return result.headline_of_scored if result.num_failed else result.headline
 
 
@@ -196,5 +196,5 @@ def _overlap(summary: Summary) -> str | None:
 
 
 def _note(headline: Metric) -> str | None:
-    """What is special about these data; that prompts are shared is no finding."""
+    """A peculiarity of these data; shared prompts are no finding."""
     return None if (headline.note or "").startswith("The interval is over") else headline.note

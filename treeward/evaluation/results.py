@@ -2,7 +2,7 @@
 
     Metric("accuracy", 0.71, low=0.62, high=0.79, count=100)
 
-Every number carries what it was computed from: how many examples, and an interval where there is one.
+Every number carries its number of examples, and an interval where there is one.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ Identity = Mapping[str, Any]
 class Candidate:
     """A model to be evaluated.
 
-    `name`: its folder of rows and its name in the report. `load`: returns the scorer and its identity, which is what a
-    kept row depends on besides the example (`scorer_identity`); called when its turn comes, so that one model is in
+    `name`: its folder of rows and its name in the report. `load`: returns the scorer and its identity, everything that
+    a kept row depends on besides the example (`scorer_identity`); called when its turn comes, so that one model is in
     memory at a time. `published_name`: the name in published result files; None is `name`. `note`: what a reader of the
     report must know of its scores, such as a shaping. `in_drift`: False for a model that is not one of the checkpoints
     that are compared with each other.
@@ -95,7 +95,7 @@ def run_evaluation(
 
     `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most examples of each
     suite, the first. `num_perturbations`: most examples of each suite whose completions are rewritten; None rewrites
-    none. `training_data`: what is looked for in the suites. `drift`: the candidates are checkpoints of one run, in
+    none. `training_data`: data to look for in the suites. `drift`: the candidates are checkpoints of one run, in
     order. `report`: False writes results.json only. `skip_unreadable`: leave out and note a suite that cannot be read,
     as long as another can be.
 
@@ -121,7 +121,7 @@ def run_evaluation(
         except Exception:
             missing = ", ".join(one.name for one in candidates[number:])
             if summaries and (path := write(summaries, [*notes, f"missing, after an error: {missing}"])):
-                logger.warning("%s has what is complete; it lacks %s.", path, missing)
+                logger.warning("%s holds the complete results; it lacks %s.", path, missing)
             raise
     compared = {candidate.name for candidate in candidates if candidate.in_drift}
     found = find_drift([one for one in summaries if one.model in compared]) if drift else []

@@ -26,7 +26,7 @@ class Summary:
     """Every number of one model in one suite.
 
     `chance`: the headline of random scores, `chances` that of each section and subset; None: not known. `caveat`: of
-    the suite, said beside the verdict. `without_overlap`: the accuracy with and without duplicates of training data.
+    the suite, beside the verdict. `without_overlap`: the accuracy with and without duplicates of training data.
     """
 
     model: str

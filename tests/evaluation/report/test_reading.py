@@ -156,7 +156,7 @@ def overlap(near: int, exact: int, count: int = 80) -> OverlapDiagnostics:
     ("near", "exact", "words", "others"),
     [
         (60, 2, "77.5% of 80 examples have a duplicate among 3,500", "expected of templated data"),
-        (0, 70, "87.5% word for word", "quote none of them as held out"),
+        (0, 70, "87.5% word for word", "quote none of the numbers as held out"),
         (4, 0, "5.0% of 80 examples", "0.0% word for word"),
         (0, 0, "None of 80 examples has a duplicate", "3,500 training comparisons"),
     ],

@@ -19,7 +19,7 @@ __all__ = ["LABELS", "Label", "accuracy_bars", "bar_item", "label_of", "metrics_
 
 
 class Label(NamedTuple):
-    """A number in words: what it is called, its format in a report, how it is read."""
+    """The name of a number in a report, its format, and how to read it."""
 
     text: str
     format: str
@@ -126,7 +126,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
 )
 """By the name in `results.json`."""
 
-# The figures of each of more models are folded.
+# Figures of a single model are folded in reports of more models.
 _MOST_OPEN = 3
 _SHARED_PROMPTS = "The interval is over "
 _TABLE_NOTE = "Ranges are 95 % intervals; they allow for completions that share a prompt."

@@ -1,4 +1,4 @@
-"""`find_overlap`: which examples of an evaluation were in the training data, and what they do to the accuracy.
+"""`find_overlap`: the examples of an evaluation that were in the training data, and the accuracy without them.
 
     overlap = find_overlap(examples, (preference for preference, _ in open_dataset(config)))
     overlap.flags[0].kinds                            # ("prompt", "completion"): both were trained on
@@ -62,7 +62,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class OverlapFlag:
-    """What of one example is in the training data.
+    """The parts of one example that are in the training data.
 
     `prompt_coverage`: the share of the prompt's words in common runs; `completion_coverage`: of the completion with
     the largest share. 1 for an exact duplicate. `kinds`: why it is flagged, none where it is not. `any_run`: whether
@@ -129,7 +129,7 @@ class OverlapDiagnostics:
                 "sentences recur by construction; there they are no sign of memory."
             )
         if self.flagged >= _LARGE_SHARE:
-            return f"{said} These numbers are of what was trained on: quote none of them as held out."
+            return f"{said} The model was trained on these examples: quote none of the numbers as held out."
         return said
 
     def blocks(self) -> list[Block]:
@@ -228,7 +228,7 @@ def _of_pairs(one: ScoredExample, tie: float) -> list[float]:
 
 
 def words_of_text(text: str) -> list[str]:
-    """What is compared of a text: its words in lower case, without punctuation; each character of Chinese."""
+    """The compared words of a text: in lower case, without punctuation; each character of Chinese."""
     return _WORD.findall(text.casefold())
 
 
@@ -268,7 +268,7 @@ class _Index:
             self._met[places[self._runs[places] == found]] = True
 
     def flag(self, i: int, example: EvalExample, near: float) -> OverlapFlag:
-        """What was met of the example."""
+        """The parts of the example that were met."""
         texts = self._texts[i]
         exact = {
             "prompt": self._has("context", texts.context),

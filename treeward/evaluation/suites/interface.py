@@ -11,7 +11,7 @@ What holds in every suite:
   read, and its number would be of other examples than everyone else's. `num_failed` and the headline's note count
   them, and `headline_of_scored`, the headline without them, is compared with chance.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
-- What the data lacks (a subset, a section) is left out, not zero, and the headline's note names it.
+- A subset or section that the data lacks is left out, not zero, and the headline's note names it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ CATEGORIES: Mapping[str, str] = MappingProxyType(
         "Coding": "livecodebench",
     }
 )
-"""What the sources of each category begin with."""
+"""The first letters of the sources of each category."""
 
 # Who wrote the pairs: the beginning of `response_model`, which is also the name of the split on the hub.
 _WRITERS = ("gpt", "claude")

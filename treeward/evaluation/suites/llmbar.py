@@ -3,7 +3,7 @@
     LLMBar().load("LLMBar/Dataset")             # the authors' repository: Natural and four adversarial sets
     LLMBar().load("natural.jsonl.gz")           # one set: rows of input, output_1, output_2, label
 
-The headline is the plain mean of the sets that there are: of Natural alone its accuracy, of all five the mean of five.
+The headline is the plain mean of the sets in the data: for Natural alone its accuracy, for all five the mean of five.
 The section Adversarial is the plain mean of the four: the paper's 82.8 % of GPT-4 is that mean of the accuracies in the
 authors' repository (princeton-nlp/LLMBar at caa7bee, `evaluators/GPT-4/Metrics_Reference/statistics.json` of each set);
 over its 319 pairs it would be 84.5 %.
@@ -90,7 +90,7 @@ class LLMBar(Suite):
 
 
 def _not_a_set(root: str, file: str) -> bool:
-    """Whether a file of the authors' repository is no set: results, and data of other benchmarks."""
+    """Whether a file of the authors' repository holds results or data of another benchmark, not a set."""
     return bool({"evaluators", "CaseStudy", "Processed"} & set(Path(os.path.relpath(file, root)).parts))
 
 
