@@ -1,4 +1,4 @@
-"""`RewardClient` and `AsyncRewardClient`: scores and rewards of a server that `treeward serve` runs.
+"""`RewardClient` and `AsyncRewardClient`: scores and rewards from a server that `treeward serve` runs.
 
     with RewardClient("http://localhost:8000", timeout_seconds=30) as client:
         client.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
@@ -11,21 +11,22 @@ server's packages.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import os
-import re
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_validator
 
 from treeward.data.preference import check_messages
 from treeward.errors import ConfigError, DataError
@@ -34,15 +35,15 @@ from treeward.scoring.score import Conversation, OnError, Score
 
 __all__ = ["AsyncRewardClient", "RewardClient"]
 
+_Arguments = ParamSpec("_Arguments")
 _Value = TypeVar("_Value")
 
 _BODY_BYTES = 2**23
-"""Larger bodies are split, for servers limit them."""
-_ROW = re.compile(r"(?:conversations|completions|reference_answers)\[(\d+)\]")
+"""A request with a larger body is split, since servers limit bodies."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Item:
     """A conversation or completion to send. `place`: its index in the caller's list; `name`: for errors."""
 
     place: int
@@ -52,13 +53,33 @@ class _Row:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """The server's row: the reward, the score behind it, and why either is missing."""
+class _Row(BaseModel):
+    """A row of the server's reply: the reward, the score behind it, and the reason why either is missing."""
 
-    reward: float | None
-    score: Score
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    index: int
+    score: FiniteFloat | None
+    reward: FiniteFloat | None
+    num_tokens: int
+    truncated: bool
+    heads: list[FiniteFloat] = []
+    members: list[FiniteFloat] = []
     error: str | None = None
+
+    @model_validator(mode="after")
+    def _has_score_or_error(self) -> _Row:
+        if (self.score is None or self.reward is None) and self.error is None:
+            raise ValueError("there is no score, and no error that says why")
+        return self
+
+    def as_score(self) -> Score:
+        error = self.error if self.score is None else None
+        return Score(self.score, self.num_tokens, self.truncated, tuple(self.heads), tuple(self.members), error)
+
+
+class _Answer(BaseModel):
+    data: list[_Row]
 
 
 class AsyncRewardClient:
@@ -68,7 +89,7 @@ class AsyncRewardClient:
     models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. `verify_tls`: as in
     `Connection`. A call with more than `max_conversations` makes several requests, `max_concurrency` at a time.
 
-    Raises `ConfigError` for arguments that cannot be; methods raise `RewardServerError` for a server that fails.
+    Raises `ConfigError` for impossible arguments; methods raise `RewardServerError` for a server that fails.
     """
 
     def __init__(
@@ -100,12 +121,13 @@ class AsyncRewardClient:
     async def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Score]:
-        """Scores in order, as `Scorer.score` gives them: raw, whatever shaping the model is served with.
+        """Scores in order, as `Scorer.score` gives them: raw, even if the model is served with shaping.
 
         `where` names the conversations in errors. A conversation that cannot be scored raises `RewardServerError`; with
         `on_error="mask"` its score is None, and `Score.error` says why. Raises `DataError` for a malformed one.
         """
-        return [one.score for one in await self._all(conversations, {"shaped": False}, where, on_error)]
+        rows = await self._rows(conversations, {"shaped": False}, where, on_error)
+        return [row.as_score() for row in rows]
 
     async def score_completions(
         self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
@@ -119,7 +141,8 @@ class AsyncRewardClient:
         ends = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in completions]
         _num_bytes(check_messages(context, "context", None, may_be_empty=True), "context")
         names = [f"completion {i}" for i in range(len(ends))]
-        return [one.score for one in await self._all(ends, {"shaped": False, "context": context}, names, on_error)]
+        rows = await self._rows(ends, {"shaped": False, "context": context}, names, on_error)
+        return [row.as_score() for row in rows]
 
     async def rewards(
         self,
@@ -134,19 +157,19 @@ class AsyncRewardClient:
         `reference_answers`: for shaping that compares with them; for each conversation a text, a list, or None. A
         conversation without a reward raises `RewardServerError`; with `on_error="mask"` its reward is None.
         """
-        scored = await self._all(conversations, {"shaped": True}, where, on_error, reference_answers)
-        return [one.reward for one in scored]
+        rows = await self._rows(conversations, {"shaped": True}, where, on_error, reference_answers)
+        return [row.reward for row in rows]
 
     async def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
         reply = await self._connection.get("/v1/models", until=self._until())
         listed = reply.json.get("data") if isinstance(reply.json, dict) else None
         if not isinstance(listed, list) or not all(isinstance(one, dict) and "id" in one for one in listed):
-            raise reply.error("the answer lists no models", field="data", got=listed, need="a list of models")
+            raise reply.error("the reply lists no models", field="data", got=listed, need="a list of models")
         return listed
 
     async def ready(self) -> bool:
-        """Whether the server accepts requests now; one attempt. Raises for an answer of another kind of server."""
+        """Whether the server accepts requests now; one attempt. Raises for a reply of another kind of server."""
         try:
             reply = await self._connection.get("/ready", until=self._until(), max_retries=0)
         except RewardServerError as error:
@@ -170,79 +193,66 @@ class AsyncRewardClient:
     def _until(self) -> float:
         return time.monotonic() + self.timeout_seconds
 
-    async def _all(
+    async def _rows(
         self,
         conversations: Sequence[Conversation],
         fields: Mapping[str, Any],
         where: Sequence[str] | None,
         on_error: OnError,
         references: Sequence[Any] | None = None,
-    ) -> list[_Scored]:
-        """What the server says of each conversation. `fields`: of every request."""
-        scored: dict[int, _Scored] = {}
-        rows = _rows(conversations, where, on_error, references, scored)
+    ) -> list[_Row]:
+        """The server's row for each conversation; a malformed one is not sent. `fields`: of every request."""
+        rows: dict[int, _Row] = {}
+        items = list(_items(conversations, where, references, on_error, rows))
         until = self._until()
         slots = asyncio.Semaphore(self._max_concurrency)
 
-        async def one(part: list[_Row]) -> None:
+        async def send(batch: Sequence[_Item]) -> None:
             async with slots:
-                await self._part(part, fields, until, on_error, scored)
+                reply = await self._connection.post("/v1/rewards", self._body(batch, fields), until=until)
+            for item, row in zip(batch, _read(reply, len(batch)), strict=True):
+                if on_error == "raise" and (row.reward if fields["shaped"] else row.score) is None:
+                    raise reply.error(f"{item.name} has no score", got=row.error)
+                rows[item.place] = row
 
         try:
             async with asyncio.TaskGroup() as group:
-                for part in self._parts(rows):
-                    group.create_task(one(part))
+                for batch in self._batches(items):
+                    group.create_task(send(batch))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [scored[i] for i in range(len(conversations))]
+        return [rows[i] for i in range(len(conversations))]
 
-    def _parts(self, rows: Sequence[_Row]) -> list[list[_Row]]:
-        parts: list[list[_Row]] = []
+    def _batches(self, items: Sequence[_Item]) -> list[list[_Item]]:
+        batches: list[list[_Item]] = []
         size = 0
-        for row in rows:
-            if not parts or len(parts[-1]) >= self.max_conversations or size + row.num_bytes > _BODY_BYTES:
-                parts.append([])
+        for item in items:
+            if not batches or len(batches[-1]) >= self.max_conversations or size + item.num_bytes > _BODY_BYTES:
+                batches.append([])
                 size = 0
-            parts[-1].append(row)
-            size += row.num_bytes
-        return parts
+            batches[-1].append(item)
+            size += item.num_bytes
+        return batches
 
-    async def _part(
-        self, part: list[_Row], fields: Mapping[str, Any], until: float, on_error: OnError, scored: dict[int, _Scored]
-    ) -> None:
-        """One request; several where the body is too large for the server, or where it names a row it cannot read."""
-        while part:
-            try:
-                reply = await self._connection.post("/v1/rewards", self._body(part, fields), until=until)
-            except RewardServerError as error:
-                if error.status == 413 and len(part) > 1:
-                    half = len(part) // 2
-                    await self._part(part[:half], fields, until, on_error, scored)
-                    part = part[half:]
-                    continue
-                row = _refused_row(error, part)
-                if row is None:
-                    raise
-                if on_error == "raise":
-                    raise _with_name(error, row.name) from error
-                scored[row.place] = _missing(str(error.got))
-                part = [other for other in part if other is not row]
-            else:
-                for row, one in zip(part, _read(reply, len(part)), strict=True):
-                    value = one.reward if fields["shaped"] else one.score.score
-                    if value is None and on_error == "raise":
-                        raise reply.error(f"{row.name} has no score", got=one.error)
-                    scored[row.place] = one
-                return
-
-    def _body(self, part: Sequence[_Row], fields: Mapping[str, Any]) -> bytes:
-        messages = [row.messages for row in part]
-        # Masked, so that the answer says which row failed.
+    def _body(self, batch: Sequence[_Item], fields: Mapping[str, Any]) -> bytes:
+        # Masked, so that the reply says which conversation failed.
         body = {"model": self.model, "on_error": "mask", **fields}
-        body["completions" if "context" in fields else "conversations"] = messages
-        if any(row.reference is not None for row in part):
-            body["reference_answers"] = [row.reference for row in part]
+        body["completions" if "context" in fields else "conversations"] = [item.messages for item in batch]
+        if any(item.reference is not None for item in batch):
+            body["reference_answers"] = [item.reference for item in batch]
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncRewardClient, _Arguments], Coroutine[Any, Any, _Value]],
+) -> Callable[Concatenate[RewardClient, _Arguments], _Value]:
+    """The synchronous form of a method of `AsyncRewardClient`."""
+
+    def call(self: RewardClient, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Value:
+        return self._run(method(self._client, *args, **kwargs))
+
+    functools.update_wrapper(call, method)
+    return call
 
 
 class RewardClient:
@@ -277,38 +287,11 @@ class RewardClient:
         self._lock = threading.Lock()
         self._thread: tuple[int, BlockingPortal, ExitStack] | None = None
 
-    def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """As `AsyncRewardClient.score`."""
-        return self._run(self._client.score(conversations, where=where, on_error=on_error))
-
-    def score_completions(
-        self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """As `AsyncRewardClient.score_completions`."""
-        return self._run(self._client.score_completions(context, completions, on_error=on_error))
-
-    def rewards(
-        self,
-        conversations: Sequence[Conversation],
-        *,
-        reference_answers: Sequence[Any] | None = None,
-        where: Sequence[str] | None = None,
-        on_error: OnError = "raise",
-    ) -> list[float | None]:
-        """As `AsyncRewardClient.rewards`."""
-        return self._run(
-            self._client.rewards(conversations, reference_answers=reference_answers, where=where, on_error=on_error)
-        )
-
-    def models(self) -> list[dict[str, Any]]:
-        """As `AsyncRewardClient.models`."""
-        return self._run(self._client.models())
-
-    def ready(self) -> bool:
-        """As `AsyncRewardClient.ready`."""
-        return self._run(self._client.ready())
+    score = _blocking(AsyncRewardClient.score)
+    score_completions = _blocking(AsyncRewardClient.score_completions)
+    rewards = _blocking(AsyncRewardClient.rewards)
+    models = _blocking(AsyncRewardClient.models)
+    ready = _blocking(AsyncRewardClient.ready)
 
     def close(self) -> None:
         """Close the connections and end the thread; another request starts them again."""
@@ -339,30 +322,31 @@ class RewardClient:
             future.cancel()  # after an interrupt
 
 
-def _rows(
+def _items(
     conversations: Sequence[Conversation],
     where: Sequence[str] | None,
-    on_error: OnError,
     references: Sequence[Any] | None,
-    scored: dict[int, _Scored],
-) -> list[_Row]:
-    """The conversations to send; with `on_error="mask"` malformed ones are put into `scored`."""
+    on_error: OnError,
+    failed: dict[int, _Row],
+) -> Iterator[_Item]:
+    """The conversations to send; with `on_error="mask"` malformed ones are put into `failed`."""
     names = where if where is not None else [f"conversation {i}" for i in range(len(conversations))]
     for what, given in (("names", names), ("reference answers", references)):
         if given is not None and len(given) != len(conversations):
             got = f"{len(given)} {what} for {len(conversations)} conversations"
             raise DataError(f"{what} and conversations do not belong together", got=got, need="one for each")
-    rows = []
     for i, (conversation, name) in enumerate(zip(conversations, names, strict=True)):
         reference = None if references is None else references[i]
         try:
             messages = check_messages(conversation, "messages", name)
-            rows.append(_Row(i, name, messages, reference, _num_bytes([messages, reference], name)))
+            size = _num_bytes([messages, reference], name)
         except DataError as error:
             if on_error == "raise":
                 raise
-            scored[i] = _missing(" ".join(str(error).split()))
-    return rows
+            why = " ".join(str(error).split())
+            failed[i] = _Row(index=i, score=None, reward=None, num_tokens=0, truncated=False, error=why)
+        else:
+            yield _Item(i, name, messages, reference, size)
 
 
 def _num_bytes(value: Any, name: str) -> int:
@@ -373,50 +357,14 @@ def _num_bytes(value: Any, name: str) -> int:
         raise DataError("this cannot be written as JSON", where=name, got=str(error), need=need) from error
 
 
-def _missing(why: str) -> _Scored:
-    return _Scored(None, Score(None, error=why), why)
-
-
-def _refused_row(error: RewardServerError, part: Sequence[_Row]) -> _Row | None:
-    match = _ROW.match(error.param or "") if error.status == 422 else None
-    place = int(match[1]) if match else len(part)
-    return part[place] if place < len(part) else None
-
-
-def _with_name(error: RewardServerError, name: str) -> RewardServerError:
-    return RewardServerError(
-        error.summary,
-        status=error.status,
-        code=error.code,
-        param=error.param,
-        request_id=error.request_id,
-        where=name,
-        got=error.got,
-        fix=error.fix,
-    )
-
-
-def _read(reply: Reply, number: int) -> list[_Scored]:
-    """The rows of the answer: as many as were sent, each with finite numbers or a reason."""
-    data = reply.json.get("data") if isinstance(reply.json, dict) else None
-    if not isinstance(data, list) or len(data) != number:
-        got = f"{len(data)} rows" if isinstance(data, list) else data
-        raise reply.error("the answer has another form", field="data", got=got, need=f"{number} rows")
-    return [_read_row(reply, row, i) for i, row in enumerate(data)]
-
-
-def _read_row(reply: Reply, row: Any, place: int) -> _Scored:
+def _read(reply: Reply, number: int) -> list[_Row]:
+    """The rows of the reply: as many as were sent, each with finite numbers or a reason."""
     try:
-        score, reward, why = row["score"], row["reward"], row["error"]
-        heads, members = tuple(row.get("heads", ())), tuple(row.get("members", ()))
-        numbers = [value for value in (score, reward, *heads, *members) if value is not None]
-        if row["index"] != place or not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
-            raise ValueError(f"row {place} has another index, or no finite numbers")
-        if (score is None or reward is None) and not isinstance(why, str):
-            raise ValueError(f"row {place} has no score and does not say why")
-        reason = why if score is None else None
-        kept = Score(score, int(row["num_tokens"]), bool(row["truncated"]), heads, members, reason)
-        return _Scored(reward, kept, why)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        need = f"a score, or why there is none: {error}"
-        raise reply.error("the answer cannot be read", field=f"data[{place}]", got=row, need=need) from error
+        rows = _Answer.model_validate(reply.json).data
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or None
+        raise reply.error("the reply cannot be read", field=field, got=first["input"], need=first["msg"]) from error
+    if [row.index for row in rows] != list(range(number)):
+        raise reply.error("the reply has other rows", field="data", got=f"{len(rows)} rows", need=f"{number} in order")
+    return rows

@@ -3,29 +3,30 @@
     result = verify_server("results/rm/final", "http://localhost:8000", dialect="vllm")
     result.equal, result.first_difference       # False, and the part that explains the scores, with the remedy
 
-Of the model only its contract and its tokenizer are read. The golden conversations are sent as clients of the dialect
-send them, each alone and then all in one request, and what comes back is compared with the contract: a sigmoid, a BOS
-too many, an end that is cut, rounding, a scale and other tokens are named where they explain every score.
+Only the model's contract and tokenizer are read. The golden conversations are sent as clients of the dialect send
+them, each alone and then all in one request, and the scores are compared with the contract: a sigmoid, a second BOS, a
+missing end of turn, rounding, a scale and other tokens are named where they explain every score.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from treeward.client.dialects import DIALECTS, Asked, Dialect, Form, Given
+from treeward.client.dialects import DIALECTS, Dialect, Form, RenderedConversation, ServerScore
 from treeward.data.preference import last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
-from treeward.http import Connection, Reply, RewardServerError
-from treeward.model.contract import CONTRACT_FILE, GoldenExample, ScoringContract, read_contract
+from treeward.http import Connection, RewardServerError
+from treeward.model.contract import CONTRACT_FILE, Dtype, GoldenExample, ScoringContract, read_contract
 from treeward.model.pretrained import load_tokenizer, quiet_transformers
-from treeward.scoring.diagnosis import PARTS, Check, Part, close, diagnose
+from treeward.scoring.diagnosis import PARTS, Check, Part, diagnose
 from treeward.scoring.golden import combined_heads
 
 __all__ = ["ServerVerification", "verify_server"]
@@ -33,12 +34,10 @@ __all__ = ["ServerVerification", "verify_server"]
 _REFUSED = frozenset({400, 413, 422, 500})
 """A conversation that a server refuses alone has no score; other refusals are of the whole replay."""
 
-Dtype = Literal["float32", "bfloat16"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServerVerification:
-    """What was found. `checks`: one per part, in order. `served_model`: the name that was asked for, if any.
+    """The result. `checks`: one per part, in order. `served_model`: the name that was asked for, if any.
 
     `form`: what was sent. `largest_difference`: of golden scores, None where one is missing.
     """
@@ -80,13 +79,13 @@ def verify_server(
 ) -> ServerVerification:
     """Replay the contract of the model `name` (a folder, or a hub name) on the server at `url`.
 
-    `dialect`: one of `DIALECTS`. `model`: what the server calls the model; None asks it, where it can be asked. `form`:
-    what is sent, of the dialect's forms; None is what its clients send, for encoders without CLS and SEP. `dtype`: what
-    the server computes in, as far as it is known: of scores in bfloat16 only what bfloat16 can tell apart is compared.
-    `extra`: keys to add to each request. `timeout_seconds`: of one request. `verify_tls`: as in `Connection`.
+    `dialect`: one of `DIALECTS`. `model`: what the server calls the model; None takes its first. `form`: what is sent,
+    one of the dialect's forms; None is what its clients send, for encoders without CLS and SEP. `dtype`: what the
+    server computes in; scores in bfloat16 are compared to the contract's tolerance for bfloat16. `extra`: keys to add
+    to each request. `timeout_seconds`: of one request. `verify_tls`: as in `Connection`.
 
     Raises `RewardServerError` for a server that gives no scores, `ModelError` for a model without a contract or whose
-    tokenizer does not give the contract's tokens, `ConfigError` for arguments that cannot be.
+    tokenizer does not give the contract's tokens, `ConfigError` for impossible arguments.
     """
     if dialect not in DIALECTS:
         raise ConfigError(
@@ -98,16 +97,13 @@ def verify_server(
         raise ConfigError(f"the dialect {dialect} is not sent {form}", field="form", got=form, need=need)
     quiet_transformers()
     contract, renderer = _contract_and_renderer(name, trust_remote_code)
-    examples, asked = _conversations(str(name), contract, renderer)
+    examples, conversations = _rendered(str(name), contract, renderer)
     own = spoken.forms[0] if renderer.kind == "decoder" or "bare" not in spoken.forms else "bare"
     connection = Connection(
         url.rstrip("/").removesuffix(spoken.path), token=token, max_retries=3, verify_tls=verify_tls
     )
-    replay = _Replay(
-        str(name), dialect, spoken, form or own, contract, examples, asked, dtype, connection, model, dict(extra or {}),
-        timeout_seconds,
-    )  # fmt: skip
-    return asyncio.run(replay.run())
+    server = _Server(connection, dialect, form or own, model, extra or {}, timeout_seconds)
+    return asyncio.run(_Replay(contract, examples, conversations, dtype, server).run(str(name)))
 
 
 def _contract_and_renderer(name: str | Path, trust_remote_code: bool) -> tuple[ScoringContract, Renderer]:
@@ -131,26 +127,26 @@ def _contract_and_renderer(name: str | Path, trust_remote_code: bool) -> tuple[S
     return contract, renderer
 
 
-def _conversations(name: str, contract: ScoringContract, renderer: Renderer) -> tuple[list[GoldenExample], list[Asked]]:
+def _rendered(
+    name: str, contract: ScoringContract, renderer: Renderer
+) -> tuple[list[GoldenExample], list[RenderedConversation]]:
     """The golden conversations in every form. One that was truncated has no text, and is left out."""
-    examples, asked = [], []
-    for example in contract.golden:
-        text = renderer.render(example.messages)
-        tokens = renderer.encode_texts([text])[0]
-        if tokens == example.token_ids:
-            examples.append(example)
-            bare = _without_frame(text, renderer)
-            asked.append(Asked(example.messages, text, bare, tokens, last_text(example.messages)))
-            continue
-        fitted = renderer.fit(example.messages, encoded=tokens)
-        if fitted is None or fitted.token_ids != example.token_ids:
+    examples, conversations = [], []
+    fitted = renderer.fit_many([example.messages for example in contract.golden])
+    for example, (found, _) in zip(contract.golden, fitted, strict=True):
+        if found is None or found.token_ids != example.token_ids:
             raise ModelError(
                 "the tokenizer does not give the contract's tokens, so nothing it renders can be compared",
                 where=name,
                 got=f"other tokens for the conversation {example.name!r}",
                 fix=f"treeward verify {name} names what differs in the folder",
             )
-    return examples, asked
+        if not found.truncated:
+            text = renderer.render(example.messages)
+            bare, completion = _without_frame(text, renderer), last_text(example.messages)
+            examples.append(example)
+            conversations.append(RenderedConversation(example.messages, text, bare, found.token_ids, completion))
+    return examples, conversations
 
 
 def _without_frame(text: str, renderer: Renderer) -> str:
@@ -161,43 +157,22 @@ def _without_frame(text: str, renderer: Renderer) -> str:
 
 
 @dataclass
-class _Replay:
-    """One verification on its way."""
+class _Server:
+    """A server, and how it is asked."""
 
-    name: str
-    dialect_name: str
-    dialect: Dialect
-    form: Form
-    contract: ScoringContract
-    examples: list[GoldenExample]
-    asked: list[Asked]
-    dtype: Dtype
     connection: Connection
+    dialect_name: str
+    form: Form
     model: str | None
-    extra: dict[str, Any]
+    extra: Mapping[str, Any]
     timeout_seconds: float
-    refusals: dict[int, str] = field(default_factory=dict)
-
-    async def run(self) -> ServerVerification:
-        try:
-            if self.model is None and self.dialect.lists_models:
-                self.model = await self._first_model()
-            alone = await self._each_alone()
-            scores = [None if one is None else self._score(one) for one in alone]
-            verdict = await self._verdict(scores, alone)
-            if verdict.state == "equal":
-                verdict = await self._in_one_request(verdict)
-            return self._result(verdict, scores, alone)
-        finally:
-            await self.connection.close()
 
     @property
-    def tolerance(self) -> float:
-        tolerance = self.contract.tolerance
-        return tolerance.float32 if self.dtype == "float32" else tolerance.bfloat16
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.dialect_name]
 
-    async def _first_model(self) -> str | None:
-        """What the server calls its model. A server without /v1/models is asked without a name."""
+    async def first_model(self) -> str | None:
+        """What the server calls its first model; None for a server without /v1/models."""
         try:
             reply = await self.connection.get("/v1/models", until=self._until())
         except RewardServerError as error:
@@ -209,144 +184,147 @@ class _Replay:
         name = first.get("id") if isinstance(first, dict) else None
         return name if isinstance(name, str) else None
 
-    def _until(self) -> float:
-        return time.monotonic() + self.timeout_seconds
-
-    async def _ask(self, asked: Sequence[Asked], form: Form) -> list[Given]:
-        body = self.dialect.body(self.model, form, asked) | self.extra
+    async def scores(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
+        """The server's numbers for the conversations of one request. Raises `RewardServerError`."""
+        body = self.dialect.body(self.model, self.form, conversations) | dict(self.extra)
         content = json.dumps(body, ensure_ascii=False).encode()
         reply = await self.connection.post(self.dialect.path, content, until=self._until())
-        return self._read(reply, len(asked))
-
-    def _read(self, reply: Reply, number: int) -> list[Given]:
         try:
-            given = self.dialect.read(reply.json)
-            values = [value for one in given for value in one.values if value is not None]
-            if not all(isinstance(value, int | float) for value in values) or not all(one.values for one in given):
-                raise ValueError("what stands where scores should be is no number")
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            scores = self.dialect.read(reply.json)
+            values = [value for one in scores for value in one.values if value is not None]
+            if not all(isinstance(value, int | float) for value in values) or not all(one.values for one in scores):
+                raise ValueError("a score is no number")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise reply.error(
-                f"the answer is not in the dialect {self.dialect_name}",
+                f"the reply is not in the dialect {self.dialect_name}",
                 got=json.dumps(reply.json),
                 need=f"scores: {type(error).__name__}: {error}",
             ) from error
-        if len(given) != number:
-            raise reply.error(
-                "the answer has another number of scores", got=f"{len(given)} scores", need=f"{number}, one for each"
-            )
-        return given
+        if len(scores) != len(conversations):
+            need = f"{len(conversations)}, one for each"
+            raise reply.error("the reply has another number of scores", got=f"{len(scores)} scores", need=need)
+        return scores
 
-    async def _each_alone(self, form: Form | None = None) -> list[Given | None]:
-        """What the server gives for each; None where it refuses it. Raises where it refuses all of them."""
-        found: list[Given | None] = []
+    async def scores_alone(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore | str]:
+        """The numbers for each conversation in a request of its own, or why the server refuses it; never all refused.
+
+        Raises `RewardServerError` where all of them are refused, and for other errors.
+        """
+        found: list[ServerScore | str] = []
         first: RewardServerError | None = None
-        for i, one in enumerate(self.asked):
+        for one in conversations:
             try:
-                found += await self._ask([one], form or self.form)
+                found += await self.scores([one])
             except RewardServerError as error:
                 if error.status not in _REFUSED:
                     raise
                 first = first or error
-                self.refusals.setdefault(i, str(error.got))
-                found.append(None)
-        if first is not None and not any(found):
+                found.append(str(error.got))
+        if first is not None and all(isinstance(one, str) for one in found):
             raise first
         return found
 
-    def _score(self, given: Given) -> float | None:
-        """The score that the server's numbers make. Raises `RewardServerError` for those of another model."""
-        values, heads = given.values, self.contract.heads
+    def _until(self) -> float:
+        return time.monotonic() + self.timeout_seconds
+
+
+@dataclass
+class _Replay:
+    """The replay of a contract's golden conversations on a server."""
+
+    contract: ScoringContract
+    examples: list[GoldenExample]
+    conversations: list[RenderedConversation]
+    dtype: Dtype
+    server: _Server
+
+    async def run(self, name: str) -> ServerVerification:
+        server = self.server
+        try:
+            if server.model is None and server.dialect.lists_models:
+                server.model = await server.first_model()
+            found = await server.scores_alone(self.conversations)
+            scores = [None if isinstance(one, str) else self._score(one) for one in found]
+            verdict = self._verdict(scores, found)
+            can_batch = not (server.form == "messages" and server.dialect_name == "vllm")
+            if verdict.state == "equal" and can_batch and len(scores) > 1:
+                verdict = await self._in_one_request(verdict)
+        finally:
+            await server.connection.close()
+        contract = self._contract_check(found, is_equal=verdict.state == "equal")
+        off = [
+            math.inf if score is None else abs(score - one.score)
+            for score, one in zip(scores, self.examples, strict=True)
+        ]
+        return ServerVerification(
+            name, server.connection.url, server.dialect_name, server.form, server.model,
+            (contract, *(self._check(part, verdict) for part in PARTS[1:])), len(self.examples),
+            max(off) if all(map(math.isfinite, off)) else None, self.contract.tolerance.of(self.dtype),
+        )  # fmt: skip
+
+    def _score(self, found: ServerScore) -> float | None:
+        """The score that the server's numbers make. Raises `RewardServerError` for another number of heads."""
+        values, heads = found.values, self.contract.heads
         if len(values) == 1:
             return values[0]
         if len(values) != len(heads):
             raise RewardServerError(
                 "the server gives another number of values for a conversation",
                 status=200,
-                where=self.connection.url,
+                where=self.server.connection.url,
                 got=f"{len(values)} values",
                 need=f"one score, or {len(heads)} heads",
                 fix="serve the model as a classifier of whole conversations, and check which model it is",
             )
-        by_label = dict(zip(given.labels, values, strict=True)) if given.labels else {}
+        by_label = dict(zip(found.labels, values, strict=True)) if found.labels else {}
         if by_label.keys() == {head.name for head in heads}:
             values = tuple(by_label[head.name] for head in heads)
         numbers = [value for value in values if value is not None]
         return combined_heads(numbers, heads) if len(numbers) == len(values) else None
 
-    async def _verdict(self, scores: Sequence[float | None], alone: Sequence[Given | None]) -> Check:
+    def _verdict(self, scores: Sequence[float | None], found: Sequence[ServerScore | str]) -> Check:
+        """The one difference that explains the scores."""
         verdict = diagnose(self.contract, scores, dtype=self.dtype, golden=self.examples)
-        if verdict.state == "equal":
-            return verdict
-        if self.refusals:
-            place, why = next(iter(self.refusals.items()))
+        refused = [(one, example) for one, example in zip(found, self.examples, strict=True) if isinstance(one, str)]
+        if refused:
             return Check(
-                "tokens", "differs", f"the server refuses {len(self.refusals)} of {len(scores)} conversations",
-                f"{why} (for the conversation {self.examples[place].name!r})", "a score for each",
-                "let it read as many tokens as the model does, and all of the characters",
+                "tokens", "differs", f"the server refuses {len(refused)} of {len(scores)} conversations",
+                f"{refused[0][0]} (for the conversation {refused[0][1].name!r})", "a score for each",
+                "let the server read as many tokens as the model does, and all of the characters",
             )  # fmt: skip
-        if verdict.part not in ("weights", "precision") or any(score is None for score in scores):
+        if verdict.part not in ("weights", "precision") or verdict.state == "equal" or None in scores:
             return verdict
-        if self.dtype == "float32" and verdict.part == "weights":
-            coarse = diagnose(self.contract, scores, dtype="bfloat16", golden=self.examples)
-            if coarse.part != "weights":
-                more = f"{coarse.summary}, and they are computed in a coarser number format"
-                return replace(coarse, summary=more, got=verdict.got, need=verdict.need)
-        other_tokens = self._by_counts(alone)
-        if other_tokens is not None or verdict.part == "precision":
-            return other_tokens or verdict
-        return await self._by_token_ids(verdict, alone)
+        return self._other_tokens(found) or verdict
 
-    @property
-    def _rendering(self) -> tuple[Part, str, str]:
-        """Where other tokens come from, in words, and what mends it."""
-        if self.form == "messages":
-            fix = "serve the model with its own chat template, or send rendered text"
-            return "template", "rendered in another way", fix
-        fix = "serve the model with the tokenizer of its folder, and cut nothing"
-        return "tokens", "made into other tokens", fix
-
-    def _by_counts(self, alone: Sequence[Given | None]) -> Check | None:
+    def _other_tokens(self, found: Sequence[ServerScore | str]) -> Check | None:
         """Other tokens, as the server counts them; a few too many may change a score as little as rounding does."""
-        pairs = zip(self.examples, alone, strict=True)
-        counts = [(one, given.num_tokens) for one, given in pairs if given is not None and given.num_tokens is not None]
-        wrong = [(one, count) for one, count in counts if count != len(one.token_ids)]
+        counts = [
+            (one.num_tokens - len(example.token_ids), one.num_tokens, example)
+            for one, example in zip(found, self.examples, strict=True)
+            if isinstance(one, ServerScore) and one.num_tokens is not None
+        ]
+        wrong = [(count, example) for off, count, example in counts if off]
         if not wrong:
             return None
-        part, made, fix = self._rendering
-        off = {count - len(one.token_ids) for one, count in counts}
+        part: Part = "template" if self.server.form == "messages" else "tokens"
+        made, fix = {
+            "template": (
+                "rendered in another way",
+                "serve the model with its own chat template, or send rendered text",
+            ),
+            "tokens": ("made into other tokens", "serve the model with the tokenizer of its folder, and cut nothing"),
+        }[part]
+        off = {one for one, _, _ in counts}
         every = f", {abs(max(off))} {'more' if max(off) > 0 else 'fewer'} each" if len(off) == 1 else ""
-        example, count = wrong[0]
+        count, example = wrong[0]
         return Check(
             part, "differs", f"conversations are {made} by the server{every}",
             f"{count} tokens for the conversation {example.name!r}", f"{len(example.token_ids)} tokens", fix,
         )  # fmt: skip
 
-    async def _by_token_ids(self, verdict: Check, alone: Sequence[Given | None]) -> Check:
-        """Scores that nothing explains: are they of other tokens, or of another model?"""
-        part, made, fix = self._rendering
-        if self.form != "tokens" and "tokens" in self.dialect.forms:
-            scores = await self._of_token_ids()
-            by_ids = diagnose(self.contract, scores, dtype=self.dtype, golden=self.examples)
-            if by_ids.state == "equal" or by_ids.part == "precision":
-                summary = f"conversations are {made} by the server: for token ids it gives the right scores"
-                return replace(verdict, part=part, summary=summary, fix=fix)
-            verdict = replace(verdict, summary=f"{verdict.summary}; nor are those of token ids right")
-        elif all(given is not None and given.num_tokens is not None for given in alone):
-            verdict = replace(verdict, summary=f"{verdict.summary}; the tokens are as many as they should be")
-        what = "check which model and which file of weights the server has loaded, and with what settings"
-        return replace(verdict, fix=f"{what}: on its machine, treeward verify FOLDER")
-
-    async def _of_token_ids(self) -> list[float | None]:
-        try:
-            return [None if one is None else self._score(one) for one in await self._each_alone("tokens")]
-        except RewardServerError:  # it takes no token ids: they say nothing
-            return [None] * len(self.asked)
-
     async def _in_one_request(self, verdict: Check) -> Check:
-        """Batches are where padding goes wrong: the same conversations once more, together."""
-        if self.form in self.dialect.one_by_one or len(self.asked) < 2:
-            return verdict
-        together = [self._score(one) for one in await self._ask(self.asked, self.form)]
+        """The same conversations once more, together: padding goes wrong in batches."""
+        together = [self._score(one) for one in await self.server.scores(self.conversations)]
         in_batch = diagnose(self.contract, together, dtype=self.dtype, golden=self.examples)
         if in_batch.state == "equal":
             return verdict
@@ -357,54 +335,35 @@ class _Replay:
             fix="pad with a token that ends no conversation, and read each score by its conversation's length",
         )
 
-    def _result(
-        self, verdict: Check, scores: Sequence[float | None], alone: Sequence[Given | None]
-    ) -> ServerVerification:
-        checks = self._checks(verdict, alone)
-        known = [abs(score - one.score) for score, one in zip(scores, self.examples, strict=True) if score is not None]
-        largest = max(known) if len(known) == len(scores) and close(known, [0.0] * len(known), 1e300) else None
-        return ServerVerification(
-            self.name, self.connection.url, self.dialect_name, self.form, self.model, tuple(checks), len(self.examples),
-            largest, self.tolerance,
-        )  # fmt: skip
-
-    def _checks(self, verdict: Check, alone: Sequence[Given | None]) -> list[Check]:
-        contract = self._contract_check(alone, is_equal=verdict.state == "equal")
-        checks = [contract]
-        for part in PARTS[1:]:
-            if part == verdict.part:
-                checks.append(verdict)
-            elif part == "files":
-                checks.append(Check(part, "not checked", "they are on the server's machine"))
-            elif verdict.state == "differs":
-                checks.append(Check(part, "not checked", f"it cannot be, because of the {verdict.part}"))
-            else:
-                checks.append(self._equal(part))
-        return checks
-
-    def _contract_check(self, alone: Sequence[Given | None], *, is_equal: bool) -> Check:
+    def _contract_check(self, found: Sequence[ServerScore | str], *, is_equal: bool) -> Check:
         own = self.contract.scores_sha256
-        served = next((one.contract for one in alone if one is not None and one.contract is not None), None)
-        members = [] if served is None else served.split("+")
+        served = next((one.contract for one in found if isinstance(one, ServerScore) and one.contract), None)
+        if served is None or served == own:
+            also = ", and so says the server" if served else ""
+            return Check("contract", "equal", f"version {self.contract.version}, sha256 {own[:12]}{also}")
+        members = served.split("+")
         if len(members) > 1:
             return Check(
                 "contract", "differs", f"the server's model is an ensemble of {len(members)} models",
                 f"the contracts {', '.join(f'sha256 {one[:12]}' for one in members)}", f"sha256 {own[:12]} alone",
                 "name another of the server's models (--model), or verify against a server of this model alone",
             )  # fmt: skip
-        if served is not None and served != own:
-            same = "; the golden scores are equal all the same" if is_equal else ""
-            return Check(
-                "contract", "differs", f"the server's model has another scoring contract{same}",
-                f"sha256 {served[:12]}", f"sha256 {own[:12]}",
-                "serve this model, or verify against the folder that is served",
-            )  # fmt: skip
-        also = ", and so says the server" if served is not None else ""
-        return Check("contract", "equal", f"version {self.contract.version}, sha256 {own[:12]}{also}")
+        same = "; the golden scores are equal all the same" if is_equal else ""
+        return Check(
+            "contract", "differs", f"the server's model has another scoring contract{same}",
+            f"sha256 {served[:12]}", f"sha256 {own[:12]}",
+            "serve this model, or verify against the folder that is served",
+        )  # fmt: skip
 
-    def _equal(self, part: Part) -> Check:
-        if part == "template" and self.form != "messages":
+    def _check(self, part: Part, verdict: Check) -> Check:
+        if part == verdict.part:
+            return verdict
+        if part == "files":
+            return Check(part, "not checked", "they are on the server's machine")
+        if verdict.state == "differs":
+            return Check(part, "not checked", f"it cannot be, because of the {verdict.part}")
+        if part == "template" and self.server.form != "messages":
             return Check(part, "not checked", "conversations were rendered here")
-        if part == "tokens" and self.form == "tokens":
+        if part == "tokens" and self.server.form == "tokens":
             return Check(part, "not checked", "token ids were sent")
         return Check(part, "equal", "as the scores are")

@@ -27,6 +27,7 @@ from treeward.storage import write_text
 __all__ = [
     "CONTRACT_FILE",
     "CONTRACT_VERSION",
+    "Dtype",
     "DtypeContract",
     "GoldenExample",
     "HeadContract",
@@ -40,6 +41,9 @@ __all__ = [
     "text_sha256",
     "write_contract",
 ]
+
+Dtype = Literal["float32", "bfloat16"]
+"""What a backbone computes in."""
 
 CONTRACT_FILE = "reward_contract.json"
 CONTRACT_VERSION = 2
@@ -176,6 +180,10 @@ class ToleranceContract(Strict):
     """When computed in float32, on any device."""
     bfloat16: float = Field(gt=0)
     """When the backbone computes in bfloat16."""
+
+    def of(self, dtype: Dtype) -> float:
+        """The tolerance of scores that a backbone computes in `dtype`."""
+        return self.float32 if dtype == "float32" else self.bfloat16
 
 
 class ScoringContract(Strict):
