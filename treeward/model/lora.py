@@ -12,12 +12,10 @@ of the model. A and B are float32, whatever W is. `policy_loading.export_policy`
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -54,10 +52,9 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def add_adapters(policy: PolicyModel, config: LoraConfig, *, seed: int) -> None:
     """Freeze the policy's model and put adapters beside its linear layers; the same `seed` draws the same ones.
 
-    What is no linear layer stays as it is, and the log names it: embeddings, and in mixtures the routers and experts,
-    whose weights lie in one tensor. So do layers of some mixtures that have the names of experts in older checkpoints
-    (`shared_experts.up_proj`): in a file of peft's they would stand for the experts. Raises `ConfigError` for names
-    that match nothing, a tied output layer, or such layers; `ModelError` where peft is missing or refuses the model.
+    Other layers stay as they are: embeddings, and in mixtures of experts the routers and the experts, whose weights lie
+    in one tensor. Raises `ConfigError` for names that match nothing, and for layers whose
+    adapters could not be saved or merged; `ModelError` where peft is missing or refuses the model.
     """
     assert not has_adapters(policy), "a policy has one adapter"
     peft = _import_peft()
@@ -71,7 +68,6 @@ def add_adapters(policy: PolicyModel, config: LoraConfig, *, seed: int) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=policy.hf.name_or_path or None,
     )
-    description = _described(policy, layers)
     try:
         with torch.random.fork_rng(devices=[]):  # peft draws too, before we do
             peft.inject_adapter_in_model(settings, policy.hf, _NAME)
@@ -85,7 +81,11 @@ def add_adapters(policy: PolicyModel, config: LoraConfig, *, seed: int) -> None:
     assert _adapted_layers(policy).keys() == layers.keys()
     _draw(policy, config, seed)
     count = sum(weight.numel() for weight in adapter_state(policy).values())
-    logger.info("Adapters of rank %d, %s parameters, beside %s", config.dim, f"{count:,}", description)
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    logger.info(
+        "Adapters of rank %d with %s parameters beside %d layers: %s.", config.dim, f"{count:,}", len(layers),
+        ", ".join(names),
+    )  # fmt: skip
 
 
 def has_adapters(policy: PolicyModel) -> bool:
@@ -95,14 +95,14 @@ def has_adapters(policy: PolicyModel) -> bool:
 
 @contextlib.contextmanager
 def without_adapters(policy: PolicyModel) -> Iterator[None]:
-    """Within it the frozen model computes alone."""
-    switched = [layer for layer in _adapted_layers(policy).values() if not layer.disable_adapters]
-    for layer in switched:
+    """Within it the frozen model computes alone; not to be nested."""
+    layers = _adapted_layers(policy).values()
+    for layer in layers:
         layer.enable_adapters(False)
     try:
         yield
     finally:
-        for layer in switched:
+        for layer in layers:
             layer.enable_adapters(True)
 
 
@@ -146,27 +146,25 @@ def save_adapters(policy: PolicyModel, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapters(policy: PolicyModel, folder: Path) -> None:
-    """Put saved adapters into a policy that has the same ones, whatever they hold.
+    """Put saved adapters into a policy that has adapters of the same layers, rank and alpha.
 
-    Raises `CheckpointError` for files that cannot be read, or that are of other layers or another rank or alpha.
+    Raises `CheckpointError` for files that cannot be read, and for other adapters.
     """
     try:
-        settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        alpha = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
         saved = load_file(folder / _WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError("the adapters cannot be read", where=str(folder), got=str(error)) from error
     own = adapter_state(policy)
-    want: dict[str, object] = {name: tuple(weight.shape) for name, weight in own.items()}
-    got: dict[str, object] = {name: tuple(weight.shape) for name, weight in saved.items()}
-    want["lora_alpha"], got["lora_alpha"] = _settings(policy).lora_alpha, settings.get("lora_alpha")
-    different = sorted(name for name in want.keys() | got.keys() if want.get(name) != got.get(name))
-    if different:
+    need = {"lora_alpha": _settings(policy).lora_alpha, **{name: tuple(w.shape) for name, w in own.items()}}
+    got = {"lora_alpha": alpha, **{name: tuple(w.shape) for name, w in saved.items()}}
+    if different := sorted(name for name in need.keys() | got.keys() if need.get(name) != got.get(name)):
         raise CheckpointError(
             "the saved adapters are not those of this policy",
             where=str(folder),
             field=different[0],
             got=f"{got.get(different[0])}, and {len(different) - 1} more that differ",
-            need=str(want.get(different[0])),
+            need=str(need.get(different[0])),
             fix=f"set {_WHERE} as it was when they were saved",
         )
     if broken := [name for name, weight in saved.items() if not bool(weight.isfinite().all())]:
@@ -205,52 +203,31 @@ def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Modu
     for field in ("target_modules", "exclude_modules"):
         for pattern in getattr(config, field):
             if not any(_matches(name, pattern) for name in linear):
-                raise ConfigError(
-                    "no linear layer has this name",
-                    where=_WHERE,
-                    field=field,
-                    got=pattern,
-                    need="one of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear})),
-                )
-    head, unclear = policy.head, set(linear) - _kept_by_peft(policy, linear)
-    if not config.match_all_linear and (named := [n for n in unclear if _match_any(n, config.target_modules)]):
-        raise ConfigError(
-            "peft takes these layers for the experts, which had their names in older checkpoints",
-            where=_WHERE,
-            field="target_modules",
-            got=min(named),
-            need="other layers, as " + ", ".join(sorted({n.rpartition(".")[2] for n in linear if n not in unclear})),
-        )
-    chosen = {
-        name: layer
-        for name, layer in linear.items()
-        if (layer is not head if config.match_all_linear else _match_any(name, config.target_modules))
-        and not _match_any(name, config.exclude_modules)
-        and name not in unclear
-    }
-    if not chosen:
-        raise ConfigError(
-            "no layer is adapted", where=_WHERE, field="exclude_modules", got=list(config.exclude_modules)
-        )
+                need = "one of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+                raise ConfigError("no linear layer has this name", where=_WHERE, field=field, got=pattern, need=need)
+    known = _known_to_peft(policy, linear)
     embeddings = policy.hf.get_input_embeddings().weight
-    if tied := [name for name, layer in chosen.items() if layer.weight is embeddings]:
-        raise ConfigError(
-            "the output layer is the embedding, and an adapter beside it could not be merged",
-            where=_WHERE,
-            field="target_modules",
-            got=tied[0],
-            need="other layers",
-        )
+    chosen = {}
+    for name, layer in linear.items():
+        if config.match_all_linear:
+            is_wanted = layer is not policy.head and name in known
+        else:
+            is_wanted = any(_matches(name, pattern) for pattern in config.target_modules)
+        if not is_wanted or any(_matches(name, pattern) for pattern in config.exclude_modules):
+            continue
+        if name not in known or layer.weight is embeddings:
+            raise ConfigError(
+                "an adapter beside this layer could not be saved or merged",
+                where=_WHERE,
+                field="target_modules",
+                got=f"{name}: peft takes it for an expert" if name not in known else f"{name}: it is the embedding",
+                need="other layers",
+            )
+        chosen[name] = layer
+    if not chosen:
+        got = list(config.exclude_modules)
+        raise ConfigError("no layer is adapted", where=_WHERE, field="exclude_modules", got=got)
     return chosen
-
-
-def _described(policy: PolicyModel, layers: Mapping[str, nn.Module]) -> str:
-    """How much of the model is adapted, and by name which matrices are not."""
-    weights = dict(policy.hf.named_parameters())
-    share = sum(weights[f"{name}.weight"].numel() for name in layers) / sum(w.numel() for w in weights.values())
-    others = [name for name, w in weights.items() if w.dim() > 1 and name.removesuffix(".weight") not in layers]
-    names = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in others)
-    return f"{len(layers)} linear layers with {share:.0%} of the model's weights. Not adapted: {', '.join(names)}."
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -258,16 +235,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
 
 
-def _kept_by_peft(policy: PolicyModel, linear: Mapping[str, nn.Module]) -> set[str]:
-    """Those of the layers that peft adapts when a configuration names them."""
-    conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+def _known_to_peft(policy: PolicyModel, linear: Iterable[str]) -> set[str]:
+    """The layers that peft adapts under their own names; some have the names of experts in older checkpoints."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     asked = _import_peft().LoraConfig(target_modules=list(linear))
-    conversion.convert_peft_config_for_transformers(asked, model=policy.hf, conversions=None)
+    convert_peft_config_for_transformers(asked, model=policy.hf, conversions=None)
     return set(asked.target_modules)
-
-
-def _match_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(_matches(name, pattern) for pattern in patterns)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -292,11 +266,12 @@ def _draw(policy: PolicyModel, config: LoraConfig, seed: int) -> None:
 
 
 def _adapted_layers(policy: PolicyModel) -> dict[str, Any]:
-    """peft's layers by the names of those that they wrap."""
+    """peft's layers by the names of the layers that they wrap."""
     if not has_adapters(policy):
         return {}
-    kind = importlib.import_module("peft.tuners.lora").LoraLayer
-    return {name: module for name, module in policy.hf.named_modules() if isinstance(module, kind)}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in policy.hf.named_modules() if isinstance(module, LoraLayer)}
 
 
 def _settings(policy: PolicyModel) -> Any:
@@ -306,7 +281,7 @@ def _settings(policy: PolicyModel) -> Any:
 
 def _import_peft() -> Any:
     try:
-        return importlib.import_module("peft")
+        import peft
     except ModuleNotFoundError as error:
         raise ModelError(
             "the package peft is not installed",
@@ -314,3 +289,4 @@ def _import_peft() -> Any:
             got=str(error),
             fix="pip install treeward[lora], or set policy.dtensor_cfg.lora_cfg.enabled=false",
         ) from error
+    return peft
