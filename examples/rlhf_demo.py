@@ -26,7 +26,7 @@ from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.model.policy_loading import build_policy, export_policy
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import RLRun
-from treeward.rl.warm_start import warm_start
+from treeward.rl.sft import sft
 from treeward.tables import Column, results_table
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -142,7 +142,7 @@ def warm_policy() -> int:
         if step % 50 == 0 or step == total:
             logging.getLogger("treeward").info("warm start: step %d/%d  loss %.3f", step, total, loss)
 
-    warm_start(policy, groups, num_epochs=WARM_EPOCHS, learning_rate=4e-3, groups_per_step=64, seed=0, on_step=tell)
+    sft(policy, groups, num_epochs=WARM_EPOCHS, learning_rate=4e-3, groups_per_step=64, seed=0, on_step=tell)
     making = WARM_START.with_name("warm_start.making")
     export_policy(policy, tokenizer, making, chat_template=renderer.chat_template)
     making.rename(WARM_START)

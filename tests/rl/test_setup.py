@@ -166,7 +166,7 @@ def test_which_keys_of_an_environment_are_of_the_run(
     section: dict[str, Any], free: dict[str, Any], counting: dict[str, Any]
 ) -> None:
     def of(**keys: Any) -> Any:
-        return identity._of_the_rewards({"reward_model": {**section, **keys}, "off": {"enabled": False, **keys}})
+        return identity._section("reward_model", {**section, **keys})
 
     for key, value in free.items():
         assert of(**{key: value}) == of(), key
@@ -232,7 +232,7 @@ class Opened:
         self.closed: list[str] = []
         for owner, name, what in (
             (LocalGenerator, "close", "generator"),
-            (rl_setup.RewardSource, "shutdown", "rewards"),
+            (rl_setup.EnvironmentRunner, "shutdown", "rewards"),
         ):
             function = getattr(owner, name)
 

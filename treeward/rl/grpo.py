@@ -20,14 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.lora import has_adapters, save_adapters
-from treeward.model.policy_model import PolicyModel
 from treeward.rl.advantages import advantages
 from treeward.rl.experience import completion_lengths
 from treeward.rl.policy_loss import UpdateMetrics
@@ -107,7 +104,9 @@ class GRPORun:
     """
 
     def __init__(self, setup: GRPOSetup) -> None:
-        self.setup, self.total_steps = setup, setup.total_steps
+        self.setup, self.config, self.identity = setup, setup.config, setup.identity
+        self.model, self.optimizer, self.scheduler = setup.policy, setup.updater.optimizer, setup.scheduler
+        self.total_steps, self.validates = setup.total_steps, bool(setup.validation)
         self.prompts_drawn = self.version = 0
         self.since = _SinceValidation()
         self.stopped_by: str | None = None
@@ -115,30 +114,6 @@ class GRPORun:
         self._log_dir = Path(setup.config.logger.log_dir)
         self._version_given: int | None = None
         self._remember()
-
-    @property
-    def config(self) -> GRPORunConfig:
-        return self.setup.config
-
-    @property
-    def model(self) -> PolicyModel:
-        return self.setup.policy
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.setup.updater.optimizer
-
-    @property
-    def scheduler(self) -> LRScheduler:
-        return self.setup.scheduler
-
-    @property
-    def identity(self) -> dict[str, str]:
-        return self.setup.identity
-
-    @property
-    def validates(self) -> bool:
-        return bool(self.setup.validation)
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         """Also: open the file of samples, and heed an alarm that has ended the run, unless it no longer stops."""

@@ -1,10 +1,10 @@
-"""`identity_of`: what a resumed run must have in common with the one that it continues.
+"""`identity_of`: what a resumed run must have in common with the run that it continues.
 
     check_identity(checkpoint.path, identity_of(config, renderer, prompts, held_out))
 
-Whatever the weights follow from is in it, also what lies in folders that the configuration only names: the weights of
-the first policy and of the reward models. What cannot change a reward is not: where a judge listens, how many workers
-there are, how long one waits for them.
+It has everything that the weights depend on, also the weights of the first policy and of the reward models, which the
+configuration only names. It leaves out keys that cannot change a reward: the address of a judge, the number of workers,
+timeouts.
 """
 
 from __future__ import annotations
@@ -53,38 +53,34 @@ def identity_of(
     config: GRPORunConfig, renderer: Renderer, prompts: EncodedPrompts, held_out: EncodedPrompts | None
 ) -> dict[str, str]:
     """By the name that a person knows it by, each as a short text."""
-    policy, generation = config.policy, config.policy.generation
-    grpo = config.grpo.model_dump(mode="json", exclude=_NOT_OF_THE_RUN)
-    sampling = generation.model_dump(
-        mode="json", include={"temperature", "top_p", "top_k", "stop_token_ids", "stop_strings", "max_new_tokens"}
-    )
-    return {
+    policy = config.policy
+    sampled_by = {"temperature", "top_p", "top_k", "stop_token_ids", "stop_strings", "max_new_tokens"}
+    texts = {
         "the policy": _with_weights(policy.model_name) or json.dumps(policy.architecture, sort_keys=True),
         "the tokenizer or template": _short(renderer.fingerprint),
         "the training prompts": _short(prompts.fingerprint),
         "the validation prompts": "none" if held_out is None else _short(held_out.fingerprint),
-        "grpo": json.dumps(grpo, sort_keys=True),
-        "loss_fn": json.dumps(config.loss_fn.model_dump(mode="json"), sort_keys=True),
-        "env": json.dumps(_of_the_rewards(config.env), sort_keys=True, default=str),
-        "policy.generation": json.dumps(sampling, sort_keys=True),
         "policy.train_global_batch_size": str(policy.train_global_batch_size),
         "policy.max_total_sequence_length": str(policy.max_total_sequence_length),
-        "policy.optimizer": json.dumps(policy.optimizer.model_dump(mode="json"), sort_keys=True),
-        "policy.scheduler": json.dumps(policy.scheduler.model_dump(mode="json"), sort_keys=True),
         "policy.precision": policy.precision,
         "policy.max_grad_norm": str(policy.max_grad_norm),
-        "policy.hf_config_overrides": json.dumps(policy.hf_config_overrides, sort_keys=True),
-        "policy.dtensor_cfg.lora_cfg": json.dumps(policy.dtensor_cfg.lora_cfg.model_dump(mode="json"), sort_keys=True),
         "data.shuffle": str(config.data.shuffle),
     }
-
-
-def _of_the_rewards(env: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rewards follow from: of each section the keys that count, with the weights that it names."""
-    return {name: _section(name, section) for name, section in env.items() if is_enabled(section)}
+    sections = {
+        "grpo": config.grpo.model_dump(mode="json", exclude=_NOT_OF_THE_RUN),
+        "loss_fn": config.loss_fn.model_dump(mode="json"),
+        "env": {name: _section(name, section) for name, section in config.env.items() if is_enabled(section)},
+        "policy.generation": policy.generation.model_dump(mode="json", include=sampled_by),
+        "policy.optimizer": policy.optimizer.model_dump(mode="json"),
+        "policy.scheduler": policy.scheduler.model_dump(mode="json"),
+        "policy.hf_config_overrides": policy.hf_config_overrides,
+        "policy.dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json"),
+    }
+    return texts | {name: json.dumps(one, sort_keys=True, default=str) for name, one in sections.items()}
 
 
 def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of an environment's section that rewards depend on, with the weights of the models that it names."""
     kind = str(section.get("type") or name)
     left_out = _NOT_OF_THE_REWARD.get(kind, ())
     kept = {key: value for key, value in section.items() if key not in left_out}
@@ -103,9 +99,7 @@ def _unfolded(member: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_weights(name: str | None) -> str | None:
-    """What the folder of a model holds now, wherever it lies: with other weights the run would be another. The name of
-    a model that has no folder of safetensors.
-    """
+    """The hash of a model's weights, wherever its folder lies; the name of a model without a folder of safetensors."""
     folder = None if name is None else Path(name).expanduser()
     weights = [] if folder is None else sorted(folder.glob("*.safetensors"))
     if folder is None or not weights:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +35,7 @@ __all__ = ["Validation", "ranking_remark", "validate"]
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """What was measured. `watched`: the arguments of `OverOptimisationWatch.observe`. `samples`: lines of
+    """The measurements. `watched`: the arguments of `OverOptimisationWatch.observe`. `samples`: lines of
     `samples.jsonl` without their step.
     """
 
@@ -46,7 +45,7 @@ class Validation:
 
 
 def ranking_remark(run: GRPOSetup) -> str | None:
-    """What is wrong with ranking checkpoints as configured; None where nothing is."""
+    """The sentence that warns of the metric that ranks checkpoints; None if it ranks them well."""
     if run.config.ranking_metric != "reward" or not run.rewards_move:
         return None
     gold = " or val:gold_reward" if run.rewards.has_gold else ""
@@ -57,118 +56,81 @@ def ranking_remark(run: GRPOSetup) -> str | None:
 
 
 def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: None) -> Validation | None:
-    """Complete, reward and measure every validation prompt, or None where it is told to stop."""
+    """Complete, reward and measure every validation prompt; None if `should_stop` gave a reason on the way."""
     grpo = run.config.grpo
     size = grpo.val_batch_size or len(run.validation)
-    parts: list[_Part] = []
+    groups: list[CompletionGroup] = []
+    batches: list[dict[str, Tensor | None]] = []
     for number, start in enumerate(range(0, len(run.validation), size)):
         if should_stop():
             return None
         chosen = run.validation[start : start + size]
-        groups = run.generator.generate(
+        batch = run.generator.generate(
             [one.prompt for one in chosen],
             [one.token_ids for one in chosen],
             num_completions=grpo.num_val_generations,
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
-        found = run.rewards.reward(groups, update=False)
-        measured = run.updater.measure(groups)
-        parts.append(
-            _Part(
-                groups,
-                shaped_rewards(run.config, groups, found.rewards_PG),
-                found.raw_PG,
-                run.rewards.gold(groups) if run.rewards.has_gold else None,
-                measured.kl_PG,
-                measured.entropy_PG,
-            )
+        found, measured = run.rewards.reward(batch, update=False), run.updater.measure(batch)
+        groups += batch
+        batches.append(
+            {
+                "reward": shaped_rewards(run.config, batch, found.rewards_PG),
+                "raw_reward": found.raw_PG,
+                "gold_reward": run.rewards.gold(batch) if run.rewards.has_gold else None,
+                "kl": measured.kl_PG,
+                "entropy": measured.entropy_PG,
+            }
         )
-    return _summed_up(run, _joined(parts))
+    values: dict[str, Tensor] = {}
+    for name in batches[0]:
+        tensors = [tensor.cpu() for one in batches if (tensor := one[name]) is not None]
+        if tensors:
+            values[name] = torch.cat(tensors)
+    return _summary(run, groups, values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    groups: list[CompletionGroup]
-    rewards_PG: Tensor
-    raw_PG: Tensor
-    gold_PG: Tensor | None
-    kl_PG: Tensor | None
-    entropy_PG: Tensor
-
-
-def _joined(parts: Sequence[_Part]) -> _Part:
-    def together(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        there = [tensor.cpu() for tensor in tensors if tensor is not None]
-        return torch.cat(there) if there else None
-
-    rewards, raw = together([one.rewards_PG for one in parts]), together([one.raw_PG for one in parts])
-    entropy = together([one.entropy_PG for one in parts])
-    assert rewards is not None and raw is not None and entropy is not None
-    return _Part(
-        [group for one in parts for group in one.groups],
-        rewards,
-        raw,
-        together([one.gold_PG for one in parts]),
-        together([one.kl_PG for one in parts]),
-        entropy,
-    )
-
-
-def _summed_up(run: GRPOSetup, part: _Part) -> Validation:
-    lengths_PG = completion_lengths(part.groups)
-    known_PG = part.rewards_PG.isfinite()
-    proxy_PG = part.raw_PG if run.rewards_move else part.rewards_PG
-    means = {
+def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> Validation:
+    """`values`: by name one number for each completion, (P, G)."""
+    lengths_PG, proxy_PG = completion_lengths(groups), values["raw_reward" if run.rewards_move else "reward"]
+    means = {name: _mean(values_PG) for name, values_PG in values.items() if name != "entropy"} | {
         "proxy": _mean(proxy_PG),
-        "reward": _mean(part.rewards_PG),
-        "raw_reward": _mean(part.raw_PG),
-        "gold_reward": None if part.gold_PG is None else _mean(part.gold_PG),
-        "kl": None if part.kl_PG is None else _mean(part.kl_PG),
-        "entropy": _weighted_mean(part.entropy_PG, lengths_PG),
+        "entropy": _weighted_mean(values["entropy"], lengths_PG),
         "mean_gen_tokens_per_sample": float(lengths_PG.float().mean()),
-        "truncation_rate": float(truncated_completions(part.groups).float().mean()),
-        "num_failed": float((~known_PG).sum()),
+        "truncation_rate": float(truncated_completions(groups).float().mean()),
+        "num_failed": float((~values["reward"].isfinite()).sum()),
     }
     metrics = {f"validation/{name}": value for name, value in means.items() if value is not None}
     if len(set(run.validation_sets)) > 1:
-        of_set = np.asarray(run.validation_sets)
         for name in dict.fromkeys(run.validation_sets):
-            chosen = torch.from_numpy(of_set == name)
-            for key, values in (("reward", part.rewards_PG), ("gold_reward", part.gold_PG)):
-                if values is not None and (mean := _mean(values[chosen])) is not None:
+            chosen = torch.tensor([of_set == name for of_set in run.validation_sets])
+            for key in ("reward", "gold_reward"):
+                if key in values and (mean := _mean(values[key][chosen])) is not None:
                     metrics[f"validation-{name}/{key}"] = mean
     watched = {
         "proxy_by_prompt": proxy_PG.nanmean(dim=1).numpy(),
-        "gold_by_prompt": None if part.gold_PG is None else part.gold_PG.nanmean(dim=1).numpy(),
+        "gold_by_prompt": values["gold_reward"].nanmean(dim=1).numpy() if "gold_reward" in values else None,
         "length": means["mean_gen_tokens_per_sample"],
-        "kl": means["kl"],
+        "kl": means.get("kl"),
         "entropy": means["entropy"],
         "truncation_rate": means["truncation_rate"],
-        "length_correlation": length_correlation(part.rewards_PG.tolist(), lengths_PG.tolist()),
+        "length_correlation": length_correlation(values["reward"].tolist(), lengths_PG.tolist()),
     }
-    samples = [_sample(part, p) for p in range(min(run.config.grpo.num_logged_samples, len(part.groups)))]
+    samples = [_sample(groups, values, p) for p in range(min(run.config.grpo.num_logged_samples, len(groups)))]
     return Validation(metrics, watched, samples)
 
 
-def _sample(part: _Part, p: int) -> dict[str, Any]:
-    group = part.groups[p]
-
-    def value(values_PG: Tensor | None, g: int) -> float | None:
-        return None if values_PG is None or not values_PG[p, g].isfinite() else float(values_PG[p, g])
+def _sample(groups: Sequence[CompletionGroup], values: Mapping[str, Tensor], p: int) -> dict[str, Any]:
+    def value(name: str, g: int) -> float | None:
+        return float(values[name][p, g]) if name in values and values[name][p, g].isfinite() else None
 
     return {
-        "prompt": [dict(message) for message in group.prompt.messages],
+        "prompt": [dict(message) for message in groups[p].prompt.messages],
         "completions": [
-            {
-                "text": completion.text,
-                "reward": value(part.rewards_PG, g),
-                "raw_reward": value(part.raw_PG, g),
-                "gold_reward": value(part.gold_PG, g),
-                "kl": value(part.kl_PG, g),
-                "num_tokens": len(completion.token_ids),
-                "truncated": completion.truncated,
-            }
-            for g, completion in enumerate(group.completions)
+            {"text": completion.text}
+            | {name: value(name, g) for name in ("reward", "raw_reward", "gold_reward", "kl")}
+            | {"num_tokens": len(completion.token_ids), "truncated": completion.truncated}
+            for g, completion in enumerate(groups[p].completions)
         ],
     }
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _STATE, _TENSORS = "training_state.json", "optimizer.safetensors"
 _RNG = "rng/"
-_ABSENT: Any = object()
+_ABSENT = "nothing"
 _MOST_DIFFERENCES, _LONGEST_VALUE = 8, 80
 
 
@@ -171,23 +171,17 @@ def _differences(name: str, got: Any, need: Any) -> Iterator[str]:
         for i, (one, other) in enumerate(zip(got, need, strict=True)):
             yield from _differences(f"{name}[{i}]", one, other)
     elif got != need:
-        texts = [_in_one_line(value) for value in (got, need)]
-        common = len(os.path.commonprefix(texts))
-        # An excerpt of a long text begins shortly before the first difference, or both might look the same.
-        start = max(0, common - _LONGEST_VALUE // 4) if max(map(len, texts)) > _LONGEST_VALUE else 0
-        got_text, need_text = (_excerpt(text, start) for text in texts)
-        yield f"{name}: got {got_text}, need {need_text}"
+        yield f"{name}: got {_excerpt(got, need)}, need {_excerpt(need, got)}"
 
 
-def _in_one_line(value: Any) -> str:
-    if value is _ABSENT:
-        return "nothing"
-    if isinstance(value, str) and value.strip() and "\n" not in value:
-        return value
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _excerpt(text: str, start: int) -> str:
+def _excerpt(value: Any, other: Any) -> str:
+    """A value in one line; of a long text the part where it begins to differ from the other."""
+    text, other_text = (
+        one if isinstance(one, str) and one.strip() and "\n" not in one else json.dumps(one, ensure_ascii=False)
+        for one in (value, other)
+    )
+    start = max(0, len(os.path.commonprefix([text, other_text])) - _LONGEST_VALUE // 4)
+    start = start if max(len(text), len(other_text)) > _LONGEST_VALUE else 0
     end = start + _LONGEST_VALUE
     return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.run import RewardModelRunConfig
@@ -29,7 +28,6 @@ from treeward.evaluation.results import Metric
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
-from treeward.model.reward_model import RewardModel
 from treeward.scoring.golden import sign_folder
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
@@ -90,32 +88,10 @@ class RewardModelRun:
     """A `Run` of the loop: Bradley-Terry steps on comparisons, and validation on every named set."""
 
     def __init__(self, setup: RewardModelSetup) -> None:
-        self.setup, self.total_steps = setup, setup.total_steps
+        self.setup, self.config, self.identity = setup, setup.config, setup.identity
+        self.model, self.optimizer, self.scheduler = setup.model, setup.optimizer, setup.scheduler
+        self.total_steps, self.validates = setup.total_steps, bool(setup.validation_sets)
         self._changed = self._warned_of_ranking = False
-
-    @property
-    def config(self) -> RewardModelRunConfig:
-        return self.setup.config
-
-    @property
-    def model(self) -> RewardModel:
-        return self.setup.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.setup.optimizer
-
-    @property
-    def scheduler(self) -> LRScheduler:
-        return self.setup.scheduler
-
-    @property
-    def identity(self) -> dict[str, str]:
-        return self.setup.identity
-
-    @property
-    def validates(self) -> bool:
-        return bool(self.setup.validation_sets)
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         self.model.train()

@@ -1,10 +1,10 @@
-"""`warm_start`: a policy that imitates given completions, so that reinforcement has something to choose from.
+"""`sft`: supervised fine-tuning of a policy on given completions, before reinforcement learning.
 
     groups = [(prompt_ids, [completion_ids, other_completion_ids]), ...]
-    losses = warm_start(policy, groups, num_epochs=3, learning_rate=3e-3, groups_per_step=64, seed=0)
+    losses = sft(policy, groups, num_epochs=3, learning_rate=3e-3, groups_per_step=64, seed=0)
 
-Supervised learning, the least of it: each token of every completion counts the same, the prompt is computed once for
-all its completions. A policy that has been instructed already needs none of this.
+Each token of every completion weighs the same, and a prompt is computed once for all its completions. An instructed
+policy does not need this step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from treeward.data.encoding import count_tree_tokens
 from treeward.model.policy_model import PolicyModel
 from treeward.tree.batch import plan_micro_batches
 
-__all__ = ["warm_start"]
+__all__ = ["sft"]
 
 CompletionsOf = tuple[Sequence[int], Sequence[Sequence[int]]]
 """The tokens of a prompt, and those of each completion to it."""
 
 
-def warm_start(
+def sft(
     policy: PolicyModel,
     groups: Sequence[CompletionsOf],
     *,
@@ -37,7 +37,7 @@ def warm_start(
 ) -> list[float]:
     """Minimise the mean of -log p over the tokens of the completions; returns it for each step, in nats.
 
-    AdamW with a warm-up of a twentieth and a cosine decay to a tenth. `on_step` is told the step, how many there are,
+    AdamW with a warm-up of a twentieth and a cosine decay to a tenth. `on_step` gets the step, the number of steps
     and the loss.
     """
     total_steps = num_epochs * math.ceil(len(groups) / groups_per_step)

@@ -11,7 +11,7 @@ from families import config_of, randomise
 from transformers import AutoModelForCausalLM
 
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.warm_start import warm_start
+from treeward.rl.sft import sft
 
 GROUPS = [
     ([5, 6, 7], [[8, 9, 10], [8, 11]]),
@@ -42,7 +42,7 @@ def plain_loss(hf: Any) -> torch.Tensor:
 def test_a_step_is_that_of_plain_rows(micro_batch_tokens: int) -> None:
     hf = policy()
     other = copy.deepcopy(hf)
-    losses = warm_start(
+    losses = sft(
         PolicyModel(hf), GROUPS, num_epochs=1, learning_rate=1e-3, groups_per_step=3, seed=0,
         micro_batch_tokens=micro_batch_tokens,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def test_completions_are_learnt_and_seeds_decide() -> None:
     runs = []
     for seed in (0, 0, 1):
         hf = policy()
-        losses = warm_start(
+        losses = sft(
             PolicyModel(hf), GROUPS, num_epochs=40, learning_rate=1e-2, groups_per_step=2, seed=seed,
             on_step=lambda step, steps, loss: told.append((step, steps)),
         )  # fmt: skip
