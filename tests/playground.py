@@ -19,11 +19,11 @@ from treeward.config.server import ServerConfig
 from treeward.serving.models import ServedModel
 from treeward.serving.run import make_service
 
-__all__ = ["ANSWERS", "QUESTION", "Visits", "answered", "expect", "score", "serving", "settled", "visiting", "write"]
+__all__ = ["COMPLETIONS", "PROMPT", "Visits", "answered", "expect", "score", "serving", "settled", "visiting", "write"]
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)").expect
-QUESTION = "How do I boil an egg so that the yolk stays soft?"
-ANSWERS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f642 that.", "Yes!"]
+PROMPT = "How do I boil an egg so that the yolk stays soft?"
+COMPLETIONS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f642 that.", "Yes!"]
 
 
 @contextmanager
@@ -66,12 +66,12 @@ def visiting(browser: Any, url: str) -> Iterator[Visits]:
     assert all(address.startswith((url, "blob:", "data:,")) for address in visits.asked), visits.asked
 
 
-def write(page: Any, answers: list[str] = ANSWERS, question: str = QUESTION) -> None:
-    page.get_by_label("Text of turn 1").fill(question)
-    while page.locator("#answers textarea").count() < len(answers):
-        page.get_by_role("button", name="Add an answer").click()
-    for i, answer in enumerate(answers, start=1):
-        page.get_by_label(f"Text of answer {i}", exact=True).fill(answer)
+def write(page: Any, completions: list[str] = COMPLETIONS, prompt: str = PROMPT) -> None:
+    page.get_by_label("Text of turn 1").fill(prompt)
+    while page.locator("#completions textarea").count() < len(completions):
+        page.get_by_role("button", name="Add a completion").click()
+    for i, completion in enumerate(completions, start=1):
+        page.get_by_label(f"Text of completion {i}", exact=True).fill(completion)
 
 
 def score(page: Any) -> None:
