@@ -59,10 +59,6 @@ def summarize(
     suite, examples, model = scored.suite, scored.examples, scored.model
     result = suite.summarize(examples)
     statistics = statistics_of(examples, result, model, name=f"{model} on {suite.name}")
-    without_overlap = None
-    if overlap is not None:  # in the headline's own unit and with its ties, so that both say the same of all examples
-        tie = 0.5 if suite.tie_policy == "half" else 0.0
-        without_overlap = compare_overlap(examples, overlap, model, unit=result.unit, tie=tie)
     return Summary(
         model=model,
         suite=suite.name,
@@ -77,6 +73,6 @@ def summarize(
         chances={part.name: suite.chance(part.name) for part in (*result.sections, *result.subsets)},
         perturbations=perturbations,
         overlap=overlap,
-        without_overlap=without_overlap,
+        without_overlap=None if overlap is None else compare_overlap(suite, examples, overlap, model),
         caveat=suite.caveat,
     )

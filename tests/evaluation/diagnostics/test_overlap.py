@@ -17,6 +17,7 @@ from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.overlap import compare_overlap, find_overlap, words_of_text
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.report.blocks import check_blocks
+from treeward.evaluation.suites import PreferenceSuite
 
 LONG = "the quick brown fox jumps over the lazy dog while seven wizards brew a potion of purple ink near the old mill"
 OTHER = (
@@ -126,14 +127,15 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     overlap = find_overlap(examples, [trained(f"Question number {i}?", "u", "v") for i in range(10)])
     known = {f"right {i}" for i in range(10)} | {f"right {i}" for i in range(10, 40, 2)}  # learnt by heart, and luck
     scored = score_with(examples, lambda context, text: float(text in known))
-    result = compare_overlap(scored, overlap)
+    suite = PreferenceSuite("mine", DatasetConfig(data_path="mine.jsonl"))
+    result = compare_overlap(suite, scored, overlap)
     assert (result.accuracy.value, result.accuracy.count) == (25 / 40, 40)
     assert (result.accuracy_flagged.value, result.accuracy_flagged.count) == (1, 10)
     assert (result.accuracy_clean.value, result.accuracy_clean.count) == (0.5, 30)
     shares = {metric.name: metric.value for metric in overlap.metrics()}
     assert shares["flagged"] == shares["flagged_prompt"] == 0.25 and shares["flagged_completion"] == 0
     failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
-    assert compare_overlap(failed, overlap).accuracy.value == 0
+    assert compare_overlap(suite, failed, overlap).accuracy.value == 0
     blocks = json.loads(json.dumps([*overlap.blocks(), *result.figures], allow_nan=False))
     check_blocks(blocks, [])
     assert [block["kind"] for block in blocks] == ["table", "table", "bars"] and len(blocks[1]["rows"]) == 10

@@ -2,7 +2,7 @@
 
     overlap = find_overlap(examples, (preference for preference, _ in open_dataset(config)))
     overlap.flags[0].kinds                            # ("prompt", "completion"): both were trained on
-    compare_overlap(scored, overlap).accuracy_clean   # accuracy without the flagged examples
+    compare_overlap(suite, scored, overlap).accuracy_clean   # the headline without the flagged examples
 
 Texts are compared as words, letters and digits in lower case. Three kinds of duplicates are exact: a whole prompt,
 a whole conversation (prompt and completion), a whole completion of N words or more. Near duplicates are texts with 70 %
@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -32,10 +32,11 @@ from numpy.typing import NDArray
 
 from treeward.data.preference import Message, Preference
 from treeward.evaluation.diagnostics.blocks import accuracy_bars, metrics_table
-from treeward.evaluation.diagnostics.completions import completion_text, prompt_numbers
+from treeward.evaluation.diagnostics.completions import completion_text
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.results import Block, Diagnostic, Metric, Unit
+from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric
+from treeward.evaluation.suites.interface import Suite
 
 __all__ = ["OverlapDiagnostics", "OverlapFlag", "compare_overlap", "find_overlap", "words_of_text"]
 
@@ -180,51 +181,24 @@ def find_overlap(
 
 
 def compare_overlap(
-    scored: Sequence[ScoredExample],
-    overlap: OverlapDiagnostics,
-    model: str = "model",
-    *,
-    unit: Unit = "examples",
-    tie: float = 0.0,
+    suite: Suite, scored: Sequence[ScoredExample], overlap: OverlapDiagnostics, model: str = "model"
 ) -> Diagnostic:
-    """Accuracy over all examples, over those without a flag and over those with one: of whole examples or their pairs.
-
-    Examples without an order are left out; a missing score counts as wrong, a tie as `tie`.
-    """
+    """The suite's headline over all examples, over those without a flag and over those with one."""
     flagged = {flag.id for flag in overlap.flags if flag.flagged}
-    prompts = prompt_numbers([one.example for one in scored]).tolist()
-    rows = [
-        (one.example.id in flagged, prompt, value)
-        for one, prompt in zip(scored, prompts, strict=True)
-        for value in (_of_pairs(one, tie) if unit == "pairs" else _of_example(one, tie))
-    ]
-    numbers = {}
-    for name, which in {"accuracy": (True, False), "accuracy_clean": (False,), "accuracy_flagged": (True,)}.items():
-        inside = [(prompt, value) for is_flagged, prompt, value in rows if is_flagged in which]
-        values, clusters = [value for _, value in inside], [prompt for prompt, _ in inside]
-        numbers[name] = accuracy_metric(values, name, clusters, of=unit)
+    groups = {
+        "accuracy": scored,
+        "accuracy_clean": [one for one in scored if one.example.id not in flagged],
+        "accuracy_flagged": [one for one in scored if one.example.id in flagged],
+    }
+    numbers = {name: replace(suite.summarize(own).headline, name=name) for name, own in groups.items()}
     labels = ("All", "Without a duplicate in training", "With a duplicate")
     note = (
         "Each n counts pairs of completions; an example that has a duplicate has it for all of its pairs."
-        if unit == "pairs"
+        if suite.summarize(scored).unit == "pairs"
         else "Each n counts whole examples: right where every best completion is ahead of every other."
     )
     items = dict(zip(labels, numbers.values(), strict=True))
     return Diagnostic(numbers, (accuracy_bars("Accuracy and overlap", model, items, note),))
-
-
-def _of_example(one: ScoredExample, tie: float) -> list[float]:
-    if len(set(one.example.ranks)) < 2:
-        return []
-    return [{"right": 1.0, "tie": tie}.get(str(one.outcome), 0.0)]
-
-
-def _of_pairs(one: ScoredExample, tie: float) -> list[float]:
-    values = []
-    for better, worse in one.pairs():
-        a, b = one.scores[better], one.scores[worse]
-        values.append(0.0 if a is None or b is None else tie if a == b else float(a > b))
-    return values
 
 
 def words_of_text(text: str) -> list[str]:
