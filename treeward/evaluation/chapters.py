@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treeward.evaluation.diagnostics.blocks import bar_item, metrics_table, side_by_side
+from treeward.evaluation.diagnostics.blocks import bar_item, metrics_table, side_by_side, table_block
 from treeward.evaluation.diagnostics.completions import collect_pairs
 from treeward.evaluation.diagnostics.strata import left_out_note, strata_of
 from treeward.evaluation.findings import findings, has_worst_subset, verdict
@@ -126,22 +126,17 @@ def _glance(summaries: Sequence[Summary]) -> Block:
         }
         row = {"suite": one.title, "model": one.model, "failed": one.result.num_failed}
         rows.append(row | {key: None if metric is None else _cell(metric, key) for key, metric in cells.items()})
-    numbers = [key for key in labels if any(row[key] is not None for row in rows)]
-    return {
-        "kind": "table",
-        "title": "At a glance",
-        "note": "Ranges are 95 % intervals. No score: examples that the model could not score; they count as wrong. "
+    columns = {"suite": ("Suite", "text"), "model": ("Model", "text"), "failed": ("No score", "integer")}
+    columns |= {key: (label, "percent") for key, label in labels.items() if any(row[key] is not None for row in rows)}
+    return table_block(
+        "At a glance",
+        columns,
+        rows,
+        "Ranges are 95 % intervals. No score: examples that the model could not score; they count as wrong. "
         "Length-controlled: the mean of the accuracies where the longer and where the shorter completion is right, and "
         "the length gap their difference; both over pairs, without those that lack a score. Robust: right before and "
         "after every change of style.",
-        "columns": [
-            {"key": "suite", "label": "Suite", "format": "text"},
-            {"key": "model", "label": "Model", "format": "text"},
-            {"key": "failed", "label": "No score", "format": "integer"},
-            *({"key": key, "label": labels[key], "format": "percent"} for key in numbers),
-        ],
-        "rows": rows,
-    }
+    )
 
 
 def _cell(metric: Metric, key: str) -> Block:

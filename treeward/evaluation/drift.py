@@ -22,6 +22,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from treeward.errors import DataError
+from treeward.evaluation.diagnostics.blocks import table_block
 from treeward.evaluation.diagnostics.completions import (
     Floats,
     correlation_metric,
@@ -59,10 +60,6 @@ _OF_STEP = {
     "relative_shift": ("in standard deviations", "signed"),
     "rank_correlation": ("Rank correlation", "number"),
 }
-_NOTE = (
-    "Each checkpoint against the next, on the same completions. Ordered alike: of pairs of completions of one prompt, "
-    "which is all that a reward is used for."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +117,22 @@ class SuiteDrift:
             | _cells(() if step.drift is None else step.drift.metrics(), ("order_agreement",))
             for step in self.steps
         ]
-        problem = {"key": "problem", "label": "", "format": "text"}
         return [
             {"kind": "text", "title": f"Drift between checkpoints: {self.title}", "markdown": self._words()},
             *self._curves(),
-            {
-                "kind": "table",
-                "title": f"{self.title}: the checkpoints",
-                "note": "Saturated: the margin is above 5 temperatures, as sure as 99.3 % or more.",
-                "columns": _columns("checkpoint", _OF_CHECKPOINT),
-                "rows": of_checkpoints,
-            },
-            {
-                "kind": "table",
-                "title": f"{self.title}: from one checkpoint to the next",
-                "note": _NOTE,
-                "columns": [*_columns("checkpoints", _OF_STEP), problem],
-                "rows": of_steps,
-            },
+            table_block(
+                f"{self.title}: the checkpoints",
+                {"name": ("checkpoint", "text")} | _OF_CHECKPOINT,
+                of_checkpoints,
+                "Saturated: the margin is above 5 temperatures, as sure as 99.3 % or more.",
+            ),
+            table_block(
+                f"{self.title}: from one checkpoint to the next",
+                {"name": ("checkpoints", "text")} | _OF_STEP | {"problem": ("", "text")},
+                of_steps,
+                "Each checkpoint against the next, on the same completions. Ordered alike: of pairs of completions of "
+                "one prompt, which is all that a reward is used for.",
+            ),
         ]
 
     def export(self) -> str:
@@ -287,11 +282,6 @@ def _step(before: Summary, after: Summary) -> Step:
         return Step(before.model, after.model, None, f"{error.summary}: {error.got}")
     left_out = f"{drift.num_left_out} completions have a score of only one of them" if drift.num_left_out else None
     return Step(before.model, after.model, drift, left_out)
-
-
-def _columns(name: str, labels: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
-    numbers = [{"key": key, "label": label, "format": format} for key, (label, format) in labels.items()]
-    return [{"key": "name", "label": name, "format": "text"}, *numbers]
 
 
 def _cells(metrics: Sequence[Metric], with_interval: Sequence[str]) -> dict[str, Any]:

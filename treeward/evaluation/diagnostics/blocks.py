@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from treeward.evaluation.results import Block, Metric
 
-__all__ = ["LABELS", "Label", "accuracy_bars", "bar_item", "label_of", "metrics_table", "side_by_side"]
+__all__ = ["LABELS", "Label", "bar_item", "bars_block", "label_of", "metrics_table", "side_by_side", "table_block"]
 
 
 class Label(NamedTuple):
@@ -143,19 +143,23 @@ def bar_item(label: str, metric: Metric, note: str | None = None) -> dict[str, A
     return item if note is None else item | {"note": note}
 
 
-def accuracy_bars(
-    title: str, model: str, items: Mapping[str, Metric], note: str | None = None, item_note: str | None = None
+def bars_block(title: str, model: str, items: Sequence[dict[str, Any]], note: str | None = None, **more: Any) -> Block:
+    """Items of one model as a `bars` block from 0 to 1; `more`: fields of the block in place of these."""
+    series = [{"name": model, "items": list(items)}]
+    axis: Block = {"x_range": [0, 1], "reference": 0.5, "format": "percent"}
+    return {"kind": "bars", "title": title, "note": note, "series": series} | axis | more
+
+
+def table_block(
+    title: str,
+    columns: Mapping[str, tuple[str, str]],
+    rows: Sequence[Mapping[str, Any]],
+    note: str | None = None,
+    **more: Any,
 ) -> Block:
-    """Accuracies by label as a `bars` block with one series and a coin marked. `item_note`: shown at each bar."""
-    return {
-        "kind": "bars",
-        "title": title,
-        "note": note,
-        "x_range": [0, 1],
-        "reference": 0.5,
-        "format": "percent",
-        "series": [{"name": model, "items": [bar_item(label, metric, item_note) for label, metric in items.items()]}],
-    }
+    """Rows as a `table` block; `columns`: label and format by key. `more`: further fields of the block."""
+    shown = [{"key": key, "label": label, "format": format} for key, (label, format) in columns.items()]
+    return {"kind": "table", "title": title, "note": note, "columns": shown, "rows": list(rows)} | more
 
 
 def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]], note: str | None = None) -> Block:

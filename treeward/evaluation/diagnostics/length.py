@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import rankdata
 
-from treeward.evaluation.diagnostics.blocks import accuracy_bars
+from treeward.evaluation.diagnostics.blocks import bar_item, bars_block
 from treeward.evaluation.diagnostics.completions import (
     Completions,
     collect_completions,
@@ -79,19 +79,20 @@ def diagnose_length(scored: Sequence[ScoredExample], model: str = "model", *, se
         in_standard_deviations(given_rank, completions, "relative_slope"),
     )
     numbers = {metric.name: metric for metric in slopes} | stratify(pairs, pairs.better, pairs.worse, STRATA_NAMES)
-    bars = accuracy_bars(
+    shown = {
+        "The longer completion is right": numbers["accuracy_longer_right"],
+        "The shorter completion is right": numbers["accuracy_shorter_right"],
+        "Lengths within 10 %": numbers["accuracy_similar_length"],
+        "Length-controlled": numbers["length_controlled_accuracy"],
+    }
+    left_out = left_out_note(pairs.num_failed)
+    bars = bars_block(
         "Accuracy by which completion is longer",
         model,
-        {
-            "The longer completion is right": numbers["accuracy_longer_right"],
-            "The shorter completion is right": numbers["accuracy_shorter_right"],
-            "Lengths within 10 %": numbers["accuracy_similar_length"],
-            "Length-controlled": numbers["length_controlled_accuracy"],
-        },
+        [bar_item(label, metric, left_out) for label, metric in shown.items()],
         "Without a bias the first two are alike; a model that only likes length has 100 %, 0 % and 50 %. "
         "Length-controlled is their mean. Each n counts pairs of completions that both have a score; similar lengths "
         "are within 10 % of the longer.",
-        item_note=left_out_note(pairs.num_failed),
     )
     return Diagnostic(numbers, (bars, _scatter(scored, completions, model, seed)), pairs.num_failed)
 

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treeward.data.preference import Message, Preference
-from treeward.evaluation.diagnostics.blocks import accuracy_bars, metrics_table
+from treeward.evaluation.diagnostics.blocks import bar_item, bars_block, metrics_table, table_block
 from treeward.evaluation.diagnostics.completions import completion_text
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import Block, Diagnostic, Metric
@@ -138,22 +138,14 @@ class OverlapDiagnostics:
         shares = metrics_table("Overlap with the training data", {"examples": self.metrics()}, self.finding())
         flagged = [flag for flag in self.flags if flag.flagged]
         flagged.sort(key=lambda flag: (-max(flag.prompt_coverage, flag.completion_coverage), flag.id))
-        labels = {"id": "Example", "subset": "Subset", "why": "Why"}
-        coverages = {"prompt_coverage": "Prompt", "completion_coverage": "Completion"}
-        table: Block = {
-            "kind": "table",
-            "title": "Examples with a duplicate in the training data",
-            "most": 10,
-            "columns": [
-                *({"key": key, "label": label, "format": "text"} for key, label in labels.items()),
-                *({"key": key, "label": label, "format": "percent"} for key, label in coverages.items()),
-            ],
-            "rows": [
-                {"id": flag.id, "subset": flag.subset, "why": ", ".join(_KINDS[kind] for kind in flag.kinds)}
-                | {key: getattr(flag, key) for key in coverages}
-                for flag in flagged[:_MOST_LISTED]
-            ],
-        }
+        columns = {"id": ("Example", "text"), "subset": ("Subset", "text"), "why": ("Why", "text")}
+        columns |= {"prompt_coverage": ("Prompt", "percent"), "completion_coverage": ("Completion", "percent")}
+        rows = [
+            {"why": ", ".join(_KINDS[kind] for kind in flag.kinds)}
+            | {key: getattr(flag, key) for key in columns if key != "why"}
+            for flag in flagged[:_MOST_LISTED]
+        ]
+        table = table_block("Examples with a duplicate in the training data", columns, rows, most=10)
         return [shares, table] if flagged else [shares]
 
 
@@ -197,8 +189,8 @@ def compare_overlap(
         if suite.summarize(scored).unit == "pairs"
         else "Each n counts whole examples: right where every best completion is ahead of every other."
     )
-    items = dict(zip(labels, numbers.values(), strict=True))
-    return Diagnostic(numbers, (accuracy_bars("Accuracy and overlap", model, items, note),))
+    items = [bar_item(label, metric) for label, metric in zip(labels, numbers.values(), strict=True)]
+    return Diagnostic(numbers, (bars_block("Accuracy and overlap", model, items, note),))
 
 
 def words_of_text(text: str) -> list[str]:

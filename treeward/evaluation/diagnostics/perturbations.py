@@ -33,7 +33,7 @@ import numpy as np
 
 from treeward.data.preference import Message
 from treeward.errors import DataError
-from treeward.evaluation.diagnostics.blocks import bar_item
+from treeward.evaluation.diagnostics.blocks import bar_item, bars_block, table_block
 from treeward.evaluation.diagnostics.completions import Floats, completion_text, divided, shortened
 from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.examples import EvalExample
@@ -244,42 +244,36 @@ def _figures(numbers: Mapping[str, Metric], model: str) -> list[Block]:
     ends = [abs(bound) for metric in shifts for bound in (metric.value, metric.low, metric.high) if bound is not None]
     reach = max(ends, default=0.0) or 1.0
     damages = ", ".join(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
-    share: Block = {"x_range": [0, 1], "reference": 0, "format": "percent"}
-    common = {
-        "relative_shift": (
-            "Score shift by rewrite",
-            "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ.",
-            {"x_range": [-reach, reach], "reference": 0, "format": "signed"},
-        ),
-        "rejected_flips": (
-            "Right pairs lost when the worse completion is rewritten",
-            "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model.",
-            share,
-        ),
-        "chosen_flips": (
-            "Right pairs lost when the better completion is rewritten",
-            f"Changes of style should lose none. A damaged completion ({damages}) may well be the worse one now.",
-            share,
-        ),
-        "share_gaining": (
-            "Completions that score higher rewritten",
-            f"Damaged completions ({damages}) should not.",
-            share | {"reference": 0.5, "reference_label": "half"},
-        ),
-    }
+
+    def bars(title: str, what: str, note: str, **axis: Any) -> Block:
+        items = [bar_item(one.label, numbers[f"{name}_{what}"], one.summary) for name, one in REWRITES.items()]
+        return bars_block(title, model, items, note, **({"reference": 0} | axis))
+
     return [
-        {"kind": "bars", "title": title, "note": note, **axis}
-        | {
-            "series": [
-                {
-                    "name": model,
-                    "items": [
-                        bar_item(one.label, numbers[f"{name}_{what}"], one.summary) for name, one in REWRITES.items()
-                    ],
-                }
-            ]
-        }
-        for what, (title, note, axis) in common.items()
+        bars(
+            "Score shift by rewrite",
+            "relative_shift",
+            "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ.",
+            x_range=[-reach, reach],
+            format="signed",
+        ),
+        bars(
+            "Right pairs lost when the worse completion is rewritten",
+            "rejected_flips",
+            "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model.",
+        ),
+        bars(
+            "Right pairs lost when the better completion is rewritten",
+            "chosen_flips",
+            f"Changes of style should lose none. A damaged completion ({damages}) may well be the worse one now.",
+        ),
+        bars(
+            "Completions that score higher rewritten",
+            "share_gaining",
+            f"Damaged completions ({damages}) should not.",
+            reference=0.5,
+            reference_label="half",
+        ),
     ]
 
 
@@ -311,16 +305,9 @@ def _worst_table(examples: Sequence[EvalExample], scores: Sequence[PerturbedScor
                 "after": shortened(pair.texts[name][side] or ""),
             }
         )
-    labels = {"id": "Example", "rewrite": "Rewrite", "side": "Completion", "shift": "Shift"}
-    labels |= {"before": "Before", "after": "After"}
-    columns = [{"key": k, "label": v, "format": "signed" if k == "shift" else "text"} for k, v in labels.items()]
-    return {
-        "kind": "table",
-        "title": "Completions that a rewrite lifted most",
-        "most": 8,
-        "columns": columns,
-        "rows": rows,
-    }
+    columns = {"id": ("Example", "text"), "rewrite": ("Rewrite", "text"), "side": ("Completion", "text")}
+    columns |= {"shift": ("Shift", "signed"), "before": ("Before", "text"), "after": ("After", "text")}
+    return table_block("Completions that a rewrite lifted most", columns, rows, most=8)
 
 
 def _pair(example: EvalExample, seed: int) -> tuple[int, int] | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treeward.evaluation.diagnostics.blocks import accuracy_bars
+from treeward.evaluation.diagnostics.blocks import bar_item, bars_block
 from treeward.evaluation.diagnostics.completions import (
     collect_completions,
     collect_pairs,
@@ -92,18 +92,19 @@ def diagnose_style(scored: Sequence[ScoredExample], model: str = "model") -> Dia
     )
     strata = stratify(pairs, better, worse, _STRATA_NAMES)
     relative = in_standard_deviations(density, completions, "relative_density_effect")
-    bars = accuracy_bars(
+    shown = {
+        "More markdown is right": strata["accuracy_more_markdown_right"],
+        "Less markdown is right": strata["accuracy_less_markdown_right"],
+        "About as much": strata["accuracy_similar_markdown"],
+        "Style-controlled": strata["style_controlled_accuracy"],
+    }
+    left_out = left_out_note(pairs.num_failed)
+    bars = bars_block(
         "Accuracy by which completion has more markdown",
         model,
-        {
-            "More markdown is right": strata["accuracy_more_markdown_right"],
-            "Less markdown is right": strata["accuracy_less_markdown_right"],
-            "About as much": strata["accuracy_similar_markdown"],
-            "Style-controlled": strata["style_controlled_accuracy"],
-        },
+        [bar_item(label, metric, left_out) for label, metric in shown.items()],
         "Without a bias the first two are alike; a model that only likes markdown has 100 %, 0 % and 50 %. "
         "Style-controlled is their mean. Each n counts pairs of completions that both have a score.",
-        item_note=left_out_note(pairs.num_failed),
     )
     numbers = {metric.name: metric for metric in (density, relative, *effects)} | strata
     return Diagnostic(numbers, (bars,), pairs.num_failed)
