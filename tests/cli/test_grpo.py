@@ -52,7 +52,7 @@ def test_a_run_ends_with_its_results_and_where_they_are(
     assert f"The policy of step 2 of 2 is in '{final}'\n" in printed.out  # quoted as a shell needs it
     assert f"The report of the run:  '{tmp_path / 'the checkpoints' / 'report.html'}'" in printed.out
     assert re.search(r"^ +validation/reward +\d\.\d{4}$", printed.out, re.MULTILINE)
-    assert "validation after step 1: reward" in printed.err and "step 2/2" in printed.err
+    assert "validation after step 1: reward" in printed.err and "2 of 2 steps" in printed.err
     assert "Traceback" not in printed.err
     assert command() == 0  # it is done
     again = capsys.readouterr()
@@ -63,7 +63,7 @@ def test_a_run_ends_with_its_results_and_where_they_are(
 def test_alarms_are_printed(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert command("grpo.watch={max_truncation_rate: 0.01, stop: true, stop_on: [truncation]}") == 0
     out = capsys.readouterr().out
-    assert re.search(r"^Alarm after step 1: \d+% of the answers reach the length limit", out, re.MULTILINE)
+    assert re.search(r"^Alarm after step 1: \d+% of the completions reach the length limit", out, re.MULTILINE)
     assert "The policy of step 1 of 2" in out
 
 
@@ -115,7 +115,7 @@ def test_a_second_ctrl_c_leaves_at_once(
         (["env.planted.function=planted.vowel"], "did you mean vowels?"),
         (["policy.model_config.model_type=qwen77"], "qwen77"),
         (["grpo.environments=[plantd]"], "planted"),
-        (["env.planted.function=planted.fails"], "too many answers have no reward"),
+        (["env.planted.function=planted.fails"], "too many completions have no reward"),
         (["nonsense"], "nonsense"),
     ],
 )

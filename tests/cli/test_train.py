@@ -88,9 +88,9 @@ def test_what_ctrl_c_has_saved_is_told(
     options: list[str],
     message: str,
 ) -> None:
-    loop: Any = train_module._Loop
-    take_step = loop.take_step
-    monkeypatch.setattr(loop, "take_step", lambda self: (signal.raise_signal(signal.SIGINT), take_step(self))[1])
+    run = train_module.RewardModelRun
+    step = run.step
+    monkeypatch.setattr(run, "step", lambda *at: (signal.raise_signal(signal.SIGINT), step(*at))[1])
     assert command(*options) == 130
     error = capsys.readouterr().err
     assert "Stopped after step 1 of 2 (SIGINT)." in error and message in error
@@ -102,12 +102,12 @@ def test_what_ctrl_c_has_saved_is_told(
 def test_a_second_ctrl_c_leaves_at_once_and_without_a_traceback(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt_twice(self: Any) -> int:
+    def interrupt_twice(*_: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not reached")
 
-    monkeypatch.setattr(train_module._Loop, "take_step", interrupt_twice)
+    monkeypatch.setattr(train_module.RewardModelRun, "step", interrupt_twice)
     assert command() == 130
     error = capsys.readouterr().err
     assert "interrupted" in error and "Traceback" not in error
@@ -153,6 +153,6 @@ def test_a_suite_that_the_hub_does_not_give_is_warned_of_before_training(
     assert command("evaluation.enabled=true", "evaluation.suites=[llmbar]") == 1
     printed = capsys.readouterr()
     error = printed.err
-    assert "llmbar=FOLDER" in error and error.index("The suite llmbar cannot be had now") < error.index("step 1/2")
+    assert "llmbar=FOLDER" in error and error.index("The suite llmbar cannot be had now") < error.index("1 of 2 steps")
     assert "the report lacks llmbar" in error and "data_path" not in error
     assert "What it has learnt: " in printed.out  # of what can be read

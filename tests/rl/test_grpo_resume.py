@@ -288,23 +288,6 @@ def test_rewards_that_fail_for_some_are_masked_and_counted(
         assert first["train/num_failed"] == first["planted_env/num_failed"] == asked / 4
 
 
-def test_an_environment_that_hangs_is_masked_and_then_stops_the_run(
-    start: Callable[..., GRPOOutcome], orders: Callable[..., None], tmp_path: Path
-) -> None:
-    orders(hang=1.5, after=40)
-    patience = ("grpo.environment_timeout_seconds=0.3", "grpo.max_failed_share=1", "grpo.use_dynamic_sampling=false",
-                "grpo.batch_multiplier=1", "grpo.max_num_steps=30", "grpo.val_period=0", "grpo.val_at_end=false",
-                "checkpointing.metric_name=null")  # fmt: skip
-    with pytest.raises(ModelError, match="environment planted hangs") as caught:
-        start(*patience)
-    assert "3 steps in succession" in str(caught.value) and "environment_timeout_seconds" in str(caught.value)
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["train/num_failed"] for line in lines][-2:] == [16, 16]
-    assert (tmp_path / "checkpoints" / f"step_{lines[-1]['step']}").is_dir()
-    orders()
-    assert start(*patience, "grpo.max_num_steps=8").step == 8
-
-
 def test_a_loss_that_is_not_finite_leaves_the_state_before_the_step(
     start: Callable[..., GRPOOutcome],
     tmp_path: Path,
