@@ -18,9 +18,9 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Union, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -41,17 +41,7 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
-__all__ = [
-    "Limit",
-    "Location",
-    "OneIsAList",
-    "Period",
-    "Strict",
-    "TextOrTexts",
-    "at_field",
-    "config_error",
-    "nearest_name",
-]
+__all__ = ["Limit", "Location", "OneIsAList", "Period", "Strict", "TextOrTexts", "at_field", "config_error"]
 __all__ += ["nearest_name", "sections"]
 
 Location = tuple[str, ...]
@@ -128,20 +118,34 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
                 )
         return kept
 
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Raise `ConfigError` for keys that do not fit together; called when the section is made."""
+
     def conflict(self, summary: str, *keys: str, need: str, fix: str | None = None) -> ConfigError:
         """The error of `keys` that do not fit together, at the first of them; `watch.max_kl` is in an inner section."""
-
-        def shown(key: str) -> str:
-            value: Any = functools.reduce(getattr, key.split("."), self)
-            return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-        got = ", ".join(f"{key}: {shown(key)}" for key in keys)
+        got = ", ".join(f"{key}: {_shown(functools.reduce(getattr, key.split('.'), self))}" for key in keys)
         return ConfigError(summary, field=keys[0], got=got, need=need, fix=fix)
+
+    def check_pair(self, one: str, other: str, *, need: str = "both of them, or neither") -> None:
+        """Raise `ConfigError`, at the missing key, if only one of two keys is given."""
+        if (getattr(self, one) is None) != (getattr(self, other) is None):
+            keys = (one, other) if getattr(self, one) is None else (other, one)
+            raise self.conflict(f"{one} and {other} belong together", *keys, need=need)
 
     @classmethod
     def key_names(cls) -> tuple[str, ...]:
         """The names of this section's keys as a file spells them."""
         return tuple(field.alias or name for name, field in cls.model_fields.items())
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML spells it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_off(value: Any) -> bool:
@@ -208,7 +212,7 @@ def _problem(details: ErrorDetails, root: type[Strict], tree: Any) -> tuple[Loca
         return location, found | _described(location, inner.got)
     if details["type"] == "extra_forbidden":
         return location, _unknown_key(location, root) | _described(location, details["input"])
-    meaning = _first_sentence(_doc(root, location))
+    meaning = _first_sentence(dict(_keys(root)).get(_without_numbers(location), ""))
     if details["type"] == "missing":
         return location, {"summary": "a key is missing", "need": meaning} | _described(location, None)
     need = details["msg"].removeprefix("Input should be ").split(", unable to parse")[0]
@@ -226,8 +230,8 @@ def _problem(details: ErrorDetails, root: type[Strict], tree: Any) -> tuple[Loca
 
 
 def _described(location: Location, got: Any) -> dict[str, Any]:
-    shown = str(got).lower() if isinstance(got, bool) else got
-    return {"field": _joined(location) or None} | ({} if got is None else {"got": shown})
+    shown = {} if got is None else {"got": _shown(got) if isinstance(got, bool) else got}
+    return {"field": _joined(location) or None} | shown
 
 
 def _unknown_key(location: Location, root: type[Strict]) -> dict[str, Any]:
@@ -239,80 +243,49 @@ def _unknown_key(location: Location, root: type[Strict]) -> dict[str, Any]:
             "need": "a configuration of this command's run",
             "fix": f"run `{command}`, or remove the key: ~{_joined(location)} on the command line",
         }
-    candidates = [
-        name
-        for section in _sections_at(root, parents)
-        for name in (*section.key_names(), *section.other_forms, *section.other_names)
-    ]
-    elsewhere = {theirs: _keys_of(root, keys) for theirs, keys in KEYS_ELSEWHERE.items()}
+    keys = dict(_keys(root))
+    candidates = [path[-1] for path in keys if path[:-1] == _without_numbers(parents)]
+    elsewhere = {theirs: _existing(ours, keys) for theirs, ours in KEYS_ELSEWHERE.items()}
     # A misspelt name of another toolkit is nearer to that name than to any of ours.
-    here = [theirs for theirs, keys in elsewhere.items() if any(ours.split(".")[:-1] == parents for ours in keys)]
+    here = [theirs for theirs, paths in elsewhere.items() if any(path[:-1] == tuple(parents) for path in paths)]
     near = nearest_name(key, [*candidates, *here])
+    meant: list[Location] = []
     if elsewhere.get(key):
-        suggestion = " and ".join(elsewhere[key])
-    elif near in here and near not in candidates:
-        suggestion = " and ".join(elsewhere[near])
+        meant = elsewhere[key]
+    elif near is not None:
+        meant = [(*parents, near)] if near in candidates else elsewhere[near]
     else:
-        suggestion = (_joined((*parents, near)) if near else _key_elsewhere(key, root)) or ""
+        meant = [path for path in keys if path[-1] == key][:1]
     return {
         "summary": "there is no such key",
-        "need": None if suggestion else f"one of {', '.join(candidates)}",
-        "fix": f"did you mean {suggestion}?" if suggestion else None,
+        "need": None if meant else f"one of {', '.join(candidates)}",
+        "fix": f"did you mean {' and '.join(map(_joined, meant))}?" if meant else None,
     }
 
 
-def _keys_of(root: type[Strict], paths: Iterable[str]) -> list[str]:
-    """Those of the full keys that `root` has; of a section that is made in Python, the ends of the keys."""
-    ends = [[path.split(".")[start:] for start in range(path.count(".") + 1)] for path in paths]
-    found = [next((end for end in each if _has_key(root, end)), None) for each in ends]
-    return [_joined(end) for end in found if end]
+def _keys(section: type[Strict]) -> Iterator[tuple[Location, str]]:
+    """Every key that a file may have, with its documentation; keys of a list's elements have the path of the list."""
+    for name, field in section.model_fields.items():
+        key = field.alias or name
+        yield (key,), field.description or ""
+        for inner in sections(field.annotation):
+            yield from (((key, *path), doc) for path, doc in _keys(inner))
+    for other in (*section.other_forms, *section.other_names):
+        yield (other,), ""
 
 
-def _has_key(section: type[Strict], path: list[str]) -> bool:
-    """Whether a section has the key at `path`; a key without a schema of its own may hold any."""
-    field = next((field for name, field in section.model_fields.items() if path[0] in (field.alias, name)), None)
-    if field is None:
-        return False
-    inner = list(sections(field.annotation))
-    return len(path) == 1 or not inner or any(_has_key(one, path[1:]) for one in inner)
+def _existing(paths: Iterable[str], keys: Container[Location]) -> list[Location]:
+    """Those of the full keys that a section has; a section that is made in Python has the ends of them.
+
+    The last part may be a key of a mapping without a schema, as `lr` of `policy.optimizer.kwargs`.
+    """
+    ends = [[tuple(path.split(".")[start:]) for start in range(path.count(".") + 1)] for path in paths]
+    found = (next((end for end in each if end in keys or end[:-1][1:] and end[:-1] in keys), None) for each in ends)
+    return [end for end in found if end]
 
 
-def _key_elsewhere(key: str, root: type[Strict], prefix: Location = ()) -> str | None:
-    """The full name of a key that is spelt exactly so in another section."""
-    for name, field in root.model_fields.items():
-        path = (*prefix, field.alias or name)
-        if path[-1] == key:
-            return _joined(path)
-        if get_origin(field.annotation) is tuple:
-            continue
-        for section in sections(field.annotation):
-            if (found := _key_elsewhere(key, section, path)) is not None:
-                return found
-    return None
-
-
-def _sections_at(root: type[Strict], path: Iterable[str]) -> list[type[Strict]]:
-    """The sections that a key may lead to; numbers of list elements are skipped."""
-    current = [root]
-    for part in path:
-        if not part.isdecimal():
-            current = [
-                section
-                for parent in current
-                for name, field in parent.model_fields.items()
-                if part in (field.alias, name)
-                for section in sections(field.annotation)
-            ]
-    return current
-
-
-def _doc(root: type[Strict], location: Location) -> str:
-    *parents, key = [part for part in location if not part.isdecimal()] or [""]
-    for section in _sections_at(root, parents):
-        for name, field in section.model_fields.items():
-            if key in (field.alias, name):
-                return field.description or ""
-    return ""
+def _without_numbers(location: Iterable[str]) -> Location:
+    return tuple(part for part in location if not part.isdecimal())
 
 
 def _first_sentence(text: str) -> str:

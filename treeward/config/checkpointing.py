@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict, at_field, nearest_name
 from treeward.errors import ConfigError
@@ -78,26 +78,25 @@ def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
     `robust_accuracy` of the set `a` or `accuracy` of `a_robust`: the set in `sets` decides, and without one the longer
     metric. Raises `ConfigError` for any other name, and where both sets exist.
     """
-    spelling = name.removeprefix("val:")
-    for pooled in ("val_", "eval/rm/"):
-        if spelling.startswith(pooled):
-            return MetricKey(None, _known_metric(spelling.removeprefix(pooled), name))
-    if not spelling.startswith("validation-"):
-        near = nearest_name(spelling, METRICS)
-        raise ConfigError(
-            "a metric's name is not understood",
-            got=name,
-            need=f"{_SPELLINGS}; <metric> is one of {', '.join(METRICS)}",
-            fix=f"for {near} over all validation sets write val_{near}" if near else None,
-        )
-    spelling = spelling.removeprefix("validation-")
-    if "/" in spelling:
-        validation, _, metric = spelling.rpartition("/")
+    spelling, validation = name.removeprefix("val:"), None
+    if (of_all := re.fullmatch(r"(?:val_|eval/rm/)(.*)", spelling)) is not None:
+        metric = of_all[1]
+    elif (of_one := re.fullmatch(r"validation-(.+)/([^/]*)", spelling)) is not None:
+        validation, metric = of_one.groups()
+    elif spelling.startswith("validation-"):
+        validation, metric = _split_at_underscore(spelling.removeprefix("validation-"), sets, name)
     else:
-        validation, metric = _split_at_underscore(spelling, sets, name)
-    if not validation:
+        near = nearest_name(spelling, METRICS)
+        need = f"{_SPELLINGS}; <metric> is one of {', '.join(METRICS)}"
+        fix = f"for {near} over all validation sets write val_{near}" if near else None
+        raise ConfigError("a metric's name is not understood", got=name, need=need, fix=fix)
+    if validation == "":
         raise ConfigError("a metric's name has no validation set", got=name, need=_SPELLINGS)
-    return MetricKey(validation, _known_metric(metric, name))
+    if metric not in METRICS:
+        near, need = nearest_name(metric, METRICS), f"a name that ends in one of {', '.join(METRICS)}"
+        fix = f"did you mean {name.removesuffix(metric)}{near}?" if near else None
+        raise ConfigError("a metric is not known", got=name, need=need, fix=fix)
+    return MetricKey(validation, metric)
 
 
 def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple[str, str]:
@@ -106,33 +105,15 @@ def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple
     readings = [(spelling.removesuffix(f"_{metric}"), metric) for metric in known]
     meant = [reading for reading in readings if reading[0] in sets]
     if len(meant) > 1:
-        raise ConfigError(
-            "a metric's name can be read in two ways",
-            got=name,
-            need="a slash between the set and the metric",
-            fix="write " + " or ".join(f"validation-{validation}/{metric}" for validation, metric in meant),
-        )
-    if meant:
-        return meant[0]
-    for known_set in sorted(sets, key=len, reverse=True):
-        if spelling.startswith(f"{known_set}_"):  # plain_lenght_controlled_accuracy: the metric is misspelt
-            return known_set, spelling.removeprefix(f"{known_set}_")
-    if readings:
-        return readings[0]
+        fix = "write " + " or ".join(f"validation-{validation}/{metric}" for validation, metric in meant)
+        need = "a slash between the set and the metric"
+        raise ConfigError("a metric's name can be read in two ways", got=name, need=need, fix=fix)
+    misspelt = [one for one in sets if spelling.startswith(f"{one}_")]  # plain_lenght_controlled_accuracy
+    if misspelt and not meant:
+        longest = max(misspelt, key=len)
+        return longest, spelling.removeprefix(f"{longest}_")
     validation, _, metric = spelling.rpartition("_")
-    return validation, metric
-
-
-def _known_metric(metric: str, name: str) -> str:
-    if metric not in METRICS:
-        near = nearest_name(metric, METRICS)
-        raise ConfigError(
-            "a metric is not known",
-            got=name,
-            need=f"a name that ends in one of {', '.join(METRICS)}",
-            fix=f"did you mean {name.removesuffix(metric)}{near}?" if near else None,
-        )
-    return metric
+    return next(iter(meant or readings), (validation, metric))
 
 
 def parse_grpo_metric_name(name: str) -> str:
@@ -144,16 +125,10 @@ def parse_grpo_metric_name(name: str) -> str:
     metric = match[1] if match else name
     metric = "reward" if match and metric == "accuracy" else metric
     if match is None or metric not in GRPO_METRICS:
+        need = f"val:<metric>, val_<metric> or validation/<metric>; <metric> is one of {', '.join(GRPO_METRICS)}"
         near = nearest_name(metric, GRPO_METRICS)
         raise ConfigError(
-            "a metric is not known",
-            got=name,
-            need=f"val:<metric>, val_<metric> or validation/<metric>; <metric> is one of {', '.join(GRPO_METRICS)}",
-            fix="the prompts of each step differ: rank by val:reward"
-            if name.startswith("train")
-            else f"did you mean val:{near}?"
-            if near
-            else None,
+            "a metric is not known", got=name, need=need, fix=f"did you mean val:{near}?" if near else None
         )
     return metric
 
@@ -208,31 +183,21 @@ class CheckpointingConfig(Strict):
         metric = parse_metric_name(name).metric
         return metric, METRICS[metric]
 
-    @model_validator(mode="after")
-    def _metric_has_a_direction(self) -> CheckpointingConfig:
+    def check(self) -> None:
         if self.metric_name is None:
-            return self
+            return
         try:
             metric, direction = self._metric(self.metric_name)
         except ConfigError as error:
             raise at_field(error, "metric_name") from None
+        keys = "higher_is_better", "metric_name"
         if direction is None and self.higher_is_better is None:
-            raise ConfigError(
-                f"{metric} does not say which of two checkpoints is better",
-                field="higher_is_better",
-                got="null",
-                need="true or false",
-                fix="rank by length_controlled_accuracy, which has a direction" if metric == "accuracy_gap" else None,
-            )
+            fix = "rank by length_controlled_accuracy, which has a direction" if metric == "accuracy_gap" else None
+            summary = f"{metric} does not say which of two checkpoints is better"
+            raise self.conflict(summary, *keys, need="true or false", fix=fix)
         if direction is not None and self.higher_is_better not in (None, direction):
-            raise ConfigError(
-                "higher_is_better contradicts metric_name",
-                field="higher_is_better",
-                got=f"{str(self.higher_is_better).lower()} for {self.metric_name}",
-                need=f"{str(direction).lower()}: the best checkpoints would be deleted",
-                fix=f"set checkpointing.higher_is_better={str(direction).lower()}, or null",
-            )
-        return self
+            need = f"{str(direction).lower()}, or null: the best checkpoints would be deleted"
+            raise self.conflict("higher_is_better contradicts metric_name", *keys, need=need)
 
     @property
     def metric_is_better_when_higher(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt
 
 from treeward.config.base import Strict
 
@@ -25,15 +25,12 @@ class ClusterConfig(Strict):
     num_nodes: PositiveInt = 1
     """Nodes. Must be 1."""
 
-    @model_validator(mode="after")
-    def _one_process(self) -> ClusterConfig:
+    def check(self) -> None:
+        keys = ("num_nodes", "gpus_per_node") if self.num_nodes > 1 else ("gpus_per_node", "num_nodes")
         if self.gpus_per_node > 1 or self.num_nodes > 1:
-            key, other = ("num_nodes", "gpus_per_node") if self.num_nodes > 1 else ("gpus_per_node", "num_nodes")
             raise self.conflict(
                 "training on more than one process is not supported yet",
-                key,
-                other,
+                *keys,
                 need="one process",
                 fix="set cluster.num_nodes=1 cluster.gpus_per_node=1",
             )
-        return self

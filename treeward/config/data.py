@@ -78,17 +78,14 @@ class SetConfig(Strict):
             return raw
         return {key: value for key, value in raw.items() if value is not None or key not in cls.model_fields}
 
-    @model_validator(mode="after")
-    def _has_a_path(self) -> SetConfig:
+    def check(self) -> None:
         if self.data_path is None and self.dataset_name in _NEEDS_A_PATH:
             raise ConfigError(
                 f"{self.dataset_name} needs a data_path",
                 got="no data_path",
                 need="a file, a folder or a hub name",
-                fix="give data_path, or the dataset_name of a set that brings its own data, as HelpSteer3 for "
-                "comparisons or OpenMathInstruct-2 for prompts",
+                fix="give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2",
             )
-        return self
 
 
 class DatasetConfig(SetConfig):
@@ -143,8 +140,7 @@ class DataConfig(Strict):
     def _normalise(cls, raw: Any) -> Any:
         return normalise_data(raw, DatasetConfig.key_names(), PREFERENCES) if isinstance(raw, Mapping) else raw
 
-    @model_validator(mode="after")
-    def _check_sets(self) -> DataConfig:
+    def check(self) -> None:
         _check_sets(self.train, self.validation)
         for i, dataset in enumerate(self.validation):
             if dataset.non_contextual_answer:
@@ -153,9 +149,7 @@ class DataConfig(Strict):
                     field=f"validation[{i}].non_contextual_answer",
                     got="true",
                     need="false: such completions are easy to tell, and would flatter the accuracy",
-                    fix="give it to the training sets alone, as data.non_contextual_answer or in data.train",
                 )
-        return self
 
 
 class PromptSetConfig(SetConfig):
@@ -190,16 +184,13 @@ class PromptSetConfig(SetConfig):
     seed: NonNegativeInt = 42
     """Determines which rows `split_validation_size` holds out."""
 
-    @model_validator(mode="after")
-    def _part_of_split_rows(self) -> PromptSetConfig:
+    def check(self) -> None:
+        super().check()
         if self.part is not None and self.split_validation_size == 0.0:
-            raise ConfigError(
-                "part needs split_validation_size",
-                field="part",
-                got=f"{self.part}, split_validation_size: 0",
-                need="split_validation_size above 0, or no part",
+            keys = "part", "split_validation_size"
+            raise self.conflict(
+                "part needs split_validation_size", *keys, need="split_validation_size above 0, or no part"
             )
-        return self
 
     @property
     def environment_names(self) -> tuple[str, ...]:
@@ -245,10 +236,8 @@ class PromptDataConfig(Strict):
         _add_held_out(data)
         return data
 
-    @model_validator(mode="after")
-    def _check_sets(self) -> PromptDataConfig:
+    def check(self) -> None:
         _check_sets(self.train, self.validation)
-        return self
 
 
 def _add_held_out(data: dict[str, Any]) -> None:
@@ -275,29 +264,17 @@ def _add_held_out(data: dict[str, Any]) -> None:
 def _check_sets(train: Sequence[SetConfig], validation: Sequence[SetConfig]) -> None:
     """Raise `ConfigError` for no training set, and for validation sets with equal names or with weights."""
     if not train:
-        raise ConfigError(
-            "there is no training data",
-            field="train",
-            got="an empty list",
-            need="at least one set",
-            fix="give data.train.data_path",
-        )
+        got, fix = "an empty list", "give data.train.data_path"
+        raise ConfigError("there is no training data", field="train", got=got, need="at least one set", fix=fix)
     names = [dataset.name for dataset in validation]
     for i, dataset in enumerate(validation):
+        key, problem, need = "weight", "has a weight", "no weight: every row of a validation set counts once"
         if dataset.name in names[:i]:
-            raise ConfigError(
-                "two validation sets have the same name",
-                field=f"validation[{i}].name",
-                got=dataset.name,
-                need="a different name for each: their metrics would overwrite each other",
-            )
-        if dataset.weight != 1.0:
-            raise ConfigError(
-                "a validation set has a weight",
-                field=f"validation[{i}].weight",
-                got=dataset.weight,
-                need="no weight: every row of a validation set counts once",
-            )
+            key, problem = "name", "has the same name as another"
+            need = "a different name for each: their metrics would overwrite each other"
+        if dataset.name in names[:i] or dataset.weight != 1.0:
+            got = getattr(dataset, key)
+            raise ConfigError(f"a validation set {problem}", field=f"validation[{i}].{key}", got=got, need=need)
 
 
 def check_longest_input(longest: int | None, limit: int, *, what_shares_it: str = "") -> None:

@@ -33,19 +33,13 @@ _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths
 _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
 
 
-class OwnSplits(NamedTuple):
-    """The splits of a set that brings its own data; `validation`: name of the validation set -> split."""
-
-    train: str | None
-    validation: Mapping[str, str]
-
-
 class DataForm(NamedTuple):
     """What differs between the two kinds of data, comparisons and prompts."""
 
     flat_keys: tuple[str, ...]
     """Keys of a block that may stand beside the blocks, for all of them."""
-    own_splits: Mapping[str, OwnSplits]
+    own_splits: Mapping[str, Mapping[str | None, str | None]]
+    """Sets that bring their own data: name of a validation set -> its split; under None the training split."""
     foreign_keys: tuple[str, ...]
     """Keys of other toolkits that `default` may have."""
     train_keys: tuple[str, ...] = ()
@@ -63,10 +57,10 @@ PREFERENCES = DataForm(
         *("system_prompt_file", "kwargs"),
     ),
     own_splits={
-        **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), OwnSplits("train", {"default": "validation"})),
-        **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), OwnSplits("train", {})),
-        **dict.fromkeys(("HHTranscripts", "hh-rlhf"), OwnSplits("train", {"default": "test"})),
-        "Bundled": OwnSplits("train", {"plain": "validation", "length_controlled": "length_controlled"}),
+        **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
+        **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), {None: "train"}),
+        **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),
+        "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},
     },
     foreign_keys=("processor", "env_name"),
     train_keys=("non_contextual_answer",),
@@ -77,9 +71,9 @@ PROMPTS = DataForm(
         *("processor", "env_name", "max_samples", "kwargs"),
     ),
     own_splits={
-        "OpenMathInstruct-2": OwnSplits(None, {}),
-        "DeepScaler": OwnSplits(None, {}),
-        "Bundled": OwnSplits("train", {"default": "validation"}),
+        "OpenMathInstruct-2": {None: None},
+        "DeepScaler": {None: None},
+        "Bundled": {None: "train", "default": "validation"},
     },
     foreign_keys=("repeat", "download_dir"),
 )
@@ -96,20 +90,18 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str], form: Data
     shared = _shared_values(data, block_keys, form)
     for_training = {key: data.pop(key) for key in form.train_keys if key in data}
     has_train_block = data.get("train") is not None
+    val_split = data.pop("val_split", None)
     train = _train_blocks(data, shared)
-    validation = _validation_blocks(data, shared, block_keys)
+    validation = _validation_blocks(data, shared, block_keys, val_split)
     name = shared.get("dataset_name", "")
     if not train and (name in form.own_splits or "." in name):
         train = [dict(shared)]
     if name in form.own_splits and not has_train_block and not validation and train[0].get("data_path") is None:
-        own, split = form.own_splits[name].validation, data.pop("val_split", None)
-        validation = [{**shared, "name": each, "split": split or own_split} for each, own_split in own.items()]
-    if data.pop("val_split", None) is not None and not validation:
-        raise ConfigError(
-            "val_split is given, but there is no validation set",
-            field="val_split",
-            fix="give data.val_data_path too, or remove val_split",
-        )
+        own = {key: split for key, split in form.own_splits[name].items() if key is not None}
+        validation = [{**shared, "name": key, "split": val_split or split} for key, split in own.items()]
+    if val_split is not None and not validation:
+        need = "data.val_data_path too, or no val_split"
+        raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
     for block in train:
         _fill_own_split(block, form, is_train=True)
         block.update({key: value for key, value in for_training.items() if key not in block})
@@ -120,30 +112,24 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str], form: Data
 
 def _shared_values(data: Block, block_keys: Sequence[str], form: DataForm) -> Block:
     """Pop the flat keys and the `default` block: the values of every block that does not give its own."""
-    flat = {key: data.pop(key) for key in form.flat_keys if data.get(key) is not None}
-    for key in form.flat_keys:
-        data.pop(key, None)
+    given = {key: data.pop(key) for key in form.flat_keys if key in data}
+    shared = {key: value for key, value in given.items() if value is not None}
     kind = data.pop("dataset_type", None) if form is PREFERENCES else None
     if kind is not None:
         if kind not in _DATASET_TYPES:
             raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
-        _set_once(flat, "dataset_name", _DATASET_TYPES[kind], "data.dataset_type", "data.dataset_name")
+        _set_once(shared, "dataset_name", _DATASET_TYPES[kind], "dataset_type", "dataset_name")
     default = data.pop("default", None) or {}
     if not isinstance(default, Mapping):
         raise ConfigError("default is not a block", field="default", got=default, need="{dataset_name: ...}")
     for key, value in default.items():
         if key not in block_keys and key not in form.foreign_keys:
-            near = nearest_name(key, block_keys)
-            raise ConfigError(
-                "there is no such key",
-                field=f"default.{key}",
-                got=value,
-                need=f"one of {', '.join(block_keys)}",
-                fix=f"did you mean data.default.{near}?" if near else None,
-            )
+            near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
+            fix = f"did you mean data.default.{near}?" if near else None
+            raise ConfigError("there is no such key", field=f"default.{key}", got=value, need=need, fix=fix)
         if value is not None:
-            _set_once(flat, key, value, f"data.default.{key}", f"data.{key}")
-    return flat
+            _set_once(shared, key, value, f"default.{key}", key)
+    return shared
 
 
 def _blocks(value: Any, where: str, shared: Block) -> list[Block]:
@@ -152,9 +138,8 @@ def _blocks(value: Any, where: str, shared: Block) -> list[Block]:
     items = [item.model_dump(exclude_unset=True) if isinstance(item, BaseModel) else item for item in items]
     for item in items:
         if not isinstance(item, Mapping):
-            raise ConfigError(
-                "a set of data is not a block", field=where, got=item, need="{data_path: ..., ...} or a list of blocks"
-            )
+            need = "{data_path: ..., ...} or a list of blocks"
+            raise ConfigError("a set of data is not a block", field=where, got=item, need=need)
     return [{**shared, **item} for item in items]
 
 
@@ -166,44 +151,29 @@ def _train_blocks(data: Block, shared: Block) -> list[Block]:
             continue
         train = train or [dict(shared)]
         if len(train) > 1:
-            raise ConfigError(
-                "training data is given in two forms",
-                field=flat,
-                got=value,
-                need="only the list data.train",
-                fix="add the set to data.train",
-            )
-        _set_once(train[0], key, value, f"data.{flat}", f"data.train.{key}")
+            need = "only the list data.train"
+            raise ConfigError("training data is given in two forms", field=flat, got=value, need=need)
+        _set_once(train[0], key, value, flat, f"train.{key}")
     return train
 
 
-def _validation_blocks(data: Block, shared: Block, block_keys: Sequence[str]) -> list[Block]:
-    """The validation sets; `val_split` is left in `data` if no set takes it."""
+def _validation_blocks(data: Block, shared: Block, block_keys: Sequence[str], val_split: str | None) -> list[Block]:
+    """The validation sets; `val_split` is that of the flat ones, or of the only block."""
     value = data.pop("validation", None)
-    if (
-        isinstance(value, Mapping)
-        and value
-        and all(isinstance(block, Mapping) for block in value.values())
-        and not set(value) & set(block_keys)
-    ):
+    are_named = isinstance(value, Mapping) and all(isinstance(block, Mapping) for block in value.values())
+    if value and are_named and not set(value) & set(block_keys):
         validation = [{**shared, "name": str(name), **block} for name, block in value.items()]
     else:
         validation = _blocks(value, "validation", shared)
     path, named_paths = data.pop("val_data_path", None), data.pop("val_data_paths", None) or {}
     if not isinstance(named_paths, Mapping):
-        raise ConfigError(
-            "val_data_paths is not a mapping",
-            field="val_data_paths",
-            got=named_paths,
-            need="{name: path, ...}",
-            fix="for one unnamed set use data.val_data_path" if isinstance(named_paths, str) else None,
-        )
+        need = "{name: path, ...}; for one unnamed set use data.val_data_path"
+        raise ConfigError("val_data_paths is not a mapping", field="val_data_paths", got=named_paths, need=need)
     flat: list[Block] = [] if path is None else [{**shared, "data_path": path}]
     flat += [{**shared, "data_path": each, "name": str(name)} for name, each in named_paths.items()]
-    if data.get("val_split") is not None and (flat or len(validation) == 1):
-        split = data.pop("val_split")
-        for block in flat or validation:
-            _set_once(block, "split", split, "data.val_split", "data.validation.split")
+    for block in flat or (validation if len(validation) == 1 else []):
+        if val_split is not None:
+            _set_once(block, "split", val_split, "val_split", "validation.split")
     return validation + flat
 
 
@@ -213,38 +183,27 @@ def _fill_own_split(block: Block, form: DataForm, *, is_train: bool) -> None:
         return
     if block.get("split_validation_size"):
         return  # both parts are of one split
+    splits = [split for name, split in own.items() if name is not None]
     if is_train:
-        block["split"] = own.train
-    elif own.validation:
-        block["split"] = own.validation.get(str(block.get("name")), next(iter(own.validation.values())))
+        block["split"] = own[None]
+    elif splits:
+        block["split"] = own.get(str(block.get("name")), splits[0])
     else:
-        raise ConfigError(
-            f"{block['dataset_name']} has no validation split",
-            field="validation",
-            fix="give a split, or another set to validate on",
-        )
+        need = "a split, or another set to validate on"
+        raise ConfigError(f"{block['dataset_name']} has no validation split", field="validation", need=need)
 
 
 def _with_names(validation: list[Block]) -> list[Block]:
     unnamed = [i for i, block in enumerate(validation) if block.get("name") is None]
     if len(unnamed) > 1:
-        raise ConfigError(
-            "several validation sets have no name",
-            field=f"validation[{unnamed[1]}].name",
-            got="no name",
-            need="a name for each; only one may have none, and is called default",
-        )
+        field, need = f"validation[{unnamed[1]}].name", "a name for each; only one may have none, and is called default"
+        raise ConfigError("several validation sets have no name", field=field, got="no name", need=need)
     return [{**block, "name": "default"} if i in unnamed else block for i, block in enumerate(validation)]
 
 
 def _set_once(block: Block, key: str, value: Any, spelling: str, other_spelling: str) -> None:
     """Set `key` unless another spelling of it has another value."""
     if block.get(key) not in (None, value):
-        raise ConfigError(
-            f"{spelling} and {other_spelling} contradict each other",
-            field=spelling.removeprefix("data."),
-            got=f"{value!r} and {block[key]!r}",
-            need="one of the two",
-            fix=f"remove {spelling} or {other_spelling}",
-        )
+        summary = f"data.{spelling} and data.{other_spelling} contradict each other"
+        raise ConfigError(summary, field=spelling, got=f"{value!r} and {block[key]!r}", need="one of the two")
     block[key] = value

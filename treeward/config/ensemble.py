@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from treeward.config.base import Strict
 
@@ -38,30 +38,13 @@ class EnsembleConfig(Strict):
     stds: tuple[PositiveFloat, ...] | None = None
     """The standard deviation of each member's scores, in the members' order. None: those of the calibrations."""
 
-    @model_validator(mode="after")
-    def _constants_come_in_pairs(self) -> EnsembleConfig:
-        means, stds = self.means, self.stds
-        if (means is None) != (stds is None):
-            missing, given = ("stds", "means") if stds is None else ("means", "stds")
-            raise self.conflict(
-                "means and stds belong together",
-                missing,
-                given,
-                need="both of them, one number for each member, or neither",
-                fix="give the other, or remove both to use the models' own calibrations",
-            )
-        if means is not None and stds is not None and len(means) != len(stds):
-            raise self.conflict(
-                "means and stds are for different numbers of members",
-                "stds",
-                "means",
-                need="one number for each member in both",
-            )
-        if means is not None and not self.standardize:
-            raise self.conflict(
-                "means and stds are given, and standardize is off",
-                "standardize",
-                "means",
-                need="standardize: true, or neither means nor stds",
-            )
-        return self
+    def check(self) -> None:
+        self.check_pair("means", "stds", need="both of them, one number for each member, or neither")
+        if self.means is None or self.stds is None:
+            return
+        if len(self.means) != len(self.stds):
+            summary = "means and stds are for different numbers of members"
+            raise self.conflict(summary, "stds", "means", need="one number for each member in both")
+        if not self.standardize:
+            summary = "means and stds are given, and standardize is off"
+            raise self.conflict(summary, "standardize", "means", need="standardize: true, or neither means nor stds")

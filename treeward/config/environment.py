@@ -30,7 +30,6 @@ from treeward.config.policy import (
     take_batching_budget,
 )
 from treeward.config.reward_shaping import ShapingOrContract
-from treeward.errors import ConfigError
 
 __all__ = ["ResourcesConfig", "RewardModelEnvironmentConfig"]
 
@@ -172,51 +171,26 @@ class RewardModelEnvironmentConfig(Strict):
                 raw["dtensor_cfg"] = {key: raw.pop(key), **sharding}
         return take_batching_budget(raw, "batch_tokens", "batch_size")
 
-    @model_validator(mode="after")
-    def _is_enabled(self) -> RewardModelEnvironmentConfig:
+    def check(self) -> None:
+        names = self.model_names
         if not self.enabled:
-            raise ConfigError(
-                "this environment is switched off",
-                field="enabled",
-                got="false",
-                need="true",
-                fix="set enabled to true, or leave the environment out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _models_fit_the_ensemble(self) -> RewardModelEnvironmentConfig:
-        names, over = self.model_names, self.ensemble.over if self.ensemble else None
+            raise self.conflict("this environment is switched off", "enabled", need="true")
         if not names:
-            raise ConfigError("there is no model", field="model_name", got="an empty list", need="a folder or hub name")
-        if len(names) > 1 and over != "models":
-            raise ConfigError(
+            raise self.conflict("there is no model", "model_name", need="a folder or hub name")
+        if len(names) > 1 and (self.ensemble is None or self.ensemble.over != "models"):
+            raise self.conflict(
                 "model_name names several models, and no ensemble over models combines their scores",
-                field="model_name",
-                got=list(names),
+                *("model_name", "ensemble"),
                 need="one model, or an `ensemble` section with over: models",
-                fix="add ensemble: {method: mean}",
             )
         if len(names) > 1 and self.tokenizer != ScoringTokenizerConfig():
-            raise ConfigError(
-                "the models of an ensemble use their own tokenizers and templates",
-                field="tokenizer",
-                got=self.tokenizer.model_dump(exclude_none=True),
-                need="no such section",
-                fix="remove it",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _replicas_fit_the_gpus(self) -> RewardModelEnvironmentConfig:
+            summary = "the models of an ensemble use their own tokenizers and templates"
+            raise self.conflict(summary, "tokenizer", need="no such section")
         gpus = self.resources.gpus_per_node * self.resources.num_nodes
         given = "resources" in self.model_fields_set and self.num_replicas is not None
         if given and gpus not in (0, self.num_replicas):
-            raise ConfigError(
+            raise self.conflict(
                 "num_replicas and resources contradict each other",
-                field="num_replicas",
-                got=f"num_replicas: {self.num_replicas}, {gpus} GPUs in resources",
-                need="a replica for each GPU",
-                fix="remove num_replicas; or set resources.gpus_per_node=0 for replicas on the CPU",
+                *("num_replicas", "resources.gpus_per_node", "resources.num_nodes"),
+                need="a replica for each GPU, or resources.gpus_per_node: 0 for replicas on the CPU",
             )
-        return self

@@ -89,45 +89,31 @@ class PolicyLossConfig(Strict):
     force_on_policy_ratio: bool = False
     """Set the ratio to 1 and keep its gradient; needs one update per batch."""
 
-    @model_validator(mode="after")
-    def _kl_has_a_gradient(self) -> PolicyLossConfig:
+    def check(self) -> None:
         if self.reference_policy_kl_type == "k1" and not self.kl_in_reward and self.reference_policy_kl_penalty > 0:
             raise self.conflict(
                 "k1 as a loss teaches nothing: its expected gradient is zero",
-                "reference_policy_kl_type",
-                "kl_in_reward",
+                *("reference_policy_kl_type", "kl_in_reward"),
                 need="k3 or k2 in the loss, or k1 in the reward",
                 fix="set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ratios_fit(self) -> PolicyLossConfig:
         if self.sequence_level_importance_ratios and self.token_level_loss:
             raise self.conflict(
                 "sequence_level_importance_ratios needs a loss over whole completions",
-                "sequence_level_importance_ratios",
-                "token_level_loss",
+                *("sequence_level_importance_ratios", "token_level_loss"),
                 need="token_level_loss: false",
-                fix="set loss_fn.token_level_loss=false",
             )
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max:
+            keys = "ratio_clip_c", "ratio_clip_max"
             raise self.conflict(
-                "the dual clip is inside the clip",
-                "ratio_clip_c",
-                "ratio_clip_max",
-                need="more than 1 + ratio_clip_max; usually 3",
-                fix="set loss_fn.ratio_clip_c=3",
+                "the dual clip is inside the clip", *keys, need="more than 1 + ratio_clip_max; usually 3"
             )
         if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
             raise self.conflict(
                 "truncated_importance_sampling_ratio limits a correction that is switched off",
-                "truncated_importance_sampling_ratio",
-                "use_importance_sampling_correction",
+                *("truncated_importance_sampling_ratio", "use_importance_sampling_correction"),
                 need="use_importance_sampling_correction: true, or null",
-                fix="set loss_fn.use_importance_sampling_correction=true",
             )
-        return self
 
 
 class AdvantageEstimatorConfig(Strict):
@@ -145,21 +131,11 @@ class AdvantageEstimatorConfig(Strict):
     minus_baseline: bool = True
     """With `reinforce_plus_plus`: subtract the mean of the group. False: subtract the mean of the whole batch."""
 
-    @model_validator(mode="after")
-    def _keys_fit_the_name(self) -> AdvantageEstimatorConfig:
-        for name, key in (
-            ("leave_one_out", "use_leave_one_out_baseline"),
-            ("reinforce_plus_plus", "normalize_rewards"),
-        ):
-            if self.name == name and getattr(self, key) is False:
-                raise self.conflict(
-                    f"{name} always has {key}: true",
-                    key,
-                    "name",
-                    need="name: grpo, or no such key",
-                    fix=f"remove {key}",
-                )
-        return self
+    def check(self) -> None:
+        always = {"leave_one_out": "use_leave_one_out_baseline", "reinforce_plus_plus": "normalize_rewards"}
+        key = always.get(self.name)
+        if key is not None and getattr(self, key) is False:
+            raise self.conflict(f"{self.name} always has {key}: true", key, "name", need="name: grpo, or no such key")
 
 
 class OverlongShapingConfig(Strict):
@@ -194,17 +170,10 @@ class RewardScalingConfig(Strict):
     target_max: FiniteFloat = 1.0
     """The reward that `source_max` becomes."""
 
-    @model_validator(mode="after")
-    def _ranges_rise(self) -> RewardScalingConfig:
-        for side in ("source", "target"):
-            if getattr(self, f"{side}_min") >= getattr(self, f"{side}_max"):
-                raise self.conflict(
-                    f"the {side} range of reward_scaling does not rise",
-                    f"{side}_min",
-                    f"{side}_max",
-                    need=f"{side}_min below {side}_max: a better completion has the higher reward",
-                )
-        return self
+    def check(self) -> None:
+        for low, high in (("source_min", "source_max"), ("target_min", "target_max")):
+            if getattr(self, low) >= getattr(self, high):
+                raise self.conflict("a range of reward_scaling does not rise", low, high, need=f"{low} below {high}")
 
 
 class AsyncGRPOConfig(DisabledSection):
@@ -395,32 +364,18 @@ class GRPOConfig(Strict):
             return {"truncated": "mask", **raw}
         return raw
 
-    @model_validator(mode="after")
-    def _one_treatment_of_truncated_completions(self) -> GRPOConfig:
+    def check(self) -> None:
         if self.overlong_filtering and self.truncated != "mask":
             raise self.conflict(
                 "overlong_filtering and truncated contradict each other",
-                "truncated",
-                "overlong_filtering",
+                *("truncated", "overlong_filtering"),
                 need="truncated: mask, which is what overlong_filtering means",
-                fix="set grpo.overlong_filtering=false",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _dynamic_sampling_is_on(self) -> GRPOConfig:
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
+            keys = "batch_multiplier", "use_dynamic_sampling"
             raise self.conflict(
-                "batch_multiplier needs dynamic sampling",
-                "batch_multiplier",
-                "use_dynamic_sampling",
-                need="1, or use_dynamic_sampling: true",
-                fix="set grpo.use_dynamic_sampling=true, or grpo.batch_multiplier=1",
+                "batch_multiplier needs dynamic sampling", *keys, need="1, or use_dynamic_sampling: true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _environments_have_weights(self) -> GRPOConfig:
         if self.environments is not None and (not self.environments or 0.0 in self.environments.values()):
             raise self.conflict(
                 "an environment without weight rewards nothing",
@@ -428,4 +383,3 @@ class GRPOConfig(Strict):
                 need="names of sections of env with weights other than 0, or null",
                 fix="to watch an environment without training on it set grpo.gold_environment",
             )
-        return self

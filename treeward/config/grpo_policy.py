@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict, TextOrTexts
 from treeward.config.policy import DEFAULT_MICRO_BATCH_TOKENS, ShardingConfig, TokenizerConfig, TrainedModelConfig
-from treeward.errors import ConfigError
 
 __all__ = ["ColocatedConfig", "GRPOPolicyConfig", "GenerationConfig", "LoraConfig", "VllmConfig"]
 
@@ -54,26 +53,15 @@ class LoraConfig(Strict):
     """Must be 0: with dropout the updated policy is not the policy that sampled the completions, and ratios are
     noise."""
 
-    @model_validator(mode="after")
-    def _adapts_something(self) -> LoraConfig:
-        if not self.enabled:
-            return self
-        if self.dropout != 0.0:
-            raise self.conflict(
-                "adapters have no dropout in reinforcement learning",
-                "dropout",
-                need="0",
-                fix="set policy.dtensor_cfg.lora_cfg.dropout=0",
-            )
-        if self.match_all_linear == bool(self.target_modules):
+    def check(self) -> None:
+        if self.enabled and self.dropout != 0.0:
+            raise self.conflict("adapters have no dropout in reinforcement learning", "dropout", need="0")
+        if self.enabled and self.match_all_linear == bool(self.target_modules):
             raise self.conflict(
                 "match_all_linear and target_modules do not fit together",
-                "target_modules",
-                "match_all_linear",
-                need="match_all_linear: true, or layers in target_modules, as [q_proj, v_proj]",
-                fix="set policy.dtensor_cfg.lora_cfg.match_all_linear=false to adapt only some layers",
+                *("target_modules", "match_all_linear"),
+                need="match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj]",
             )
-        return self
 
 
 class ColocatedConfig(Strict):
@@ -90,19 +78,8 @@ class VllmConfig(Strict):
 
     model_config = ConfigDict(extra="allow")
 
-    precision: str | None = None
+    precision: Annotated[str, Field(pattern="^[^8]*$")] | None = None
     """Number format of the generator's weights; eight-bit formats are not supported."""
-
-    @model_validator(mode="after")
-    def _is_not_eight_bit(self) -> VllmConfig:
-        if self.precision is not None and "8" in self.precision:
-            raise self.conflict(
-                "generation in eight bits is not supported",
-                "precision",
-                need="bfloat16 or float32, as policy.precision",
-                fix="set policy.generation.vllm_cfg.precision=bfloat16",
-            )
-        return self
 
 
 class GenerationConfig(Strict):
@@ -173,27 +150,19 @@ class GenerationConfig(Strict):
         """Whether a server samples."""
         return self.url is not None
 
-    @model_validator(mode="after")
-    def _url_fits_the_backend(self) -> GenerationConfig:
+    def check(self) -> None:
         if self.backend == "hf" and self.url is not None:
             raise self.conflict(
                 "url is given, and backend hf samples in this process",
-                "url",
-                "backend",
+                *("url", "backend"),
                 need="backend: vllm, sglang or openai, or no url",
-                fix="set policy.generation.backend=vllm, or policy.generation.url=null",
             )
         if self.url is None and (self.backend == "openai" or not self.colocated.enabled):
             raise self.conflict(
                 "backend openai, and generation on GPUs of its own, need a server",
-                "url",
-                "backend",
-                "colocated.enabled",
-                need="a url, as http://127.0.0.1:8000/v1",
-                fix="start the server and give policy.generation.url, or set policy.generation.backend=hf and "
-                "policy.generation.colocated.enabled=true",
+                *("url", "backend", "colocated.enabled"),
+                need="a url, as http://127.0.0.1:8000/v1; or backend: hf and colocated.enabled: true",
             )
-        return self
 
 
 class PolicyDTensorConfig(ShardingConfig):
@@ -256,35 +225,24 @@ class GRPOPolicyConfig(TrainedModelConfig):
         """Most completions that are sampled at once."""
         return self.generation.batch_size or self.generation_batch_size
 
-    @model_validator(mode="after")
-    def _overrides_are_of_a_loaded_model(self) -> GRPOPolicyConfig:
+    def check(self) -> None:
+        super().check()
         if self.hf_config_overrides and self.architecture is not None:
             raise self.conflict(
                 "hf_config_overrides change a loaded model, and model_config builds one",
                 "hf_config_overrides",
-                need="one of the two",
-                fix="give these keys in policy.model_config",
+                need="these keys in policy.model_config",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> GRPOPolicyConfig:
         longest, new = self.max_total_sequence_length, self.generation.max_new_tokens
         if new is not None and new > longest:
             raise self.conflict(
                 "generation.max_new_tokens is larger than max_total_sequence_length",
-                "generation.max_new_tokens",
-                "max_total_sequence_length",
+                *("generation.max_new_tokens", "max_total_sequence_length"),
                 need="at most policy.max_total_sequence_length; prompt and completion share it",
                 fix="set policy.generation.max_new_tokens=null for the room that the prompt leaves",
             )
         positions = {**(self.architecture or {}), **self.hf_config_overrides}.get("max_position_embeddings")
         if isinstance(positions, int) and positions < longest:
-            raise ConfigError(
-                "max_total_sequence_length is larger than the positions of the model",
-                field="max_total_sequence_length",
-                got=f"{longest} tokens, max_position_embeddings: {positions}",
-                need=f"at most {positions}",
-                fix=f"set policy.max_total_sequence_length={positions}",
+            raise self.conflict(
+                f"the model has only {positions} positions", "max_total_sequence_length", need=f"at most {positions}"
             )
-        return self

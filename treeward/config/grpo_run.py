@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from treeward.config.base import Strict, nearest_name
 from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
@@ -131,32 +131,32 @@ class GRPORunConfig(Strict):
     @property
     def remarks(self) -> list[str]:
         """Warnings about settings that are valid and may surprise."""
-        found = []
-        generation = self.policy.generation
-        if generation.backend != "hf" and not generation.is_remote:
-            found.append(
-                f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, "
-                "in this process"
-            )
+        generation, others = self.policy.generation, (*self.used_environments, self.grpo.gold_environment)
         of_a_server = ("weight_sync", "weight_folder", "retokenize", "probe_tolerance")
         unread = [key for key in of_a_server if getattr(generation, key) != type(generation).model_fields[key].default]
-        if unread and not generation.is_remote:
-            found.append(
-                f"policy.generation.{', '.join(unread)} has no effect without a url: the policy itself samples"
-            )
-        unused = [
-            name for name in self.environments if name not in (*self.used_environments, self.grpo.gold_environment)
-        ]
-        if unused:
-            found.append(f"no set of data uses {', '.join(f'env.{name}' for name in unused)}; its rows may name them")
-        if self.grpo.reward_shaping.enabled and self.grpo.truncated == "mask":
-            found.append(
+        unused = [f"env.{name}" for name in self.environments if name not in others]
+        here = "the policy itself samples, in this process"
+        found = (
+            (
+                generation.backend != "hf" and not generation.is_remote,
+                f"policy.generation.backend is {generation.backend} and no url is given: {here}",
+            ),
+            (
+                unread and not generation.is_remote,
+                f"policy.generation.{', '.join(unread)} has no effect without a url: {here}",
+            ),
+            (unused, f"no set of data uses {', '.join(unused)}; its rows may name them"),
+            (
+                self.grpo.reward_shaping.enabled and self.grpo.truncated == "mask",
                 "grpo.reward_shaping penalises long completions, and grpo.truncated: mask leaves the longest out of "
-                "the loss"
-            )
-        if self.grpo.watch.enabled and not self.data.validation:
-            found.append("grpo.watch has nothing to watch: data has no validation set")
-        return found
+                "the loss",
+            ),
+            (
+                self.grpo.watch.enabled and not self.data.validation,
+                "grpo.watch has nothing to watch: data has no validation set",
+            ),
+        )
+        return [remark for applies, remark in found if applies]
 
     @field_validator("env")
     @classmethod
@@ -165,41 +165,38 @@ class GRPORunConfig(Strict):
             check_environment(name, section, (info.context or {}).get("ignored"))
         return env
 
-    @model_validator(mode="after")
-    def _batches_fit(self) -> GRPORunConfig:
+    def check(self) -> None:
+        self._check_batches()
+        self._check_generator()
+        self._check_reference()
+        self._check_lengths()
+        self._check_environments()
+        self._check_watch()
+        self._check_ranking_metric()
+
+    def _check_batches(self) -> None:
         size, group = self.policy.train_global_batch_size, self.grpo.num_generations_per_prompt
         whole = self.grpo.completions_per_step
         if size is not None and (size % group or whole % size):
-            raise ConfigError(
+            raise self.conflict(
                 "policy.train_global_batch_size does not divide a step into whole groups",
-                field="policy.train_global_batch_size",
-                got=f"{size} completions, grpo.num_prompts_per_step: {self.grpo.num_prompts_per_step}, "
-                f"grpo.num_generations_per_prompt: {group}",
+                *("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
                 need=f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step",
                 fix=f"set policy.train_global_batch_size=null for one update from all {whole}",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ratios_have_one_update(self) -> GRPORunConfig:
-        updates = self.grpo.updates_per_batch * self.updates_per_pass
-        if self.loss_fn.force_on_policy_ratio and updates > 1:
+        if self.loss_fn.force_on_policy_ratio and self.grpo.updates_per_batch * self.updates_per_pass > 1:
             raise self.conflict(
                 "loss_fn.force_on_policy_ratio does not limit several updates from the same completions",
-                "loss_fn.force_on_policy_ratio",
-                "grpo.updates_per_batch",
-                "policy.train_global_batch_size",
+                *("loss_fn.force_on_policy_ratio", "grpo.updates_per_batch", "policy.train_global_batch_size"),
                 need="grpo.updates_per_batch: 1 and policy.train_global_batch_size: null",
                 fix="set loss_fn.force_on_policy_ratio=false",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _generator_returns_log_probabilities(self) -> GRPORunConfig:
+    def _check_generator(self) -> None:
         loss, generation = self.loss_fn, self.policy.generation
         in_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty > 0 and not loss.kl_in_reward
         if not generation.is_remote or not (loss.use_importance_sampling_correction or in_kl):
-            return self
+            return
         key = "use_on_policy_kl_approximation" if in_kl else "use_importance_sampling_correction"
         filters = generation.temperature != 1.0 and (generation.top_k is not None or generation.top_p != 1.0)
         if (generation.backend == "openai" and generation.retokenize) or (generation.backend != "sglang" and filters):
@@ -210,27 +207,22 @@ class GRPORunConfig(Strict):
                 need="a generator that returns the log-probabilities of the tokens that it sampled",
                 fix=f"set loss_fn.{key}=false, or sample with backend hf or sglang",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _kl_has_a_reference(self) -> GRPORunConfig:
-        if self.needs_reference:
-            return self
-        key = "loss_fn.reference_policy_kl_penalty"
-        if self.loss_fn.reference_policy_kl_penalty == 0:
-            key = "grpo.watch.max_kl"
-            if not self.grpo.watch.enabled or self.grpo.watch.max_kl is None:
-                return self
-        raise self.conflict(
-            f"{key} needs the reference policy",
-            "grpo.skip_reference_policy_logprobs_calculation",
-            key,
-            need=f"false, or no {key}",
-            fix="set grpo.skip_reference_policy_logprobs_calculation=false",
-        )
+    def _check_reference(self) -> None:
+        watches_kl = self.grpo.watch.enabled and self.grpo.watch.max_kl is not None
+        for key, is_on in (
+            ("loss_fn.reference_policy_kl_penalty", self.loss_fn.reference_policy_kl_penalty > 0),
+            ("grpo.watch.max_kl", watches_kl),
+        ):
+            if is_on and not self.needs_reference:
+                raise self.conflict(
+                    f"{key} needs the reference policy",
+                    *("grpo.skip_reference_policy_logprobs_calculation", key),
+                    need=f"false, or no {key}",
+                    fix="set grpo.skip_reference_policy_logprobs_calculation=false",
+                )
 
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> GRPORunConfig:
+    def _check_lengths(self) -> None:
         check_longest_input(
             self.data.max_input_seq_length,
             self.policy.max_total_sequence_length,
@@ -238,27 +230,32 @@ class GRPORunConfig(Strict):
         )
         shaping = self.grpo.reward_shaping
         if shaping.enabled and shaping.overlong_buffer_length > self.max_response_length:
-            raise ConfigError(
+            raise self.conflict(
                 "the overlong penalty would begin before the completion",
-                field="grpo.reward_shaping.overlong_buffer_length",
-                got=f"{shaping.overlong_buffer_length} tokens, longest completion: {self.max_response_length}",
+                *("grpo.reward_shaping.overlong_buffer_length", "max_response_length"),
                 need="at most max_response_length, or policy.generation.max_new_tokens where that is null",
                 fix=f"set grpo.reward_shaping.overlong_buffer_length={max(self.max_response_length // 4, 1)}",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _environments_are_there(self) -> GRPORunConfig:
+    def _check_environments(self) -> None:
+        gold = (self.grpo.gold_environment,) if self.grpo.gold_environment else ()
         for field, names in (
             ("grpo.environments", tuple(self.grpo.environments or ())),
-            ("grpo.gold_environment", (self.grpo.gold_environment,) if self.grpo.gold_environment else ()),
+            ("grpo.gold_environment", gold),
             ("grpo.environments_on_ray", self.grpo.environments_on_ray),
             *((f"data.train[{i}].env_name", one.environment_names) for i, one in enumerate(self.data.train)),
             *((f"data.validation[{i}].env_name", one.environment_names) for i, one in enumerate(self.data.validation)),
         ):
             for name in names:
                 if name not in self.environments:
-                    self._refuse_environment(field, name)
+                    near, is_off = nearest_name(name, self.environments), name in self.env
+                    raise ConfigError(
+                        f"env.{name} is switched off" if is_off else f"there is no environment {name} in env",
+                        field=field,
+                        got=name,
+                        need=f"one of {', '.join(self.environments)}" if self.environments else "a section of env",
+                        fix=f"did you mean {near}?" if near and not is_off else f"add or enable the section env.{name}",
+                    )
         if not self.environments:
             raise ConfigError(
                 "no environment is enabled",
@@ -267,76 +264,51 @@ class GRPORunConfig(Strict):
                 need="an environment that rewards completions",
                 fix=f"set env.{next(iter(self.env))}.enabled=true",
             )
-        return self
 
-    def _refuse_environment(self, field: str, name: str) -> None:
-        near = nearest_name(name, self.environments)
-        is_off, fix = name in self.env, f"add a section env.{name}"
-        if is_off:
-            fix = f"set env.{name}.enabled=true"
-        elif near:
-            fix = f"did you mean {near}?"
-        raise ConfigError(
-            f"env.{name} is switched off" if is_off else f"there is no environment {name} in env",
-            field=field,
-            got=name,
-            need=f"one of {', '.join(self.environments)}" if self.environments else "a section of env",
-            fix=fix,
-        )
-
-    @model_validator(mode="after")
-    def _gold_is_not_trained_on(self) -> GRPORunConfig:
-        gold = self.grpo.gold_environment
+    def _check_watch(self) -> None:
+        gold, watch = self.grpo.gold_environment, self.grpo.watch
         if gold is not None and gold in self.used_environments:
             raise self.conflict(
                 "the gold reward is trained on, and could not show over-optimisation",
-                "grpo.gold_environment",
-                "grpo.environments",
+                *("grpo.gold_environment", "grpo.environments"),
                 need="an environment that neither grpo.environments nor a set of data names",
                 fix="set grpo.gold_environment=null, or grpo.environments to the others",
             )
-        if not self.grpo.watch.stop:
-            return self
-        if self.grpo.watch.stop_on == ("gold_falls",) and gold is None:
+        if watch.stop and watch.stop_on == ("gold_falls",) and gold is None:
             raise self.conflict(
                 "grpo.watch is to stop when the gold reward falls, and there is none",
-                "grpo.watch.stop",
-                "grpo.watch.stop_on",
-                "grpo.gold_environment",
+                *("grpo.watch.stop", "grpo.watch.stop_on", "grpo.gold_environment"),
                 need="a gold_environment, or another kind of alarm in stop_on",
                 fix="set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]",
             )
-        if not (self.data.validation and self.grpo.validates):
+        if watch.stop and not (self.data.validation and self.grpo.validates):
             raise self.conflict(
                 "grpo.watch is to stop the run, and there is no validation to watch",
-                "grpo.watch.stop",
-                "grpo.val_period",
+                *("grpo.watch.stop", "grpo.val_period"),
                 need="a set in data.validation, and a validation",
                 fix="give data.val_data_path, or set grpo.watch.stop=false",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ranking_metric_is_measured(self) -> GRPORunConfig:
-        metric, spelt = self.ranking_metric, self.checkpointing.metric_name
-        if metric is None:
-            return self
-        need, fix = None, "or set checkpointing.metric_name=null to keep the latest checkpoints"
-        if not self.data.validation:
-            why, need, fix = "data has no validation set", "a set in data.validation", f"give data.val_data_path, {fix}"
-        elif not self.grpo.validates:
-            why, need, fix = "grpo.val_period says never", "a validation", f"set grpo.val_period or val_at_end, {fix}"
-        elif metric == "gold_reward" and self.grpo.gold_environment is None:
-            why, need, fix = "there is no gold reward", "grpo.gold_environment", f"set grpo.gold_environment, {fix}"
-        elif metric == "kl" and not self.needs_reference:
-            why, need = "there is no reference policy", "skip_reference_policy_logprobs_calculation: false"
-            fix = f"set grpo.skip_reference_policy_logprobs_calculation=false, {fix}"
-        if need is not None:
-            raise ConfigError(
-                f"checkpointing.metric_name is never measured: {why}",
-                field="checkpointing.metric_name",
-                got=spelt,
-                need=need,
-                fix=fix,
-            )
-        return self
+    def _check_ranking_metric(self) -> None:
+        metric = self.ranking_metric
+        for is_missing, why, need in (
+            (not self.data.validation, "data has no validation set", "a set in data.validation"),
+            (not self.grpo.validates, "grpo.val_period says never", "grpo.val_period or grpo.val_at_end"),
+            (
+                metric == "gold_reward" and self.grpo.gold_environment is None,
+                "there is no gold reward",
+                "grpo.gold_environment",
+            ),
+            (
+                metric == "kl" and not self.needs_reference,
+                "there is no reference policy",
+                "grpo.skip_reference_policy_logprobs_calculation: false",
+            ),
+        ):
+            if metric is not None and is_missing:
+                raise self.conflict(
+                    f"checkpointing.metric_name is never measured: {why}",
+                    "checkpointing.metric_name",
+                    need=need,
+                    fix="set checkpointing.metric_name=null to keep the latest checkpoints",
+                )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.load import load_section
@@ -97,47 +97,26 @@ class NemoGymConfig(HostedModelConfig):
     def _is_ensemble(self) -> bool:
         return len(self.model_path) > 1 or self.ensemble is not None
 
-    @model_validator(mode="after")
-    def _one_shaping(self) -> NemoGymConfig:
+    def check(self) -> None:
+        self.check_pair("reward_mean", "reward_std", need="both of them, or neither for those of the model's contract")
         given = [key for key in _SHORTHANDS if key in self.model_fields_set]
         if self.shaping is not None and given:
-            raise self.conflict(
-                "rewards are shaped in two ways",
-                given[0],
-                "shaping",
-                need="one of them",
-                fix="write it into the shaping section",
-            )
+            need = "all of it in the shaping section"
+            raise self.conflict("rewards are shaped in two ways", given[0], "shaping", need=need)
         if isinstance(self.shaping, RewardShapingConfig) and self.shaping.running:
             raise self.conflict(
                 "with running statistics a rollout that is verified again would have another reward",
                 "shaping.running",
                 need="constants: reward_mean and reward_std, or those of the model's contract",
             )
-        if (self.reward_mean is None) != (self.reward_std is None):
-            missing, one = ("reward_std", "reward_mean") if self.reward_std is None else ("reward_mean", "reward_std")
-            raise self.conflict(
-                "reward_mean and reward_std belong together",
-                missing,
-                one,
-                need="both of them, or neither for those of the model's contract",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_kind_of_model(self) -> NemoGymConfig:
         if self.reward_class is not None and self._is_ensemble:
-            raise self.conflict(
-                "a reward class serves one model", "model_path", "ensemble", need="one model_path, without ensemble"
-            )
-        taken = sorted({"models", "host", "port"} & self.server.keys())
-        if self.batch_size is not None and "batch_tokens" in self.server:
-            taken.append("batch_tokens")
-        if taken:
+            need = "one model_path, without ensemble"
+            raise self.conflict("a reward class serves one model", "model_path", "ensemble", need=need)
+        taken = {"models", "host", "port"} | ({"batch_tokens"} if self.batch_size is not None else set())
+        for key in sorted(taken & self.server.keys()):
             raise ConfigError(
                 "this key of the server is set elsewhere",
-                field=f"server.{taken[0]}",
-                got=self.server[taken[0]],
+                field=f"server.{key}",
+                got=self.server[key],
                 need="model_path, host, port and batch_size of the section itself",
             )
-        return self

@@ -13,6 +13,7 @@ A schedule may also be spelt as a list of PyTorch schedulers with the steps at w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -25,19 +26,12 @@ from pydantic import (
     PositiveInt,
     Tag,
     field_validator,
-    model_validator,
 )
 
 from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
-__all__ = [
-    "NamedScheduleConfig",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "TorchScheduleConfig",
-    "TorchSchedulerConfig",
-]
+__all__ = ["NamedScheduleConfig", "OptimizerConfig", "SchedulerConfig", "TorchScheduleConfig", "TorchSchedulerConfig"]
 
 
 def _dotted(name: str) -> str:
@@ -89,17 +83,10 @@ class NamedScheduleConfig(Strict):
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """The last learning rate as a fraction of the peak."""
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> NamedScheduleConfig:
+    def check(self) -> None:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise self.conflict(
-                "warmup_steps and warmup_ratio exclude each other",
-                "warmup_steps",
-                "warmup_ratio",
-                need="at most one of them",
-                fix="set the other one to null",
-            )
-        return self
+            keys = "warmup_steps", "warmup_ratio"
+            raise self.conflict("warmup_steps and warmup_ratio exclude each other", *keys, need="at most one of them")
 
 
 class TorchSchedulerConfig(Strict):
@@ -119,17 +106,11 @@ class TorchScheduleConfig(Strict):
     milestones: tuple[PositiveInt, ...] = ()
     """The optimiser steps at which the second and later schedulers begin."""
 
-    @model_validator(mode="after")
-    def _milestones_fit(self) -> TorchScheduleConfig:
-        rising = all(a < b for a, b in zip(self.milestones, self.milestones[1:], strict=False))
-        if len(self.milestones) != len(self.schedulers) - 1 or not rising:
-            raise ConfigError(
-                "the milestones do not fit the schedulers",
-                field="milestones",
-                got=f"{list(self.milestones)} for {len(self.schedulers)} schedulers",
-                need=f"{len(self.schedulers) - 1} rising steps: where each scheduler but the first begins",
-            )
-        return self
+    def check(self) -> None:
+        steps, num_steps = self.milestones, len(self.schedulers) - 1
+        if len(steps) != num_steps or any(a >= b for a, b in itertools.pairwise(steps)):
+            need = f"{num_steps} rising steps: where each scheduler but the first begins"
+            raise self.conflict("the milestones do not fit the schedulers", "milestones", need=need)
 
 
 def _normalise_schedule(raw: Any) -> Any:

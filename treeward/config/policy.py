@@ -56,11 +56,9 @@ class DisabledSection(Strict):
     enabled: bool = False
     """Must be false; the other keys of the section are then not read."""
 
-    @model_validator(mode="after")
-    def _is_disabled(self) -> DisabledSection:
+    def check(self) -> None:
         if self.enabled:
-            raise ConfigError(self.reason, field="enabled", got="true", need="false", fix=self.remedy)
-        return self
+            raise self.conflict(self.reason, "enabled", need="false", fix=self.remedy)
 
 
 class MegatronConfig(DisabledSection):
@@ -103,15 +101,12 @@ class ShardingConfig(Strict):
     custom_parallel_plan: str | None = None
     """Not supported yet: must be null."""
 
-    @model_validator(mode="after")
-    def _is_not_sharded(self) -> ShardingConfig:
+    def check(self) -> None:
         for key in ("tensor_parallel_size", "context_parallel_size", "custom_parallel_plan", "cpu_offload"):
             default = ShardingConfig.model_fields[key].default
             if getattr(self, key) != default and not (key == "cpu_offload" and self._can_offload):
                 need = "null" if default is None else str(default).lower()
-                fix = f"set {key}={need}; {self._saves_memory}"
-                raise ConfigError(f"{key} is not supported yet", field=key, got=getattr(self, key), need=need, fix=fix)
-        return self
+                raise self.conflict(f"{key} is not supported yet", key, need=need, fix=self._saves_memory)
 
 
 class DTensorConfig(ShardingConfig):
@@ -253,62 +248,43 @@ class TrainedModelConfig(Strict):
     def _take_the_budget_of_batching_sections(cls, raw: Any) -> Any:
         return take_batching_budget(raw, "train_micro_batch_tokens", "train_micro_batch_size")
 
-    @model_validator(mode="after")
-    def _one_model(self) -> TrainedModelConfig:
-        if (self.model_name is None) == (self.architecture is None):
-            given = self.model_name is not None
-            raise ConfigError(
-                "model_name and model_config exclude each other" if given else "there is no model",
-                field="model_name",
-                got=f"model_name: {self.model_name}, with a model_config"
-                if given
-                else "no model_name, no model_config",
-                need="exactly one of them",
-                fix="remove policy.model_config to load a model, or policy.model_name to train one from scratch"
-                if given
-                else "give policy.model_name, a hub name or a folder",
+    def check(self) -> None:
+        if self.model_name is None and self.architecture is None:
+            raise self.conflict("there is no model", "model_name", need="a hub name or a folder")
+        if self.model_name is not None and self.architecture is not None:
+            raise self.conflict(
+                "model_name and model_config exclude each other",
+                "model_name",
+                need="no policy.model_config to load a model, or no policy.model_name to train one from scratch",
             )
-        if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
+        architecture, trained = self.architecture or {}, self.trained_vocab_size
+        if self.architecture is not None and not isinstance(architecture.get("model_type"), str):
             raise ConfigError(
                 "a bare model_config does not say its family",
                 field="model_config.model_type",
-                got=self.architecture.get("model_type"),
+                got=architecture.get("model_type"),
                 need="a model type of transformers, as qwen3 or llama",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _batches_fit(self) -> TrainedModelConfig:
         size, whole = self.train_micro_batch_size, self.train_global_batch_size
         if size is not None and whole is not None and size > whole:
             raise self.conflict(
                 "train_micro_batch_size is larger than train_global_batch_size",
-                "train_micro_batch_size",
-                "train_global_batch_size",
+                *("train_micro_batch_size", "train_global_batch_size"),
                 need="at most as many in a forward pass as in an optimiser step",
-                fix=f"set policy.train_micro_batch_size={whole}, or raise policy.train_global_batch_size",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _vocabulary_fits(self) -> TrainedModelConfig:
-        trained = self.trained_vocab_size
         if trained is None and self.tokenizer.vocab_size is not None:
             raise self.conflict(
                 "vocab_size is given for a tokenizer that is not trained",
-                "tokenizer.vocab_size",
-                "tokenizer.name",
+                *("tokenizer.vocab_size", "tokenizer.name"),
                 need="no such key, or policy.model_config with no policy.tokenizer.name",
             )
-        rows = (self.architecture or {}).get("vocab_size")
+        rows = architecture.get("vocab_size")
         if trained is not None and isinstance(rows, int) and rows < trained:
-            raise ConfigError(
+            raise self.conflict(
                 "the tokenizer has more tokens than the model has embeddings",
-                field="tokenizer.vocab_size",
-                got=f"{trained} tokens, model_config.vocab_size: {rows}",
-                need="at most model_config.vocab_size tokens",
+                "tokenizer.vocab_size",
+                need=f"at most {rows} tokens, the vocab_size of model_config",
             )
-        return self
 
 
 class PolicyConfig(TrainedModelConfig):

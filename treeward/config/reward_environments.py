@@ -61,24 +61,13 @@ class RuleEnvironmentConfig(Strict):
     workers: PositiveInt = 2
     """Processes of the rule `math`."""
 
-    @model_validator(mode="after")
-    def _keys_fit_the_rule(self) -> RuleEnvironmentConfig:
+    def check(self) -> None:
         if self.pattern is not None and self.rule != "regex":
-            raise ConfigError(
-                f"pattern has no effect with rule: {self.rule}",
-                field="pattern",
-                got=self.pattern,
-                need="rule: regex",
-                fix="set rule: regex, or give the pattern of the answer as extract",
-            )
+            need = "rule: regex; extract finds the answer for the other rules"
+            raise self.conflict(f"pattern has no effect with rule: {self.rule}", "pattern", "rule", need=need)
         if self.correct <= self.wrong:
-            raise self.conflict(
-                "the reward of a right answer is not above that of a wrong one",
-                "correct",
-                "wrong",
-                need="correct above wrong",
-            )
-        return self
+            summary = "the reward of a right answer is not above that of a wrong one"
+            raise self.conflict(summary, "correct", "wrong", need="correct above wrong")
 
 
 class MathEnvironmentConfig(RuleEnvironmentConfig):
@@ -140,24 +129,14 @@ class JudgeEnvironmentConfig(Strict):
     step_timeout_seconds: PositiveFloat | None = 600.0
     """Time limit of a step; samples without a verdict by then have no reward. None: no limit."""
 
-    @model_validator(mode="after")
-    def _template_has_its_placeholders(self) -> JudgeEnvironmentConfig:
+    def check(self) -> None:
         missing = [name for name in REQUIRED_PLACEHOLDERS[self.mode] if self.template and name not in self.template]
         if missing:
-            raise ConfigError(
-                f"the template of mode {self.mode} has no {missing[0]}",
-                field="template",
-                got=self.template,
-                need=f"{' and '.join(REQUIRED_PLACEHOLDERS[self.mode])}, where the texts to judge go",
-            )
+            need = f"{' and '.join(REQUIRED_PLACEHOLDERS[self.mode])}, where the texts to judge go"
+            raise self.conflict(f"the template of mode {self.mode} has no {missing[0]}", "template", need=need)
         if self.lowest_rating >= self.highest_rating:
-            raise self.conflict(
-                "lowest_rating is not below highest_rating",
-                "lowest_rating",
-                "highest_rating",
-                need="lowest_rating below highest_rating",
-            )
-        return self
+            keys = "lowest_rating", "highest_rating"
+            raise self.conflict("the scale of ratings does not rise", *keys, need="lowest_rating below highest_rating")
 
 
 class CustomEnvironmentConfig(Strict):
@@ -211,25 +190,15 @@ class HybridEnvironmentConfig(Strict):
     """With `fallback`: the next member gets the samples without a reward (`failed`), and those with a wrong answer
     (`wrong`: the component `correct` is 0)."""
 
-    @model_validator(mode="after")
-    def _weights_fit_the_mode(self) -> HybridEnvironmentConfig:
+    def check(self) -> None:
         for name, member in self.members.items():
-            field = f"members.{name}.weight"
-            if self.mode == "fallback" and member.weight is not None:
-                raise ConfigError(
-                    "a weight has no meaning in mode fallback",
-                    field=field,
-                    got=member.weight,
-                    need="mode: weighted, or no weight",
-                )
-            if self.missing == "renormalise" and member.weight is not None and member.weight <= 0:
-                raise ConfigError(
-                    "missing: renormalise needs weights above 0",
-                    field=field,
-                    got=member.weight,
-                    fix="set missing: mask, or a positive weight",
-                )
-        return self
+            problem, weight = None, member.weight
+            if self.mode == "fallback" and weight is not None:
+                problem, need = "a weight has no meaning in mode fallback", "mode: weighted, or no weight"
+            elif self.missing == "renormalise" and weight is not None and weight <= 0:
+                problem, need = "missing: renormalise needs weights above 0", "missing: mask, or a positive weight"
+            if problem is not None:
+                raise ConfigError(problem, field=f"members.{name}.weight", got=weight, need=need)
 
 
 ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {

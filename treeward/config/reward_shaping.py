@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,11 +21,9 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Tag,
-    model_validator,
 )
 
 from treeward.config.base import Strict
-from treeward.errors import ConfigError
 
 __all__ = [
     "CalibratedTemperature",
@@ -102,40 +101,21 @@ class RewardShapingConfig(Strict):
         """Whether it needs constants of the model's contract, which are fitted on comparisons."""
         return self.uses_contract_constants or self.length_calibration or self.temperature == "calibrated"
 
-    @model_validator(mode="after")
-    def _both_constants(self) -> RewardShapingConfig:
-        if (self.reward_mean is None) != (self.reward_std is None):
-            given, missing = ("reward_mean", "reward_std") if self.reward_std is None else ("reward_std", "reward_mean")
-            raise self.conflict(
-                f"{given} is given without {missing}",
-                given,
-                missing,
-                need="both of them, or neither",
-                fix=f"give {missing} too, or remove {given} to use both constants of the model's contract",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_normalisation(self) -> RewardShapingConfig:
+    def check(self) -> None:
+        self.check_pair("reward_mean", "reward_std", need="both of them, or neither for those of the model's contract")
         if self.running and (not self.normalize_rewards or self.reward_mean is not None):
             raise self.conflict(
                 "running statistics need normalize_rewards, and exclude fixed constants",
-                "running",
-                "normalize_rewards",
-                "reward_mean",
+                *("running", "normalize_rewards", "reward_mean"),
                 need="normalize_rewards: true, without reward_mean and reward_std",
-                fix="set normalize_rewards=true and remove reward_mean and reward_std, or remove running",
             )
         if self.reference is not None and self.uses_contract_constants:
             raise self.conflict(
                 "the contract's constants describe scores, not rewards relative to a reference",
-                "normalize_rewards",
-                "reference",
-                need="constants of the relative rewards, or running statistics",
-                fix="set running to true, or give reward_mean and reward_std, or set normalize_rewards to false: "
-                "relative rewards are bounded from above already",
+                *("normalize_rewards", "reference"),
+                need="constants of the relative rewards, or running: true",
+                fix="set normalize_rewards to false: relative rewards are bounded from above already",
             )
-        return self
 
 
 ShapingOrContract = Annotated[
@@ -183,18 +163,14 @@ class LengthCurve(Strict):
     residual_temperature: CalibratedTemperature | None = None
     """The temperature that fits the preferences after the curve is subtracted."""
 
-    @model_validator(mode="after")
-    def _is_a_curve(self) -> LengthCurve:
-        increasing = all(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False))
-        if len(self.lengths) != len(self.values) or not increasing:
-            raise ConfigError(
+    def check(self) -> None:
+        rising = all(a < b for a, b in itertools.pairwise(self.lengths))
+        if len(self.lengths) != len(self.values) or not rising:
+            raise self.conflict(
                 "the knots of the length curve are not a curve",
-                field="lengths",
-                got=f"{len(self.lengths)} lengths, {len(self.values)} values"
-                + ("" if increasing else ", lengths not increasing"),
+                *("lengths", "values"),
                 need="strictly increasing lengths, and one value for each",
             )
-        return self
 
 
 class CalibrationProvenance(Strict):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
 from treeward.config.base import Limit, Period, Strict, at_field, nearest_name
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
@@ -124,17 +124,9 @@ class HubConfig(Strict):
     private: bool = True
     """Make the repository private if it is new."""
 
-    @model_validator(mode="after")
-    def _repository_is_named(self) -> HubConfig:
+    def check(self) -> None:
         if self.push_to_hub and self.repo_id is None:
-            raise ConfigError(
-                "push_to_hub needs a repository",
-                field="repo_id",
-                got="null",
-                need="organisation/name",
-                fix="give hub.repo_id, or set hub.push_to_hub=false",
-            )
-        return self
+            raise self.conflict("push_to_hub needs a repository", "repo_id", "push_to_hub", need="organisation/name")
 
 
 class RewardModelRunConfig(Strict):
@@ -195,83 +187,61 @@ class RewardModelRunConfig(Strict):
         ranks = key is not None and key.metric == "robust_accuracy" and key.validation in (None, validation)
         return self.rm.val_perturbations or (_PERTURBATIONS if ranks else None)
 
-    @model_validator(mode="after")
-    def _export_has_a_checkpoint(self) -> RewardModelRunConfig:
-        if self.checkpointing.enabled:
-            return self
+    def check(self) -> None:
+        check_longest_input(self.data.max_input_seq_length, self.policy.max_total_sequence_length)
         for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
-            if is_on:
+            if is_on and not self.checkpointing.enabled:
                 raise self.conflict(
                     f"{key} needs the exported model, and checkpointing.enabled is false",
-                    key,
-                    "checkpointing.enabled",
+                    *(key, "checkpointing.enabled"),
                     need="checkpointing.enabled: true",
                     fix=f"set checkpointing.enabled=true, or {key}=false",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _report_and_shaping_have_data(self) -> RewardModelRunConfig:
-        if self.data.validation:
-            return self
-        if self.evaluation.enabled and not self.evaluation.suites:
-            raise ConfigError(
+        if self.evaluation.enabled and not (self.data.validation or self.evaluation.suites):
+            raise self.conflict(
                 "evaluation.enabled has nothing to evaluate on",
-                field="evaluation.enabled",
-                got="true, with no set in data.validation and no evaluation.suites",
-                need="a validation set or a suite",
+                "evaluation.enabled",
+                need="a set in data.validation, or evaluation.suites",
                 fix="give data.val_data_path or evaluation.suites, or set evaluation.enabled=false",
             )
-        if self.reward_shaping is not None and self.reward_shaping.uses_calibration:
+        if self.reward_shaping is not None and self.reward_shaping.uses_calibration and not self.data.validation:
             raise ConfigError(
                 "reward_shaping needs constants that are fitted on validation sets, and data has none",
                 field="reward_shaping",
                 got="a length curve, temperature, mean or standard deviation that is to be fitted",
                 need="a set in data.validation",
-                fix="give data.val_data_path, or reward_mean and reward_std; or remove the section and run "
-                "`treeward calibrate` later",
+                fix="give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later",
             )
-        return self
+        if self.checkpointing.enabled and self.checkpointing.metric_name is not None:
+            self._check_ranking_metric(self.checkpointing.metric_name)
 
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> RewardModelRunConfig:
-        check_longest_input(self.data.max_input_seq_length, self.policy.max_total_sequence_length)
-        return self
-
-    @model_validator(mode="after")
-    def _ranking_metric_is_measured(self) -> RewardModelRunConfig:
-        given, names, field = self.checkpointing.metric_name, self.validation_names, "checkpointing.metric_name"
-        if not self.checkpointing.enabled or given is None:
-            return self
+    def _check_ranking_metric(self, given: str) -> None:
+        names, field = self.validation_names, "checkpointing.metric_name"
         if not names:
-            raise ConfigError(
+            raise self.conflict(
                 "checkpointing.metric_name is a validation metric, and data has no validation set",
-                field=field,
-                got=given,
-                need="a set in data.validation, or no metric_name",
+                field,
+                need="a set in data.validation",
                 fix="give data.val_data_path, or set checkpointing.metric_name=null to keep the latest checkpoints",
             )
         try:
-            key = parse_metric_name(given, names)
+            validation, metric = parse_metric_name(given, names)
         except ConfigError as error:
             raise at_field(error, field) from None
-        if key.validation is not None and key.validation not in names:
-            near, metric = nearest_name(key.validation, names) or names[0], key.metric
-            if f"{key.validation}_{key.metric}" in METRICS:  # validation-length_controlled_accuracy: the set is missing
-                metric = f"{key.validation}_{key.metric}"
-            raise ConfigError(
-                f"checkpointing.metric_name names a validation set that is not in data: {key.validation}",
-                field=field,
-                got=given,
+        if validation is not None and validation not in names:
+            near = nearest_name(validation, names) or names[0]
+            if f"{validation}_{metric}" in METRICS:  # validation-length_controlled_accuracy: the set is missing
+                metric = f"{validation}_{metric}"
+            raise self.conflict(
+                f"checkpointing.metric_name names a validation set that is not in data: {validation}",
+                field,
                 need=f"one of the sets {', '.join(names)}",
                 fix=f"set checkpointing.metric_name=validation-{near}/{metric}",
             )
         if self.rm.val_period is None and not self.rm.val_at_end:
-            raise ConfigError(
+            raise self.conflict(
                 "checkpointing.metric_name is never measured: rm.val_period says never",
-                field=field,
-                got=f"{given}, with rm.val_period: null, rm.val_at_end: false",
+                *(field, "rm.val_period", "rm.val_at_end"),
                 need="a validation",
                 fix="set rm.val_period, or rm.val_at_end=true, or checkpointing.metric_name=null",
             )
-        return self

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import OneIsAList, Strict, TextOrTexts
 from treeward.config.ensemble import EnsembleConfig
@@ -82,30 +82,16 @@ class ServedModelConfig(HostedModelConfig):
             return names[0]
         return f"{self.ensemble.method}-of-{'-'.join(names)}"
 
-    @model_validator(mode="after")
-    def _one_model_or_an_ensemble(self) -> ServedModelConfig:
+    def check(self) -> None:
         if (self.model is None) == (self.models is None):
-            raise self.conflict(
-                "a served model is either one model or several",
-                "model",
-                "models",
-                need="model: FOLDER, or models: [FOLDER, FOLDER] with ensemble",
-            )
+            need = "model: FOLDER, or models: [FOLDER, FOLDER] with ensemble"
+            raise self.conflict("a served model is either one model or several", "model", "models", need=need)
         if self.reward_class is not None and (self.models is not None or self.ensemble is not None):
-            raise self.conflict(
-                "a reward class serves one model",
-                "reward_class",
-                "models",
-                need="model: PATH, without models and ensemble",
-            )
+            need = "model: PATH, without models and ensemble"
+            raise self.conflict("a reward class serves one model", "reward_class", "models", need=need)
         if self.models is not None and self.ensemble is None:
-            raise self.conflict(
-                "several models need an ensemble section to combine their scores",
-                "ensemble",
-                "models",
-                need="an ensemble section, as {method: mean}",
-            )
-        return self
+            need = "an ensemble section, as {method: mean}"
+            raise self.conflict("several models need a section that combines their scores", "ensemble", need=need)
 
 
 class ServerConfig(Strict):
@@ -166,26 +152,14 @@ class ServerConfig(Strict):
             return () if is_loopback(self.host) else None
         return None if "*" in self.allowed_hosts else self.allowed_hosts
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> ServerConfig:
+    def check(self) -> None:
+        self.check_pair("tls_certificate", "tls_key")
         names = [model.served_name for model in self.models]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            got, fix = ", ".join(twice), "give models[i].name"
             raise ConfigError(
-                "two served models have one name",
-                field="models",
-                got=", ".join(twice),
-                need="a name of its own for each",
-                fix="give models[i].name",
+                "two served models have one name", field="models", got=got, need="a name for each", fix=fix
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tls_is_whole(self) -> ServerConfig:
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            missing, given = ("tls_key", "tls_certificate") if self.tls_key is None else ("tls_certificate", "tls_key")
-            raise self.conflict("tls_certificate and tls_key belong together", missing, given, need="both, or neither")
-        return self
 
 
 def is_loopback(host: str) -> bool:
