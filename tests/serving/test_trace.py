@@ -110,17 +110,6 @@ def test_what_has_no_trace_is_refused_in_words(client: Any, body: dict[str, Any]
     assert got.status_code == status and words in got.json()["error"]["message"], got.text
 
 
-def test_the_refusal_of_an_empty_answer_is_a_sentence(client: Any) -> None:
-    got = client.post("/v1/rewards/trace", json={"context": CONTEXT, "completion": ""})
-    assert got.json()["error"]["message"] == "there is no text in the answer to go through; got ''"
-
-
-def test_a_deadline_holds(client: Any) -> None:
-    body = {"context": CONTEXT, "completion": ANSWER}
-    got = client.post("/v1/rewards/trace", json=body, headers={"X-Deadline-Seconds": "0"})
-    assert got.status_code == 504
-
-
 def test_ensembles_and_models_of_other_tokens(
     loaded_model: ServedModel, served_folder: Any, asgi_client: Callable[..., Any], close_later: Callable[..., Service]
 ) -> None:

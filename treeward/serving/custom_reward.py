@@ -12,14 +12,14 @@ list of floats` is given what is queued together. The prompt is a lone message o
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from treeward.config.base import nearest_name
+from pydantic import ImportString, TypeAdapter, ValidationError
+
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.environments.replies import NO_REPLY, prompt_text, reply_text
@@ -55,11 +55,15 @@ class CustomModel(ServedModel):
         """
         path = config.reward_class or ""
         found = _import(path)
-        _check(found, path)
         shaper = None
         if config.shaping is not None:
             if not isinstance(config.shaping, RewardShapingConfig):
-                raise _no_contract(path)
+                raise ConfigError(
+                    "a reward class has no scoring contract",
+                    field="shaping",
+                    got=f"contract, of {path}",
+                    need="a reward_shaping section",
+                )
             shaper = Shaper(config.shaping)
         return cls(config.served_name, found(config.members[0]), shaper=shaper)
 
@@ -107,58 +111,31 @@ def _score(value: Any) -> Score:
 
 
 def _import(path: str) -> Any:
-    module_name, colon, name = path.partition(":")
-    if not (colon and module_name and name):
-        raise ConfigError("not the path of a class", field="reward_class", got=path, need="my_module:MyReward")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+        found = TypeAdapter(ImportString[Any]).validate_python(path)
+    except ValidationError as error:
         raise ConfigError(
-            f"the module of the reward class cannot be imported: {error}",
+            f"the reward class cannot be imported: {error.errors()[0]['msg']}",
             field="reward_class",
             got=path,
-            need="a module on Python's path",
-            fix="install it, or set PYTHONPATH to the folder that holds it",
+            need="my_module:MyReward, where the module is on Python's path",
+            fix="install the module, or set PYTHONPATH to the folder that holds it",
         ) from error
-    found = getattr(module, name, None)
-    if found is None:
-        near = nearest_name(name, vars(module))
-        fix = f"did you mean {near}?" if near else None
-        raise ConfigError(f"there is no {name} in {module_name}", field="reward_class", got=path, fix=fix)
-    return found
-
-
-def _check(found: Any, path: str) -> None:
-    methods = [name for name in ("score", "score_batch") if callable(getattr(found, name, None))]
-    if not isinstance(found, type) or not methods:
+    methods = [getattr(found, name) for name in ("score", "score_batch") if callable(getattr(found, name, None))]
+    if not isinstance(found, type) or not methods or any(map(inspect.iscoroutinefunction, methods)):
         raise ConfigError(
             "this is no class that scores",
             field="reward_class",
             got=path,
-            need="a class with score(prompt, response), or score_batch(prompts, responses)",
-        )
-    if any(inspect.iscoroutinefunction(getattr(found, name)) for name in methods):
-        raise ConfigError(
-            "the class scores in a coroutine",
-            field="reward_class",
-            got=path,
-            need="an ordinary method: it has a thread of its own",
+            need="a class with score(prompt, response), or score_batch(prompts, responses), which are no coroutines",
         )
     try:
         inspect.signature(found).bind("model_path")
     except TypeError as error:
         raise ConfigError(
-            f"the class cannot be made: {error}",
+            f"the class cannot be constructed: {error}",
             field="reward_class",
             got=f"{path}{inspect.signature(found)}",
             need="__init__(self, model_path)",
         ) from None
-
-
-def _no_contract(path: str) -> ConfigError:
-    return ConfigError(
-        "a reward class has no scoring contract",
-        field="shaping",
-        got=f"contract, of {path}",
-        need="a reward_shaping section",
-    )
+    return found
