@@ -17,6 +17,7 @@ import torch
 from treeward.errors import CheckpointError, TreewardError
 from treeward.training import export, loop
 from treeward.training.checkpoints import CheckpointStore
+from treeward.training.state import read_state, stored_metric
 from treeward.training.train import RewardModelRun, train
 
 
@@ -175,6 +176,21 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
     assert train(tiny_run(), show_progress=False).exit_code == 0
     assert_same(result_of(tmp_path), uninterrupted)
+
+
+def test_a_checkpoint_that_only_a_signal_has_made_is_never_the_best(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The undisturbed run does not save this step, so it could not choose it."""
+    name = "validation-held_out/loss"
+    options = ("rm.val_period=1", "rm.max_num_steps=4", "checkpointing.save_period=4")
+    before_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGTERM))
+    train(tiny_run(*options), show_progress=False)
+    monkeypatch.undo()
+    train(tiny_run(*options), show_progress=False)
+    disturbed, regular = (tmp_path / "checkpoints" / f"step_{step}" for step in (3, 4))
+    assert name in read_state(disturbed).own_validation and stored_metric(disturbed, name) is None
+    assert stored_metric(regular, name) == read_state(regular).own_validation[name]
 
 
 def test_a_signal_before_the_first_step_has_nothing_to_save(

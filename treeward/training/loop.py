@@ -257,8 +257,7 @@ class _Session:
             self.take_step()
             if self._validation_is_due():
                 self.validate()
-            period = run.config.checkpointing.save_period
-            if run.is_done(state.step) or (period and state.step % period == 0):
+            if self._save_is_due():
                 self.save()
             self.longest_step = max(self.longest_step, time.monotonic() - started)
             self.stop.reserved_seconds = self.longest_step + self.longest_save
@@ -273,6 +272,10 @@ class _Session:
         schedule, step = self.schedule, self.state.step
         by_period = schedule.val_period and step % schedule.val_period == 0
         return self.run.validates and step > 0 and bool(by_period or (schedule.val_at_end and self.run.is_done(step)))
+
+    def _save_is_due(self) -> bool:
+        period, step = self.run.config.checkpointing.save_period, self.state.step
+        return self.run.is_done(step) or bool(period and step % period == 0)
 
     def take_step(self) -> None:
         run, state = self.run, self.state
@@ -339,7 +342,7 @@ class _Session:
     def _write(self, folder: Path) -> None:
         run, config = self.run, self.run.config
         run.save_model(folder)
-        self.state.run = run.state()
+        self.state.run, self.state.ranked = run.state(), self._save_is_due()
         optimizer = run.optimizer if config.checkpointing.save_optimizer else None
         save_state(folder, self.state, optimizer, run.scheduler, run.model)
         save_config(config, folder / "config.yaml")

@@ -41,7 +41,8 @@ class RunState:
 
     `identity`: what must not change between a run and its resumption, by the name that a person knows it by.
     `validation`: the metrics of the latest validation, which was after `validation_step` steps, by their logged names.
-    `run`: the state that only the kind of run knows, as JSON.
+    `run`: the state that only the kind of run knows, as JSON. `ranked`: whether the undisturbed run saves this step too;
+    a checkpoint that only a failure, a signal or a deadline has made is never the best one.
     """
 
     step: int
@@ -49,6 +50,7 @@ class RunState:
     validation_step: int | None = None
     validation: dict[str, float] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
+    ranked: bool = True
 
     @property
     def own_validation(self) -> dict[str, float]:
@@ -120,11 +122,12 @@ def read_state(folder: Path) -> RunState:
 
 
 def stored_metric(folder: Path, name: str) -> float | None:
-    """The metric of the model in a checkpoint; None if it was not measured, is not finite, or cannot be read."""
+    """The metric that ranks a checkpoint; None if it is not `ranked`, not measured, not finite, or cannot be read."""
     try:
-        metric = read_state(folder).own_validation.get(name)
+        state = read_state(folder)
     except CheckpointError:
         return None  # it only ranks last; a checkpoint is verified before it is used
+    metric = state.own_validation.get(name) if state.ranked else None
     return metric if metric is not None and math.isfinite(metric) else None
 
 
