@@ -41,8 +41,8 @@ class RunState:
 
     `identity`: what must not change between a run and its resumption, by the name that a person knows it by.
     `validation`: the metrics of the latest validation, which was after `validation_step` steps, by their logged names.
-    `run`: the state that only the kind of run knows, as JSON. `ranked`: whether the undisturbed run saves this step too;
-    a checkpoint that only a failure, a signal or a deadline has made is never the best one.
+    `run`: the state that only the kind of run knows, as JSON. `ranked`: whether the undisturbed run saves this step
+    too; a checkpoint that only a failure, a signal or a deadline has made is never the best one.
     """
 
     step: int
