@@ -119,7 +119,7 @@ def test_the_parts_of_a_step_in_the_tutorial(folder: str, scores: list[float]) -
     assert got.dtype == torch.float32 and got.tolist() == pytest.approx(scores, abs=CLOSE)
     noted = [[message | {"token_ids": [1, 2]} for message in log] for log in LOGS]
     assert torch.equal(environment.preprocess_data(noted)["input_ids"], reward_data["input_ids"])
-    with pytest.raises(DataError, match="no answer to score") as caught:  # what a step masks has no score here
+    with pytest.raises(DataError, match="no completion to score") as caught:  # what a step masks has no score here
         environment.preprocess_data([LOGS[0], LOGS[0][:1]])
     assert caught.value.where == "conversation 1"
     none = environment.preprocess_data([])
@@ -191,7 +191,7 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     assert bool(step.rewards[1:5].isnan().all())
     reasons = errors(step)
     assert reasons[0] is None and reasons[5] is None and all(reasons[1:5])
-    assert "no answer" in str(reasons[2]) and "too long" in str(reasons[3])
+    assert "no completion" in str(reasons[2]) and "too long" in str(reasons[3])
     assert [metadata["id"] for metadata in step.metadata] == list(range(6))
     assert "4 of 6 samples have no reward" in caplog.text
     batch, metrics = environment.global_post_process_and_metrics(
@@ -216,7 +216,7 @@ def test_failures_may_be_errors_and_leave_no_trace(folder: str) -> None:
     environment = make(folder, on_failure="raise", reward_shaping=running)
     environment.step(LOGS[:4], INFOS[:4])
     before = environment.state_dict()
-    with pytest.raises(ModelError, match=r"1 of 5 samples have no reward(?s:.*)sample 4: there is no answer"):
+    with pytest.raises(ModelError, match=r"1 of 5 samples have no reward(?s:.*)sample 4: there is no completion"):
         environment.step([*LOGS[4:8], LOGS[0][:1]], [{}] * 5)
     assert environment.state_dict() == before
     assert environment.step(LOGS[4:8], [{}] * 4).rewards.isfinite().all()

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCABULARY, config_of, randomise, tiny_model
+from families import causal_model, tiny_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.checks import check_before_training, check_policy, check_tokenizer_survives
@@ -24,13 +23,6 @@ def test_a_sound_model_passes_and_says_where_it_reads(tiny_tokenizer: Any, caplo
         check_before_training(RewardModel(tiny_model("llama")), SEQUENCES, tiny_tokenizer)
     assert "'<|endoftext|>' in 2 of 2" in caplog.text
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
-
-
-def test_encoders_say_that_they_pool_by_themselves(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    for family in ("bert", "roberta", "distilbert"):
-        with caplog.at_level(logging.INFO, "treeward"):
-            check_before_training(RewardModel(tiny_model(family), layout="encoder"), SEQUENCES, tiny_tokenizer)
-    assert caplog.text.count("own pooling") == 3
 
 
 def test_two_labels(tiny_tokenizer: Any) -> None:
@@ -65,13 +57,6 @@ def test_a_head_that_would_not_be_saved(tiny_tokenizer: Any) -> None:
         check_before_training(RewardModel(hf), SEQUENCES, tiny_tokenizer)
 
 
-def test_no_head_at_all(tiny_tokenizer: Any) -> None:
-    hf = tiny_model("llama")
-    del hf.score
-    with pytest.raises(ModelError, match="no head that treeward knows"):
-        check_before_training(RewardModel(hf), SEQUENCES, tiny_tokenizer)
-
-
 def test_tokens_that_the_model_does_not_know(tiny_tokenizer: Any) -> None:
     model = RewardModel(tiny_model("llama"))
     check_before_training(model, [[599, 0]], tiny_tokenizer)
@@ -84,13 +69,7 @@ def test_conversations_that_end_with_padding(tiny_tokenizer: Any) -> None:
         check_before_training(RewardModel(tiny_model("llama")), [[5, 0], [5, 1]], tiny_tokenizer)
 
 
-def test_different_last_tokens_are_reported(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "treeward"):
-        check_before_training(RewardModel(tiny_model("llama")), [[5, 6], [5, 7]], tiny_tokenizer)
-    assert "2 different tokens" in caplog.text
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "mistral", "gemma2", "bert"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_a_tokenizer_that_survives_beside_the_model(family: str, tiny_tokenizer: Any) -> None:
     check_tokenizer_survives(tiny_model(family), tiny_tokenizer)
 
@@ -103,17 +82,10 @@ def test_a_tokenizer_that_transformers_would_load_as_another(tiny_tokenizer: Any
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5], [13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]]
 
 
-def causal(dtype: torch.dtype = torch.float32) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of("qwen3"), attn_implementation="eager", dtype=torch.float32)
-    return randomise(model.eval()).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["tree", "rows"])
 def test_a_sound_policy_passes(dtype: torch.dtype, layout: Any) -> None:
-    policy = PolicyModel(causal(dtype), layout=layout, compute_dtype=torch.bfloat16, chunk_tokens=7)
+    policy = PolicyModel(causal_model("qwen3").to(dtype), layout=layout, compute_dtype=torch.bfloat16, chunk_tokens=7)
     check_policy(policy, PROMPTS)
     assert policy.compute_dtype == torch.bfloat16
 
@@ -126,7 +98,7 @@ def test_a_policy_whose_logits_are_not_those_of_transformers() -> None:
         return output
 
     for scale in (1.01, float("nan")):
-        policy = PolicyModel(causal())
+        policy = PolicyModel(causal_model("qwen3"))
         policy.hf.register_forward_hook(lambda _m, _a, output, s=scale: scaled(output, s))
         with pytest.raises(ModelError, match="the log-probability that plain transformers gives") as raised:
             check_policy(policy, PROMPTS)
@@ -139,9 +111,4 @@ def test_a_policy_whose_tree_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     places = policy_model._tree_places
     monkeypatch.setattr(policy_model, "_tree_places", lambda *args: [place[::-1].copy() for place in places(*args)])
     with pytest.raises(ModelError, match="the log-probability that plain transformers gives"):
-        check_policy(PolicyModel(causal()), PROMPTS)
-
-
-def test_prompts_beyond_the_vocabulary_of_a_policy() -> None:
-    with pytest.raises(ModelError, match=rf"tokens that the model does not know(?s:.*)token {VOCABULARY}"):
-        check_policy(PolicyModel(causal()), [*PROMPTS, [VOCABULARY]])
+        check_policy(PolicyModel(causal_model("qwen3")), PROMPTS)

@@ -74,11 +74,6 @@ def test_writing_replaces_at_one_moment(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [CONTRACT_FILE]
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be written"):
-        write_contract(contract_of(), tmp_path / "nowhere")
-
-
 def test_a_model_without_one(tmp_path: Path) -> None:
     assert read_contract(tmp_path) is None and read_contract("someone/on-the-hub") is None
 
@@ -87,11 +82,8 @@ def test_a_model_without_one(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "damaged"),
-        ("", "damaged"),
         ("[2]", "damaged(?s:.*)a list, not an object"),
         ('{"version": 99}', "another version(?s:.*)field: version(?s:.*)99(?s:.*)need:  2(?s:.*)--write --force"),
-        ('{"version": 1}', "another version"),
-        ("{}", "another version(?s:.*)None"),
     ],
 )
 def test_files_that_are_no_contract(text: str, message: str, tmp_path: Path) -> None:
@@ -104,14 +96,9 @@ def test_files_that_are_no_contract(text: str, message: str, tmp_path: Path) -> 
     ("path", "value", "field"),
     [
         (["golden", 0, "score"], "high", r"golden\.0\.score"),
-        (["golden", 0, "score"], None, r"golden\.0\.score"),
-        (["rendering", "truncation"], "right", r"rendering\.truncation"),
         (["rendering", "chat_template"], TEMPLATE + " ", "rendering(?s:.*)do not belong together"),
         (["activation"], "sigmoid", "activation"),
-        (["tolerance", "float32"], 0, r"tolerance\.float32"),
-        (["heads"], [], "heads"),
         (["weights", "sha256"], "3" * 64, "weights(?s:.*)of all num_tensors tensors, or of none"),
-        (["weights", "tensors"], {"a": "4" * 12, "b": "5" * 12}, "weights(?s:.*)or of none"),
         (["unknown"], 1, "unknown"),
     ],
 )
@@ -124,16 +111,6 @@ def test_a_field_that_is_wrong_is_named(path: list[Any], value: Any, field: str,
     owner[path[-1]] = value
     (tmp_path / CONTRACT_FILE).write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ModelError, match=rf"damaged\n  field: {field}"):
-        read_contract(tmp_path)
-
-
-@pytest.mark.parametrize("field", ["golden", "weights", "tolerance", "read", "rendering"])
-def test_a_field_that_is_missing_is_named(field: str, tmp_path: Path) -> None:
-    write_contract(contract_of(), tmp_path)
-    content = written(tmp_path)
-    del content[field]
-    (tmp_path / CONTRACT_FILE).write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(ModelError, match=rf"damaged\n  field: {field}\n  got:   nothing"):
         read_contract(tmp_path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import config_of, forest, plain_scores, randomise, score_error, tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
@@ -44,7 +43,7 @@ def causal_lm(family: str = "llama", **changes: Any) -> Any:
     return randomise(AutoModelForCausalLM.from_config(config_of(family, num_labels=2, **changes)))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, save: Callable[..., Path]) -> None:
     lm = causal_lm(family)
     folder = save(lm)
@@ -87,47 +86,11 @@ def test_a_trained_head_is_kept(save: Callable[..., Path]) -> None:
     assert score_error(loaded.model(loaded.model.make_batch(forest())), plain_scores(hf, sequences)) <= 1e-5
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_bfloat16_keeps_the_head_in_float32(stored: torch.dtype, save: Callable[..., Path]) -> None:
-    hf = tiny_model("llama")
-    folder = save(copy.deepcopy(hf).to(stored))
-    loaded = load_reward_model(folder, dtype=torch.bfloat16)
-    head = loaded.model.head.weight
-    assert head.dtype == torch.float32 and torch.equal(head, hf.score.weight.to(stored).float())
-    assert {w.dtype for w in loaded.model.backbone.parameters()} == {torch.bfloat16}
-    assert loaded.model.layout == "tree"
-    scores = loaded.model(loaded.model.make_batch(forest()))
-    assert scores.dtype == torch.float32
-    assert score_error(scores, plain_scores(hf, [s for group in forest() for s in group])) <= 3e-2
-
-
-def test_what_a_masked_lm_lacks_is_drawn_from_the_seed_too(save: Callable[..., Path]) -> None:
-    """A pretrained encoder has neither classifier nor pooler."""
-    folder = save(randomise(AutoModelForMaskedLM.from_config(config_of("bert"))))
-    torch.manual_seed(1)
-    one = load_reward_model(folder, head_seed=5)
-    torch.manual_seed(2)
-    other = load_reward_model(folder, head_seed=5)
-    assert one.new_head and one.model.layout == "encoder"
-    for (name, a), b in zip(one.model.hf.named_parameters(), other.model.hf.parameters(), strict=True):
-        assert torch.equal(a, b), name
-    distilled = save(randomise(AutoModelForMaskedLM.from_config(config_of("distilbert"))))
-    assert load_reward_model(distilled, head_seed=5).new_head
-    with pytest.raises(ModelError, match="no reward head"):
-        load_reward_model(folder)
-
-
 def test_a_checkpoint_with_two_labels_is_refused(save: Callable[..., Path]) -> None:
     folder = save(tiny_model("llama", num_labels=2))
     for seed in (None, 3):
         with pytest.raises(ModelError, match="do not have the shapes that config.json asks for"):
             load_reward_model(folder, head_seed=seed)
-
-
-def test_no_head_and_no_seed_is_refused(save: Callable[..., Path]) -> None:
-    folder = save(causal_lm())
-    with pytest.raises(ModelError, match=r"no reward head(?s:.*)LlamaForCausalLM(?s:.*)treeward train"):
-        load_reward_model(folder)
 
 
 def test_missing_weights_are_refused(save: Callable[..., Path]) -> None:
@@ -257,11 +220,6 @@ def test_families_without_a_sequence_classifier(
         assert score_error(reloaded(reloaded.make_batch(forest())), want) <= 1e-5
 
 
-def test_encoder_decoders_without_a_classifier_are_refused(tiny_tokenizer: Any) -> None:
-    with pytest.raises((ModelError, ConfigError), match="sequence classifier"):
-        build_reward_model({"model_type": "marian", "d_model": 32}, tiny_tokenizer, seed=0)
-
-
 def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> None:
     torch.manual_seed(1)
     one = build_reward_model(LLAMA, tiny_tokenizer, seed=3)
@@ -282,7 +240,6 @@ def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> 
         ({}, "model type is missing"),
         ({"model_type": "lama"}, "no such model type(?s:.*)did you mean llama"),
         ({**LLAMA, "hiden_size": 64}, "llama has no such field(?s:.*)hiden_size(?s:.*)did you mean hidden_size"),
-        ({**LLAMA, "n_layer": 2}, "llama has no such field(?s:.*)n_layer"),
         ({**LLAMA, "vocab_size": 10}, "follows from the tokenizer(?s:.*)vocab_size"),
         ({**LLAMA, "hidden_size": "wide"}, "no model can be built(?s:.*)expected int, got str"),
         ({**LLAMA, "num_attention_heads": 5}, "no model can be built(?s:.*)not a multiple"),
@@ -291,19 +248,6 @@ def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> 
 def test_wrong_configurations(fields: dict[str, Any], message: str, tiny_tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         build_reward_model(fields, tiny_tokenizer, seed=0)
-
-
-def test_aliases_of_fields_are_known(tiny_tokenizer: Any) -> None:
-    """GPT-2 calls its sizes `n_embd` and answers to `hidden_size` too."""
-    for name in ("n_embd", "hidden_size"):
-        loaded = build_reward_model({"model_type": "gpt2", name: 32, "n_layer": 1, "n_head": 2}, tiny_tokenizer, seed=0)
-        assert loaded.model.head.weight.shape == (1, 32)
-
-
-def test_rows_by_request(save: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "treeward"):
-        loaded = load_reward_model(save(tiny_model("llama")), attention="rows")
-    assert loaded.model.layout == "rows" and not [r for r in caplog.records if r.name.startswith("treeward")]
 
 
 def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> None:
@@ -318,21 +262,7 @@ def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> No
     assert not marker.exists()
 
 
-def test_tokenizers_pad_on_the_right(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
-    tokenizer = tokenizer_with(tiny_tokenizer, padding_side="left")
-    assert load_tokenizer(str(save(tiny_model("llama"), tokenizer))).padding_side == "right"
-
-
-def test_plain_transformers_agrees_on_what_was_loaded(save: Callable[..., Path]) -> None:
-    folder = save(tiny_model("qwen3"))
-    plain = AutoModelForSequenceClassification.from_pretrained(folder)
-    ours = load_reward_model(folder).model
-    sequences = [s for group in forest() for s in group]
-    assert score_error(ours(ours.make_batch(forest())), plain_scores(plain, sequences)) <= 1e-5
-    assert AutoTokenizer.from_pretrained(folder).pad_token_id == ours.hf.config.pad_token_id
-
-
-@pytest.mark.parametrize("family", ["distilbert", "roberta", "bert", "qwen3"])
+@pytest.mark.parametrize("family", ["distilbert", "bert", "qwen3"])
 def test_bfloat16_keeps_the_head_alone_in_float32(family: str, save: Any) -> None:
     folder = save(tiny_model(family))
     loaded = load_reward_model(folder, dtype=torch.bfloat16)
@@ -353,18 +283,3 @@ def test_a_hub_that_does_not_answer_is_named_as_the_cause(load: Any, caplog: pyt
         raised.value.got
     )
     assert "Looking for the" in caplog.text and "org/no-such-model on the hub" in caplog.text
-
-
-def test_an_error_of_the_network_is_told_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    class ConnectError(Exception):
-        """As httpx calls it."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        try:
-            raise ConnectError("[Errno -2] Name or service not known")
-        except ConnectError as error:
-            raise OSError("We could not connect, and other things that say little") from error
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
-    with pytest.raises(ModelError, match=r"the hub does not answer(?s:.*)ConnectError: \[Errno -2\] Name or service"):
-        load_tokenizer("org/model")

@@ -12,7 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from families import VOCABULARY, config_of, gradient_error, randomise
+from families import VOCABULARY, causal_model, gradient_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -44,15 +44,6 @@ GROUPS = [[[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [5, 6, 7, 12, 13, 14, 15]], [[
 STARTS = [[3, 3, 3], [2, 2]]
 CHUNK = 4
 """The same wherever bits are compared: how a matrix product rounds depends on its size."""
-
-
-def causal(family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(
-            config_of(family, **changes), attn_implementation="eager", dtype=torch.float32
-        )
-    return randomise(hf.eval()).to(dtype)  # type: ignore[arg-type]
 
 
 def adapted(hf: PreTrainedModel, config: LoraConfig = CONFIG, *, fresh: bool = False, seed: int = 1) -> PolicyModel:
@@ -88,9 +79,9 @@ def peft_model(folder: Path, hf: PreTrainedModel, *, trainable: bool = False) ->
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "phi3", "mixtral", "gemma2", "deepseek_v3"])
 def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
     changes = TIED.get(family, {})
-    policy = adapted(causal(family, **changes))
+    policy = adapted(causal_model(family, **changes))
     save_adapters(policy, tmp_path)
-    model = peft_model(tmp_path, causal(family, **changes), trainable=True)
+    model = peft_model(tmp_path, causal_model(family, **changes), trainable=True)
     got = policy.log_probs(GROUPS, STARTS)
     assert_as_rows(policy, model)
     with without_adapters(policy), torch.no_grad():
@@ -112,9 +103,9 @@ def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_p
 def test_gradients_where_few_layers_are_adapted(target: str, tmp_path: Path) -> None:
     """Attention is then differentiated by some of its inputs alone."""
     config = LoraConfig(enabled=True, dim=2, match_all_linear=False, target_modules=(target,))
-    policy = adapted(causal("llama"), config)
+    policy = adapted(causal_model("llama"), config)
     save_adapters(policy, tmp_path)
-    model = peft_model(tmp_path, causal("llama"), trainable=True)
+    model = peft_model(tmp_path, causal_model("llama"), trainable=True)
     policy.log_probs(GROUPS, STARTS).values_SL.sum().backward()
     rows = [row_log_probs(model, s, starts[0]) for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
     torch.cat(rows).sum().backward()
@@ -126,11 +117,11 @@ def test_gradients_where_few_layers_are_adapted(target: str, tmp_path: Path) -> 
 
 def test_peft_reads_a_long_list_of_layers_as_we_mean_it(tmp_path: Path) -> None:
     """From 20 names on it keeps the shortest endings that tell them from the others."""
-    hf = causal("llama", num_hidden_layers=4)
+    hf = causal_model("llama", num_hidden_layers=4)
     policy = adapted(hf, LoraConfig(enabled=True, exclude_modules=("2.mlp.up_proj", "3.self_attn.q_proj")))
     assert len(adapter_state(policy)) == 2 * (4 * 7 - 2)
     save_adapters(policy, tmp_path)
-    model = peft_model(tmp_path, causal("llama", num_hidden_layers=4))
+    model = peft_model(tmp_path, causal_model("llama", num_hidden_layers=4))
     assert_as_rows(policy, model)
     saved = {name.replace(".default", "") for name, _ in model.named_parameters() if "lora_" in name}
     assert saved == adapter_state(policy).keys()
@@ -139,7 +130,7 @@ def test_peft_reads_a_long_list_of_layers_as_we_mean_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None:
-    hf = causal(family, dtype)
+    hf = causal_model(family).to(dtype)
     before = {name: weight.detach().clone() for name, weight in hf.named_parameters()}
     with torch.no_grad():
         want = PolicyModel(hf, chunk_tokens=CHUNK).log_probs(GROUPS, STARTS).values_SL
@@ -157,11 +148,11 @@ def test_a_seed_determines_what_is_drawn(init: Any) -> None:
     config = LoraConfig(enabled=True, dim=16, lora_A_init=init)
     torch.manual_seed(1)
     state = torch.random.get_rng_state()
-    one = adapter_state(adapted(causal("llama"), config, fresh=True, seed=3))
+    one = adapter_state(adapted(causal_model("llama"), config, fresh=True, seed=3))
     assert torch.equal(state, torch.random.get_rng_state())  # and nobody else's draws are changed
     torch.manual_seed(2)
-    other = adapter_state(adapted(causal("llama"), config, fresh=True, seed=3))
-    another = adapter_state(adapted(causal("llama"), config, fresh=True, seed=4))
+    other = adapter_state(adapted(causal_model("llama"), config, fresh=True, seed=3))
+    another = adapter_state(adapted(causal_model("llama"), config, fresh=True, seed=4))
     assert all(torch.equal(one[name], other[name]) for name in one)
     first = [name for name in one if "lora_A" in name]
     assert not any(torch.equal(one[name], another[name]) for name in first)
@@ -175,7 +166,7 @@ def test_a_seed_determines_what_is_drawn(init: Any) -> None:
 
 def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     def names(family: str = "llama", **fields: Any) -> set[str]:
-        policy = adapted(causal(family), LoraConfig(enabled=True, **fields))
+        policy = adapted(causal_model(family), LoraConfig(enabled=True, **fields))
         found = {name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in adapter_state(policy)}
         trained = {n for n, p in policy.hf.named_parameters() if p.requires_grad}
         assert trained == {n for n, _ in policy.hf.named_parameters() if ".lora_" in n} and len(trained) == 2 * len(
@@ -219,13 +210,13 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_what_cannot_be_adapted(family: str, fields: dict[str, Any], message: str) -> None:
-    hf = causal(family)
+    hf = causal_model(family)
     with pytest.raises((ConfigError, ModelError), match=message):
         adapted(hf, LoraConfig(**{"enabled": True, "match_all_linear": False, **fields}))
 
 
 def test_peft_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = PolicyModel(causal())
+    policy = PolicyModel(causal_model("qwen3"))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"peft is not installed(?s:.*)pip install treeward\[lora\]"):
         add_adapters(policy, CONFIG, seed=0)
@@ -233,7 +224,7 @@ def test_peft_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_reference_is_the_frozen_model() -> None:
-    hf = causal()
+    hf = causal_model("qwen3")
     plain = copy.deepcopy(hf)
     policy = adapted(hf)
     reference = AdapterReference(policy)
@@ -254,7 +245,7 @@ def test_the_reference_is_the_frozen_model() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral", "gemma2"])
 def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
     changes = TIED.get(family, {})
-    policy = adapted(causal(family, **changes))
+    policy = adapted(causal_model(family, **changes))
     before = copy.deepcopy(policy.hf.state_dict())
     export_policy(policy, tiny_tokenizer, tmp_path, chat_template="x")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -266,7 +257,7 @@ def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_toke
 
 
 def test_a_bfloat16_model_is_merged_in_float32() -> None:
-    policy = adapted(causal(dtype=torch.bfloat16))
+    policy = adapted(causal_model("qwen3").bfloat16())
     name = "model.layers.0.mlp.up_proj"
     layer: Any = policy.hf.get_submodule(name)
     exact = layer.base_layer.weight.float() + 3.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
@@ -280,9 +271,9 @@ def test_a_bfloat16_model_is_merged_in_float32() -> None:
 
 
 def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -> None:
-    policy = adapted(causal())
+    policy = adapted(causal_model("qwen3"))
     save_adapters(policy, tmp_path / "saved")
-    other = adapted(causal(), seed=9)
+    other = adapted(causal_model("qwen3"), seed=9)
     load_adapters(other, tmp_path / "saved")
     for name, weight in adapter_state(policy).items():
         assert torch.equal(weight, adapter_state(other)[name]) and adapter_state(other)[name].requires_grad
@@ -295,7 +286,7 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
         ({"dim": 4, "alpha": 12, "exclude_modules": ("o_proj",)}, "o_proj"),
     ):
         with pytest.raises(CheckpointError, match=f"not those of this policy(?s:.*){wrong}"):
-            load_adapters(adapted(causal(), LoraConfig(enabled=True, **fields)), tmp_path / "saved")
+            load_adapters(adapted(causal_model("qwen3"), LoraConfig(enabled=True, **fields)), tmp_path / "saved")
     with torch.no_grad():
         next(iter(adapter_state(policy).values()))[0, 0] = float("nan")
     save_adapters(policy, tmp_path / "broken")
@@ -371,11 +362,11 @@ def plain_steps(
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
     changes = TIED.get(family, {})
-    hf = causal(family, **changes)
+    hf = causal_model(family, **changes)
     base = copy.deepcopy(hf)
     policy = adapted(hf, fresh=True)
     save_adapters(policy, tmp_path)
-    model = peft_model(tmp_path, causal(family, **changes), trainable=True)
+    model = peft_model(tmp_path, causal_model(family, **changes), trainable=True)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=LR)
     plain_optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     updater = updater_of(policy, optimizer)
@@ -396,7 +387,7 @@ def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
     def begin(seed: int) -> tuple[PolicyModel, torch.optim.Optimizer, Any]:
-        policy = adapted(causal(), seed=seed, fresh=True)
+        policy = adapted(causal_model("qwen3"), seed=seed, fresh=True)
         optimizer = build_optimizer(policy, ADAM)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return policy, optimizer, schedule
@@ -420,7 +411,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
 def test_activations_that_are_computed_again_give_the_same_gradients() -> None:
     found = []
     for again in (False, True):
-        policy = adapted(causal())
+        policy = adapted(causal_model("qwen3"))
         if again:
             policy.recompute_activations()
             policy.train()
@@ -430,7 +421,7 @@ def test_activations_that_are_computed_again_give_the_same_gradients() -> None:
 
 
 def test_autocast_runs_the_adapters_too() -> None:
-    exact, policy = adapted(causal()), adapted(causal())
+    exact, policy = adapted(causal_model("qwen3")), adapted(causal_model("qwen3"))
     policy.compute_dtype = torch.bfloat16
     got = policy.log_probs(GROUPS, STARTS).values_SL
     with torch.no_grad():

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import config_of, randomise, tiny_model
+from families import causal_model, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
 from treeward.model.policy_loading import build_policy, export_policy, load_policy
 from treeward.model.policy_model import PolicyModel
-from treeward.model.support import choose_policy_layout
 
 QWEN = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,12 +25,6 @@ QWEN = {
 GROUPS = [[[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [5, 6, 7, 12, 13, 14, 15]]]
 STARTS = [[3, 3, 3]]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-def causal(family: str = "llama", **changes: Any) -> PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return randomise(AutoModelForCausalLM.from_config(config_of(family, **changes), dtype=torch.float32).eval())
 
 
 @pytest.fixture
@@ -68,9 +59,9 @@ def difference(policy: PolicyModel, hf: Any) -> float:
     return max(float((values[: len(row)] - row).abs().max()) for values, row in zip(ours, rows, strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_a_loaded_policy_is_the_saved_model(family: str, save: Callable[..., Path]) -> None:
-    hf = causal(family)
+    hf = causal_model(family)
     loaded = load_policy(save(hf), chunk_tokens=2)
     assert loaded.model.layout == "tree" and loaded.model.chunk_tokens == 2 and not loaded.model.hf.training
     assert len(loaded.tokenizer) == 600 and loaded.tokenizer.padding_side == "right"
@@ -81,23 +72,13 @@ def test_a_loaded_policy_is_the_saved_model(family: str, save: Callable[..., Pat
 
 def test_a_policy_trains_the_token_that_pads(save: Callable[..., Path]) -> None:
     """Most policies pad with their end of turn; PyTorch gives an embedding's `padding_idx` no gradient."""
-    policy = load_policy(save(causal(pad_token_id=7))).model
+    policy = load_policy(save(causal_model("llama", pad_token_id=7))).model
     policy.log_probs(GROUPS, STARTS).values_SL.sum().backward()
     assert policy.hf.get_input_embeddings().weight.grad[7].abs().max() > 0
 
 
-def test_dtype_rows_and_another_tokenizer(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
-    hf = causal()
-    loaded = load_policy(save(hf), dtype=torch.bfloat16, attention="rows", tokenizer=tiny_tokenizer)
-    assert loaded.tokenizer is tiny_tokenizer and loaded.model.layout == "rows"
-    assert {weight.dtype for weight in loaded.model.hf.parameters()} == {torch.bfloat16}
-    assert 0 < difference(loaded.model, hf) < 0.2
-    with pytest.raises(ConfigError, match="unknown attention(?s:.*)flash"):
-        load_policy(save(hf), attention="flash")
-
-
 def test_fields_of_the_configuration_are_overridden(save: Callable[..., Path]) -> None:
-    hf = causal()
+    hf = causal_model("llama")
     folder = save(hf)
     theta = {"rope_theta": 100.0, "rope_type": "default"}
     loaded = load_policy(folder, config_overrides={"max_position_embeddings": 77, "rope_parameters": theta})
@@ -121,13 +102,13 @@ def test_what_is_no_policy_is_refused(save: Callable[..., Path], tmp_path: Path)
     with pytest.raises(ModelError, match="no causal language model of this family(?s:.*)distilbert"):
         load_policy(save(tiny_model("distilbert", architectures=["DistilBertModel"])))
     folder = tmp_path / "no-tokenizer"
-    causal().save_pretrained(folder)
+    causal_model("llama").save_pretrained(folder)
     with pytest.raises(ModelError, match=r"no tokenizer(?s:.*)policy.tokenizer.name"):
         load_policy(folder)
 
 
 def test_broken_weights_are_refused(save: Callable[..., Path]) -> None:
-    folder = save(causal())
+    folder = save(causal_model("llama"))
     file = folder / "model.safetensors"
     whole = load_file(file)
     up = "model.layers.1.mlp.up_proj.weight"
@@ -150,20 +131,8 @@ def test_broken_weights_are_refused(save: Callable[..., Path]) -> None:
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(save: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match="more tokens than the policy has embeddings(?s:.*)600 tokens, 599 embeddings"):
-        load_policy(save(causal(vocab_size=599)))
-    assert load_policy(save(causal(vocab_size=608))).model.num_embeddings == 608  # padded for speed, as many are
-
-
-def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> None:
-    folder = save(causal())
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig"}}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    marker = tmp_path / "ran"
-    (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass MyConfig: pass\n", encoding="utf-8")
-    with pytest.raises(ModelError):
-        load_policy(folder)
-    assert not marker.exists()
+        load_policy(save(causal_model("llama", vocab_size=599)))
+    assert load_policy(save(causal_model("llama", vocab_size=608))).model.num_embeddings == 608
 
 
 def test_a_policy_that_is_built_is_determined_by_its_seed(tiny_tokenizer: Any) -> None:
@@ -182,25 +151,9 @@ def test_a_policy_that_is_built_is_determined_by_its_seed(tiny_tokenizer: Any) -
     assert difference(one.model, one.model.hf) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "model type is missing"),
-        ({"model_type": "quen3"}, "no such model type(?s:.*)did you mean qwen3"),
-        ({**QWEN, "hiden_size": 64}, "qwen3 has no such field(?s:.*)did you mean hidden_size"),
-        ({**QWEN, "vocab_size": 10}, "follows from the tokenizer(?s:.*)vocab_size"),
-        ({**QWEN, "hidden_size": "wide"}, "no model can be built"),
-        ({"model_type": "distilbert"}, "no model can be built"),
-    ],
-)
-def test_wrong_configurations(fields: dict[str, Any], message: str, tiny_tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_policy(fields, tiny_tokenizer, seed=0)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "phi3", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "mixtral", "gpt_oss"])
 def test_an_export_is_loaded_by_plain_transformers(family: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
-    policy = PolicyModel(causal(family))
+    policy = PolicyModel(causal_model(family))
     own = tiny_tokenizer.chat_template
     export_policy(policy, tiny_tokenizer, tmp_path / "out", chat_template=TEMPLATE)
     assert tiny_tokenizer.chat_template == own != TEMPLATE
@@ -212,7 +165,7 @@ def test_an_export_is_loaded_by_plain_transformers(family: str, tmp_path: Path, 
 
 def test_an_export_in_another_dtype(tmp_path: Path, tiny_tokenizer: Any) -> None:
     """Tied weights are written once in it too, the configuration says it, and the policy keeps its own."""
-    policy = PolicyModel(causal("gemma2"))
+    policy = PolicyModel(causal_model("gemma2"))
     before = copy.deepcopy(policy.hf.state_dict())
     for dtype in (torch.bfloat16, None):
         folder = tmp_path / str(dtype)
@@ -242,16 +195,3 @@ def test_resuming_from_an_export_gives_the_same_bits(tmp_path: Path, tiny_tokeni
     step(resumed)
     for (name, one), other in zip(policy.hf.named_parameters(), resumed.hf.parameters(), strict=True):
         assert torch.equal(one, other), name
-
-
-def test_models_that_cannot_share_prefixes_run_as_rows(caplog: pytest.LogCaptureFixture) -> None:
-    hf = causal("mamba").double()  # its recurrence makes much of a rounding error, and rows are computed side by side
-    with caplog.at_level(logging.WARNING, "treeward"):
-        assert choose_policy_layout(causal(), "tree") == "tree"
-        assert choose_policy_layout(causal(), "rows") == "rows"
-        assert not caplog.records
-        assert choose_policy_layout(hf, "tree") == "rows"
-    assert "MambaForCausalLM cannot share prefixes" in caplog.text
-    assert difference(PolicyModel(hf, layout="rows"), hf) < 1e-5
-    with pytest.raises(ConfigError, match="unknown attention"):
-        choose_policy_layout(hf, "trees")

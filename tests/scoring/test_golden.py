@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import DECODERS, plain_scores, tiny_model
-from safetensors.torch import save_file
+from families import plain_scores, tiny_model
 from transformers import AutoTokenizer
 
 from treeward.data.rendering import Renderer
@@ -22,7 +21,6 @@ from treeward.model.reward_model import RewardModel
 from treeward.model.stored import hash_of_all, read_stored
 from treeward.scoring.golden import GOLDEN_CONVERSATIONS, head_labels, sign_folder, tokenizer_sha256, weighted_heads
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.verification import verify
 
 BOS_TEMPLATE = "{{ '<|system|>' }}{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token }}{% endfor %}"
 
@@ -38,7 +36,7 @@ def exported(
     return model, renderer, sign_folder(folder, model=model, renderer=renderer)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "bert"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bert"])
 def test_golden_scores_are_those_of_plain_rows(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     model, renderer, contract = exported(tmp_path, tiny_tokenizer, family)
     assert contract == read_contract(tmp_path)
@@ -71,7 +69,7 @@ def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Pat
     assert (contract.dtypes.weights, contract.dtypes.head, contract.dtypes.compute) == ("float32",) * 3
     assert contract.weights.architecture == "LlamaForSequenceClassification"
     assert contract.weights.num_parameters == sum(p.numel() for p in load_reward_model(tmp_path).model.parameters())
-    assert "long answer" not in {example.name for example in contract.golden}  # of more than 200 tokens
+    assert "long completion" not in {example.name for example in contract.golden}  # of more than 200 tokens
     assert all(len(example.token_ids) <= 200 for example in contract.golden)
 
 
@@ -103,7 +101,7 @@ def test_of_rounded_weights_the_rounded_ones_are_scored(tiny_tokenizer: Any, tmp
     assert contract.tolerance.bfloat16 > off > 10 * contract.tolerance.float32
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt_oss"])
 def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """float32: packed, alone, as dense trees. bfloat16: weights and arithmetic."""
     model, _, contract = exported(tmp_path, tiny_tokenizer, family)
@@ -173,12 +171,6 @@ def test_a_template_that_refuses_all(tiny_tokenizer: Any, tmp_path: Path, caplog
     assert contract.golden == [] and "refuses every golden conversation" in caplog.text
 
 
-def test_a_template_that_refuses_some(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + BOS_TEMPLATE
-    _, _, contract = exported(tmp_path, tiny_tokenizer, chat_template=refuses)
-    assert {example.name for example in contract.golden} == GOLDEN_CONVERSATIONS.keys() - {"system message"}
-
-
 def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path) -> None:
     model, renderer, _ = exported(tmp_path, tiny_tokenizer)
     with torch.no_grad():
@@ -205,24 +197,14 @@ def test_a_checkpoint_of_broken_weights_is_kept(
     assert "no finite score to 1 of 10" in caplog.text
 
 
-@pytest.mark.parametrize("family", [family for family in DECODERS if not family.startswith("qwen2")])
-def test_the_tokenizer_keeps_its_hash(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """After saving, loading, and calls that leave padding behind. (transformers gives qwen2 its own tokenizer.)"""
-    _, renderer, contract = exported(tmp_path, tiny_tokenizer, family)
+def test_the_tokenizer_keeps_its_hash(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """After saving, loading, and calls that leave padding behind; another vocabulary has another hash."""
+    _, renderer, contract = exported(tmp_path, tiny_tokenizer)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     loaded(["a", "a longer text"], padding=True, truncation=True, max_length=4)
     assert tokenizer_sha256(loaded) == contract.rendering.tokenizer_sha256 == tokenizer_sha256(renderer.tokenizer)
-
-
-def test_another_tokenizer_has_another_hash(tiny_tokenizer: Any) -> None:
-    own = tokenizer_sha256(tiny_tokenizer)
-    for change in ({"eos_token": "<|user|>"}, {"bos_token": "<|system|>"}):
-        other = copy.deepcopy(tiny_tokenizer)
-        other.add_special_tokens(change)
-        assert tokenizer_sha256(other) != own
-    other = copy.deepcopy(tiny_tokenizer)
-    other.add_tokens(["quux"])
-    assert tokenizer_sha256(other) != own
+    loaded.add_tokens(["quux"])
+    assert tokenizer_sha256(loaded) != contract.rendering.tokenizer_sha256
 
 
 def test_every_tensor_of_an_export_is_hashed(tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -234,34 +216,6 @@ def test_every_tensor_of_an_export_is_hashed(tiny_tokenizer: Any, tmp_path: Path
     of_checkpoint = sign_folder(tmp_path, model=model, renderer=renderer, may_be_broken=True).weights
     assert of_checkpoint.sha256 is None and of_checkpoint.tensors == {}
     assert of_checkpoint.head_sha256 == contract.weights.head_sha256
-
-
-def test_a_tensor_of_more_than_one_piece(tmp_path: Path) -> None:
-    """Its last number counts, and nothing of the tensor after it."""
-    first, second = torch.zeros(700_000), torch.zeros(3)  # 2.8 MB
-
-    def hashes() -> dict[str, str]:
-        save_file({"a": first, "b": second}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        return read_stored(tmp_path).hashes()
-
-    before = hashes()
-    second[0] = 1
-    assert hashes()["a"] == before["a"] and hashes()["b"] != before["b"]
-    first[-1] = 1
-    assert hashes()["a"] != before["a"]
-
-
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
-def test_the_number_format_that_config_json_names(key: str | None, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Of a folder from elsewhere it need not be that of the weights."""
-    exported(tmp_path, tiny_tokenizer)
-    content = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    del content["dtype"]
-    content |= {} if key is None else {key: "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    contract = sign_folder(tmp_path)
-    assert (contract.dtypes.config, contract.dtypes.weights) == ("float32" if key is None else "bfloat16", "float32")
-    assert verify(tmp_path, device="cpu").equal
 
 
 def test_several_labels(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,22 +237,10 @@ def test_several_labels(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogC
     assert "helpful, brief, polite" in caplog.text and "'helpful' alone" in caplog.text
 
 
-@pytest.mark.parametrize("weights", [{"c": 1.0}, [1.0], [1.0, 2.0, 3.0], [0.0, 0.0], {"a": 0.0}, [1.0, float("nan")]])
+@pytest.mark.parametrize("weights", [{"c": 1.0}, [1.0], [0.0, 0.0], [1.0, float("nan")]])
 def test_weights_that_do_not_fit_the_labels(weights: Any) -> None:
     with pytest.raises(ConfigError, match="labels a, b"):
         weighted_heads(["a", "b"], weights)
-
-
-def test_what_lies_on_the_disk(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model, _, _ = exported(tmp_path, tiny_tokenizer)
-    whole = read_stored(tmp_path)
-    state = model.hf.state_dict()
-    assert {tensor.name: tensor.shape for tensor in whole.tensors} == {k: tuple(v.shape) for k, v in state.items()}
-    model.hf.save_pretrained(tmp_path / "split", max_shard_size="20KB")
-    split = read_stored(tmp_path / "split")
-    assert len({tensor.file for tensor in split.tensors}) > 2
-    assert split.shapes_sha256 == whole.shapes_sha256 and split.sha256_of("score") == whole.sha256_of("score")
-    assert split.hashes() == whole.hashes()
 
 
 def edit(file: Path, **values: Any) -> None:

@@ -72,8 +72,7 @@ def change_json(path: Path, **new: Any) -> None:
 
 @pytest.mark.parametrize(
     ("family", "weights"),
-    [("llama", None), ("llama", (0.7, 0.2, 0.1)), ("gemma2", None), ("gpt2", (0.7, 0.2, 0.1)), ("deepseek_v3", None)]
-    + [("bert", (0.7, 0.2, 0.1))],
+    [("llama", (0.7, 0.2, 0.1)), ("gemma2", None), ("bert", (0.7, 0.2, 0.1))],
 )
 def test_tensors_are_the_average(family: str, weights: Any, make: Make, tmp_path: Path) -> None:
     members = [make(seed, family) for seed in (1, 2, 3)]
@@ -97,7 +96,7 @@ def test_tensors_are_the_average(family: str, weights: Any, make: Make, tmp_path
     assert all(float((scores[0] - other).detach().abs().max()) > 1e-3 for other in scores[1:])
 
 
-@pytest.mark.parametrize("shards", [("20KB", "1GB"), ("20KB", "33KB"), ("1GB", "20KB")])
+@pytest.mark.parametrize("shards", [("20KB", "33KB"), ("1GB", "20KB")])
 def test_sharded_checkpoints(shards: tuple[str, str], make: Make, tmp_path: Path) -> None:
     a, b = make(1, shard=shards[0]), make(2, shard=shards[1])
     sharded = [folder for folder, size in zip((a, b), shards, strict=True) if size != "1GB"]
@@ -153,7 +152,7 @@ def test_the_folder_is_complete_and_says_what_it_is_made_of(make: Make, tmp_path
     assert Renderer(merged).encode(CHAT) == Renderer(own).encode(CHAT)
 
 
-@pytest.mark.parametrize("weights", [[0.5, 0.6], [1.5, -0.5], [float("nan"), 1.0], [0.5, 0.25, 0.25]])
+@pytest.mark.parametrize("weights", [[0.5, 0.6], [1.5, -0.5], [0.5, 0.25, 0.25]])
 def test_weights_are_shares(weights: list[float], make: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not shares of these models(?s:.*)with the sum 1"):
         merge_models([make(1), make(2)], tmp_path / "merged", weights=weights)
@@ -166,18 +165,6 @@ def other_vocabulary(folder: Path, tokenizer: Any) -> None:
     a, b = (token for token, i in vocabulary.items() if i in (300, 301))
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     _save(folder, tokenizer, backend)
-
-
-def other_merges(folder: Path, tokenizer: Any) -> None:
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    merges = backend["model"]["merges"]
-    merges[0], merges[1] = merges[1], merges[0]
-    _save(folder, tokenizer, backend)
-
-
-def other_end(folder: Path, tokenizer: Any) -> None:
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(300)
-    tokenizer.save_pretrained(folder)
 
 
 def other_template(folder: Path, tokenizer: Any) -> None:
@@ -197,8 +184,6 @@ def _save(folder: Path, tokenizer: Any, backend: dict[str, Any]) -> None:
     ("alter", "field"),
     [
         (other_vocabulary, "vocabulary"),
-        (other_merges, r"tokenizer\.model"),
-        (other_end, "special_tokens"),
         (other_template, "chat_template"),
     ],
 )
@@ -212,22 +197,6 @@ def test_other_ways_to_read_are_named(alter: Any, field: str, make: Make, tiny_t
         merge_models([a, b], tmp_path / "merged")
     assert caught.value.where == str(b) and str(a) in str(caught.value)
     assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters"), ({"pad_token_id": 5}, "")],
-)
-def test_other_configurations_are_named(changes: dict[str, Any], field: str, make: Make, tmp_path: Path) -> None:
-    a, b = make(1), make(2, **changes)
-    with pytest.raises(ModelError, match=rf"differ(?s:.*)field: config\.{field or 'pad_token_id'}\n"):
-        merge_models([a, b], tmp_path / "merged")
-
-
-def test_what_training_alone_reads_may_differ(make: Make, tmp_path: Path) -> None:
-    a, b = make(1), make(2)
-    change_json(b / "config.json", attention_dropout=0.1, use_cache=False, initializer_range=0.5, dtype="bfloat16")
-    merge_models([a, b], tmp_path / "merged")
 
 
 def test_other_tensors_are_named(make: Make, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_cut_context_is_cut_as_for_the_score() -> None:
     [
         (chat(""), "no text"),
         (chat(" \n "), "no text"),
-        ([QUESTION], "no answer"),
+        ([QUESTION], "no completion"),
         ([], "messages"),
         (chat("flour " * 200), "too long"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,7 +90,7 @@ def test_errors_name_the_line_and_the_field(values: dict[str, Any], message: str
 
 def test_an_error_while_scoring_names_the_line(scorer: Scorer) -> None:
     rows = [Row({"messages": [ASK, FOUR]}, "in.jsonl:1"), Row({"messages": [ASK]}, "in.jsonl:2")]
-    with pytest.raises(DataError, match=r"in\.jsonl:2: there is no answer"):
+    with pytest.raises(DataError, match=r"in\.jsonl:2: there is no completion"):
         list(score_rows(scorer, rows))
 
 
@@ -136,18 +135,6 @@ def test_the_rows_before_a_wrong_one_are_scored(wrong: dict[str, Any], scorer: S
     assert len(done) == 2
 
 
-def test_lines_before_a_broken_one_are_scored(scorer: Scorer) -> None:
-    def lines() -> Iterator[Row]:
-        yield Row({"messages": [ASK, FOUR]}, "in.jsonl:1")
-        raise DataError("the line is not JSON", where="in.jsonl:2")
-
-    done = []
-    with pytest.raises(DataError, match="in.jsonl:2"):
-        for row in score_rows(scorer, lines()):
-            done.append(row)
-    assert len(done) == 1
-
-
 def test_absent_values_and_json_text_are_read_as_a_table_has_them(scorer: Scorer) -> None:
     assert conversations_of({"messages": None, "prompt": "2 + 2?", "responses": '["4", "5"]'}, "in.csv:2") == TWO
     assert conversations_of({"context": "2 + 2?", "completions": ["4", "5"]}, "in.csv:2") == TWO
@@ -159,7 +146,7 @@ def test_what_an_earlier_scoring_has_left_is_replaced_and_told(
     values = {"messages": [ASK, FOUR], "score": 99.0, "error": "too long", "truncated": True}
     scored, _ = score_rows(scorer, [Row(values, "in.jsonl:1"), Row(values, "in.jsonl:2")])
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "rows have error, score, truncated already: what this scoring finds takes its place."
+        "The rows already have error, score, truncated, which this scoring replaces."
     ]
     assert scored.num_failed == 0 and scored.values.keys() == {"messages", "score"} and scored.values["score"] != 99.0
 
@@ -174,14 +161,6 @@ def test_what_an_earlier_scoring_has_left_is_replaced_and_told(
 def test_a_beginning_that_would_be_left_out_is_an_error(values: dict[str, Any], field: str) -> None:
     with pytest.raises(DataError, match=rf"in\.jsonl:1: the row has a {field}, which is not read"):
         conversations_of(values, "in.jsonl:1")
-
-
-def test_messages_in_a_cell_of_text_and_text_that_looks_like_some() -> None:
-    for key, answers in (("prompt", "responses"), ("context", "completions")):
-        decoded = conversations_of({key: json.dumps([ASK]), answers: ["4", "5"]}, "a.csv:1")
-        assert decoded == conversations_of({key: [ASK], answers: ["4", "5"]}, "a.csv:1") == TWO
-        (list_like,) = conversations_of({key: "[1, 2] sort", answers: ["[1, 2]"]}, "a.csv:1")
-        assert list_like[0] == {"role": "user", "content": "[1, 2] sort"}
 
 
 def test_a_column_called_reward_stays_where_none_is_made(scorer: Scorer) -> None:

@@ -65,8 +65,9 @@ def values(scores: list[Score]) -> list[float]:
     return [score.score for score in scores if score.score is not None]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gptj", "bert"])
-@pytest.mark.parametrize("batch_tokens", [1, 60, 4096])
+@pytest.mark.parametrize(
+    ("family", "batch_tokens"), [("qwen3", 1), ("qwen3", 60), ("gemma2", 4096), ("gptj", 60), ("bert", 4096)]
+)
 def test_a_call_equals_its_conversations_one_by_one(family: str, batch_tokens: int, make_scorer: Any) -> None:
     scorer = make_scorer(family, batch_tokens)
     together = scorer.score(CHATS)
@@ -134,26 +135,20 @@ def test_neither_order_nor_company_matters(make_scorer: Any, real_chats: list[An
         assert got[: len(order)] == pytest.approx([want[i] for i in order], abs=CLOSE)
 
 
+@pytest.fixture(scope="module")
+def one_scorer(make_scorer: Any) -> Scorer:
+    """One model for all of Hypothesis's examples."""
+    scorer: Scorer = make_scorer("llama")
+    return scorer
+
+
 @given(st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=12), max_size=8), st.integers(1, 40))
 @settings(deadline=None, max_examples=25)
-def test_token_sequences_in_order(sequences: list[list[int]], budget: int) -> None:
-    scorer = _token_scorer()
+def test_token_sequences_in_order(one_scorer: Scorer, sequences: list[list[int]], budget: int) -> None:
+    scorer = one_scorer
     scorer.batch_tokens = budget
     want = plain_scores(scorer.model.hf, sequences).tolist() if sequences else []
     assert scorer.score_tokens(sequences) == pytest.approx(want, abs=CLOSE)
-
-
-_TOKEN_SCORER: list[Scorer] = []
-
-
-def _token_scorer() -> Scorer:
-    """One model for all of Hypothesis's examples; no text is rendered."""
-    if not _TOKEN_SCORER:
-        scorer = object.__new__(Scorer)
-        scorer.model = RewardModel(tiny_model("llama")).eval()
-        scorer.max_sequences = scorer.head_weights = scorer.prefix_cache = None
-        _TOKEN_SCORER.append(scorer)
-    return _TOKEN_SCORER[0]
 
 
 def test_what_a_call_has_in_common_is_computed_once(make_scorer: Any) -> None:
@@ -175,12 +170,6 @@ def test_what_a_call_has_in_common_is_computed_once(make_scorer: Any) -> None:
     assert shuffled.num_computed_tokens <= TokenTree.from_sequences(list(unique)).num_tokens + 8
 
 
-def test_rows_share_nothing_but_give_the_same_kind_of_answer(make_scorer: Any) -> None:
-    scorer = make_scorer("gptj")
-    scorer.score(CHATS)
-    assert scorer.num_computed_tokens >= scorer.num_row_tokens
-
-
 def test_too_long_is_no_score(make_scorer: Any) -> None:
     scorer = make_scorer(max_length=40)
     long = [user("word " * 60), assistant("Short.")]
@@ -190,6 +179,19 @@ def test_too_long_is_no_score(make_scorer: Any) -> None:
     assert none == Score(None, length, error=f"too long to score: {length} tokens, at most 40")
     with pytest.raises(DataError, match=r"here:2(?s:.*)too long"):
         make_scorer(max_length=40, truncation="error").score([CHATS[5], long], where=["here:1", "here:2"])
+
+
+def test_a_huge_text_never_reaches_the_tokenizer(make_scorer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = make_scorer(max_length=40)
+    tokenized: list[str] = []
+    encode = scorer.renderer.encode_texts
+    monkeypatch.setattr(
+        scorer.renderer, "encode_texts", lambda texts, **options: tokenized.extend(texts) or encode(texts, **options)
+    )
+    huge = "word " * 200_000
+    for prepared in (scorer.prepare_texts([huge, "Hi"]), scorer.prepare([[user(huge), assistant("A")], CHATS[5]])):
+        assert prepared[0].ids is None and "too long to score" in prepared[0].error and prepared[1].ids
+    assert len(tokenized) == 2 and max(map(len, tokenized)) < 1000
 
 
 def test_truncation_says_so_and_spares_the_answer(make_scorer: Any) -> None:
@@ -205,7 +207,7 @@ def test_truncation_says_so_and_spares_the_answer(make_scorer: Any) -> None:
     ("conversation", "message"),
     [
         ([], "is empty"),
-        ([user("Hi")], "no answer to score"),
+        ([user("Hi")], "no completion to score"),
         ([assistant("A"), user("Q")], "ends with a message of user"),
     ],
 )
@@ -216,23 +218,15 @@ def test_what_is_no_conversation(conversation: list[dict[str, Any]], message: st
         make_scorer().score([conversation], where=["in.jsonl:9"])
 
 
-def test_the_template_may_refuse(make_scorer: Any) -> None:
-    scorer = make_scorer(chat_template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
-                                       "{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}")  # fmt: skip
-    with pytest.raises(DataError, match="conversation 5(?s:.*)no system"):
-        scorer.score(CHATS)
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_score_that_is_no_number_is_an_error(broken: float, make_scorer: Any) -> None:
+def test_a_score_that_is_no_number_is_an_error(make_scorer: Any) -> None:
     scorer = make_scorer()
     with torch.no_grad():
-        scorer.model.head.weight[0, 0] = broken
+        scorer.model.head.weight[0, 0] = math.nan
     with pytest.raises(ModelError, match=r"not finite(?s:.*)(nan|inf) for conversation 0"):
         scorer.score(CHATS)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gptj", "bert"])
+@pytest.mark.parametrize("family", ["qwen3", "gptj", "bert"])
 def test_masked_failures_harm_no_other(family: str, make_scorer: Any) -> None:
     scorer = make_scorer(family, max_length=100)
     # One token is poison: whoever holds it has no score.
@@ -256,16 +250,11 @@ def test_masked_failures_harm_no_other(family: str, make_scorer: Any) -> None:
     failed = [score for i, score in enumerate(got) if i not in at]
     assert [score.score for score in failed] == [None] * 6 and all(score.heads == () for score in failed)
     for score, words in zip(
-        failed, ["not finite", "empty", "no answer", "no text", "not a list", "too long to score"], strict=True
+        failed, ["not finite", "empty", "no completion", "no text", "not a list", "too long to score"], strict=True
     ):
         assert score.error and words in score.error and "\n" not in score.error
     with pytest.raises(DataError):
         scorer.score(crowd)
-
-
-def test_an_error_shows_what_is_empty(make_scorer: Any) -> None:
-    (score,) = make_scorer().score([[{"role": "", "content": "Hi"}]], on_error="mask")
-    assert score.error and "got: '';" in score.error
 
 
 def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -291,7 +280,7 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gptj"])
-@pytest.mark.parametrize("limits", [(None, 1), (None, 3), (50, 2), (4096, 100)])
+@pytest.mark.parametrize("limits", [(None, 3), (50, 2)])
 def test_no_pass_is_larger_than_allowed(family: str, limits: tuple[int | None, int], make_scorer: Any) -> None:
     scorer = make_scorer(family)
     want = values(scorer.score(CHATS))
@@ -394,13 +383,3 @@ def test_a_row_that_was_made_up_for_padding_is_never_scored(tiny_tokenizer: Any,
     assert scorer.model.num_embeddings == 601
     with pytest.raises(ModelError, match=r"not in the model's vocabulary(?s:.*)600"):
         scorer.score([[user("Hi"), assistant("<|new|>")]])
-
-
-def test_a_broken_weight_is_told_when_it_is_loaded(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    hf = tiny_model("llama")
-    with torch.no_grad():
-        hf.model.layers[0].self_attn.q_proj.weight[0, 0] = math.nan
-    hf.save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"NaN or infinity(?s:.*)layers\.0\.self_attn\.q_proj"):
-        Scorer.load(tmp_path, device="cpu")

@@ -24,7 +24,6 @@ from treeward.model.contract import CONTRACT_FILE, read_contract, write_contract
 from treeward.model.export import export_model
 from treeward.model.loading import ensure_pad_token
 from treeward.model.reward_model import RewardModel
-from treeward.model.stored import read_stored
 from treeward.scoring.diagnosis import PARTS
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.verification import Verification, verify
@@ -132,12 +131,6 @@ def swap_words(folder: Path) -> None:
     file.write_text(json.dumps(content), encoding="utf-8")
 
 
-def lower_case(folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}), encoding="utf-8")
-
-
 def add_bos(folder: Path) -> None:
     """The tokenizer comes to put its BOS in front of every text by itself."""
     file = str(folder / "tokenizer.json")
@@ -164,23 +157,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: replace_text(f / "chat_template.jinja", "m.role + ': '", "m.role + ' - '"),
         "template", r"changed( .*)?got line 2: .*' - '.*need line 2: .*': '",
     ),
-    "template that renders the same": (
-        lambda f: replace_text(f / "chat_template.jinja", "+ ': ' +", "+ ':' + ' ' +"),
-        "template", "changed; the golden conversations come out the same",
-    ),
-    "template without the end": (
-        lambda f: replace_text(f / "chat_template.jinja", " + eos_token", ""), "template", "changed got line 2",
-    ),
     "template cut": (
         lambda f: replace_text(f / "chat_template.jinja", "{%- endfor -%}", "{%- end"), "template", "cannot be parsed",
     ),
     "template gone": (lambda f: (f / "chat_template.jinja").unlink(), "template", "gone.*fix restore chat_templ"),
     "words of the vocabulary swapped": (swap_words, "tokens", "another tokenizer"),
-    "normalisation": (lower_case, "tokens", r"'question' becomes other tokens got .* at position \d+, '.* need "),
     "BOS added": (add_bos, "tokens", r"becomes other tokens got .*at position 0, '<\|system\|>.*need .*at position 0"),
-    "end of text of the tokenizer": (
-        lambda f: edit(f / "tokenizer_config.json", eos_token="<|user|>"), "tokens", "another tokenizer",
-    ),
     "pad = eos in config.json": (
         pad_with_eos("config.json"), "read position",
         r"config.json pads with the end of conversations: transformers .*fix in config.json set pad_token_id to \d+",
@@ -188,9 +170,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "pad = eos in the tokenizer": (
         pad_with_eos("tokenizer_config.json"), "read position",
         r"tokenizer_config.json pads with the end.*fix in tokenizer_config.json set pad_token to \"<.+>\", or",
-    ),
-    "pad = eos in both": (
-        pad_with_eos("tokenizer_config.json", "config.json"), "read position", "config.json pads with the end",
     ),
     "no padding": (
         lambda f: edit(f / "config.json", pad_token_id=None), "read position", "config.json pads with another token",
@@ -209,9 +188,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: edit(f / "config.json", dtype="bfloat16"), "precision",
         "by dtype got dtype bfloat16 need dtype float32 fix in config.json set dtype to float32",
     ),
-    "torch_dtype in config.json": (
-        lambda f: edit(f / "config.json", torch_dtype="float16"), "precision", "by torch_dtype got torch_dtype float16",
-    ),
     "a sigmoid": (lambda f: edit(f / "config.json", problem_type=None), "activation", "problem_type None"),
     "head changed": (
         lambda f: change_weights(f, add_to("score.weight", 0.5)), "weights",
@@ -221,11 +197,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: change_weights(f, add_to("score.weight", 1e-6)), "weights",
         "others: score.weight; the golden scores are equal all the same got other bytes in score.weight",
     ),
-    "head scaled": (lambda f: change_weights(f, times("score.weight", 2.0)), "weights", "others: score.weight got"),
-    "head turned round": (lambda f: change_weights(f, times("score.weight", -1.0)), "weights", "others: score.weight"),
-    "the last norm scaled": (
-        lambda f: change_weights(f, times("model.norm.weight", 2.0)), "weights", "others: model.norm.weight got",
-    ),
     "rows of the embedding that no golden conversation has": (
         replace_unused_rows, "weights", "others: model.embed_tokens.weight; the golden scores are equal all the same",
     ),
@@ -233,34 +204,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: change_weights(f, add_to(UP, 3.0)), "weights", f"1 of 21 tensors are others: {UP} got",
     ),
     "a tensor lost": (lambda f: change_weights(f, lambda t: t.pop(UP)), "weights", "other names or shapes"),
-    "a tensor of another shape": (
-        lambda f: change_weights(f, lambda t: t.update({UP: t[UP][:-1].clone()})), "weights", "other names or shapes",
-    ),
     "architecture": (
         lambda f: edit(f / "config.json", rms_norm_eps=0.1), "files", "by rms_norm_eps got rms_norm_eps 0.1 need",
     ),
-    "positions": (
-        lambda f: edit(f / "config.json", max_position_embeddings=4096), "files", "by max_position_embeddings got",
-    ),
-    "a window": (lambda f: edit(f / "config.json", sliding_window=2000), "files", "by sliding_window got .* need "),
-    "rotation": (
-        lambda f: edit(f / "config.json", rope_parameters={"rope_theta": 9999.0, "rope_type": "default"}), "files",
-        "by rope_parameters got .*9999",
-    ),
-    "the name of the architecture": (
-        lambda f: edit(f / "config.json", architectures=["MistralForSequenceClassification"], hidden_act="gelu"),
-        "files", "by architectures and 1 more keys got .*Mistral.* need .*Llama",
-    ),
-    "config of another form": (lambda f: (f / "config.json").write_text("[1]"), "files", "damaged got it holds a list"),
     "weights gone": (lambda f: (f / "model.safetensors").unlink(), "files", "weights is missing"),
-    "weights cut": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
-        "files", "weights is damaged",
-    ),
     "config gone": (lambda f: (f / "config.json").unlink(), "files", "config.json is missing"),
-    "config cut": (
-        lambda f: (f / "config.json").write_bytes((f / "config.json").read_bytes()[:50]), "files", "config.json is",
-    ),
     "tokenizer gone": (
         lambda f: [file.unlink() for file in f.glob("tokenizer*")], "files", "tokenizer",
     ),
@@ -269,9 +217,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "contract of another version": (
         lambda f: edit(f / CONTRACT_FILE, version=1), "contract", "another version, field version got 1 need 2",
-    ),
-    "contract with a wrong field": (
-        lambda f: edit(f / CONTRACT_FILE, activation="relu"), "contract", "field activation got relu",
     ),
     "no contract": (lambda f: (f / CONTRACT_FILE).unlink(), "contract", "no scoring contract .* --write"),
 }  # fmt: skip
@@ -312,17 +257,6 @@ def test_the_same_numbers_in_other_files_are_equal(folder: Path) -> None:
     assert result.equal and result.num_tensors == 21, result.first_difference
 
 
-def test_the_same_config_in_other_words_is_equal(folder: Path) -> None:
-    """Keys that say nothing about the architecture."""
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key in ("dtype", "use_cache"):
-        del content[key]
-    content |= {"transformers_version": "4.40.0", "_name_or_path": "elsewhere", "rope_scaling": None}
-    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    result = check(folder)
-    assert result.equal, result.first_difference
-
-
 def test_a_quick_verification_hashes_the_head_alone(folder: Path) -> None:
     replace_unused_rows(folder)
     result = check(folder, quick=True)
@@ -332,9 +266,7 @@ def test_a_quick_verification_hashes_the_head_alone(folder: Path) -> None:
     assert first is not None and first.part == "weights" and "others: score.weight" in first.summary
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("name", ["score.weight", "model.norm.weight"])
-@pytest.mark.parametrize("factor", [2.0, -1.0])
+@pytest.mark.parametrize(("factor", "name", "quick"), [(2.0, "score.weight", False), (-1.0, "model.norm.weight", True)])
 def test_no_activation_is_blamed_for_weights(factor: float, name: str, quick: bool, folder: Path) -> None:
     change_weights(folder, times(name, factor))
     result = check(folder, quick=quick)
@@ -359,12 +291,6 @@ def test_the_same_weights_with_other_scores(folder: Path) -> None:
     assert coarse.part == "precision" and "this machine computes in a coarser format" in coarse.summary
 
 
-def test_scores_that_a_changed_config_makes(folder: Path) -> None:
-    edit(folder / "config.json", rms_norm_eps=0.5)
-    files, weights = [one for one in check(folder).checks if one.state == "differs"]
-    assert files.part == "files" and "backbone or config.json was changed" in weights.summary
-
-
 def test_the_template_is_gone_that_treeward_would_take_anyway(tiny_tokenizer: Any, tmp_path: Path) -> None:
     folder = export(tmp_path / "model", tiny_tokenizer, template=Renderer(copy.deepcopy(tiny_tokenizer)).chat_template)
     assert check(folder).equal
@@ -375,49 +301,14 @@ def test_the_template_is_gone_that_treeward_would_take_anyway(tiny_tokenizer: An
     assert check(folder).equal
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "bert", "mistral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("gemma2", torch.float32), ("bert", torch.float32), ("mistral", torch.bfloat16)]
+)
 def test_exports_of_families_are_equal(family: str, dtype: torch.dtype, tiny_tokenizer: Any, tmp_path: Path) -> None:
     folder = export(tmp_path / "model", tiny_tokenizer, family, dtype=dtype)
     for computed_in in (torch.float32, torch.bfloat16):
         result = check(folder, dtype=computed_in)
         assert result.equal, result.first_difference
-
-
-def test_another_models_weights(folder: Path, tiny_tokenizer: Any) -> None:
-    shutil.copy(export(folder.parent / "other", tiny_tokenizer, seed=5) / "model.safetensors", folder)
-    first = check(folder).first_difference
-    assert first is not None and first.part == "weights"
-    assert first.summary.startswith("21 of 21 tensors are others: model.embed_tokens.weight, ")
-    assert first.summary.endswith(" and 18 more")
-    first = check(folder, quick=True).first_difference
-    assert first is not None and first.summary == "1 of 21 tensors are others: score.weight"
-    # With this head in its place it is the backbone that is another.
-    contract = read_contract(folder)
-    assert contract is not None
-    digest = read_stored(folder).sha256_of("score")
-    weights = contract.weights.model_copy(update={"head_sha256": digest})
-    write_contract(contract.model_copy(update={"weights": weights}), folder)
-    first = check(folder, quick=True).first_difference
-    assert first is not None and first.part == "weights" and "the backbone or config.json was changed" in first.summary
-
-
-def test_a_model_of_another_size(folder: Path, tiny_tokenizer: Any) -> None:
-    other = export(folder.parent / "other", tiny_tokenizer, "qwen3")
-    for file in ("model.safetensors", "config.json"):
-        shutil.copy(other / file, folder)
-    first = check(folder).first_difference
-    assert first is not None and first.part == "files" and "LlamaForSequenceClassification" in str(first.need)
-    weights = check(folder).checks[-1]
-    assert weights.state == "differs" and "of LlamaForSequenceClassification" in str(weights.need)
-
-
-def test_damage_of_rounded_weights(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """A folder in bfloat16: that its numbers fit bfloat16 explains nothing."""
-    folder = export(tmp_path / "model", tiny_tokenizer, dtype=torch.bfloat16)
-    change_weights(folder, lambda t: t.update({UP: (t[UP].float() * 1.02).to(torch.bfloat16)}))
-    first = check(folder).first_difference
-    assert first is not None and first.part == "weights" and UP in first.summary
 
 
 def test_a_small_change_of_the_backbone_is_no_rounding(folder: Path) -> None:
@@ -441,21 +332,6 @@ def test_several_parts_differ(folder: Path) -> None:
     assert result.first_difference is not None and result.first_difference.part == "read position"
 
 
-def test_the_contract_of_another_folder(folder: Path, tiny_tokenizer: Any) -> None:
-    contract = read_contract(export(folder.parent / "other", tiny_tokenizer, seed=5))
-    assert contract is not None
-    write_contract(contract, folder)
-    first = check(folder).first_difference
-    assert first is not None and first.part == "weights"
-
-
-def test_padding_that_was_wrong_from_the_beginning(folder: Path) -> None:
-    """A contract that does not promise plain transformers is kept by the same folder."""
-    pad_with_eos("tokenizer_config.json", "config.json")(folder)
-    sign_folder(folder, like=read_contract(folder))
-    assert check(folder).equal
-
-
 def test_no_golden_scores(folder: Path) -> None:
     contract = read_contract(folder)
     assert contract is not None
@@ -469,7 +345,7 @@ def test_no_golden_scores(folder: Path) -> None:
     assert first is not None and first.part == "weights" and "golden" not in first.summary
 
 
-@pytest.mark.parametrize("name", ["nowhere", "empty", "some/where/else", "someone/on-the-hub"])
+@pytest.mark.parametrize("name", ["nowhere", "empty", "someone/on-the-hub"])
 def test_there_is_no_model(name: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="no (such )?model"):

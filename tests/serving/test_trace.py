@@ -95,8 +95,8 @@ def test_messages_and_a_model_by_name(client: Any) -> None:
     ("body", "status", "words"),
     [
         ({"completion": ""}, 422, "no text"),
-        ({"completion": [{"role": "user", "content": "Hi"}]}, 422, "no answer to score"),
-        ({"completion": []}, 422, "no answer to score"),
+        ({"completion": [{"role": "user", "content": "Hi"}]}, 422, "no completion to score"),
+        ({"completion": []}, 422, "no completion to score"),
         ({"completion": "word " * 200}, 422, "too long to score"),
         ({"completion": 3}, 422, "completion"),
         ({"completion": "Yes", "max_points": 0}, 422, "max_points"),

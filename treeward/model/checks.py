@@ -1,4 +1,4 @@
-"""What is checked before the first step: mistakes that would otherwise train a model that cannot score.
+"""Checks before the first step, for mistakes that would otherwise train a model that cannot score.
 
     check_before_training(model, comparisons, tokenizer)
     check_policy(policy, prompts_as_token_ids)
@@ -60,10 +60,10 @@ def check_before_training(
 def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
     """Raise `ModelError` where a policy would be trained with other log-probabilities than plain transformers gives.
 
-    `prompts`: real ones, as tokens; the two shortest are checked, each with answers made of its own tokens that share a
-    beginning. Their log-probabilities, all of a prompt in one go as in training, must be those of the model's own
-    logits for each row alone: on average over the tokens within 1e-3 in float32, 0.05 in shorter dtypes. Nor may a
-    token be beyond the vocabulary.
+    `prompts`: real ones, as tokens; the two shortest are checked, each with completions made of its own tokens that
+    share a beginning. Their log-probabilities, computed together as in training, must be those of the model's own
+    logits for each row alone: within 1e-3 on average over the tokens in float32, 0.05 in shorter dtypes. No token may
+    lie beyond the vocabulary.
     """
     _check_tokens(policy.num_embeddings, prompts)
     compute_dtype, policy.compute_dtype = policy.compute_dtype, None
@@ -72,13 +72,13 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
         for prompt in sorted(prompts, key=len)[:2]:
             start = [int(token) for token in prompt]
             tail = start[-8:]
-            sequences = [[*start, *answer] for answer in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]
+            sequences = [[*start, *end] for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]
             ours = policy.log_probs([sequences], [[len(start)] * len(sequences)])
             for sequence, found_L in zip(sequences, ours.values_SL, strict=True):
                 own, theirs = found_L[: len(sequence) - len(start)], _row_log_probs(policy, sequence, len(start))
                 if not float((own - theirs).abs().mean()) <= tolerance:
                     raise ModelError(
-                        "an answer does not get the log-probability that plain transformers gives it",
+                        "a completion does not get the log-probability that plain transformers gives it",
                         where=type(policy.hf).__name__,
                         got=f"{float(own.sum()):.6f} for {len(own)} tokens after a prompt of {len(start)}",
                         need=f"{float(theirs.sum()):.6f}",
@@ -110,10 +110,10 @@ def check_positions(model: WrappedModel, length: int) -> None:
 
 
 def check_tokenizer_survives(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ConfigError` for a tokenizer that would read otherwise once it lies beside this model.
+    """Raise `ConfigError` for a tokenizer that gives other tokens once it is saved beside this model.
 
-    For some model types transformers ignores what a saved tokenizer says of itself and takes the type's own class,
-    with its own normalisation and splitting.
+    For some model types transformers ignores the class of a saved tokenizer and loads the type's own class, with its
+    own normalisation and splitting.
     """
     with tempfile.TemporaryDirectory() as folder:
         hf.config.save_pretrained(folder)
@@ -176,14 +176,14 @@ def _check_read_position(model: RewardModel, sequences: Sequence[TokenIds], toke
     if count < len(sequences):
         logger.warning(
             "Conversations end with %d different tokens: the chat template writes no end of turn, so the model cannot "
-            "see whether an answer is finished.",
+            "see whether a completion is finished.",
             len(last),
         )
 
 
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
-    """Both are computed in the weights' own precision: what is compared is where the score is read."""
+    """Both scores are computed in the weights' own precision, so they differ only in the read position."""
     compute_dtype, model.compute_dtype = model.compute_dtype, None
     ours = model(model.make_batch([sequences]))
     for sequence, score in zip(sequences, ours.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What loading any model has in common: names on disk and on the hub, tokenizers, configurations, and what goes wrong.
+"""Loading of any model: names on disk and on the hub, tokenizers, configurations, and their errors.
 
     tokenizer = load_tokenizer("Qwen/Qwen2.5-0.5B-Instruct")
     config = read_config("results/rm/final", trust_remote_code=False)
@@ -48,10 +48,8 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The number formats that a configuration can name."""
 
-# Of httpx and requests, which huggingface_hub has used by turns; by name, for either may be absent.
-_NETWORK_ERRORS = frozenset(
-    {"ConnectError", "ConnectTimeout", "ReadTimeout", "ReadError", "ProxyError", "SSLError", "NewConnectionError"}
-)
+# The hub's client raises those of its own HTTP library, which differs by version; so by name.
+_NETWORK_ERRORS = frozenset({"ConnectError", "ConnectTimeout", "ReadTimeout", "ReadError", "ProxyError"})
 
 
 def quiet_transformers() -> None:
@@ -86,15 +84,13 @@ def load_weights(
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` where there is none."""
     check_local(name)
-    _tell_of_hub(name, "tokenizer")
+    _log_hub(name, "tokenizer")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, padding_side="right"
         )
     except (OSError, ValueError) as error:
-        if (reason := _why_no_hub(name, error)) is not None:
-            raise _no_hub(name, "tokenizer", reason) from error
-        raise ModelError(
+        raise _hub_error(name, "tokenizer", error) or ModelError(
             "no tokenizer can be loaded",
             where=name,
             got=_first_line(error),
@@ -107,7 +103,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def check_local(name: str) -> None:
-    """Raise `ModelError` for a folder that is not there; looked for on the hub, the error would be of the network."""
+    """Raise `ModelError` for a folder that does not exist, instead of looking for it on the hub."""
     path = Path(name).expanduser()
     is_local = (
         name.startswith(("/", ".", "~")) or name.count("/") > 1 or (path.parent != Path() and path.parent.is_dir())
@@ -127,7 +123,7 @@ def check_local(name: str) -> None:
 def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of a folder or hub name. Raises `ModelError`."""
     check_local(name)
-    _tell_of_hub(name, "model")
+    _log_hub(name, "model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -135,13 +131,13 @@ def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
-def _tell_of_hub(name: str, what: str) -> None:
+def _log_hub(name: str, what: str) -> None:
     if not Path(name).expanduser().exists():
-        logger.info("Looking for the %s %s on the hub, or among what was downloaded before.", what, name)
+        logger.info("Looking for the %s %s on the hub, or among earlier downloads.", what, name)
 
 
-def _why_no_hub(name: str, error: BaseException) -> str | None:
-    """Why the hub does not answer, if that is what an error comes from."""
+def _hub_error(name: str, what: str, error: BaseException) -> ModelError | None:
+    """The error for a hub that does not answer, if that is the cause of `error`."""
     if Path(name).expanduser().exists():
         return None
     chain: list[BaseException] = []
@@ -149,29 +145,25 @@ def _why_no_hub(name: str, error: BaseException) -> str | None:
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
-    expected = (OfflineModeIsEnabled, ConnectionError, TimeoutError)
-    offline = [one for one in chain if isinstance(one, expected) or type(one).__name__ in _NETWORK_ERRORS]
-    if offline:
-        return f"{type(offline[-1]).__name__}: {_first_line(offline[-1])}"
-    absent = [one for one in chain if isinstance(one, LocalEntryNotFoundError)]
-    return _first_line(absent[-1]) if absent else None
-
-
-def _no_hub(name: str, what: str, reason: str) -> ModelError:
+    network = (OfflineModeIsEnabled, ConnectionError, TimeoutError)
+    causes = [one for one in chain if isinstance(one, network) or type(one).__name__ in _NETWORK_ERRORS]
+    causes = causes or [one for one in chain if isinstance(one, LocalEntryNotFoundError)]
+    if not causes:
+        return None
     return ModelError(
         f"the hub does not answer, and the {what} was not downloaded before",
         where=name,
-        got=reason,
+        got=f"{type(causes[-1]).__name__}: {_first_line(causes[-1])}",
         need="a folder of this machine, or a hub name and a network",
         fix="check the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder of a copy",
     )
 
 
 def _loading_error(name: str, error: Exception) -> ModelError:
-    """What the user can mend about an error of `from_pretrained`."""
+    """The user's error for an error of `from_pretrained`."""
     text = str(error)
-    if (reason := _why_no_hub(name, error)) is not None:
-        return _no_hub(name, "model", reason)
+    if (no_hub := _hub_error(name, "model", error)) is not None:
+        return no_hub
     if "size mismatch" in text or "ignore_mismatched_sizes" in text:
         return ModelError(
             "the weights do not have the shapes that config.json asks for",
@@ -242,7 +234,7 @@ def no_model_of_fields(error: Exception) -> ConfigError:
 
 
 def _check_fields(model_config: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """transformers keeps fields that it does not know without a word: a misspelt size would be the default one."""
+    """transformers silently keeps unknown fields: a misspelt size would be the default one."""
     where = "policy.model_config"
     model_type = model_config.get("model_type")
     if model_type not in CONFIG_MAPPING:

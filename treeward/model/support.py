@@ -1,8 +1,8 @@
-"""Can this model share a prefix? Asked of the model itself, once, before it is used.
+"""Whether a model can share prefixes: tried on the model itself, once, before it is used.
 
-Two short conversations that begin alike are computed as plain Hugging Face rows and as a tree. Where the tree gives the
-same, trees are exact for this family; where it does not (recurrent layers, attention of the model's own, position
-biases), the model runs as padded rows and the log says why. No list of families has to be kept.
+Two short conversations that begin alike are computed as plain Hugging Face rows and as a tree. If both give the same,
+trees are exact for this family; if not (recurrent layers, attention of the model's own, position biases), the model
+runs as padded rows and the log says why. There is no list of families.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from treeward.errors import ConfigError, ModelError
@@ -36,7 +35,7 @@ def choose_layout(hf: PreTrainedModel, requested: str) -> Layout:
     Raises `ModelError` where not even plain rows give Hugging Face's own scores.
     """
     _check_requested(requested)
-    if _is_encoder(hf):
+    if head_name(hf) != "score":
         return "encoder"
     if not getattr(hf, "made_by_treeward", False):
         _check_against_transformers(hf)
@@ -63,7 +62,7 @@ def _tree_or_rows(hf: PreTrainedModel, requested: str) -> Layout:
 
 @torch.no_grad()
 def why_not_tree(hf: PreTrainedModel) -> str | None:
-    """None where trees are exact for this model, else the reason."""
+    """None if trees are exact for this model, else the reason why not."""
     config = hf.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other:
@@ -77,23 +76,29 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
         tree = model._tree_hidden(batch)[batch.reads_S]
     except (ModelError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         return str(error).splitlines()[0]
-    rows = torch.cat([_plain_hidden(model, sequence) for sequence in sequences])
-    difference = _relative_error(tree, rows)
-    if difference <= _tolerance(hf):
+    with model.plain_attention():
+        rows = [
+            model.backbone(input_ids=torch.tensor([ids], device=model.device), use_cache=False).last_hidden_state[:, -1]
+            for ids in sequences
+        ]
+    want = torch.cat(rows).float()
+    difference = float((tree.float() - want).abs().max() / want.abs().max().clamp_min(1e-6))
+    if difference <= _TOLERANCE.get(hf.dtype, 5e-2):
         return None
     return f"a tree's hidden states differ by {difference:.1e} from plain rows"
 
 
 @torch.no_grad()
 def _check_against_transformers(hf: PreTrainedModel) -> None:
-    """The score that we read is the one that the model's own forward gives for one unpadded row."""
+    """The score is the one that the model's own forward gives for one unpadded row."""
     model = RewardModel(hf, layout="rows")
     for sequence in _probe_sequences(hf):
         ours = model.heads(model.make_batch([[sequence]]))
-        with model.attention(model._row_attention), _head_in_its_own_dtype(model):
+        with model.plain_attention(), _head_in_its_own_dtype(model):
             theirs = hf(input_ids=torch.tensor([sequence], device=model.device), use_cache=False).logits
-        # Not relative to the score, which may by chance be next to nothing.
-        if float((ours - theirs.float()).abs().max()) > _tolerance(hf) * max(1.0, float(theirs.abs().max())):
+        # Not relative to the score, which may be close to zero.
+        tolerance = _TOLERANCE.get(hf.dtype, 5e-2) * max(1.0, float(theirs.abs().max()))
+        if float((ours - theirs.float()).abs().max()) > tolerance:
             raise ModelError(
                 f"{type(hf).__name__} does not read its score from the last token",
                 got=f"{theirs[0].tolist()} from transformers, {ours[0].tolist()} from the last token",
@@ -112,10 +117,6 @@ def _head_in_its_own_dtype(model: RewardModel) -> Iterator[None]:
         hook.remove()
 
 
-def _is_encoder(hf: PreTrainedModel) -> bool:
-    return head_name(hf) != "score"
-
-
 def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
     """Two conversations of 12 and 10 tokens that share 6; the padding token is not in them."""
     vocabulary = WrappedModel(hf, layout="rows", compute_dtype=None).num_embeddings
@@ -126,18 +127,3 @@ def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
     if len(tokens) < 16:
         raise ModelError("the vocabulary is too small", got=vocabulary, need="two tokens besides padding")
     return [tokens[:12], tokens[:6] + tokens[12:16]]
-
-
-def _plain_hidden(model: WrappedModel, sequence: list[int]) -> Tensor:
-    with model.attention(model._row_attention):
-        out = model.backbone(input_ids=torch.tensor([sequence], device=model.device), use_cache=False)
-    hidden: Tensor = out.last_hidden_state
-    return hidden[:, -1]
-
-
-def _relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6))
-
-
-def _tolerance(hf: PreTrainedModel) -> float:
-    return _TOLERANCE.get(hf.dtype, 5e-2)

@@ -3,9 +3,9 @@
     calibration = calibrate(Scorer.load("results/rm/final"), preferences, name="validation.jsonl")
     calibration.normalization.mean, calibration.length_curve.values, calibration.temperature.value
 
-The constants are stored in the model's contract (`treeward calibrate` does so), and `treeward.scoring.shaping` applies
-them. Use comparisons that the model was not trained on: on its own training data it is too sure of itself, and the
-temperature comes out too low. What cannot be fitted is None, and the log says why.
+`treeward calibrate` stores the constants in the model's contract, and `treeward.scoring.shaping` applies them. Use
+comparisons that the model was not trained on: on its own training data it is too confident, and the temperature comes
+out too low. A constant that cannot be fitted is None, and the log says why.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 from statsmodels.nonparametric.smoothers_lowess import lowess
 
 from treeward.config.reward_shaping import (
@@ -58,12 +59,11 @@ _FEWEST_NEIGHBOURS = 10
 _ROBUST_ROUNDS = 3
 _EXACT_UP_TO = 1000  # points; above that, local regressions are skipped within a hundredth of the range
 _FEWEST_COMPARISONS = 2
-_BISECTIONS = 200
 
 
 @dataclass
 class _Collected:
-    """What scoring has found, one number per completion; `pairs`: which of two completions is the better."""
+    """Scores and lengths of the completions; `pairs`: indices of (better, worse) completions."""
 
     scores: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -85,10 +85,10 @@ def calibrate(
 ) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
-    `name`: of the data, kept as the provenance; of an absolute path only the last part. `tokenizer`: for lengths in
-    tokens; None is the scorer's own. `on_progress` is told how many comparisons have been scored since it was last
-    called. Memory grows by a few numbers per completion. Completions without a score are counted and left out. Raises
-    `DataError` for fewer than two comparisons with two scored completions, or where all scores are the same.
+    `name`: of the data, kept as the provenance (the last part of an absolute path). `tokenizer`: for lengths in tokens;
+    None is the scorer's own. `on_progress` receives the number of comparisons scored since its last call. Memory grows
+    by a few numbers per completion. Completions without a score are counted and left out. Raises `DataError` for fewer
+    than two comparisons with two scored completions, or where all scores are the same.
     """
     if tokenizer is None and isinstance(scorer, Scorer):
         tokenizer = scorer.renderer.tokenizer
@@ -145,7 +145,7 @@ def fit_normalization(scores: Floats) -> NormalizationConstants:
 
 
 def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> LengthCurve | None:
-    """The score that length alone predicts, from scores (N,) and lengths (N,); None if that is all there is to scores.
+    """The score that length alone predicts, from scores (N,) and lengths (N,); None where length explains every score.
 
     LOWESS: at each length a straight line, fitted to the nearest two thirds of the points by least squares, weighted by
     nearness and, in three further rounds, against outliers. Cleveland 1979; to calibrate rewards: Huang et al. 2024
@@ -172,16 +172,16 @@ def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> Le
 def fit_temperature(differences: Floats, *, name: str | None = None) -> CalibratedTemperature | None:
     """The T that minimises `preference_nll` of ordered pairs, from their differences s_better - s_worse (P,).
 
-    The loss is convex in b = 1/T, with slope -mean(d sigma(-b d)), so its minimum is where the slope is 0. There is
-    none for T < inf where the mean difference is not positive: None, with a warning. There is none for T > 0 where no
-    pair is in the wrong order: the targets are then (P + 1)/(P + 2) instead of 1, as Platt 1999 has it, and the log
-    says so. `name`: of the data, for the log. Guo et al. 2017 (arXiv 1706.04599) have temperature scaling.
+    Temperature scaling: Guo et al. 2017 (arXiv 1706.04599). The loss is convex in b = 1/T, with slope
+    -mean(d sigma(-b d)), and its minimum is where the slope is 0. If the mean difference is not positive, no finite T
+    minimises it: None, with a warning. If no pair is in the wrong order, no T above 0 does: the targets are then
+    (P + 1)/(P + 2) instead of 1 (Platt 1999), with a warning. `name`: of the data, for the log.
     """
     num_pairs, of = len(differences), f"{name}: " if name else ""
     if num_pairs == 0 or differences.mean() <= 0:
         logger.warning(
-            "%sno temperature: over %d ordered pairs the better completion does not score higher on average, so none "
-            "would make probabilities of these scores.",
+            "%sno temperature: the better completion does not score higher on average over %d ordered pairs, so no "
+            "temperature makes probabilities of these scores.",
             of,
             num_pairs,
         )
@@ -190,8 +190,8 @@ def fit_temperature(differences: Floats, *, name: str | None = None) -> Calibrat
     if differences.min() >= 0:
         target = (num_pairs + 1) / (num_pairs + 2)
         logger.warning(
-            "%sthe temperature is a cautious guess: all of the %d ordered pairs are in the right order, which any "
-            "lower temperature would fit better still. More comparisons would tell.",
+            "%sthe temperature is a cautious guess: all %d ordered pairs are in the right order, so any lower "
+            "temperature fits better. Use more comparisons.",
             of,
             num_pairs,
         )
@@ -202,15 +202,7 @@ def fit_temperature(differences: Floats, *, name: str | None = None) -> Calibrat
 
     # The slope rises with b, from below 0 at b = 0 to above 0. In units of the mean difference the root is near 1.
     unit = -math.log(float(np.abs(differences).mean()))
-    low, high = unit - 1.0, unit + 1.0
-    while slope(low) > 0:
-        low -= 2.0
-    while slope(high) < 0:
-        high += 2.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
-    temperature = math.exp(-(low + high) / 2)
+    temperature = math.exp(-brentq(slope, unit - 40, unit + 40, xtol=1e-12))
     return CalibratedTemperature(
         value=temperature,
         nll_before=preference_nll(differences, 1.0),

@@ -2,12 +2,12 @@
 
     ensemble = EnsembleScorer.load(["results/a/final", "results/b/final"], config=EnsembleConfig(method="worst"))
     score = ensemble.score([conversation])[0]
-    score.score, score.members        # the combined score, and what each member says
+    score.score, score.members        # the combined score, and the score of each member
 
 Optimising against one reward model finds its mistakes; members that disagree show where they are. Each member renders
 and scores with its own tokenizer, template and weights. Their scores have different zeros and units, so they are
-z-scored first, with constants that were fixed beforehand: what else is in a call changes no score. A conversation that
-one member cannot score has no score.
+z-scored first with fixed constants: no score depends on the rest of the call. A conversation that one member cannot
+score has no score.
 
 Shapes: S conversations, M members.
 """
@@ -47,7 +47,7 @@ def combine(
 
     mean: R = 1/M sum_m r_m. worst: R = min_m r_m. uncertainty: R = mean_m r_m - lambda Var_m r_m, where lambda is
     `uncertainty_coefficient` and Var = 1/M sum_m (r_m - mean)^2, of the population. Coste et al. 2023 (arXiv
-    2310.02743, their mean, worst-case and uncertainty-weighted optimisation). Of one member it is the member's score.
+    2310.02743, their mean, worst-case and uncertainty-weighted optimisation).
     """
     values = np.asarray(values_SM, dtype=np.float64, order="C")
     assert values.ndim == 2 and values.shape[1] > 0, f"got shape {values.shape}, need (conversations, members)"
@@ -64,11 +64,11 @@ class _Constants(NamedTuple):
 
 
 class EnsembleScorer:
-    """Scores conversations with several models, or with the heads of one, and combines what they say.
+    """Scores conversations with several models, or with the heads of one, and combines the scores.
 
-    `members`: a scorer for each model; for `over: heads` exactly one, of a model with several heads. `names`: what to
-    call each in errors. Raises `ConfigError` for members that do not fit the configuration, and where scores are to be
-    standardized and the constants of a member are not known.
+    `members`: a scorer for each model; for `over: heads` exactly one, of a model with several heads. `names`: of the
+    members, for errors. Raises `ConfigError` for members that do not fit the configuration, and where scores are to be
+    standardized and the constants of a member are unknown.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class EnsembleScorer:
         self.names = tuple(names) if names is not None else tuple(f"model {i + 1}" for i in range(len(self.members)))
         assert len(self.names) == len(self.members), f"{len(self.names)} names for {len(self.members)} members"
         self._constants = _constants(self.config, [member.contract for member in self.members], self.names)
-        if self.config.over == "heads":
-            self._check_num_heads(self.members[0].model.num_heads)
+        if self.config.over == "heads" and self._constants is not None:
+            _check_number(self._constants, self.members[0].model.num_heads, "heads")
 
     @classmethod
     def load(
@@ -98,7 +98,7 @@ class EnsembleScorer:
         names = [str(model) for model in models]
         config = config or EnsembleConfig()
         _check_members(config, len(names))
-        if all(Path(name).is_dir() for name in names):  # what is missing is told before any weights are loaded
+        if all(Path(name).is_dir() for name in names):  # before any weights are loaded
             _constants(config, [read_contract(name) for name in names], names)
         if config.over == "heads" and scorer_options.get("head_weights") is None:
             scorer_options["head_weights"] = _head_weights(names[0], scorer_options.get("trust_remote_code", False))
@@ -107,7 +107,7 @@ class EnsembleScorer:
 
     @property
     def renderer(self) -> Renderer:
-        """The first member's: what to count the tokens of a reply with."""
+        """The first member's, which counts the tokens of completions."""
         return self.members[0].renderer
 
     @property
@@ -130,8 +130,8 @@ class EnsembleScorer:
     ) -> list[Score]:
         """Score whole conversations, as `Scorer.score` does; an error names the member that it comes from.
 
-        `Score.members` holds what each member says, as it says it, before standardisation. `num_tokens` is that of the
-        first member, `truncated` is whether any of them cut.
+        `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of the first member;
+        `truncated` is True if any member truncated.
         """
         return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
 
@@ -146,7 +146,7 @@ class EnsembleScorer:
         return list(zip(*by_member, strict=True))
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[tuple[Prepared, ...]]:
-        """As `Scorer.prepare_texts`, by each member. It means the same to all of them only if they `render_alike`."""
+        """As `Scorer.prepare_texts`, by each member; a text means the same to all only if they `render_alike`."""
         return list(zip(*(member.prepare_texts(texts) for member in self.members), strict=True))
 
     @property
@@ -159,10 +159,10 @@ class EnsembleScorer:
         scores: list[Score] = []
         for m, member in enumerate(self.members):
             with self._errors_name(m):
-                said = member.score_prepared([one[m] for one in prepared], on_error=on_error)
+                found = member.score_prepared([one[m] for one in prepared], on_error=on_error)
             if self.config.over == "heads":
-                return self._combined([s if s.score is None else replace(s, members=s.heads) for s in said])
-            of_member = [self._of_member(m, score) for score in said]
+                return self._combined([s if s.score is None else replace(s, members=s.heads) for s in found])
+            of_member = [self._of_member(m, score) for score in found]
             scores = of_member if m == 0 else [_joined(*pair) for pair in zip(scores, of_member, strict=True)]
         return self._combined(scores)
 
@@ -173,7 +173,7 @@ class EnsembleScorer:
         return self.score(as_conversations(context, completions), on_error=on_error)
 
     def _of_member(self, m: int, score: Score) -> Score:
-        """What a member says: its value is in `members`, and an error names it."""
+        """A member's score: its value is in `members`, and an error names the member."""
         if score.score is None:
             return replace(score, heads=(), error=f"{self._label(m)}: {score.error}")
         return replace(score, heads=(), members=(score.score,))
@@ -201,10 +201,6 @@ class EnsembleScorer:
         )
         return [score if score.score is None else replace(score, score=next(combined)) for score in scores]
 
-    def _check_num_heads(self, num_heads: int) -> None:
-        if self._constants is not None and len(self._constants.means_M) != num_heads:
-            raise _wrong_number(self._constants, num_heads, "heads")
-
 
 def _head_weights(name: str, trust_remote_code: bool) -> list[float] | None:
     """Weights that let a scorer load a model of several heads; an ensemble combines the heads by its own method."""
@@ -215,14 +211,14 @@ def _head_weights(name: str, trust_remote_code: bool) -> list[float] | None:
     return None if num_heads == 1 else [1.0 / num_heads] * num_heads
 
 
-def _joined(score: Score, said: Score) -> Score:
-    """The score so far and what the next member says. The first member that has no score says why there is none."""
-    truncated = score.truncated or said.truncated
+def _joined(score: Score, added: Score) -> Score:
+    """The scores of the members so far, and that of the next one. The first member without a score gives the error."""
+    truncated = score.truncated or added.truncated
     if score.score is None:
         return replace(score, truncated=truncated)
-    if said.score is None:
-        return replace(score, score=None, truncated=truncated, members=(), error=said.error)
-    return replace(score, truncated=truncated, members=(*score.members, *said.members))
+    if added.score is None:
+        return replace(score, score=None, truncated=truncated, members=(), error=added.error)
+    return replace(score, truncated=truncated, members=(*score.members, *added.members))
 
 
 def _named(error: TreewardError, label: str) -> TreewardError:
@@ -234,49 +230,41 @@ def _named(error: TreewardError, label: str) -> TreewardError:
 def _constants(
     config: EnsembleConfig, contracts: Sequence[ScoringContract | None], names: Sequence[str]
 ) -> _Constants | None:
-    """What each member is standardized with, or None where it is not."""
+    """The constants that standardize the members; None without standardisation."""
     _check_members(config, len(names))
     if not config.standardize:
         return None
     if config.means is not None and config.stds is not None:
         constants = _Constants(config.means, config.stds)
-        if config.over == "models" and len(constants.means_M) != len(names):
-            raise _wrong_number(constants, len(names), "models")
+        if config.over == "models":
+            _check_number(constants, len(names), "models")
         return constants
     if config.over == "heads":
         raise ConfigError(
-            "the heads cannot be standardized: their means and standard deviations are not known",
+            "the heads cannot be standardized: their means and standard deviations are unknown",
             where=names[0],
             field="means, stds",
-            got="neither",
-            need="one number for each head in both: a calibration is of the whole score",
+            need="one number for each head in both: a calibration covers only the whole score",
             fix="give means and stds, or set standardize=false",
         )
     calibrations = [None if contract is None else contract.calibration for contract in contracts]
-    found = [None if calibration is None else calibration.normalization for calibration in calibrations]
-    if missing := [name for name, constants_of_it in zip(names, found, strict=True) if constants_of_it is None]:
-        raise ConfigError(
-            "the members cannot be standardized: the mean and standard deviation of their scores are not known",
-            where=missing[0],
-            field="calibration.normalization",
-            got=f"no such constants for {', '.join(dict.fromkeys(missing))}",
-            need="a calibration of each member on the same data",
-            fix=f"treeward calibrate {missing[0]} --data FILE; or give means and stds, or set standardize=false",
-        )
-    origins = {
-        c.provenance.fingerprint: name for name, c in zip(names, calibrations, strict=True) if c and c.provenance
-    }
-    if len(origins) > 1:
-        raise ConfigError(
-            "the members were calibrated on different data, so their standardized scores are on different scales",
-            where=", ".join(list(origins.values())[:2]),
-            field="calibration.provenance.fingerprint",
-            got=f"{len(origins)} different fingerprints",
-            need="a calibration of each member on the same data",
-            fix="treeward calibrate each with the same --data; or give means and stds, or set standardize=false",
-        )
-    known = [constants_of_it for constants_of_it in found if constants_of_it is not None]
-    return _Constants(tuple(c.mean for c in known), tuple(c.std for c in known))
+    known = [one.normalization for one in calibrations if one is not None and one.normalization is not None]
+    fingerprints = {one.provenance.fingerprint for one in calibrations if one is not None and one.provenance}
+    if len(known) == len(names) and len(fingerprints) <= 1:
+        return _Constants(tuple(c.mean for c in known), tuple(c.std for c in known))
+    without = [name for name, one in zip(names, calibrations, strict=True) if one is None or one.normalization is None]
+    raise ConfigError(
+        "the members cannot be standardized: the mean and standard deviation of their scores are unknown"
+        if without
+        else "the members were calibrated on different data, so their standardized scores are on different scales",
+        where=without[0] if without else ", ".join(dict.fromkeys(names)),
+        field="calibration.normalization" if without else "calibration.provenance.fingerprint",
+        got=f"no such constants for {', '.join(dict.fromkeys(without))}"
+        if without
+        else f"{len(fingerprints)} different",
+        need="a calibration of each member on the same data",
+        fix=f"treeward calibrate {(without or names)[0]} --data FILE; or give means and stds, or set standardize=false",
+    )
 
 
 def _check_members(config: EnsembleConfig, num_members: int) -> None:
@@ -284,7 +272,7 @@ def _check_members(config: EnsembleConfig, num_members: int) -> None:
         raise ConfigError("an ensemble has no members", got="no models", need="at least one model")
     if config.over == "heads" and num_members > 1:
         raise ConfigError(
-            "an ensemble of heads is of one model",
+            "an ensemble of heads has one model",
             field="over",
             got=f"over: heads, {num_members} models",
             need="one model with several heads",
@@ -292,10 +280,11 @@ def _check_members(config: EnsembleConfig, num_members: int) -> None:
         )
 
 
-def _wrong_number(constants: _Constants, num_members: int, what: str) -> ConfigError:
-    return ConfigError(
-        f"means and stds are not for these {what}",
-        field="means",
-        got=f"{len(constants.means_M)} of each, {num_members} {what}",
-        need=f"one number for each of the {what}, in order",
-    )
+def _check_number(constants: _Constants, number: int, what: str) -> None:
+    if len(constants.means_M) != number:
+        raise ConfigError(
+            f"means and stds do not fit the {what}",
+            field="means",
+            got=f"{len(constants.means_M)} of each, {number} {what}",
+            need=f"one number for each of the {what}, in order",
+        )

@@ -1,11 +1,11 @@
-"""`sign_folder`: golden conversations are scored, and the scoring contract is written into a model folder.
+"""`sign_folder`: score the golden conversations and write the scoring contract into a model folder.
 
     sign_folder(Path("results/rm/final"))                                     # load, score, write the contract
     sign_folder(folder, model=run.model, renderer=run.renderer)               # a model that was just saved there
 
 Each golden conversation holds something that goes wrong somewhere: several turns, a system message, letters beyond
 ASCII, code, white space at the end, a very short completion, a long one. Their scores are computed in float32 from the
-weights on the disk, along with the scores that known mistakes would give.
+weights on disk, along with the scores that known mistakes would give.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ bay can lift a wave of half a metre in the open sea to more than ten."""
 
 GOLDEN_CONVERSATIONS: Mapping[str, list[Message]] = {
     "question": _chat("Which river flows through Prague?", "The Vltava flows through Prague."),
-    "same question, another answer": _chat("Which river flows through Prague?", "I would rather not say."),
+    "same question, another completion": _chat("Which river flows through Prague?", "I would rather not say."),
     "greeting": _chat("Hi", "Hello!"),
     "system message": _chat("Where is my parcel?", "I'll look it up.", system="You work for a post office. Be brief."),
     "several turns": _chat(
@@ -105,23 +104,12 @@ GOLDEN_CONVERSATIONS: Mapping[str, list[Message]] = {
     "code": _chat("Sum a list.", "```python\ndef total(xs):\n\tn = 0\n\tfor x in xs:\n\t    n += x\n\treturn n\n```"),
     "white space at the end": _chat("Tell me a colour. ", "Blue  \n\n"),
     "one character": _chat("Is that so?", "."),
-    "long answer": _chat("Why are there two tides a day?", _TIDES),
+    "long completion": _chat("Why are there two tides a day?", _TIDES),
 }
-"""What is special about a conversation, and the conversation."""
-
+"""Conversations by what is special about them."""
 
 HASH_DIGITS = 12
 """Digits that a contract keeps of the hash of a tensor."""
-
-
-_OF_ONE_LABEL = "the attribute of this name"
-
-
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    name: str
-    messages: list[Message]
-    token_ids: list[int]
 
 
 def sign_folder(
@@ -137,14 +125,14 @@ def sign_folder(
 ) -> ScoringContract:
     """Make the contract of a model folder, write it there, and return it.
 
-    `model`: the model that was saved there, if it is in memory; it stays as it was. If saving rounded its weights, or
-    without it, the folder is loaded in float32 (onto the model's device, or `device`). `renderer`: the one whose
-    settings the folder was exported with; else those of `like`, a contract whose rendering, heads and shaping hold for
-    this model too; else the tokenizer's own template and the model's own limit. `heads`: how a model with several
+    `model`: the model that was saved there, if it is in memory; it stays as it was. Without it, or if saving rounded
+    its weights, the folder is loaded in float32 (onto the model's device, or `device`). `renderer`: the one that the
+    folder was exported with; else one with the settings of `like`, a contract whose rendering, heads and shaping hold
+    for this model too; else the tokenizer's own template and the model's own limit. `heads`: how a model with several
     labels makes its score; else as in `like`; else the first label alone, with a warning.
 
     Raises `ModelError` for weights that give no finite score. With `may_be_broken` (checkpoints) they are signed with a
-    warning, and the head alone is hashed: hashing the rest takes about a second per GB, at every saving.
+    warning, and only the head is hashed: hashing all tensors takes about a second per GB.
     """
     stored = read_stored(folder)
     same_numbers = (
@@ -164,7 +152,12 @@ def sign_folder(
             trust_remote_code=trust_remote_code,
         )
         model = loaded.model
-        renderer = renderer or Renderer(loaded.tokenizer, **_settings_of(like))
+        own = (
+            {}
+            if like is None
+            else like.rendering.model_dump(include={"chat_template_kwargs", "max_length", "truncation"})
+        )
+        renderer = renderer or Renderer(loaded.tokenizer, **own)
     contract = make_contract(
         model,
         renderer,
@@ -193,11 +186,10 @@ def make_contract(
 
     `tokenizer_padding`: the padding token of the tokenizer in the folder. `heads`: None is one reward, or for a model
     with several heads their labels, of which the first alone is the score. Conversations that the template refuses or
-    that are too long are left out. `may_be_broken`: so are those without a finite score, which else is a `ModelError`;
-    and the tensors of the backbone are not hashed.
+    that are too long are left out. `may_be_broken`: see `sign_folder`.
     """
     chosen = list(heads) if heads is not None else _default_heads(model)
-    rendered = list(_rendered(renderer, model.max_positions))
+    rendered = _rendered(renderer, model.max_positions)
     if not rendered:
         logger.warning("The chat template or the limit of %s tokens refuses every golden conversation: the scoring "
                        "contract has none, so scores cannot be replayed.", renderer.max_length)  # fmt: skip
@@ -223,7 +215,7 @@ def make_contract(
             chat_template_kwargs=renderer.chat_template_kwargs,
             max_length=renderer.max_length,
             truncation=renderer.truncation,
-            frame=frame_of(renderer, [one.token_ids for one in rendered]),
+            frame=frame_of(renderer, [ids for _, ids in rendered.values()]),
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=raw_pad_token_id(config),
@@ -265,7 +257,7 @@ def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequenc
     if len(labels) == 1:
         return [HeadContract(weight=values[0])]
     return [
-        HeadContract(name=label, meaning=_OF_ONE_LABEL, weight=value)
+        HeadContract(name=label, meaning="the attribute of this name", weight=value)
         for label, value in zip(labels, values, strict=True)
     ]
 
@@ -312,32 +304,31 @@ def combined_heads(values: Sequence[float], heads: Sequence[HeadContract]) -> fl
 
 @torch.no_grad()
 def plain_values(model: RewardModel, sequences: Sequence[TokenIds], pad_token_id: int | None) -> list[list[float]]:
-    """What transformers alone gives: rows padded on the right with `pad_token_id`, read where it reads them; (S, H).
+    """What plain transformers gives: rows padded on the right with `pad_token_id`, read where it reads them; (S, H).
 
-    Without a padding token it takes one row at a time.
+    Without a padding token it computes one row at a time.
     """
-    config, text_config = model.hf.config, model.hf.config.get_text_config()
-    before = [(one, one.pad_token_id) for one in (config, text_config)]
+    configs = (model.hf.config, model.hf.config.get_text_config())
+    before = [config.pad_token_id for config in configs]
     options = {} if model.layout == "encoder" else {"use_cache": False}
-    width = max(map(len, sequences), default=0)
+    batches = [[sequence] for sequence in sequences] if pad_token_id is None else [list(sequences)]
+    values: list[list[float]] = []
     try:
-        for one, _ in before:
-            one.pad_token_id = pad_token_id
-        with model.plain_attention():
-            if pad_token_id is None:
-                rows = [torch.tensor([list(ids)], device=model.device) for ids in sequences]
-                values = [model.hf(input_ids=row, **options).logits[0].float().tolist() for row in rows]
-            else:
-                padded = [list(ids) + [pad_token_id] * (width - len(ids)) for ids in sequences]
-                mask = [[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences]
-                values = model.hf(
-                    input_ids=torch.tensor(padded, device=model.device),
-                    attention_mask=torch.tensor(mask, device=model.device),
+        for config in configs:
+            config.pad_token_id = pad_token_id
+        for rows in batches if sequences else []:
+            width = max(map(len, rows))
+            tokens_SL = [[*row, *[pad_token_id or 0] * (width - len(row))] for row in rows]
+            mask_SL = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+            with model.plain_attention():
+                values += model.hf(
+                    input_ids=torch.tensor(tokens_SL, device=model.device),
+                    attention_mask=torch.tensor(mask_SL, device=model.device),
                     **options,
                 ).logits.float().tolist()  # fmt: skip
     finally:
-        for one, pad in before:
-            one.pad_token_id = pad
+        for config, pad in zip(configs, before, strict=True):
+            config.pad_token_id = pad
     return values
 
 
@@ -366,17 +357,6 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if token != PAD_TOKEN}  # loading may add it
     parts = {"vocabulary": vocabulary, "merges": merges, "scores": scores, "special": special}
     return text_sha256(json.dumps(parts, sort_keys=True))
-
-
-def _settings_of(like: ScoringContract | None) -> dict[str, Any]:
-    if like is None:
-        return {}
-    own = like.rendering
-    return {
-        "chat_template_kwargs": own.chat_template_kwargs,
-        "max_length": own.max_length,
-        "truncation": own.truncation,
-    }
 
 
 def _default_heads(model: RewardModel) -> list[HeadContract]:
@@ -423,7 +403,9 @@ def _weights(
     )
 
 
-def _rendered(renderer: Renderer, max_positions: int | None) -> Iterator[_Rendered]:
+def _rendered(renderer: Renderer, max_positions: int | None) -> dict[str, tuple[list[Message], list[int]]]:
+    """The messages and token ids of the golden conversations that the template and the limits allow."""
+    rendered = {}
     for name, messages in GOLDEN_CONVERSATIONS.items():
         try:
             fitted = renderer.fit(messages)
@@ -431,27 +413,31 @@ def _rendered(renderer: Renderer, max_positions: int | None) -> Iterator[_Render
             logger.debug("the golden conversation %r is left out: %s", name, error.summary)
             continue
         if fitted is not None and (max_positions is None or len(fitted.token_ids) <= max_positions):
-            yield _Rendered(name, messages, [int(token) for token in fitted.token_ids])
+            rendered[name] = messages, [int(token) for token in fitted.token_ids]
+    return rendered
 
 
 def _golden(
-    model: RewardModel, rendered: Sequence[_Rendered], heads: Sequence[HeadContract], may_be_broken: bool
+    model: RewardModel,
+    rendered: Mapping[str, tuple[list[Message], list[int]]],
+    heads: Sequence[HeadContract],
+    may_be_broken: bool,
 ) -> list[GoldenExample]:
     bos = None if model.layout == "encoder" else model.hf.config.get_text_config().bos_token_id
-    mistaken = [dict(_mistaken(one.token_ids, bos, model)) for one in rendered]
-    right: list[list[float]] = model.score_tokens([one.token_ids for one in rendered]).tolist()
+    mistaken = [dict(_mistaken(ids, bos, model)) for _, ids in rendered.values()]
+    right: list[list[float]] = model.score_tokens([ids for _, ids in rendered.values()]).tolist()
     wrong = iter(model.score_tokens([ids for rows in mistaken for ids in rows.values()]).tolist())
     examples = []
-    for one, rows, values in zip(rendered, mistaken, right, strict=True):
+    for (name, (messages, ids)), rows, values in zip(rendered.items(), mistaken, right, strict=True):
         mistakes = {mistake: combined_heads(next(wrong), heads) for mistake in rows}
         if may_be_broken and not all(map(math.isfinite, values)):
             continue
-        check_finite(values, f"the golden conversation {one.name!r}", len(one.token_ids))
+        check_finite(values, f"the golden conversation {name!r}", len(ids))
         examples.append(
             GoldenExample(
-                name=one.name,
-                messages=[dict(message) for message in one.messages],
-                token_ids=one.token_ids,
+                name=name,
+                messages=[dict(message) for message in messages],
+                token_ids=ids,
                 score=combined_heads(values, heads),
                 heads=values,
                 mistakes={mistake: score for mistake, score in mistakes.items() if math.isfinite(score)},
@@ -471,12 +457,12 @@ def _mistaken(ids: list[int], bos: int | None, model: RewardModel) -> Iterator[t
 
 
 def _tolerance(model: RewardModel, golden: Sequence[GoldenExample], heads: Sequence[HeadContract]) -> ToleranceContract:
-    """By how much scores of this very model may differ: from how much they do in bfloat16.
+    """By how much scores of this model may differ, measured by how much they differ in bfloat16.
 
     bfloat16 keeps 8 bits of a number and float32 24, so rounding is 2^16 times coarser, and a model amplifies both
-    alike. Sums that another kernel adds up in another order lose a few bits more than that, and the largest difference
-    of ten conversations is not that of all; 2^8 of the 2^16 are left for both. A TF32 product (11 bits) or weights that
-    were rounded are still beyond it by an order of magnitude.
+    alike. Another kernel adds up sums in another order and loses a few more bits, and ten conversations do not show the
+    largest difference; 2^8 of the 2^16 are left for both. A TF32 product (11 bits) and rounded weights exceed the
+    tolerance by an order of magnitude.
     """
     rows = [example.token_ids for example in golden]
     model.compute_dtype = torch.bfloat16

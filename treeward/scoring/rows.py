@@ -1,7 +1,7 @@
-"""Rows of files to conversations to score, and back: what `treeward score` reads and writes.
+"""From rows of files to conversations, and from scores back to rows, as `treeward score` reads and writes them.
 
-conversations_of({"messages": [...]}, "in.jsonl:1")                            # one: gets "score"
-conversations_of({"context": [...], "completions": [...]}, "in.jsonl:2")       # several: gets "scores"
+conversations_of({"messages": [...]}, "in.jsonl:1")                            # one, "score"
+conversations_of({"context": [...], "completions": [...]}, "in.jsonl:2")       # several, "scores"
 conversations_of({"prompt": "...", "chosen": "...", "rejected": "..."}, ...)   # two, in that order
 conversations_of({"prompt": "...", "responses": ["...", ...]}, ...)            # or context and responses
 conversations_of({"chosen": "\\n\\nHuman: ...", "rejected": "..."}, ...)       # transcripts
@@ -47,7 +47,7 @@ _SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class ScoredRow:
-    """A row with its scores. `num_failed`: how many of its conversations have none, or no reward."""
+    """A row with its scores. `num_failed`: how many of its conversations have no score, or no reward."""
 
     values: dict[str, Any]
     num_failed: int
@@ -56,9 +56,9 @@ class ScoredRow:
 def score_rows(scorer: ConversationScorer, rows: Iterable[Row], *, shaper: Shaper | None = None) -> Iterator[ScoredRow]:
     """Each row with its `score` (a row of one conversation) or `scores`, in order; memory does not grow with the rows.
 
-    With a `shaper` there is a `reward` or there are `rewards` too; reference answers are read from the rows. Rows are
-    scored up to 256 at a time. A conversation too long to score has the score None and the row an `error` that says so.
-    A row that is wrong raises `DataError`, after the rows before it.
+    With a `shaper` there is a `reward`, or there are `rewards`, too; reference answers are read from the rows. Up to
+    256 rows are scored at a time. A conversation too long to score has the score None, and its row an `error`. A wrong
+    row raises `DataError`, after the rows before it.
     """
     rewarder = Rewarder(lambda conversations, names: scorer.score(conversations, where=names), shaper)
     ours = _OURS if shaper is None else _OURS_WITH_REWARDS
@@ -73,7 +73,7 @@ def score_rows(scorer: ConversationScorer, rows: Iterable[Row], *, shaper: Shape
             wrong = error
         taken = sorted({key for row, _ in chunk for key in ours if key in row.values})
         if taken and not warned:
-            logger.warning("rows have %s already: what this scoring finds takes its place.", ", ".join(taken))
+            logger.warning("The rows already have %s, which this scoring replaces.", ", ".join(taken))
             warned = True
         yield from _score_chunk(rewarder, chunk)
         if wrong is not None:
@@ -114,7 +114,7 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
             where=where,
             got=" and ".join("/".join(shape) for shape in shapes),
             need="one of them",
-            fix="remove the keys that shall not be scored",
+            fix="remove the keys that are not to be scored",
         )
     wrong = [key for key in ("context", "prompt") if shapes and key in row and key not in _CONTEXT_OF[shapes[0]]]
     if wrong:
@@ -170,14 +170,14 @@ _CONTEXT_OF: dict[tuple[str, ...], tuple[str, ...]] = {
     ("context", "responses"): ("context",),
     ("chosen", "rejected"): ("prompt",),
 }
-"""Where the beginning of the conversations of each shape is; elsewhere it would be left out without a word."""
+"""The keys that hold the context in each shape; other context keys would be ignored silently."""
 
 
 def _with_scores(values: Mapping[str, Any], rewarded: Sequence[Reward], with_rewards: bool) -> ScoredRow:
     found = {"score": [one.raw for one in rewarded]}
     if with_rewards:
         found["reward"] = [one.value for one in rewarded]
-    # An error or a score that an earlier scoring has left would be taken for this one's.
+    # Values of an earlier scoring would be taken for this one's.
     ours = _OURS_WITH_REWARDS if with_rewards else _OURS
     result = {key: value for key, value in values.items() if key not in ours}
     for key, numbers in found.items():
@@ -194,7 +194,7 @@ def _with_scores(values: Mapping[str, Any], rewarded: Sequence[Reward], with_rew
 
 
 def _prompt(value: Any, field: str, where: str, *, may_be_empty: bool = False) -> list[Message]:
-    """Messages, as a list or as the JSON of one, or the text of the user's only one."""
+    """Messages, as a list or as JSON, or the text of the only user message."""
     if may_be_empty and isinstance(value, list) and not value:
         return []
     return list(as_messages(value, field, "user", where))
@@ -210,5 +210,6 @@ def _completion(item: Any, field: str, where: str) -> list[Message]:
 
 def _list(value: Any, field: str, where: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise DataError(f"{field} is not a list of answers", where=where, field=field, got=value, need="one or more")
+        summary = f"{field} is not a list of completions"
+        raise DataError(summary, where=where, field=field, got=value, need="one or more")
     return value

@@ -2,14 +2,11 @@
 
     scorer = Scorer.load("results/rm/final")
     scorer.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]])
-    scorer.score_completions(context, [answer, other_answer])      # the prompt is computed once
+    scorer.score_completions(context, [completion, other])      # the prompt is computed once
 
-Rendering, read position and head are those of training. Whatever the conversations of a call have in common is computed
-once, and what else is in the call changes no score. A conversation that is too long is never cut silently: its score is
-None, unless the truncation policy cuts its context, and then it says so.
-
-Where a model comes to be spread over several devices, `RewardModel.score_tokens` is the place: everything here is
-messages before it and numbers after it.
+Rendering, read position and head are those of training. What the conversations of a call have in common is computed
+once, and no score depends on the rest of the call. A conversation that is too long is never cut silently: its score is
+None, unless the truncation policy cuts its context, and then `Score.truncated` is True.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +26,7 @@ from torch import Tensor
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Fitted, Renderer, Truncation
 from treeward.errors import ConfigError, DataError, ModelError, shown
-from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
+from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract
 from treeward.model.loading import load_reward_model
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.pretrained import load_tokenizer, quiet_transformers
@@ -43,7 +40,7 @@ __all__ = ["Prepared", "Scorer", "as_conversations", "check_conversation"]
 
 logger = logging.getLogger(__name__)
 
-_ANOTHER_ANSWER = "~"
+_OTHER_COMPLETION = "~"
 _MOST_PROMPTS = 4096
 
 
@@ -51,9 +48,8 @@ class Scorer:
     """Scores conversations with one reward model.
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing; `max_sequences`: most conversations
-    in one. At least one of them is a number. `head_weights`: what each head of a model with several adds to the score;
-    None for a model with one. `prefix_cache`: where the prompts of earlier calls are found; None computes each call's
-    own once.
+    in one. At least one of them is a number. `head_weights`: the weight of each head in the score; None for a model
+    with one head. `prefix_cache`: holds the prompts of earlier calls; None computes the prompts of each call once.
     """
 
     def __init__(
@@ -101,12 +97,12 @@ class Scorer:
     ) -> Scorer:
         """Load a reward model from a folder or the hub. `device`: None is a GPU where there is one.
 
-        How conversations are rendered and what becomes of long ones is what the model's scoring contract says; a model
-        without one has its tokenizer's chat template and drops what is longer than its positions. The arguments of the
-        same names override either, but no conversation is longer than the model's positions. `prefix_cache_bytes`: for
-        the prompts of earlier calls, none with 0. Raises `ModelError` for a
-        checkpoint without a trained head, for several heads without `head_weights`, and for a model that does not give
-        its contract's golden conversations their tokens and scores; `check_contract=False` leaves that out.
+        The model's scoring contract says how conversations are rendered and truncated; a model without one uses its
+        tokenizer's chat template and drops conversations longer than its positions. The arguments of the same names
+        override both, but no conversation is longer than the model's positions. `prefix_cache_bytes`: for the prompts
+        of earlier calls; 0 keeps none. Raises `ModelError` for a checkpoint without a trained head, for several heads
+        without `head_weights`, and for a model that does not reproduce the tokens and scores of its contract's golden
+        conversations; `check_contract=False` skips this check.
         """
         quiet_transformers()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -178,10 +174,10 @@ class Scorer:
         return prepared
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
-        """As `prepare`, masked, for conversations that a client has rendered, or tokenized, itself.
+        """As `prepare` with `on_error="mask"`, for conversations that a client has rendered or tokenized itself.
 
-        A text that `renderer.render` gives has the tokens, and so the score, of its conversation. One that is too long
-        is never cut, for nothing shows where its messages are.
+        A text that `renderer.render` gives has the tokens, and so the score, of its conversation. A text that is too
+        long is never cut, since nothing shows where its messages are, and a huge one is not tokenized.
         """
         return [self._prepare_text(text, f"text {i}") for i, text in enumerate(texts)]
 
@@ -230,7 +226,7 @@ class Scorer:
                 raise _broken_contract(model, "chat template or the tokenizer", got, "those of the contract")
         values_SH = self._values([example.token_ids for example in contract.golden]).tolist()
         scores = [sum(h.weight * v for h, v in zip(contract.heads, values, strict=True)) for values in values_SH]
-        dtype: Literal["float32", "bfloat16"] = "float32" if self.model.hf.dtype == torch.float32 else "bfloat16"
+        dtype: Dtype = "float32" if self.model.hf.dtype == torch.float32 else "bfloat16"
         check = diagnose(contract, scores, dtype=dtype)
         if check.state == "differs":
             raise _broken_contract(model, f"{check.part} ({check.summary})", str(check.got), str(check.need))
@@ -246,9 +242,9 @@ class Scorer:
         )
 
     def _prompt_length(self, conversation: Conversation, ids: Sequence[int]) -> int:
-        """How many tokens come before the last message: those that another answer would have too.
+        """How many tokens come before the last message: those that another completion would have too.
 
-        It says what is worth keeping, nothing more: what is found in the cache is compared token by token.
+        It only says what is worth keeping: entries of the cache are compared token by token.
         """
         try:
             context = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str).encode()
@@ -257,7 +253,7 @@ class Scorer:
         key = hashlib.blake2b(context, digest_size=16).digest()
         length = self._prompt_lengths.get(key)
         if length is None:
-            other = [*conversation[:-1], {"role": conversation[-1]["role"], "content": _ANOTHER_ANSWER}]
+            other = [*conversation[:-1], {"role": conversation[-1]["role"], "content": _OTHER_COMPLETION}]
             try:
                 another = np.asarray(self.renderer.encode(other), dtype=np.int64)
             except DataError:  # a template that refuses it: nothing of this prompt is kept
@@ -285,20 +281,26 @@ class Scorer:
         return sum(weight * value for weight, value in zip(self.head_weights, values, strict=True))
 
     def _prepare_text(self, text: str | Sequence[int], name: str) -> Prepared:
-        ids: list[int]
-        try:
-            ids = self.renderer.encode_texts([text], where=[name])[0] if isinstance(text, str) else list(text)
-        except DataError as error:
-            return Prepared(name, None, error=_one_line(error))
-        except UnicodeError as error:
-            return Prepared(name, None, error=f"the text is not valid Unicode: {error}")
         known, limit = self.model.num_known_tokens, self.renderer.max_length
+        ids: list[int] | None = None if isinstance(text, str) else list(text)
+        num_tokens = 0 if ids is None else len(ids)
+        if isinstance(text, str):
+            try:
+                ids, num_tokens = self.renderer.encode_short([text], limit, where=[name])[0]
+            except DataError as error:
+                return Prepared(name, None, error=_one_line(error))
+            except UnicodeError as error:
+                return Prepared(name, None, error=f"the text is not valid Unicode: {error}")
+        if ids is None or (limit is not None and num_tokens > limit):
+            return self._too_long(name, num_tokens)
         if not ids or min(ids) < 0 or max(ids) >= known:
             return Prepared(name, None, len(ids), error=f"there must be tokens, with ids from 0 to {known - 1}")
-        if limit is not None and len(ids) > limit:
-            return Prepared(name, None, len(ids), error=f"too long to score: {len(ids)} tokens, at most {limit}")
         seen = 0 if self.prefix_cache is None else min(self._recent.add(ids), len(ids) - 1)
         return Prepared(name, ids, len(ids), prompt_length=seen)
+
+    def _too_long(self, name: str, num_tokens: int) -> Prepared:
+        error = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
+        return Prepared(name, None, num_tokens, error=error)
 
     def _render(self, conversations: Sequence[Conversation], names: Sequence[str], on_error: OnError) -> list[Prepared]:
         try:
@@ -318,15 +320,16 @@ class Scorer:
 
     def _prepared(self, fitted: Fitted | None, num_tokens: int, name: str) -> Prepared:
         if fitted is None:
-            too_long = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
-            return Prepared(name, None, num_tokens, error=too_long)
+            return self._too_long(name, num_tokens)
         return Prepared(name, fitted.token_ids, len(fitted.token_ids), fitted.truncated)
 
 
 def as_conversations(context: Conversation, completions: Sequence[Conversation | str]) -> list[Conversation]:
     """The conversation of each completion; a completion is messages, or the text of an assistant message."""
     if isinstance(completions, str) or not completions:
-        raise DataError("there is no list of answers", got=completions, need='a list, as ["an answer", "another"]')
+        raise DataError(
+            "completions is not a list of completions", got=completions, need='a list, as ["one", "another"]'
+        )
     ends = [[{"role": "assistant", "content": c}] if isinstance(c, str) else list(c) for c in completions]
     return [[*context, *end] for end in ends]
 
@@ -350,12 +353,12 @@ def _one_line(error: DataError | ModelError) -> str:
 
 
 def check_conversation(conversation: Conversation, name: str) -> Conversation:
-    """The conversation, if there is an answer to score. Raises `DataError`; `name` says there which one it is."""
+    """The conversation, if it ends with a completion. Raises `DataError`; `name` names the conversation there."""
     messages = check_messages(conversation, "messages", name)
     role = messages[-1]["role"]
     if role != "assistant":
         raise DataError(
-            "there is no answer to score",
+            "there is no completion to score",
             where=name,
             field="messages",
             got=f"a conversation that ends with a message of {role}",

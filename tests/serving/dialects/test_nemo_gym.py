@@ -122,9 +122,9 @@ def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, loaded_mo
 @pytest.mark.parametrize(
     ("output", "why"),
     [
-        ([], "there is no answer to score"),
-        ([{"type": "reasoning", "summary": []}], "there is no answer to score"),
-        ([{"type": "function_call_output", "call_id": "c", "output": "1"}], "there is no answer to score"),
+        ([], "there is no completion to score"),
+        ([{"type": "reasoning", "summary": []}], "there is no completion to score"),
+        ([{"type": "function_call_output", "call_id": "c", "output": "1"}], "there is no completion to score"),
         ([{"type": "web_search_call", "id": "w"}], "'web_search_call' cannot be scored"),
         ([{"role": "assistant", "content": [{"type": "output_audio"}]}], "'output_audio' cannot be scored"),
         ([{"role": "assistant", "content": [{"type": ["x"]}]}], "cannot be scored"),

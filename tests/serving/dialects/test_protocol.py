@@ -102,7 +102,7 @@ def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
         ({"input": "a b c d e f g", "truncate_prompt_tokens": 3}, "more than truncate_prompt_tokens (3)"),
         ({"input": "a", "truncate_prompt_tokens": -2}, "greater than or equal to -1"),
         ({"messages": []}, "messages"),
-        ({"messages": CHATS[0][:1]}, "there is no answer to score"),
+        ({"messages": CHATS[0][:1]}, "there is no completion to score"),
         ({"messages": [{"role": "assistant"}]}, "a message has no text"),
         ({"messages": [{"content": "a"}]}, "role"),
         ({"messages": CHATS[0], "add_generation_prompt": True}, "add_generation_prompt"),
