@@ -86,7 +86,7 @@ class RequestLimits:
             scope["method"] = "GET"
         status = 499  # the client has gone, unless something is answered
 
-        async def answer(message: Message) -> None:
+        async def respond(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -101,11 +101,11 @@ class RequestLimits:
                 # `curl -d` calls everything a form; every body here is JSON.
                 others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
                 scope["headers"] = [*others, (b"content-type", b"application/json")]
-                await self._answer(scope, body, receive, answer)
+                await self._answer(scope, body, receive, respond)
             else:
-                await self.app(scope, receive, answer)
+                await self.app(scope, receive, respond)
         except APIError as error:
-            await error_response(error, scope, self.service)(scope, receive, answer)
+            await error_response(error, scope, self.service)(scope, receive, respond)
         except Exception:
             status = 500
             raise

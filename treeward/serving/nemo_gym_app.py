@@ -3,7 +3,7 @@
     NEMO_GYM_CONFIG_PATH=reward_model_server NEMO_GYM_CONFIG_DICT="$(cat merged.yaml)" python app.py
 
 The instance's section of the merged configuration says where to listen and what to load (`NemoGymConfig`). NeMo Gym
-takes any answer for a sign that the server is up, so nothing listens until the model is loaded and verified.
+takes any response as a sign that the server is up, so nothing listens until the model is loaded and verified.
 """
 
 from __future__ import annotations

@@ -28,46 +28,35 @@ function changed() {
 }
 
 function draw() {
-  byId("context").replaceChildren(...state.context.map((message, index) => turn(message, index)));
-  byId("completions").replaceChildren(...state.completions.map((message, index) => completion(message, index)));
+  for (const list of ["context", "completions"]) {
+    byId(list).replaceChildren(...state[list].map((message, index) => field(message, list, index)));
+  }
 }
 
-function turn(message, index) {
-  const roles = [...new Set([...ROLES, message.role])].map((name) => h("option", { selected: name === message.role }, name));
-  const choose = (event) => edit(message, "role", event.target.value);
-  const role = h("select", { "aria-label": `Role of turn ${index + 1}`, onchange: choose }, roles);
-  return h("li", { class: "turn" }, head(role, message, "context", index, `turn ${index + 1}`), area(message, `turn ${index + 1}`));
-}
-
-function completion(message, index) {
-  const name = `completion ${index + 1}`;
-  return h("li", { class: `completion ${colourOf(index)}` },
-    head(h("h3", {}, nameOf(index)), message, "completions", index, name), area(message, name));
-}
-
-// What a pasted message has beside its text goes to the chat template as it came.
-function head(title, message, list, index, name) {
-  const more = Object.keys(message).filter((key) => key !== "role" && key !== "content");
+// A turn of the conversation, or a completion. What a pasted message has beside its text goes to the chat template.
+function field(message, list, index) {
+  const isTurn = list === "context";
+  const name = `${isTurn ? "turn" : "completion"} ${index + 1}`;
+  const edit = (key) => (event) => {
+    message[key] = event.target.value;
+    changed();
+  };
   const remove = () => {
     state[list].splice(index, 1);
     draw();
     changed();
     (byId(list).querySelectorAll("textarea")[index] ?? byId(`add-${list}`)).focus();
   };
-  return h("div", { class: "turn-head" }, title, more.length > 0 && h("span", { class: "faint" }, `with ${more.join(", ")}`),
-    h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: remove }, "\u00d7"));
-}
-
-function area(message, name) {
-  const type = (event) => edit(message, "content", event.target.value);
-  const text = h("textarea", { "aria-label": `Text of ${name}`, rows: 2, dir: "auto", oninput: type });
+  const roles = [...new Set([...ROLES, message.role])].map((role) => h("option", { selected: role === message.role }, role));
+  const role = h("select", { "aria-label": `Role of ${name}`, onchange: edit("role") }, roles);
+  const more = Object.keys(message).filter((key) => key !== "role" && key !== "content");
+  const text = h("textarea", { "aria-label": `Text of ${name}`, rows: 2, dir: "auto", oninput: edit("content") });
   text.value = message.content;
-  return text;
-}
-
-function edit(message, key, value) {
-  message[key] = value;
-  changed();
+  return h("li", { class: isTurn ? "turn" : `completion ${colourOf(index)}` },
+    h("div", { class: "turn-head" }, isTurn ? role : h("h3", {}, nameOf(index)),
+      more.length > 0 && h("span", { class: "faint" }, `with ${more.join(", ")}`),
+      h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: remove }, "\u00d7")),
+    text);
 }
 
 function add(list, message) {
