@@ -28,7 +28,6 @@ from treeward.evaluation.diagnostics.completions import (
     correlation_metric,
     divided,
     moments_metric,
-    prompt_numbers,
 )
 from treeward.evaluation.diagnostics.scores import standard_deviation
 from treeward.evaluation.examples import ScoredExample
@@ -224,28 +223,35 @@ def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredE
     """
     others = {one.example.id: one for one in second}
     matched = [(one, others[one.example.id]) for one in first if one.example.id in others]
-    rows: list[tuple[float, float, int]] = []
-    agreements: list[tuple[float, int]] = []
-    for (a, b), prompt in zip(matched, prompt_numbers([a.example for a, _ in matched]).tolist(), strict=True):
+    rows: list[tuple[float, float]] = []
+    owners: list[str] = []
+    agreements: list[tuple[float, str]] = []
+    for a, b in matched:
+        prompt = a.example.prompt_key
         scores = [np.array(one.scores, dtype=np.float64) for one in (a, b)]  # None becomes NaN
-        rows += [(x, y, prompt) for x, y in zip(*scores, strict=True)]
+        rows += zip(*(one.tolist() for one in scores), strict=True)
+        owners += [prompt] * len(scores[0])
         margins = [[own[i] - own[j] for i, j in a.pairs()] for own in scores]
         agreements += [(float(np.sign(x) == np.sign(y)), prompt) for x, y in zip(*margins, strict=True)
                        if np.isfinite(x) and np.isfinite(y)]  # fmt: skip
-    table = np.asarray(rows, dtype=np.float64).reshape(-1, 3)
-    missing = np.isnan(table[:, :2])
-    table = table[~missing.any(axis=1)]
+    table, prompts = np.asarray(rows, dtype=np.float64).reshape(-1, 2), np.unique(owners, return_inverse=True)[1]
+    missing = np.isnan(table)
+    there = ~missing.any(axis=1)
+    table, prompts = table[there], prompts[there]
     if len(table) < 2:
         raise DataError(
             "there are no scores to compare", got=f"{len(table)} completions with a score of both", need="two at least"
         )
-    x, y, prompts = table[:, 0], table[:, 1], table[:, 2].astype(np.int64)
-    a, b = x - x.mean(), y - y.mean()
+    x, y = table.T
+    centred = [x - x.mean(), y - y.mean()]
+    squares = [column**2 for column in centred]
     shift = moments_metric("shift", (y - x)[:, None], prompts, lambda means: means[:, 0])
     numbers = (
         shift,
         divided(shift, float(x.std()), "relative_shift"),
-        moments_metric("scale_ratio", np.column_stack([a, a * a, b, b * b]), prompts, _ratio),
+        moments_metric(
+            "scale_ratio", np.column_stack([centred[0], squares[0], centred[1], squares[1]]), prompts, _ratio
+        ),
         correlation_metric(rankdata(x), rankdata(y), prompts, "rank_correlation"),
         accuracy_metric([agrees for agrees, _ in agreements], "order_agreement", [prompt for _, prompt in agreements]),
     )

@@ -10,6 +10,7 @@ again from these rows, without the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -42,6 +43,11 @@ class EvalExample:
     def conversations(self) -> list[list[Message]]:
         """The conversations to score: the context with each completion."""
         return [[*self.context, *completion] for completion in self.completions]
+
+    @property
+    def prompt_key(self) -> str:
+        """The context as text: examples with the same one are dependent."""
+        return json.dumps(list(self.context), sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,16 @@ combined("Reasoning", parts, weights=[164, 984])         # a Metric
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric, Unit
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap, weighted_mean_metric
 
-__all__ = ["Part", "by_subset", "combined", "incomplete", "prompt_of", "with_notes"]
+__all__ = ["Part", "by_subset", "combined", "incomplete", "with_notes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +31,6 @@ class Part:
         """Outcomes in [0, 1] of pairs or examples; those of one prompt count as dependent."""
         values, clusters = tuple(outcomes), tuple(prompts)
         return cls(accuracy_metric(values, name, clusters=clusters, of=unit), values, clusters)
-
-
-def prompt_of(example: EvalExample) -> str:
-    """The prompt as text: examples that share it are dependent."""
-    return json.dumps(list(example.context), ensure_ascii=False, sort_keys=True, default=str)
 
 
 def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]:

@@ -11,7 +11,6 @@ Shapes: N completions with a score, P pairs of a better and a worse completion o
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from treeward.data.preference import Message
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import expanded_tail
 
@@ -36,7 +35,6 @@ __all__ = [
     "divided",
     "in_standard_deviations",
     "moments_metric",
-    "prompt_numbers",
     "regress_within_prompts",
     "shortened",
 ]
@@ -104,7 +102,7 @@ class Pairs:
 
 def collect_completions(scored: Sequence[ScoredExample]) -> Completions:
     """The completions of scored examples."""
-    prompts = prompt_numbers([one.example for one in scored]).tolist()
+    prompts = _prompt_numbers(scored)
     rows: list[tuple[float, int, float, int, int, int]] = []
     for i, one in enumerate(scored):
         distinct = sorted(set(one.example.ranks))
@@ -121,7 +119,7 @@ def collect_completions(scored: Sequence[ScoredExample]) -> Completions:
 
 def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
     """The ordered pairs of scored examples; those without a score are among them."""
-    prompts = prompt_numbers([one.example for one in scored]).tolist()
+    prompts = _prompt_numbers(scored)
     rows: list[tuple[float, int, int, int, int, int, int]] = []
     for i, one in enumerate(scored):
         for a, b in one.pairs():
@@ -134,11 +132,10 @@ def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
     return Pairs(margins, better, worse, whole[:, 0], whole[:, 1], whole[:, 2:])
 
 
-def prompt_numbers(examples: Sequence[EvalExample]) -> Integers:
+def _prompt_numbers(scored: Sequence[ScoredExample]) -> list[int]:
     """A number for each example, the same for those with the same context."""
-    seen: dict[str, int] = {}
-    keys = (json.dumps(example.context, sort_keys=True, default=str) for example in examples)
-    return np.asarray([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(one.example.prompt_key, len(numbers)) for one in scored]
 
 
 def regress_within_prompts(

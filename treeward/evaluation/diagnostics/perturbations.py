@@ -19,7 +19,6 @@ Rewrites as a test of reward models: Wu et al. 2025, "reWordBench" (arXiv 2503.1
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import random
 import re
@@ -171,10 +170,9 @@ def score_perturbed(
         results = iter(scorer.score(flat, on_error="mask"))
         for example, own in zip(chunk, conversations, strict=True):
             scores = {key: next(results).score for key in own}
-            context = json.dumps(list(example.context), sort_keys=True, default=str)
             yield PerturbedScores(
                 id=example.id,
-                prompt=hashlib.blake2b(context.encode(), digest_size=8).hexdigest(),
+                prompt=hashlib.blake2b(example.prompt_key.encode(), digest_size=8).hexdigest(),
                 original=[scores["", 0], scores["", 1]],
                 rewritten={name: [scores.get((name, 0)), scores.get((name, 1))] for name in REWRITES},
                 num_failed=sum(score is None for score in scores.values()),

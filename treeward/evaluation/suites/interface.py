@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, prompt_of, with_notes
+from treeward.evaluation.parts import Part, with_notes
 from treeward.evaluation.results import Metric, SuiteResult
 
 __all__ = ["Suite", "TiePolicy"]
@@ -105,7 +105,7 @@ class Suite(ABC):
         self, name: str, scored: Sequence[ScoredExample], value: Callable[[ScoredExample], float] | None = None
     ) -> Part:
         """A subset by the `outcome_value` of its examples, or another value of each; those of one prompt depend."""
-        return Part.of(name, map(value or self.outcome_value, scored), [prompt_of(one.example) for one in scored])
+        return Part.of(name, map(value or self.outcome_value, scored), [one.example.prompt_key for one in scored])
 
     def outcome_value(self, scored: ScoredExample) -> float:
         """1 for right, 0 for wrong or failed, for a tie the value of the policy."""

@@ -15,7 +15,7 @@ from typing import Any
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, by_subset, prompt_of
+from treeward.evaluation.parts import Part, by_subset
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite, TiePolicy
 
@@ -72,7 +72,7 @@ class PreferenceSuite(Suite):
         for one in scored:
             values = [self._pair_value(one, better, worse) for better, worse in one.pairs()]
             outcomes += values
-            prompts += [prompt_of(one.example)] * len(values)
+            prompts += [one.example.prompt_key] * len(values)
         return Part.of(name, outcomes, prompts, "pairs")
 
     def _pair_value(self, one: ScoredExample, better: int, worse: int) -> float:

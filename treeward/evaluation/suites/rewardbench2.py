@@ -33,7 +33,7 @@ from pydantic import BaseModel, Field
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, by_subset, combined, incomplete, prompt_of, with_notes
+from treeward.evaluation.parts import Part, by_subset, combined, incomplete, with_notes
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.statistics import cluster_bootstrap, wilson
 from treeward.evaluation.suites.interface import Suite
@@ -236,7 +236,7 @@ def _ties_part(scored: Sequence[ScoredExample]) -> tuple[Part, dict[str, Any]]:
     note = f"The interval is over {len(shares)} pairs of a tied and a reference prompt."
     columns = {name: column[~np.isnan(column)] for name, column in zip(_TERM_WEIGHTS, terms.T, strict=True)}
     details = {name: float(column.mean()) if len(column) else None for name, column in columns.items()}
-    prompts = tuple(prompt_of((kinds.get("tied") or kinds["ref"]).example) for kinds in found.values())
+    prompts = tuple((kinds.get("tied") or kinds["ref"]).example.prompt_key for kinds in found.values())
     return Part(Metric("Ties", value, low, high, len(scored), note), tuple(shares.tolist()), prompts), details
 
 
