@@ -23,7 +23,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["ShownProgress", "logs_shown"]
+__all__ = ["ShownProgress", "StandardErrorHandler", "logs_shown"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def logs_shown() -> Iterator[None]:
     if ours.hasHandlers():
         yield
         return
-    handler, level = _StandardError(), ours.level
+    handler, level = StandardErrorHandler(), ours.level
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     ours.addHandler(handler)
     if level == logging.NOTSET:
@@ -151,7 +151,7 @@ def logs_shown() -> Iterator[None]:
         ours.setLevel(level)
 
 
-class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
+class StandardErrorHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Looks standard error up at every message: a bar puts itself in its place, and so does a notebook."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -48,6 +48,8 @@ class ResumableRows(Generic[Row]):
         try:
             self._stream.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
             self._stream.flush()
+        except BrokenPipeError:
+            raise  # whoever reads along has enough
         except OSError as error:
             raise _unwritable(self._path, error) from error
 

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import logging
-import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from treeward.cli.interrupts import check_interrupts, heeding_interrupts
-from treeward.cli.model_arguments import (
+import typer
+
+from treeward.cli.options import (
+    BatchTokens,
+    Device,
+    Dtype,
+    MaxLength,
     RewardModels,
-    add_model_arguments,
+    Truncation,
+    TrustRemoteCode,
+    Unchecked,
     ensemble_section,
     fixed_shaping,
-    model_options,
+    loading_options,
     parse_yaml,
+    scoring_options,
+    write_table,
 )
 from treeward.config.base import nearest_name
 from treeward.errors import CheckpointError, ConfigError, DataError
+from treeward.progress import ShownProgress
+from treeward.storage import write_text
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +50,13 @@ examples:
   treeward bon --proxy A --proxy "{model: A, shaping: contract}" --proxy "{models: [A, B], ensemble: worst}" \
       --gold OTHER --data samples.jsonl --output results/bon
 
-Rows hold `prompt` (text), or `context` or `messages`, with `responses` or `completions`: N samples of one prompt. A
-proxy and a gold are each a reward model, a field of the rows with a number for each sample (of preference files also
-`score` or `rank`), an environment as {type: ..., ...}, which sees the row's other columns, or `synthetic`: the gold
-quality of the bundled data's world. A reward model may be one of {model: NAME} or {models: [NAME, ...], ensemble: ...},
-with shaping and a name of its own. Several proxies are compared on the same samples. With --output an interrupted run
+Rows hold `prompt` (text), or `context` or `messages`, with `responses` or
+`completions`: N samples of one prompt. A proxy and a gold are each a reward model, a
+field of the rows with a number for each sample (of preference files also `score` or
+`rank`), an environment as {type: ..., ...}, which sees the row's other columns, or
+`synthetic`: the gold quality of the bundled data's world. A reward model may be one of
+{model: NAME} or {models: [NAME, ...], ensemble: ...}, with shaping and a name of its
+own. Several proxies are compared on the same samples. With --output an interrupted run
 goes on where it stopped."""
 
 _DEFAULT_GOLD = "gold_scores"
@@ -56,67 +66,75 @@ _MOST_REASONS = 5
 _MODEL_KEYS = ("name", "model", "models", "ensemble", "shaping")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--proxy",
-        required=True,
-        action="append",
-        metavar="MODEL|YAML|FIELD",
-        help="what chooses: a reward model, {model: NAME, shaping: contract}, {models: [A, B], ensemble: worst}, or as "
-        "--gold; given several times, each proxy is compared with the first",
-    )
-    parser.add_argument(
-        "--gold",
-        default=None,
-        metavar="MODEL|YAML|FIELD",
-        help="what is right: a reward model, {type: rules, rule: math}, a field of the rows, or synthetic; "
-        f"default: the field {_DEFAULT_GOLD}",
-    )
-    parser.add_argument("--data", required=True, metavar="FILE", help="jsonl, json, csv, parquet or arrow")
-    parser.add_argument("--output", default=None, metavar="DIR", help="where samples.jsonl, bon.json and a report go")
-    parser.add_argument(
-        "--max-n", type=_at_least_two, default=None, metavar="N", help="the largest n; default: what 95 %% of rows have"
-    )
-    add_model_arguments(parser)
+def run(
+    proxy: Annotated[
+        list[str],
+        typer.Option(
+            metavar="MODEL|YAML|FIELD",
+            help="What chooses: a reward model, {model: NAME, shaping: contract}, {models: [A, B], ensemble: worst}, "
+            "or as --gold. Given several times, each proxy is compared with the first.",
+        ),
+    ],
+    data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow.")],
+    gold: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL|YAML|FIELD",
+            help="What is right: a reward model, {type: rules, rule: math}, a field of the rows, or synthetic; "
+            f"default: the field {_DEFAULT_GOLD}.",
+        ),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where samples.jsonl, bon.json and a report go.")
+    ] = None,
+    max_n: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="The largest n; default: what 95 % of rows have.")
+    ] = None,
+    batch_tokens: BatchTokens = None,
+    max_length: MaxLength = None,
+    truncation: Truncation = None,
+    unchecked: Unchecked = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    from treeward.data.sources import read_rows
+    from treeward.evaluation.best_of_n import samples
 
-
-@heeding_interrupts
-def run(arguments: argparse.Namespace) -> int:
-    samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
-    sources = importlib.import_module("treeward.data.sources")
-    first = next(samples.sampled_rows(sources.read_rows(arguments.data)))
-    given = arguments.gold if arguments.gold is not None else _DEFAULT_GOLD
-    if arguments.gold is None and _DEFAULT_GOLD not in first.values:
-        need = f"--gold, or a column {_DEFAULT_GOLD} with a number for each response"
+    first = next(samples.sampled_rows(read_rows(data)))
+    if gold is None and _DEFAULT_GOLD not in first.values:
+        need = f"--gold, or a column {_DEFAULT_GOLD} with a number for each completion"
         raise ConfigError("nothing says what gold is", where="--gold", got=f"no {_DEFAULT_GOLD}", need=need)
-    proxies = [_meaning(text, "--proxy", first) for text in arguments.proxy]
-    gold = _meaning(given, "--gold", first)
-    _check(proxies, gold, arguments)
-    # Every row is read once before anything is loaded: what is wrong with the last one is told at once.
-    fields = [samples.by_field(one.name) for one in (*proxies, gold) if one.kind == "field"]
-    num_rows = _survey(samples.sampled_rows(sources.read_rows(arguments.data)), fields)
-    scored = _scored(proxies, gold, num_rows, arguments)
-    check_interrupts()
+    proxies = [_meaning(text, "--proxy", first) for text in proxy]
+    right = _meaning(gold or _DEFAULT_GOLD, "--gold", first)
+    folder = None if output is None else Path(output)
+    _check(proxies, right, folder, trust_remote_code)
+    # Every row is read once before anything is loaded: an error in the last one comes at once.
+    fields = [samples.by_field(one.name) for one in (*proxies, right) if one.kind == "field"]
+    num_rows = _survey(samples.sampled_rows(read_rows(data)), fields)
+    options = loading_options(device, dtype, trust_remote_code)
+    options |= scoring_options(batch_tokens, max_length, truncation, unchecked)
+    scored = _scored(proxies, right, num_rows, data, folder, options)
     failed = _failures(scored)
     if len(proxies) == 1:
-        analysis = importlib.import_module("treeward.evaluation.best_of_n.analysis")
+        from treeward.evaluation.best_of_n.analysis import analyse
+
         (own,) = scored.values()
-        result = analysis.analyse([one.prompt for one in own], max_n=arguments.max_n)
-        _show(result, gold.name)
-        if arguments.output is not None:
-            _write(Path(arguments.output), result, own, proxies[0].name, gold.name, arguments.data)
+        result = analyse([one.prompt for one in own], max_n=max_n)
+        _show(result, right.name)
+        if folder is not None:
+            _write(folder, result, own, proxies[0].name, right.name, data)
     else:
-        several = importlib.import_module("treeward.evaluation.best_of_n.several")
-        compared = several.analyse_several(
-            {name: [one.prompt for one in own] for name, own in scored.items()}, max_n=arguments.max_n
-        )
-        _show_several(compared, gold.name)
-        if arguments.output is not None:
-            _write_several(Path(arguments.output), compared, scored, gold.name, arguments.data)
+        from treeward.evaluation.best_of_n.several import analyse_several
+
+        compared = analyse_several({name: [one.prompt for one in own] for name, own in scored.items()}, max_n=max_n)
+        _show_several(compared, right.name)
+        if folder is not None:
+            _write_several(folder, compared, scored, right.name, data)
     return 1 if failed else 0
 
 
-def _check(proxies: Sequence[_Meaning], gold: _Meaning, arguments: argparse.Namespace) -> None:
+def _check(proxies: Sequence[_Meaning], gold: _Meaning, output: Path | None, trust_remote_code: bool) -> None:
     names = [proxy.name for proxy in proxies]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -127,8 +145,7 @@ def _check(proxies: Sequence[_Meaning], gold: _Meaning, arguments: argparse.Name
             raise ConfigError("proxy and gold are the same", where="--proxy, --gold", got=proxy.name, need="two scores")
     for one in (*proxies, gold):
         if one.rewards is not None:
-            one.rewards.check_alone(trust_remote_code=arguments.trust_remote_code)
-    output = None if arguments.output is None else Path(arguments.output)
+            one.rewards.check_alone(trust_remote_code=trust_remote_code)
     if output is not None and len(proxies) > 1 and (output / "samples.jsonl").exists():
         raise CheckpointError(
             "this folder holds the scores of one proxy alone",
@@ -140,26 +157,31 @@ def _check(proxies: Sequence[_Meaning], gold: _Meaning, arguments: argparse.Name
 
 
 def _scored(
-    proxies: Sequence[_Meaning], gold: _Meaning, num_rows: int, arguments: argparse.Namespace
+    proxies: Sequence[_Meaning],
+    gold: _Meaning,
+    num_rows: int,
+    data: str,
+    output: Path | None,
+    options: Mapping[str, Any],
 ) -> dict[str, list[Any]]:
     """The scored rows of each proxy by its name; one proxy's model is in memory at a time, and gold is asked once."""
-    samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
-    sources = importlib.import_module("treeward.data.sources")
-    options = model_options(arguments)
+    from treeward.data.sources import fingerprint, read_rows
+    from treeward.evaluation.best_of_n import samples
+
     scored: dict[str, list[Any]] = {proxy.name: [] for proxy in proxies}
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
-        if arguments.output is not None:  # all of them before the first is scored: a folder of another run is told
-            of_all = {"data": sources.fingerprint(arguments.data), "gold": _identity(gold, arguments)}
+        if output is not None:  # all of them before the first is scored: a folder of another run is an error at once
+            digest = fingerprint(data)
             for proxy in proxies:
-                folder = Path(arguments.output) / (_folder(proxy.name) if len(proxies) > 1 else "")
-                identity = {"data": of_all["data"], "proxy": _identity(proxy, arguments), "gold": of_all["gold"]}
+                folder = output / (_folder(proxy.name) if len(proxies) > 1 else "")
+                identity = {"data": digest, "proxy": _identity(proxy, options), "gold": _identity(gold, options)}
                 files[proxy.name] = stack.enter_context(samples.sample_file(folder, identity))
                 scored[proxy.name] += files[proxy.name].kept
         for proxy in proxies:
             own = scored[proxy.name]
             known = [one for rows in scored.values() for one in rows]
-            rows = samples.sampled_rows(sources.read_rows(arguments.data))
+            rows = samples.sampled_rows(read_rows(data))
             for one in _score(rows, num_rows, proxy, gold, options, {one.row for one in own}, known):
                 if proxy.name in files:
                     files[proxy.name].add(one)
@@ -187,8 +209,7 @@ def _score(
     known: Sequence[Any],
 ) -> Iterator[Any]:
     """The rows that are not done, as they are scored; nothing is loaded where all are. Gold is that of `known` rows."""
-    samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
-    from treeward.progress import ShownProgress
+    from treeward.evaluation.best_of_n import samples
 
     if len(done) == num_rows:
         logger.info("All %d rows were scored before by %s.", num_rows, proxy.name)
@@ -199,7 +220,7 @@ def _score(
     with contextlib.ExitStack() as stack:
         of_proxy = _grader(proxy, options, stack)
         of_gold = samples.by_known(known, lambda: _grader(gold, options, stack))
-        progress = stack.enter_context(ShownProgress(check_interrupts, unit="prompts"))
+        progress = stack.enter_context(ShownProgress(unit="prompts"))
         num_done = len(done)
         progress.show(proxy.name, num_done, num_rows)
         for scored in samples.score_samples(left, of_proxy, of_gold):
@@ -240,7 +261,9 @@ def _meaning(text: str, option: str, first: Any) -> _Meaning:
                 need="{type: rules, rule: math}, or another type; or {model: NAME, shaping: ...}",
             )
         return _Meaning("environment", text.strip(), section)
-    fields = importlib.import_module("treeward.evaluation.best_of_n.samples").fields_of(first)
+    from treeward.evaluation.best_of_n.samples import fields_of
+
+    fields = fields_of(first)
     if text in fields:
         return _Meaning("field", text)
     if text == _SYNTHETIC:
@@ -290,7 +313,9 @@ def _models(section: Mapping[str, Any], option: str) -> _Meaning:
 
 
 def _one_line(section: Any) -> str:
-    text: str = importlib.import_module("yaml").safe_dump(section, default_flow_style=True, sort_keys=False, width=1000)
+    import yaml
+
+    text: str = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=1000)
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
@@ -300,14 +325,16 @@ def _may_be_model(text: str) -> bool:
 
 def _grader(meaning: _Meaning, options: Mapping[str, Any], stack: contextlib.ExitStack) -> Any:
     """What grades samples; `stack` shuts an environment down."""
-    samples = importlib.import_module("treeward.evaluation.best_of_n.samples")
+    from treeward.evaluation.best_of_n import samples
+
     if meaning.kind == "field":
         return samples.by_field(meaning.name)
     if meaning.kind == "synthetic":
         return samples.by_gold_quality()
     if meaning.kind == "environment":
-        registry = importlib.import_module("treeward.environments.registry")
-        environment = registry.make_environment("rules", meaning.section, where=meaning.name)
+        from treeward.environments.registry import make_environment
+
+        environment = make_environment("rules", meaning.section or {}, where=meaning.name)
         stack.callback(environment.shutdown)
         return _by_environment(environment, samples.Grade)
     assert meaning.rewards is not None
@@ -324,13 +351,13 @@ def _by_environment(environment: Any, grade: Callable[..., Any]) -> Callable[[Se
     return of_rows
 
 
-def _identity(meaning: _Meaning, arguments: argparse.Namespace) -> str:
+def _identity(meaning: _Meaning, options: Mapping[str, Any]) -> str:
     """What decides the scores: a run that was interrupted goes on only if it is the same."""
     rewards = meaning.rewards
     if rewards is None:
         return f"{meaning.kind} {meaning.name}"
     models = [_model_identity(name) for name in rewards.models]
-    how = f"{arguments.dtype} {arguments.max_length} {arguments.truncation}"
+    how = f"{options['dtype']} {options.get('max_length')} {options.get('truncation')}".removeprefix("torch.")
     if rewards.ensemble is None and rewards.shaping is None:
         return f"{models[0]} {how}"
     shaping = rewards.shaping
@@ -345,7 +372,9 @@ def _identity(meaning: _Meaning, arguments: argparse.Namespace) -> str:
 
 
 def _model_identity(name: str) -> str:
-    contract = importlib.import_module("treeward.model.contract").read_contract(name)
+    from treeward.model.contract import read_contract
+
+    contract = read_contract(name)
     folder = Path(name).expanduser()
     if contract is not None:
         return f"contract {contract.scores_sha256}"
@@ -357,7 +386,9 @@ def _model_identity(name: str) -> str:
 
 def _constants(name: str) -> object:
     """What of a model's contract decides rewards and no score: its shaping, and the constants that were fitted."""
-    contract = importlib.import_module("treeward.model.contract").read_contract(name)
+    from treeward.model.contract import read_contract
+
+    contract = read_contract(name)
     if contract is None:
         return None
     shaping, known = contract.reward_shaping, contract.calibration
@@ -374,26 +405,23 @@ def _folder(name: str) -> str:
 
 
 def _show(result: Any, gold: str) -> None:
-    shown = importlib.import_module("treeward.evaluation.best_of_n.blocks")
-    table = _table(shown.table_rows(result), shown.table_columns(result))
-    sys.stdout.write(f"{table}\n{shown.legend(gold)}\n\n{result.verdict.sentence}\n")
+    from treeward.evaluation.best_of_n import blocks
+
+    write_table(blocks.table_rows(result), blocks.table_columns(result))
+    sys.stdout.write(f"{blocks.legend(gold)}\n\n{result.verdict.sentence}\n")
     _tell_fewer(result)
 
 
 def _show_several(compared: Sequence[Any], gold: str) -> None:
-    legend = importlib.import_module("treeward.evaluation.best_of_n.blocks").legend
-    shown = importlib.import_module("treeward.evaluation.best_of_n.several_blocks")
-    by_size = _table(shown.by_size(compared), shown.by_size_columns(compared))
-    by_proxy = _table(shown.by_proxy(compared), shown.by_proxy_columns(compared))
+    from treeward.evaluation.best_of_n import several_blocks
+    from treeward.evaluation.best_of_n.blocks import legend
+
+    write_table(several_blocks.by_size(compared), several_blocks.by_size_columns(compared))
+    sys.stdout.write("\n")
+    write_table(several_blocks.by_proxy(compared), several_blocks.by_proxy_columns(compared))
     verdicts = "\n".join(f"{one.name}: {one.result.verdict.sentence}" for one in compared)
-    sys.stdout.write(f"{by_size}\n\n{by_proxy}\n{legend(gold)}\n\n{verdicts}\n")
+    sys.stdout.write(f"{legend(gold)}\n\n{verdicts}\n")
     _tell_fewer(compared[0].result)
-
-
-def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Any]) -> str:
-    can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    table: str = importlib.import_module("treeward.tables").results_table(rows, columns, ascii_only=not can_draw)
-    return table
 
 
 def _tell_fewer(result: Any) -> None:
@@ -403,40 +431,40 @@ def _tell_fewer(result: Any) -> None:
 
 
 def _write(output: Path, result: Any, scored: Sequence[Any], proxy: str, gold: str, data: str) -> None:
-    shown = importlib.import_module("treeward.evaluation.best_of_n.blocks")
-    content = {"proxy": proxy, "gold": gold, "data": data} | shown.to_json(result)
-    examples = shown.examples(scored, proxy)
-    _write_files(output, content, proxy, shown.blocks(result, proxy, gold), examples, gold, data)
+    from treeward.evaluation.best_of_n import blocks
+
+    content = {"proxy": proxy, "gold": gold, "data": data} | blocks.to_json(result)
+    _write_files(output, content, proxy, blocks.blocks(result, proxy, gold), blocks.examples(scored, proxy), gold, data)
 
 
 def _write_several(
     output: Path, compared: Sequence[Any], scored: Mapping[str, Sequence[Any]], gold: str, data: str
 ) -> None:
-    shown = importlib.import_module("treeward.evaluation.best_of_n.blocks")
-    of_several = importlib.import_module("treeward.evaluation.best_of_n.several_blocks")
-    content = {"gold": gold, "data": data, "proxies": of_several.several_to_json(compared)}
-    examples = [row for name, own in scored.items() for row in shown.examples(own, name)]
-    title = f"{len(compared)} proxies"
-    _write_files(output, content, title, of_several.blocks_of_several(compared, gold), examples, gold, data)
+    from treeward.evaluation.best_of_n import blocks, several_blocks
+
+    content = {"gold": gold, "data": data, "proxies": several_blocks.several_to_json(compared)}
+    examples = [row for name, own in scored.items() for row in blocks.examples(own, name)]
+    shown = several_blocks.blocks_of_several(compared, gold)
+    _write_files(output, content, f"{len(compared)} proxies", shown, examples, gold, data)
 
 
 def _write_files(
     output: Path,
     content: Mapping[str, Any],
     title: str,
-    blocks: Sequence[Mapping[str, Any]],
+    shown: Sequence[Mapping[str, Any]],
     examples: Sequence[Mapping[str, Any]],
     gold: str,
     data: str,
 ) -> None:
+    from treeward.evaluation.best_of_n.blocks import EXAMPLES_SOURCE
+    from treeward.evaluation.report.build import write_report
+
     path = output / "bon.json"
-    source = importlib.import_module("treeward.evaluation.best_of_n.blocks").EXAMPLES_SOURCE
     try:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-        report = importlib.import_module("treeward.evaluation.report.build").write_report(
-            output, f"Best of n: {title}", blocks, {source: examples}, subtitle=f"gold: {gold}; samples: {data}"
+        write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+        report = write_report(
+            output, f"Best of n: {title}", shown, {EXAMPLES_SOURCE: examples}, subtitle=f"gold: {gold}; samples: {data}"
         )
     except OSError as error:
         raise DataError(
@@ -455,18 +483,13 @@ def _failures(scored: Mapping[str, Sequence[Any]]) -> int:
                 of_gold = reason.startswith("gold: ")
                 if not of_gold or number == 0:
                     errors.setdefault("" if of_gold else prefix, Counter())[reason] += count
-    common = importlib.import_module("treeward.evaluation.running").common_reasons
+    from treeward.evaluation.running import common_reasons
+
     # Each proxy by itself: names may differ in a number alone.
-    reasons = [(prefix + reason, count) for prefix, of_one in errors.items() for reason, count in common(of_one)]
+    reasons = [(prefix + reason, count) for prefix, one in errors.items() for reason, count in common_reasons(one)]
     reasons.sort(key=lambda pair: -pair[1])
     for reason, count in reasons[:_MOST_REASONS]:
         logger.warning("%d samples are left out: %s", count, reason)
     if rest := reasons[_MOST_REASONS:]:
         logger.warning("%d samples are left out for %d other reasons.", sum(count for _, count in rest), len(rest))
     return sum(count for _, count in reasons)
-
-
-def _at_least_two(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"got {text}, need a number of samples, at least 2")
-    return int(text)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import logging
 import os
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from treeward.cli.comparisons import add_data_option, advice_of_a_command, data_options, dataset_config
-from treeward.cli.interrupts import check_interrupts, heeding_interrupts
-from treeward.cli.model_arguments import add_model_arguments, model_options, shaping_section
+import typer
+
+from treeward.cli.comparisons import DataOptions, advice_of_a_command, data_options, dataset_config
+from treeward.cli.options import (
+    BatchTokens,
+    Device,
+    Dtype,
+    MaxLength,
+    Truncation,
+    TrustRemoteCode,
+    Unchecked,
+    loading_options,
+    scoring_options,
+    shaping_section,
+    write_table,
+)
 from treeward.config.data import DatasetConfig
 from treeward.config.reward_shaping import RewardCalibration
 from treeward.errors import ConfigError, DataError
+from treeward.progress import ShownProgress
+from treeward.storage import write_text
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,93 +41,100 @@ examples:
   treeward calibrate results/quickstart/final --data held_out.jsonl --shaping "{length_calibration: true}"
   treeward calibrate org/reward-model --data held_out.jsonl --output calibration.json
 
-The data are comparisons that the model was not trained on, in any format that `treeward train` reads. The constants go
-into the model's reward_contract.json, where `reward_shaping` finds them; a section given as --shaping too, which
-`reward_shaping: contract` of an environment and `treeward score --shaping contract` then use."""
+The data are comparisons that the model was not trained on, in any format that
+`treeward train` reads. The constants go into the model's reward_contract.json,
+where `reward_shaping` finds them. A section given as --shaping goes there too;
+`reward_shaping: contract` of an environment and `--shaping contract` use it."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or hub name of a reward model")
-    parser.add_argument("--data", default=None, metavar="FILE", help="comparisons: a file, a folder, or a hub name")
-    parser.add_argument("--dataset-name", default=None, metavar="NAME", help="their format; default: seen in the data")
-    parser.add_argument("--split", default=None, help="split of a hub dataset, of a saved folder or of Bundled")
-    add_data_option(parser)
-    parser.add_argument(
-        "--length-unit", choices=("tokens", "characters"), default="tokens", help="what replies are measured in"
-    )
-    parser.add_argument(
-        "--shaping", metavar="YAML", help="a reward_shaping section to keep in the contract beside the constants"
-    )
-    parser.add_argument(
-        "--output", default=None, metavar="FILE", help="write the constants here as JSON, and leave the model alone"
-    )
-    add_model_arguments(parser)
-
-
-@heeding_interrupts
-def run(arguments: argparse.Namespace) -> int:
-    shaping = None if arguments.shaping is None else shaping_section(arguments.shaping)
-    if shaping is not None and arguments.output is not None:
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Comparisons: a file, a folder, or a hub name.")
+    ] = None,
+    dataset_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Their format; default: seen in them.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a hub dataset, of a saved folder or of Bundled.")] = None,
+    data_option: DataOptions = None,
+    length_unit: Annotated[
+        Literal["tokens", "characters"], typer.Option(help="Unit of a completion's length.")
+    ] = "tokens",
+    shaping: Annotated[
+        str | None, typer.Option(metavar="YAML", help="A reward_shaping section to keep beside the constants.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the constants here as JSON, and leave the model alone.")
+    ] = None,
+    batch_tokens: BatchTokens = None,
+    max_length: MaxLength = None,
+    truncation: Truncation = None,
+    unchecked: Unchecked = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    section = None if shaping is None else shaping_section(shaping)
+    if section is not None and output is not None:
         raise ConfigError(
             "a reward_shaping section is kept in a contract, and --output is none", where="--shaping, --output"
         )
-    options_of_data = data_options(arguments.data_option)
-    config = dataset_config(arguments.data, arguments.dataset_name, arguments.split, options_of_data)
+    config = dataset_config(data, dataset_name, split, data_options(data_option or []))
     _check_split(config)
-    options = model_options(arguments)
-    contracts = importlib.import_module("treeward.model.contract")
+
+    from treeward.model.contract import CONTRACT_FILE, read_contract, write_contract
+
     contract = None
-    if arguments.output is None:  # what cannot be written is told before the work, not after it
-        _check_folder(arguments.model)
-        contract = contracts.read_contract(arguments.model)
+    if output is None:  # what cannot be written is an error before the work, not after it
+        _check_folder(model)
+        contract = read_contract(model)
         if contract is None:
-            raise _cannot_keep(arguments.model, f"a folder without {contracts.CONTRACT_FILE}")
+            raise _cannot_keep(model, f"a folder without {CONTRACT_FILE}")
+    options = loading_options(device, dtype, trust_remote_code)
+    options |= scoring_options(batch_tokens, max_length, truncation, unchecked)
     with advice_of_a_command():
-        calibration = _calibrate(arguments, config, options)
-    check_interrupts()  # nothing is replaced by a command that was told to stop
-    results = importlib.import_module("treeward.tables")
-    sys.stdout.write(results.results_table(_rows(calibration), ["constant", "value"]) + "\n")
+        calibration = _calibrate(model, config, length_unit, options)
+    write_table(_rows(calibration), ["constant", "value"])
     if contract is None:
-        _write(calibration, Path(arguments.output))
-        logger.info("Wrote the constants to %s.", arguments.output)
+        _write(calibration, Path(str(output)))
+        logger.info("Wrote the constants to %s.", output)
         return 0
-    added = {"calibration": calibration} | ({} if shaping is None else {"reward_shaping": shaping})
-    path = contracts.write_contract(contract.model_copy(update=added), arguments.model)
+    added: dict[str, Any] = {"calibration": calibration} | ({} if section is None else {"reward_shaping": section})
+    path = write_contract(contract.model_copy(update=added), model)
     if contract.calibration is not None:
         logger.info("The calibration that %s had%s is replaced.", path, _origin(contract.calibration))
     logger.info("Wrote the constants to %s.", path)
     return 0
 
 
-def _calibrate(arguments: argparse.Namespace, config: DatasetConfig, options: dict[str, Any]) -> RewardCalibration:
-    datasets = importlib.import_module("treeward.data.datasets")
-    scorer_class = importlib.import_module("treeward.scoring.scorer").Scorer
-    fitting = importlib.import_module("treeward.scoring.calibration")
-    from treeward.progress import ShownProgress
+def _calibrate(
+    model: str, config: DatasetConfig, length_unit: Literal["tokens", "characters"], options: dict[str, Any]
+) -> RewardCalibration:
+    from treeward.data.datasets import open_dataset
+    from treeward.scoring.calibration import calibrate
+    from treeward.scoring.scorer import Scorer
 
-    stream = datasets.open_dataset(config)
-    logger.info("Loading %s.", arguments.model)
-    scorer = scorer_class.load(arguments.model, **options)
+    stream = open_dataset(config)
+    logger.info("Loading %s.", model)
+    scorer = Scorer.load(model, **options)
     source = config.data_path or config.dataset_name
     source = source if config.split is None else f"{source}[{config.split}]"
     logger.info("Scoring the comparisons of %s.", source)
     num_scored = 0
-    with ShownProgress(check_interrupts, unit="comparisons") as progress:
+    with ShownProgress(unit="comparisons") as progress:
 
-        def tell(since: int) -> None:
+        def advance(since: int) -> None:
             nonlocal num_scored
             num_scored += since
             progress.show("calibrating", num_scored, 0)
 
-        progress.show("calibrating", 0, 0)
-        calibration: RewardCalibration = fitting.calibrate(
+        return calibrate(
             scorer,
             (preference for preference, _ in stream),
             name=source,
-            length_unit=arguments.length_unit,
-            on_progress=tell,
+            length_unit=length_unit,
+            on_progress=advance,
         )
-    return calibration
 
 
 def _check_split(config: DatasetConfig) -> None:
@@ -152,7 +171,7 @@ def _cannot_keep(model: str, got: str) -> ConfigError:
 def _write(calibration: RewardCalibration, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(calibration.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write_text(path, calibration.model_dump_json(indent=2) + "\n")
     except OSError as error:
         raise DataError(
             "the constants cannot be written", where=str(path), got=str(error), need="a file that can be written"

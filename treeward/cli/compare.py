@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from treeward.cli.interrupts import heeding_interrupts
+import typer
+
 from treeward.errors import ConfigError
 from treeward.tables import Column, results_table
 
@@ -18,68 +17,47 @@ if TYPE_CHECKING:
     from treeward.evaluation.comparison import Comparison, Disagreement, PairedResult
     from treeward.evaluation.results import Metric
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "run"]
 
 EXAMPLES = """\
 examples:
   treeward compare results/eval/mine results/eval/other
   treeward compare results/eval/mine/llmbar results/eval/other/llmbar --disagreements 30 --width 400
 
-A and B are folders that `treeward eval` wrote for one model each, or one examples.jsonl of them. Examples are matched
-by suite and id; the difference is A's accuracy less B's, with its 95 % interval."""
+A and B are folders that `treeward eval` wrote for one model each, or one
+examples.jsonl of them. Examples are matched by suite and id; the difference is
+A's accuracy less B's, with its 95 % interval."""
 
-_TEXT_WIDTH = 100
 
+def run(
+    first: Annotated[str, typer.Argument(metavar="A", help="Evaluation of a model: a folder, or its examples.jsonl.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Evaluation of another model on the same examples.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON on standard output.")] = False,
+    disagreements: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Examples to show that only one model has right.")
+    ] = 10,
+    width: Annotated[int, typer.Option(min=0, metavar="N", help="Characters of each text; 0 for all of them.")] = 100,
+    resamples: Annotated[int, typer.Option(min=100, metavar="N", help="Resamples of the intervals.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
+) -> int:
+    if Path(first).exists() and Path(second).exists() and Path(first).samefile(second):
+        raise ConfigError("A and B are the same evaluation", where=first, need="two models")
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", metavar="A", help="evaluation of a model: a folder, or its examples.jsonl")
-    parser.add_argument("second", metavar="B", help="evaluation of another model on the same examples")
-    parser.add_argument("--json", action="store_true", help="every number as JSON on standard output")
-    parser.add_argument(
-        "--disagreements",
-        type=int,
-        default=10,
-        metavar="N",
-        help="how many examples to show, with both answers, that only one of them has right",
+    from treeward.evaluation.comparison import compare, notes, read_evaluation, to_json
+
+    comparison = compare(
+        read_evaluation(first),
+        read_evaluation(second),
+        num_disagreements=disagreements,
+        num_resamples=resamples,
+        seed=seed,
     )
-    parser.add_argument(
-        "--width", type=int, default=_TEXT_WIDTH, metavar="N", help="characters of each text to show; 0 for all of them"
-    )
-    parser.add_argument("--resamples", type=int, default=2000, metavar="N", help="of the intervals; default 2000")
-    parser.add_argument("--seed", type=int, default=0, help="of the resampling")
-
-
-@heeding_interrupts
-def run(arguments: argparse.Namespace) -> int:
-    _check(arguments)
-    comparisons = importlib.import_module("treeward.evaluation.comparison")
-    comparison = comparisons.compare(
-        comparisons.read_evaluation(arguments.first),
-        comparisons.read_evaluation(arguments.second),
-        num_disagreements=arguments.disagreements,
-        num_resamples=arguments.resamples,
-        seed=arguments.seed,
-    )
-    if arguments.json:
-        text = json.dumps(comparisons.to_json(comparison), indent=2, ensure_ascii=False, allow_nan=False)
+    if as_json:
+        text = json.dumps(to_json(comparison), indent=2, ensure_ascii=False, allow_nan=False)
     else:
-        text = _text(comparison, comparisons.notes(comparison), arguments.width or None)
+        text = _text(comparison, notes(comparison), width or None)
     sys.stdout.write(text + "\n")
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    first, second = Path(arguments.first), Path(arguments.second)
-    if first.exists() and second.exists() and first.samefile(second):
-        raise ConfigError("A and B are the same evaluation", where=arguments.first, need="two models")
-    for option, value, least in (
-        ("--disagreements", arguments.disagreements, 0),
-        ("--width", arguments.width, 0),
-        ("--resamples", arguments.resamples, 100),
-        ("--seed", arguments.seed, 0),
-    ):
-        if value < least:
-            raise ConfigError("the number is too small", where=option, got=value, need=f"{least} or more")
 
 
 def _text(comparison: Comparison, notes: list[str], width: int | None) -> str:

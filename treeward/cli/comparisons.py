@@ -1,24 +1,25 @@
 """Which dataset reads a file of comparisons: said by its name, or told by the keys of its first row.
 
-    add_data_arguments(parser, "comparisons: a file, a folder, or a hub name")
-    config = dataset_config("held_out.jsonl", None, None, data_options(arguments.data_option))
+    config = dataset_config("held_out.jsonl", None, None, data_options(["prompt_key=question"]))
 
 `--data-option prompt_key=question` reaches every key of `DatasetConfig`, with values as in an override of a run.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+import typer
+from omegaconf import OmegaConf
 
 from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig
+from treeward.config.load import apply_override, load_section
 from treeward.errors import ConfigError, DataError
 
-__all__ = ["add_data_option", "advice_of_a_command", "data_options", "dataset_config"]
+__all__ = ["DataOptions", "advice_of_a_command", "data_options", "dataset_config"]
 
 _FORMS = {
     "PreferenceDataset": {"completions"},
@@ -35,15 +36,14 @@ _OPTIONS = tuple(key for key in DatasetConfig.model_fields if key not in _SAID_O
 """What `--data-option` takes: how the comparisons are read."""
 
 
-def add_data_option(parser: argparse.ArgumentParser) -> None:
-    """The option that says how comparisons are read, as often as there is something to say."""
-    parser.add_argument(
+DataOptions = Annotated[
+    list[str] | None,
+    typer.Option(
         "--data-option",
-        action="append",
-        default=[],
         metavar="KEY=VALUE",
-        help=f"how the comparisons of the files are read, as prompt_key=question; of {', '.join(_OPTIONS)}",
-    )
+        help=f"How the comparisons are read, as prompt_key=question; of {', '.join(_OPTIONS)}. May be repeated.",
+    ),
+]
 
 
 def data_options(given: Sequence[str]) -> dict[str, Any]:
@@ -71,10 +71,6 @@ def data_options(given: Sequence[str]) -> dict[str, Any]:
         if not inner and root != "kwargs":
             found[key] = value  # text as it is: a column may be called yes, or 1
             continue
-        from omegaconf import OmegaConf
-
-        from treeward.config.load import apply_override
-
         arguments = OmegaConf.create({"kwargs": found.get("kwargs", {})})
         apply_override(arguments, f"{key}={value}")
         found |= cast(dict[str, Any], OmegaConf.to_container(arguments))
@@ -121,14 +117,13 @@ def dataset_config(
                 got="neither --data nor --dataset-name",
                 need="comparisons: a file, or the name of a dataset that brings its own",
             )
-        sources = importlib.import_module("treeward.data.sources")
+        from treeward.data.sources import read_rows
+
         with advice_of_a_command():
-            first = next(sources.read_rows(data, split=split, subset=options.get("subset")))  # or it raises
+            first = next(read_rows(data, split=split, subset=options.get("subset")))  # or it raises
         dataset_name = _format_of(first.values, first.where)
     values = {"dataset_name": dataset_name, "data_path": data, "split": split, **options}
-    loader = importlib.import_module("treeward.config.load")
-    config: DatasetConfig = loader.load_section(DatasetConfig, values, where="--data, --data-option")
-    return config
+    return load_section(DatasetConfig, values, where="--data, --data-option")
 
 
 def _format_of(values: Mapping[str, Any], where: str) -> str:

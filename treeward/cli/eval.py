@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import re
 import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from treeward.cli.comparisons import add_data_option, advice_of_a_command, data_options, dataset_config
-from treeward.cli.interrupts import check_interrupts, heeding_interrupts
-from treeward.cli.model_arguments import (
+import typer
+
+from treeward.cli.comparisons import DataOptions, advice_of_a_command, data_options, dataset_config
+from treeward.cli.options import (
+    BatchTokens,
+    Device,
+    Dtype,
+    Ensemble,
+    MaxLength,
     RewardModels,
-    add_model_arguments,
-    add_reward_arguments,
+    Shaping,
+    Truncation,
+    TrustRemoteCode,
+    Unchecked,
     ensemble_section,
     fixed_shaping,
-    model_options,
-    positive,
+    loading_options,
+    scoring_options,
+    write_table,
 )
 from treeward.errors import ConfigError
+from treeward.progress import ShownProgress
+from treeward.tables import Column
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+if TYPE_CHECKING:
+    from treeward.evaluation.session import Candidate
+
+__all__ = ["EXAMPLES", "run"]
 
 EXAMPLES = """\
 examples:
@@ -38,74 +50,76 @@ examples:
   treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
   treeward eval MODEL --shaping contract --data held_out.jsonl --output results/eval-shaped
 
-Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or, as NAME=FOLDER, from a copy. The same
-command goes on where it was interrupted. OUTPUT/report.html is the report, OUTPUT/results.json has its numbers, and
-OUTPUT/MODEL/SUITE/examples.jsonl a row for each example. The exit code is 1 where an example has no score (too long,
-refused by the template): it counts as wrong, and a warning says how many there are and why."""
+Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or, as
+NAME=FOLDER, from a copy. The same command goes on where it was interrupted.
+OUTPUT/report.html is the report, OUTPUT/results.json has its numbers, and
+OUTPUT/MODEL/SUITE/examples.jsonl a row for each example. The exit code is 1 where an
+example has no score (too long, refused by the template): it counts as wrong, and a
+warning says how many there are and why."""
 
 _STEP = re.compile(r"step_(\d+)")
 _LONGEST_NAME = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="folders or hub names of reward models")
-    parser.add_argument(
-        "--checkpoints", default=None, metavar="RUN_DIR", help="the checkpoints of a training run, and how they drift"
-    )
-    parser.add_argument("--suite", action="append", default=[], metavar="NAME[=FOLDER],...", help="suites to run")
-    parser.add_argument(
-        "--data", action="append", default=[], metavar="FILE", help="comparisons in any format that training reads"
-    )
-    parser.add_argument("--dataset-name", default=None, metavar="NAME", help="format of --data; default: seen in it")
-    parser.add_argument("--split", default=None, help="split of --data, or of a dataset that brings its own")
-    add_data_option(parser)
-    parser.add_argument("--output", default=None, metavar="DIR", help="where rows, results and the report go")
-    parser.add_argument("--limit", type=positive, default=None, metavar="N", help="the first N examples of each suite")
-    parser.add_argument(
-        "--tie-policy", choices=("strict", "half"), default="strict", help="what a tie counts: nothing, or half"
-    )
-    parser.add_argument(
-        "--perturbations",
-        type=positive,
-        default=None,
-        metavar="N",
-        help="rewrite the replies of N examples of each suite",
-    )
-    parser.add_argument(
-        "--training-data",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="comparisons of training, to look for in the suites",
-    )
-    parser.add_argument("--no-report", action="store_true", help="results.json only")
-    add_reward_arguments(parser)
-    add_model_arguments(parser)
+def run(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL", help="Folders or hub names of reward models.")
+    ] = None,
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="RUN_DIR", help="The checkpoints of a training run, and how they drift.")
+    ] = None,
+    suite: Annotated[list[str] | None, typer.Option(metavar="NAME[=FOLDER],...", help="Suites to run.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Comparisons in any format that training reads.")
+    ] = None,
+    dataset_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Format of --data; default: seen in it.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of --data, or of a dataset that brings its own.")] = None,
+    data_option: DataOptions = None,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="Where rows, results and the report go.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N examples of each suite.")] = None,
+    tie_policy: Annotated[Literal["strict", "half"], typer.Option(help="A tie counts nothing, or half.")] = "strict",
+    perturbations: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rewrite the completions of N examples of each suite.")
+    ] = None,
+    training_data: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Training comparisons to look for in the suites.")
+    ] = None,
+    no_report: Annotated[bool, typer.Option("--no-report", help="results.json only.")] = False,
+    shaping: Shaping = None,
+    ensemble: Ensemble = None,
+    batch_tokens: BatchTokens = None,
+    max_length: MaxLength = None,
+    truncation: Truncation = None,
+    unchecked: Unchecked = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    options_of_data = data_options(data_option or [])
+    if options_of_data and not data and not dataset_name and not training_data:
+        raise ConfigError("there is no --data for these options", where="--data-option", got=data_option)
+    suites = _suites(suite or [], data or [], dataset_name, split, options_of_data, tie_policy)
+    training = [dataset_config(path, None, None, options_of_data) for path in training_data or []]
+    options = loading_options(device, dtype, trust_remote_code)
+    options |= scoring_options(batch_tokens, max_length, truncation, unchecked)
+    candidates = _candidates(models or [], checkpoints, ensemble, shaping, options)  # errors before suites are read
 
+    from treeward.evaluation.session import run_evaluation
 
-@heeding_interrupts
-def run(arguments: argparse.Namespace) -> int:
-    options = model_options(arguments)
-    suites = _suites(arguments)
-    options_of_data = data_options(arguments.data_option)
-    training_data = [dataset_config(path, None, None, options_of_data) for path in arguments.training_data]
-    candidates = _candidates(arguments, options)  # what cannot be is told before suites are read
-    session = importlib.import_module("treeward.evaluation.session")
-    from treeward.progress import ShownProgress
-
-    with ShownProgress(check_interrupts) as progress, advice_of_a_command():
-        done = session.run_evaluation(
+    with ShownProgress() as progress, advice_of_a_command():
+        done = run_evaluation(
             candidates,
             suites,
-            None if arguments.output is None else Path(arguments.output),
-            limit=arguments.limit,
-            num_perturbations=arguments.perturbations,
-            training_data=training_data,
-            drift=arguments.checkpoints is not None,
-            report=not arguments.no_report,
+            None if output is None else Path(output),
+            limit=limit,
+            num_perturbations=perturbations,
+            training_data=training,
+            drift=checkpoints is not None,
+            report=not no_report,
             on_progress=progress.show,
         )
-    check_interrupts()
     _print(done.summaries)
     _print_drift(done.drift)
     if done.path is not None:
@@ -113,23 +127,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(one.result.num_failed for one in done.summaries) else 0
 
 
-def _candidates(arguments: argparse.Namespace, options: Mapping[str, Any]) -> list[Any]:
+def _candidates(
+    models: list[str], run_dir: str | None, ensemble: str | None, shaping: str | None, options: Mapping[str, Any]
+) -> list[Candidate]:
     """The checkpoints in order, then the models; with an ensemble of models they are one."""
-    session = importlib.import_module("treeward.evaluation.session")
-    folder_names = importlib.import_module("treeward.evaluation.running").folder_names
-    ensemble = None if arguments.ensemble is None else ensemble_section(arguments.ensemble)
-    shaping = fixed_shaping(arguments.shaping)
-    checkpoints = {} if arguments.checkpoints is None else _checkpoints(Path(arguments.checkpoints))
-    if not arguments.models and not checkpoints:
+    from treeward.evaluation.running import folder_names
+    from treeward.evaluation.session import Candidate
+    from treeward.model.pretrained import check_local
+
+    section = None if ensemble is None else ensemble_section(ensemble)
+    fixed = fixed_shaping(shaping)
+    checkpoints = {} if run_dir is None else _checkpoints(Path(run_dir))
+    if not models and not checkpoints:
         raise ConfigError(
             "there is no model to evaluate", where="MODEL", got="none", need="a model, or --checkpoints RUN_DIR"
         )
-    check_local = importlib.import_module("treeward.model.pretrained").check_local
-    for model in arguments.models:
+    for model in models:
         check_local(model)  # the last one too, before hours of the first
     names = {model: name for name, model in checkpoints.items()}
-    names |= {model: name for model, name in folder_names(arguments.models).items() if model not in names}
-    if ensemble is not None and ensemble.over == "models":
+    names |= {model: name for model, name in folder_names(models).items() if model not in names}
+    groups = [(model,) for model in names]
+    if section is not None and section.over == "models":
         if checkpoints:
             raise ConfigError(
                 "an ensemble is one model, and checkpoints are compared with each other",
@@ -137,31 +155,29 @@ def _candidates(arguments: argparse.Namespace, options: Mapping[str, Any]) -> li
                 need="one of them, or an ensemble of heads as {over: heads}",
                 fix="to make an ensemble of checkpoints, name them as models: RUN_DIR/step_100/model ...",
             )
-        groups = [tuple(arguments.models)]
-    else:
-        groups = [(model,) for model in names]
+        groups = [tuple(models)]  # type: ignore[list-item]
     candidates = []
-    for models in groups:
-        rewards = RewardModels(models, ensemble, shaping)
-        shaper = rewards.check_alone(trust_remote_code=arguments.trust_remote_code)
-        name = _name_of_rewards(rewards, [names[model] for model in models])
-        is_plain = ensemble is None and shaping is None
+    for members in groups:
+        rewards = RewardModels(members, section, fixed)
+        shaper = rewards.check_alone(trust_remote_code=options["trust_remote_code"])
+        is_plain = section is None and fixed is None
         candidates.append(
-            session.Candidate(
-                name,
+            Candidate(
+                _name_of_rewards(rewards, [names[model] for model in members]),
                 partial(_load, rewards, options),
-                published_name=models[0] if is_plain and not Path(models[0]).exists() else None,
+                published_name=members[0] if is_plain and not Path(members[0]).exists() else None,
                 note=_note(rewards, shaper),
-                in_drift=models[0] in checkpoints.values(),
+                in_drift=members[0] in checkpoints.values(),
             )
         )
     return candidates
 
 
-def _load(rewards: RewardModels, options: Mapping[str, Any]) -> tuple[Any, str]:
+def _load(rewards: RewardModels, options: Mapping[str, Any]) -> Any:
+    from treeward.evaluation.session import scorer_identity
+
     scorer = rewards.load_rewards(options)
-    identity = importlib.import_module("treeward.evaluation.session").scorer_identity
-    return scorer, identity(scorer, rewards.models[0])
+    return scorer, scorer_identity(scorer, rewards.models[0])
 
 
 def _checkpoints(folder: Path) -> dict[str, str]:
@@ -210,24 +226,26 @@ def _note(rewards: RewardModels, shaper: Any) -> str | None:
     return "; ".join(parts) or None
 
 
-def _suites(arguments: argparse.Namespace) -> list[tuple[Any, str | None]]:
-    module = importlib.import_module("treeward.evaluation.suites")
+def _suites(
+    named: list[str],
+    data: list[str],
+    dataset_name: str | None,
+    split: str | None,
+    options: Mapping[str, Any],
+    tie_policy: Literal["strict", "half"],
+) -> list[tuple[Any, str | None]]:
+    from treeward.evaluation.suites import PreferenceSuite, get_suite
+
     found: list[tuple[Any, str | None]] = []
-    for text in ",".join(arguments.suite).split(","):
+    for text in ",".join(named).split(","):
         name, _, source = text.strip().partition("=")
         if name:
-            found.append((module.get_suite(name, tie_policy=arguments.tie_policy), source or None))
-    data = arguments.data or ([None] if arguments.dataset_name is not None else [])
-    options = data_options(arguments.data_option)
-    if options and not data and not arguments.training_data:
-        raise ConfigError(
-            "there is no --data that this could be about", where="--data-option", got=arguments.data_option
-        )
-    if data:
-        for path in data:
-            config = dataset_config(path, arguments.dataset_name, arguments.split, options)
-            name = _name_of(path or arguments.dataset_name, arguments.split)
-            found.append((module.PreferenceSuite(name, config, tie_policy=arguments.tie_policy), None))
+            found.append((get_suite(name, tie_policy=tie_policy), source or None))
+    paths: list[str | None] = [*data] or ([None] if dataset_name is not None else [])
+    for path in paths:
+        config = dataset_config(path, dataset_name, split, options)
+        name = _name_of(path or str(dataset_name), split)
+        found.append((PreferenceSuite(name, config, tie_policy=tie_policy), None))
     if not found:
         raise ConfigError(
             "there is nothing to evaluate on",
@@ -244,7 +262,6 @@ def _name_of(path: str, split: str | None) -> str:
 
 
 def _print(summaries: list[Any]) -> None:
-    tables = importlib.import_module("treeward.tables")
     rows = []
     for one in summaries:
         for metric, part in [(one.result.headline, ""), *((m, m.name) for m in one.result.sections)]:
@@ -254,35 +271,28 @@ def _print(summaries: list[Any]) -> None:
         rows.append({"model": one.model, "suite": one.suite, "part": "length-controlled", "value": controlled.value,
                      "low": controlled.low, "high": controlled.high, "count": controlled.count})  # fmt: skip
     columns = [
-        *(tables.Column(key) for key in ("model", "suite", "part")),
-        tables.Column("value", format=".3f"),
-        tables.Column("low", title="95 % from", format=".3f"),
-        tables.Column("high", title="to", format=".3f"),
-        tables.Column("count", title="of"),
+        *(Column(key) for key in ("model", "suite", "part")),
+        Column("value", format=".3f"),
+        Column("low", title="95 % from", format=".3f"),
+        Column("high", title="to", format=".3f"),
+        Column("count", title="of"),
     ]
-    _write_table(rows, columns)
+    write_table(rows, columns)
 
 
 def _print_drift(drift: list[Any]) -> None:
-    tables = importlib.import_module("treeward.tables")
     rows = []
     for one in drift:
         for step in one.steps:
             found = {} if step.drift is None else {m.name: m.value for m in step.drift.metrics()}
             rows.append({"suite": one.suite, "from": step.before, "to": step.after} | found)
     columns = [
-        *(tables.Column(key) for key in ("suite", "from", "to")),
-        tables.Column("order_agreement", title="pairs alike", format=".3f"),
-        tables.Column("scale_ratio", title="spread x", format=".3f"),
-        tables.Column("shift", title="scores moved", format="+.3f"),
-        tables.Column("rank_correlation", title="rank correlation", format=".3f"),
+        *(Column(key) for key in ("suite", "from", "to")),
+        Column("order_agreement", title="pairs alike", format=".3f"),
+        Column("scale_ratio", title="spread x", format=".3f"),
+        Column("shift", title="scores moved", format="+.3f"),
+        Column("rank_correlation", title="rank correlation", format=".3f"),
     ]
     if rows:
         sys.stdout.write("\n")
-        _write_table(rows, columns)
-
-
-def _write_table(rows: list[dict[str, Any]], columns: list[Any]) -> None:
-    can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    table = importlib.import_module("treeward.tables").results_table(rows, columns, ascii_only=not can_draw)
-    sys.stdout.write(table + "\n")
+        write_table(rows, columns)

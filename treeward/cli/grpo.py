@@ -1,18 +1,16 @@
-"""`treeward grpo`: parse, import, call, and say what came of it."""
+"""`treeward grpo`: parse, import, call, and print the outcome."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import shlex
 import sys
 
-from treeward.cli.interrupts import check_interrupts, heeding_interrupts
+from treeward.cli.options import ConfigFile, Overrides
 from treeward.cli.train import what_was_saved
 from treeward.config.load import load_grpo_config
 from treeward.config.preflight import check_inputs
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "run"]
 
 EXAMPLES = """\
 examples:
@@ -22,18 +20,13 @@ examples:
 The same command resumes a run that was stopped. Every key: docs/config.md."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the file; ~key removes one")
+def run(config: ConfigFile, overrides: Overrides = None) -> int:
+    loaded = load_grpo_config(config, overrides or [])
+    check_inputs(loaded)
 
+    from treeward.rl.grpo import grpo  # torch: seconds, once the config is sound
 
-@heeding_interrupts
-def run(arguments: argparse.Namespace) -> int:
-    config = load_grpo_config(arguments.config, arguments.overrides)
-    check_inputs(config)
-    loop = importlib.import_module("treeward.rl.grpo")  # torch: seconds, and only if the config is sound
-    outcome = loop.grpo(config)
-    check_interrupts()
+    outcome = grpo(loaded)
     for name, value in outcome.validation.items():
         sys.stdout.write(f"{name:>40}  {value:.4f}\n")
     for alarm in outcome.alarms:
@@ -46,6 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     if outcome.interrupted_by:
         sys.stderr.write(
             f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). "
-            f"{what_was_saved(outcome.step, config.checkpointing)}\n"
+            f"{what_was_saved(outcome.step, loaded.checkpointing)}\n"
         )
-    return int(outcome.exit_code)
+    return outcome.exit_code

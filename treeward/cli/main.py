@@ -1,99 +1,146 @@
 """`treeward VERB ...`: finds the verb's module, and turns a user's mistake into one message and exit code 2.
 
-A verb is a module of `treeward.cli` with `SUMMARY`, `add_arguments(parser)` and `run(arguments) -> exit code`. Only the
-module of the verb that was named is imported, so `--help` answers at once.
+A verb is a module of `treeward.cli` whose `run` is a typer command that returns the exit code. Only the module of the
+verb that was named is imported, so `--help` answers at once.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import importlib
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
-from treeward import __version__
-from treeward.cli.logging import configure_logging
+import typer
+from typer.core import TyperCommand, TyperGroup
+
 from treeward.errors import TreewardError
+from treeward.progress import StandardErrorHandler
+from treeward.version import VERSION
 
 __all__ = ["main"]
 
 VERBS = {
-    "train": "train a reward model from a configuration",
-    "score": "score conversations with a reward model",
-    "eval": "evaluate reward models on suites or comparisons, and write a report",
-    "compare": "say whether one evaluated model is better than another",
-    "bon": "draw best-of-n curves of a reward model against a gold reward",
-    "grpo": "optimise a policy against a reward model, and watch for its exploitation",
-    "serve": "serve reward models over HTTP, in the dialects that RL frameworks speak",
-    "rollouts": "collect answers of a language model, with their rewards",
-    "verify": "replay a model's scoring contract and name what differs",
-    "calibrate": "fit a reward model's normalisation, length curve and temperature",
-    "merge": "average the weights of reward models",
+    "train": "Train a reward model from a configuration.",
+    "score": "Score conversations with a reward model.",
+    "eval": "Evaluate reward models on suites or comparisons, and write a report.",
+    "compare": "Say whether one evaluated model is better than another.",
+    "bon": "Draw best-of-n curves of a reward model against a gold reward.",
+    "grpo": "Optimise a policy against a reward model, and watch for its exploitation.",
+    "serve": "Serve reward models over HTTP, in the dialects that RL frameworks speak.",
+    "rollouts": "Collect completions of a language model, with their rewards.",
+    "verify": "Replay a model's scoring contract and name what differs.",
+    "calibrate": "Fit a reward model's normalisation, length curve and temperature.",
+    "merge": "Average the weights of reward models.",
 }
+
+
+class _Verbs(TyperGroup):
+    """Lists verbs by their summaries, and imports the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else _load(name), rest
+
+
+app = typer.Typer(cls=_Verbs, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and more log messages.")] = False,
+) -> None:
+    """Train, examine and use reward models; the prompt is computed once.
+
+    `treeward VERB --help` shows a verb's arguments and examples.
+    """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 done in part, 2 a mistake to mend, 128 + n signal n."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
-    verb = next((word for word in words if not word.startswith("-")), None)
-    if verb not in VERBS:
-        parser.parse_args(words)  # --help, --version, or an error that lists the verbs
-        parser.print_help()
-        return 2
-    debug = "--debug" in words
+    if words == ["--version"]:
+        sys.stdout.write(f"treeward {VERSION}\n")
+        return 0
+    debug = "--debug" in words  # before the verb or after it
+    configure_logging(debug=debug)
     try:
-        code: int = _run(verb, words)
-        return code
-    except TreewardError as error:
-        if debug:
-            traceback.print_exc()
-        else:
-            sys.stderr.write(f"treeward {verb}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        if debug:
-            traceback.print_exc()
-        sys.stderr.write(f"\ntreeward {verb}: interrupted\n")
-        return 130
+        app([word for word in words if word != "--debug"], prog_name="treeward")
+    except SystemExit as end:
+        return int(end.code or 0)
     except BrokenPipeError:
         # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return 0
 
 
-def _run(verb: str, words: list[str]) -> int:
+def configure_logging(*, debug: bool = False) -> None:
+    """Send log records and Python warnings to standard error, above a progress bar if there is one.
+
+    treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG and INFO on. A
+    second call replaces the first; handlers that others have installed stay.
+    """
+    root, ours = logging.getLogger(), logging.getLogger("treeward")
+    for handler in [handler for handler in root.handlers if isinstance(handler, StandardErrorHandler)]:
+        root.removeHandler(handler)
+    handler = StandardErrorHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    root.addHandler(handler)
+    root.setLevel(logging.INFO if debug else logging.WARNING)
+    ours.setLevel(logging.DEBUG if debug else logging.INFO)
+    logging.captureWarnings(True)
+
+
+class _Formatter(logging.Formatter):
+    """`HH:MM:SS message`; the level when it is not INFO, and the logger's name while debugging."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        name = f"{record.name}: " if logging.getLogger("treeward").isEnabledFor(logging.DEBUG) else ""
+        return f"{self.formatTime(record, self.datefmt)} {level}{name}{record.message}"
+
+
+def _load(verb: str) -> TyperCommand:
     module = importlib.import_module(f"treeward.cli.{verb}")
-    subparser = argparse.ArgumentParser(
-        prog=f"treeward {verb}",
-        description=f"{VERBS[verb][0].upper()}{VERBS[verb][1:]}.",
-        epilog=module.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(subparser)
-    subparser.add_argument("--debug", action="store_true", help="show tracebacks and more log messages")
-    at = words.index(verb)
-    # intermixed: overrides may stand before, between and after options
-    parsed = subparser.parse_intermixed_args(words[:at] + words[at + 1 :])
-    configure_logging("DEBUG" if parsed.debug else "INFO")
-    code: int = module.run(parsed)
-    return code
+    made = typer.Typer(add_completion=False, rich_markup_mode=None)
+    examples = "\n\n".join(f"\b\n{part}" for part in module.EXAMPLES.split("\n\n"))
+    made.command(verb, help=VERBS[verb], epilog=examples)(_reporting(verb, module.run))
+    command = typer.main.get_command(made)
+    assert isinstance(command, TyperCommand)
+    return command
 
 
-def _parser() -> argparse.ArgumentParser:
-    verbs = "\n".join(f"  {name:<10} {summary}" for name, summary in VERBS.items())
-    parser = argparse.ArgumentParser(
-        prog="treeward",
-        usage="treeward VERB [arguments]",
-        description="Train, examine and use reward models; the prompt is computed once.",
-        epilog=f"verbs:\n{verbs}\n\n`treeward VERB --help` shows a verb's arguments and examples.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"treeward {__version__}")
-    parser.add_argument("verb", nargs="?", choices=VERBS, metavar="VERB", help=argparse.SUPPRESS)
-    return parser
+def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
+    """`run`, with its exit code, and with errors for users as messages instead of tracebacks."""
+
+    @functools.wraps(run)
+    def reporting(*arguments: Any, **options: Any) -> None:
+        try:
+            code = run(*arguments, **options)
+        except TreewardError as error:
+            sys.stderr.write(f"treeward {verb}: {error}\n")
+            code = 2
+        except KeyboardInterrupt:
+            sys.stderr.write(f"\ntreeward {verb}: interrupted\n")
+            code = 130
+        else:
+            raise typer.Exit(code)
+        if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        raise typer.Exit(code)
+
+    return reporting
 
 
 if __name__ == "__main__":

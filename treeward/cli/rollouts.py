@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
 
-from treeward.cli.model_arguments import (
-    add_loading_arguments,
-    add_reward_arguments,
+import typer
+
+from treeward.cli.options import (
+    Device,
+    Dtype,
+    Ensemble,
+    Shaping,
+    TrustRemoteCode,
+    Unchecked,
     fixed_shaping,
     parse_yaml,
-    positive,
 )
 from treeward.cli.serve import check_ensembles, ensemble_members
 from treeward.errors import ConfigError
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,74 +35,77 @@ examples:
   treeward rollouts --model-url http://localhost:8001/v1 --model my-model --input rows.jsonl \\
       --output rollouts.jsonl --rewards-url http://localhost:8000 --concurrency 64 --resume
 
-Rows hold `responses_create_params` (as NeMo Gym's), `messages`, or a `prompt`. Each rollout is written with its
-`response` and its `reward` as soon as it is there; beside the output lie the failures and why, the metrics of all
-rollouts, and the rewards of each prompt."""
+Rows hold `responses_create_params` (as NeMo Gym's), `messages`, or a `prompt`. Each
+rollout is written with its `response` and its `reward` as soon as it is there; beside
+the output lie the failures and their reasons, the metrics of all rollouts, and the
+rewards of each prompt."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model-url", required=True, metavar="URL", help="the policy's address, as http://host:8001/v1"
-    )
-    parser.add_argument("--model", required=True, metavar="NAME", help="the name under which the policy is served")
-    parser.add_argument(
-        "--api",
-        choices=("chat", "responses"),
-        default="chat",
-        help="the API of the policy: chat completions or responses",
-    )
-    parser.add_argument("--model-token-env", metavar="NAME", help="the environment variable with the policy's API key")
-    parser.add_argument("--input", required=True, metavar="FILE", help="jsonl, json, csv, parquet or arrow")
-    parser.add_argument("--output", required=True, metavar="FILE", help="where rollouts go, as rollouts.jsonl")
-    parser.add_argument("--limit", type=positive, metavar="N", help="the first N rows only")
-    parser.add_argument("--num-repeats", type=positive, default=1, metavar="N", help="rollouts of each row; default 1")
-    parser.add_argument(
-        "--concurrency", type=positive, default=16, metavar="N", help="rollouts at one time; default 16"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with the rollouts that are in the output")
-    parser.add_argument("--max-retries", type=_count, default=5, metavar="N", help="further attempts; default 5")
-    parser.add_argument("--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="of a request; default 600")
-    parser.add_argument("--temperature", type=float, metavar="T", help="of rows that do not say")
-    parser.add_argument("--top-p", type=float, metavar="P", help="of rows that do not say")
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="of a completion, for rows that do not say")
-    rewards = parser.add_mutually_exclusive_group()
-    rewards.add_argument("--rewards-url", metavar="URL", help="a running `treeward serve`; without rewards otherwise")
-    rewards.add_argument(
-        "--reward-model", nargs="+", metavar="MODEL", help="folder or hub name, scored in this process"
-    )
-    parser.add_argument("--rewards-model", metavar="NAME", help="which model of --rewards-url; default: its first")
-    parser.add_argument("--rewards-token-env", metavar="NAME", help="the environment variable with its bearer token")
-    parser.add_argument(
-        "--tls-ca", metavar="FILE", help="a PEM file with the certificates to trust, for both addresses"
-    )
-    add_reward_arguments(parser)
-    parser.add_argument(
-        "--unchecked", action="store_true", help="take even a reward model that does not keep its scoring contract"
-    )
-    add_loading_arguments(parser)
+def run(
+    model_url: Annotated[str, typer.Option(metavar="URL", help="The policy's address, as http://host:8001/v1.")],
+    model: Annotated[str, typer.Option(metavar="NAME", help="The name under which the policy is served.")],
+    input_file: Annotated[str, typer.Option("--input", metavar="FILE", help="jsonl, json, csv, parquet or arrow.")],
+    output: Annotated[str, typer.Option(metavar="FILE", help="Where rollouts go, as rollouts.jsonl.")],
+    api: Annotated[Literal["chat", "responses"], typer.Option(help="Chat completions or responses.")] = "chat",
+    model_token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The environment variable with the policy's API key.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N rows only.")] = None,
+    num_repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Rollouts of each row.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Rollouts at one time.")] = 16,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the rollouts in the output.")] = False,
+    max_retries: Annotated[int, typer.Option(min=0, metavar="N", help="Further attempts of a request.")] = 5,
+    timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Limit of a request.")] = 600.0,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="For rows without one.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="For rows without one.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of a completion, for rows without a limit.")
+    ] = None,
+    rewards_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A running `treeward serve` that gives the rewards.")
+    ] = None,
+    reward_model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="Or a folder or hub name, scored in this process; with --ensemble several."),
+    ] = None,
+    rewards_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which model of --rewards-url; default: its first.")
+    ] = None,
+    rewards_token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The environment variable with its bearer token.")
+    ] = None,
+    tls_ca: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A PEM file with the certificates to trust.")
+    ] = None,
+    shaping: Shaping = None,
+    ensemble: Ensemble = None,
+    unchecked: Unchecked = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    arguments = SimpleNamespace(**locals())
 
-
-def run(arguments: argparse.Namespace) -> int:
     from treeward.openai_client import check_openai, key_from
     from treeward.serving.rollouts.collect import check_free
     from treeward.serving.rollouts.rows import read_tasks
 
     _check(arguments)
     check_openai()
-    keys = [key_from(arguments.model_token_env), key_from(arguments.rewards_token_env)]
-    tasks = read_tasks(arguments.input, limit=arguments.limit)
-    check_free(Path(arguments.output), resume=arguments.resume)
+    keys = [key_from(model_token_env), key_from(rewards_token_env)]
+    tasks = read_tasks(input_file, limit=limit)
+    check_free(Path(output), resume=resume)
     service = None
-    if arguments.reward_model is not None:
+    if reward_model:
         from treeward.serving.run import make_service
 
         service = make_service(_server(arguments))
     outcome = asyncio.run(_collect(arguments, tasks, service, keys))
-    _report(outcome, arguments.output)
+    _report(outcome, output)
     return 1 if outcome.num_failed else 0
 
 
-async def _collect(arguments: argparse.Namespace, tasks: Any, service: Any, keys: list[str | None]) -> Any:
+async def _collect(arguments: SimpleNamespace, tasks: Any, service: Any, keys: list[str | None]) -> Any:
     from treeward.http import Connection, checked_url
     from treeward.openai_client import openai_client
     from treeward.progress import ShownProgress
@@ -161,7 +168,7 @@ def _report(outcome: Any, output: str) -> None:
         )
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: SimpleNamespace) -> None:
     if Path(arguments.output).suffix != ".jsonl":
         raise ConfigError(
             "the output is no .jsonl", where="--output", got=arguments.output, need="a name as rollouts.jsonl"
@@ -169,7 +176,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for url, option in ((arguments.model_url, "--model-url"), (arguments.rewards_url, "--rewards-url")):
         if url is not None and not url.startswith(("http://", "https://")):
             raise ConfigError("this is no address", where=option, got=url, need="as http://localhost:8001/v1")
-    if arguments.reward_model is None:
+    if not arguments.reward_model:
         given = [name for name in ("shaping", "ensemble", "device") if getattr(arguments, name) is not None]
         given += [name for name in ("unchecked", "trust_remote_code") if getattr(arguments, name)]
         if given:
@@ -182,7 +189,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "the option is for a server", where="--rewards-model, --rewards-token-env", need="--rewards-url"
         )
-    if arguments.reward_model is not None and len(arguments.reward_model) > 1 and arguments.ensemble is None:
+    if arguments.reward_model and arguments.rewards_url is not None:
+        raise ConfigError("rewards come from one place", where="--reward-model, --rewards-url", need="one of them")
+    if arguments.reward_model and len(arguments.reward_model) > 1 and arguments.ensemble is None:
         raise ConfigError(
             "several reward models are named, and nothing says how their scores become one",
             where="--reward-model",
@@ -191,7 +200,7 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _server(arguments: argparse.Namespace) -> Any:
+def _server(arguments: SimpleNamespace) -> Any:
     fixed_shaping(arguments.shaping)  # rollouts that are made again must have the same rewards
     section: dict[str, Any] = {
         "shaping": None if arguments.shaping is None else parse_yaml(arguments.shaping, "--shaping"),
@@ -214,26 +223,10 @@ def _server(arguments: argparse.Namespace) -> Any:
     return server
 
 
-def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+def _sampling(arguments: SimpleNamespace) -> dict[str, Any]:
     given = {
         "temperature": arguments.temperature,
         "top_p": arguments.top_p,
         "max_output_tokens": arguments.max_tokens,
     }
     return {key: value for key, value in given.items() if value is not None}
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text}, need a number, 0 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(json.loads(text))
-    except (ValueError, TypeError):
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, need a number of seconds")
-    return seconds

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import importlib
 import itertools
-import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any
 
-from treeward.cli.interrupts import check_interrupts, heeding_interrupts
-from treeward.cli.model_arguments import (
+import typer
+
+from treeward.cli.options import (
+    BatchTokens,
+    Device,
+    Dtype,
+    Ensemble,
+    MaxLength,
     RewardModels,
-    add_model_arguments,
-    add_reward_arguments,
+    Shaping,
+    Truncation,
+    TrustRemoteCode,
+    Unchecked,
     ensemble_section,
     fixed_shaping,
-    model_options,
+    loading_options,
+    scoring_options,
 )
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError
+from treeward.progress import ShownProgress
+from treeward.resumable import ResumableRows, resumable_rows
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,109 +43,106 @@ examples:
   treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
 
-Rows hold `messages`; or `context` with `completions` or `responses`; or `prompt` with `responses`, or with `chosen` and
-`rejected`.
-Each is written as it is with its `score` (of messages) or `scores` (of several answers), in order; with --shaping also
-with its `reward` or `rewards`."""
+Rows hold `messages`; or `context` with `completions` or `responses`; or `prompt`
+with `responses`, or with `chosen` and `rejected`. Each is written as it is with
+its `score` (of messages) or `scores` (of several completions), in order; with
+--shaping also with its `reward` or `rewards`.
+
+A file is written beside its final name (`scores.partial.jsonl`) and renamed when
+it is complete; the same command goes on with one that was interrupted."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder or hub name of a reward model")
-    parser.add_argument("--data", required=True, metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin")
-    parser.add_argument("--output", default="-", metavar="FILE", help="where rows go as JSON lines; - is stdout")
-    add_reward_arguments(parser)
-    add_model_arguments(parser)
+def run(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
+    data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
+    output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
+    shaping: Shaping = None,
+    ensemble: Ensemble = None,
+    batch_tokens: BatchTokens = None,
+    max_length: MaxLength = None,
+    truncation: Truncation = None,
+    unchecked: Unchecked = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    rewards = _reward_models(models, ensemble, shaping)
 
+    from treeward.data.sources import fingerprint, read_jsonl_stream, read_rows
+    from treeward.evaluation.session import scorer_identity
+    from treeward.scoring.rows import score_rows
 
-@heeding_interrupts
-def run(arguments: argparse.Namespace) -> int:
-    models = _models(arguments)
-    sources = importlib.import_module("treeward.data.sources")
-    rows_module = importlib.import_module("treeward.scoring.rows")
-    from treeward.progress import ShownProgress
-
-    if arguments.data == "-":
-        rows = sources.read_jsonl_stream(sys.stdin.buffer, "<stdin>")
+    if data == "-":
+        rows = read_jsonl_stream(sys.stdin.buffer, "<stdin>")
     else:
-        _check_not_the_input(arguments.output, arguments.data)
-        rows = sources.read_rows(arguments.data)
-    # A missing file or a bad first line is told before the model is loaded and before the output is emptied.
+        _check_not_the_input(output, data)
+        rows = read_rows(data)
+    # A missing file or a bad first line is an error before the model is loaded.
     rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
-    logger.info("Loading %s.", ", ".join(arguments.models))
-    scorer, shaper = models.load(model_options(arguments))
-    check_interrupts()  # before the output is emptied
-    scored = failed = missing = 0
+    options = loading_options(device, dtype, trust_remote_code)
+    options |= scoring_options(batch_tokens, max_length, truncation, unchecked)
+    logger.info("Loading %s.", ", ".join(models))
+    scorer, shaper = rewards.load(options)
+    identity = {
+        "model": scorer_identity(scorer, models[0]),
+        "data": fingerprint(data) if data != "-" and output != "-" else None,
+        "shaping": shaper and shaper.config.model_dump(mode="json"),
+    }
+    missing = 0
     first_error = None
-    with (
-        _opened(arguments.output) as write,
-        ShownProgress(check_interrupts, unit="rows") as progress,
-    ):
-        progress.show("scoring", 0, 0)
-        for row in rows_module.score_rows(scorer, rows, shaper=shaper):
-            check_interrupts()
-            write(json.dumps(row.values, ensure_ascii=False, default=_plain) + "\n")
-            scored += 1
+    with _opened(output, identity, resumable=data != "-") as kept, ShownProgress(unit="rows") as progress:
+        done, failed = len(kept.kept), sum(kept.kept)
+        if done:
+            logger.info("%d rows were scored before.", done)
+        for row in score_rows(scorer, itertools.islice(rows, done, None), shaper=shaper):
+            kept.add(row.values)
+            done += 1
             failed += row.num_failed > 0
             missing += row.num_failed
             first_error = first_error or row.values.get("error")
-            progress.show("scoring", scored, 0)
+            progress.show("scoring", done, 0)
     logger.info(
         "Scored %d rows; %d tokens computed for %d tokens of plain rows.",
-        scored,
+        done,
         scorer.num_computed_tokens,
         scorer.num_row_tokens,
     )
     if failed:
         what = "score" if shaper is None else "reward"
-        logger.warning("%d conversations in %d rows have no %s: it is null, and the row's `error` says why. The first: "
-                       "%s", missing, failed, what, first_error)  # fmt: skip
+        logger.warning("%d rows have conversations without a %s (%d in this call): it is null, and the row's `error` "
+                       "says why. The first: %s", failed, what, missing, first_error)  # fmt: skip
     return 1 if failed else 0
 
 
-def _models(arguments: argparse.Namespace) -> RewardModels:
-    if arguments.ensemble is None and len(arguments.models) > 1:
+def _reward_models(models: list[str], ensemble: str | None, shaping: str | None) -> RewardModels:
+    if ensemble is None and len(models) > 1:
         raise ConfigError(
             "several models are named, and nothing says how their scores become one",
             where="MODEL",
-            got=" ".join(arguments.models),
+            got=" ".join(models),
             need="one model, or --ensemble",
             fix="--ensemble mean, or a run for each model",
         )
-    ensemble = None if arguments.ensemble is None else ensemble_section(arguments.ensemble)
-    return RewardModels(tuple(arguments.models), ensemble, fixed_shaping(arguments.shaping))
+    section = None if ensemble is None else ensemble_section(ensemble)
+    return RewardModels(tuple(models), section, fixed_shaping(shaping))
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[Callable[[str], None]]:
-    """A function that writes there. Raises `DataError` where that fails; what was written before stays."""
-    if path == "-":
-        yield partial(_write, sys.stdout, "<stdout>")
+@contextmanager
+def _opened(output: str, identity: dict[str, Any], *, resumable: bool) -> Iterator[ResumableRows[bool]]:
+    """Where rows go: standard output, or a file that gets its name when all of them are written.
+
+    Rows of standard input cannot be read again, so a part of them is not resumed.
+    """
+    if output == "-":
+        yield ResumableRows([], sys.stdout)
         return
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        stream = open(path, "w", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    with stream:
-        yield partial(_write, stream, path)
-
-
-def _write(stream: TextIO, name: str, text: str) -> None:
-    try:
-        stream.write(text)
-        stream.flush()  # whoever reads along sees each row at once, and a full disk is noticed here
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            stream.close()  # it tries to write once more what the disk has refused
-        raise _unwritable(name, error) from error
-
-
-def _unwritable(name: str, error: OSError) -> DataError:
-    return DataError(
-        "the scores cannot be written", where=name, got=str(error), need="a file that can be written, and room for it"
-    )
+    path = Path(output)
+    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
+    if not resumable:
+        partial.unlink(missing_ok=True)
+    with resumable_rows(partial, identity, lambda row, _: "error" in row) as rows:
+        yield rows
+        rows.finish(path)
 
 
 def _check_not_the_input(output: str, data: str) -> None:
@@ -149,7 +153,3 @@ def _check_not_the_input(output: str, data: str) -> None:
             got=output,
             need="another file than --data",
         )
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)

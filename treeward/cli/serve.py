@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import importlib.util
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from treeward.cli.model_arguments import add_reward_arguments, parse_yaml
+import typer
+
+from treeward.cli.options import Device, Ensemble, Shaping, TrustRemoteCode, Unchecked, parse_yaml
 from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 
-__all__ = ["EXAMPLES", "add_arguments", "check_ensembles", "ensemble_members", "run"]
+__all__ = ["EXAMPLES", "check_ensembles", "ensemble_members", "run"]
 
 EXAMPLES = """\
 examples:
@@ -29,82 +31,65 @@ Then, from another terminal:
       -d '{"context": [{"role": "user", "content": "2 + 2?"}], "completions": ["4", "5"]}'"""
 
 
-_OF_MODELS = ("shaping", "ensemble", "device", "dtype", "trust_remote_code", "unchecked")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="folders or hub names of reward models; and key=value for any key of the server's configuration",
-    )
-    parser.add_argument("--config", default=None, metavar="FILE", help="a YAML file with the server's configuration")
-    parser.add_argument("--host", default=None, help="the address to listen on; default 127.0.0.1")
-    parser.add_argument(
-        "--port", type=int, default=None, help="the port to listen on; default 8000, 0 takes a free one"
-    )
-    add_reward_arguments(parser)
-    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ...; default: a GPU where there is one")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="of the backbone's weights")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")
-    parser.add_argument(
-        "--unchecked", action="store_true", help="serve even a model that does not keep its scoring contract"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    config = _config(arguments)
-    # Threads that spin between two batches take the processor from those that read requests. Read when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    for package in ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ConfigError(
-                "the server needs packages that are not installed",
-                got=f"no module {package}",
-                fix="pip install 'treeward[serve]'",
-            ) from error
-    check_ensembles(config)
-    logging = importlib.import_module("treeward.serving.logs")
-    logging.configure(config.log_format, debug=arguments.debug)
-    return int(importlib.import_module("treeward.serving.run").serve(config))
-
-
-def _config(arguments: argparse.Namespace) -> ServerConfig:
-    overrides = [word for word in arguments.models if "=" in word]
-    models = [word for word in arguments.models if "=" not in word]
-    values: dict[str, Any] = {"models": _sections(models, arguments)} if models else {}
-    values |= {key: value for key in ("host", "port") if (value := getattr(arguments, key)) is not None}
-    if not models and arguments.config is None:
+def run(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL|key=value", help="Reward models, and keys of the server's configuration."),
+    ] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file with the configuration.")] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on; default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="The port; default 8000, 0 takes a free one.")] = None,
+    shaping: Shaping = None,
+    ensemble: Ensemble = None,
+    device: Device = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="Number format of the backbone's weights.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    unchecked: Unchecked = False,
+) -> int:
+    overrides = [word for word in words or [] if "=" in word]
+    models = [word for word in words or [] if "=" not in word]
+    common: dict[str, Any] = {
+        "shaping": None if shaping is None else parse_yaml(shaping, "--shaping"),
+        "device": device,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code or None,
+        "check_contract": False if unchecked else None,
+    }
+    common = {key: value for key, value in common.items() if value is not None}
+    if not models and config is None:
         raise ConfigError("there is nothing to serve", where="MODEL", need="a reward model, or --config FILE")
-    given = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(arguments, name)]
-    if not models and given:
+    if not models and (common or ensemble):
         raise ConfigError(
             "the options are for models that are named on the command line",
-            where=", ".join(given),
+            where=", ".join([*common, *(["ensemble"] if ensemble else [])]),
             need="MODEL, or the same in the file's models",
         )
-    return load_file(ServerConfig, arguments.config, overrides, values=values)
+    values: dict[str, Any] = {key: value for key, value in {"host": host, "port": port}.items() if value is not None}
+    if ensemble is not None and models:
+        given = parse_yaml(ensemble, "--ensemble")
+        section = {"method": given} if isinstance(given, str) else given
+        values["models"] = [{**ensemble_members(models, section, "--ensemble"), "ensemble": section, **common}]
+    elif models:
+        values["models"] = [{"model": model, **common} for model in models]
+    server = load_file(ServerConfig, config, overrides, values=values)
+    # Threads that spin between two batches take the processor from those that read requests. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "the server needs packages that are not installed",
+            got=f"no module {missing[0]}",
+            fix="pip install 'treeward[serve]'",
+        )
+    check_ensembles(server)
 
+    from treeward.serving.logs import configure
+    from treeward.serving.run import serve
 
-def _sections(models: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    common: dict[str, Any] = {}
-    if arguments.shaping is not None:
-        common["shaping"] = parse_yaml(arguments.shaping, "--shaping")
-    for key in ("device", "dtype"):
-        if getattr(arguments, key) is not None:
-            common[key] = getattr(arguments, key)
-    if arguments.trust_remote_code:
-        common["trust_remote_code"] = True
-    if arguments.unchecked:
-        common["check_contract"] = False
-    if arguments.ensemble is None:
-        return [{"model": model, **common} for model in models]
-    ensemble = parse_yaml(arguments.ensemble, "--ensemble")
-    section = {"method": ensemble} if isinstance(ensemble, str) else ensemble
-    return [{**ensemble_members(models, section, "--ensemble"), "ensemble": section, **common}]
+    configure(server.log_format, debug=logging.getLogger("treeward").isEnabledFor(logging.DEBUG))
+    return serve(server)
 
 
 def ensemble_members(models: Sequence[str], section: Mapping[str, Any], option: str) -> dict[str, Any]:
@@ -136,7 +121,8 @@ def check_ensembles(config: ServerConfig) -> None:
         ensemble = section.ensemble
         if ensemble is None or not ensemble.standardize or ensemble.over == "heads" or ensemble.means is not None:
             continue
-        read_contract = importlib.import_module("treeward.model.contract").read_contract
+        from treeward.model.contract import read_contract
+
         folders = [name for name in section.members if Path(name).expanduser().is_dir()]
         calibrations = {name: getattr(read_contract(name), "calibration", None) for name in folders}
         missing = [name for name, one in calibrations.items() if one is None or one.normalization is None]

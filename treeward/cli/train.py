@@ -1,19 +1,20 @@
-"""`treeward train`: parse, import, call, and say what came of it."""
+"""`treeward train`: parse, import, call, and print the outcome."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
-from treeward.cli.interrupts import check_interrupts, heeding_interrupts
+from treeward.cli.options import ConfigFile, Overrides, write_table
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.load import load_config
 from treeward.config.preflight import check_inputs
 
-__all__ = ["EXAMPLES", "add_arguments", "run", "what_was_saved"]
+if TYPE_CHECKING:
+    from treeward.training.train import TrainingOutcome
+
+__all__ = ["EXAMPLES", "run", "what_was_saved"]
 
 EXAMPLES = """\
 examples:
@@ -24,29 +25,23 @@ examples:
 The same command resumes a run that was stopped. Every key: docs/config.md."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the file; ~key removes one")
+def run(config: ConfigFile, overrides: Overrides = None) -> int:
+    loaded = load_config(config, overrides or [])
+    check_inputs(loaded)
 
+    from treeward.training.export import result_columns, result_rows  # torch: seconds, once the config is sound
+    from treeward.training.train import train
 
-@heeding_interrupts
-def run(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides)
-    check_inputs(config)
-    training = importlib.import_module("treeward.training.train")  # torch: seconds, and only if the config is sound
-    card = importlib.import_module("treeward.training.export")
-    results = importlib.import_module("treeward.tables")
-    outcome = training.train(config)
-    check_interrupts()
+    outcome = train(loaded)
     if outcome.interrupted_by and outcome.model_folder is None:
         sys.stderr.write(
             f"Stopped after step {outcome.step} of {outcome.total_steps} ({outcome.interrupted_by}). "
-            f"{what_was_saved(outcome.step, config.checkpointing)}\n"
+            f"{what_was_saved(outcome.step, loaded.checkpointing)}\n"
         )
-        return int(outcome.exit_code)
+        return outcome.exit_code
     if outcome.validation:
-        rows = card.result_rows(outcome.validation_sizes, outcome.validation)
-        sys.stdout.write(f"\n{results.results_table(rows, card.result_columns(outcome.choice))}\n")
+        sys.stdout.write("\n")
+        write_table(result_rows(outcome.validation_sizes, outcome.validation), result_columns(outcome.choice))
     if outcome.model_folder is not None:
         folder = shlex.quote(str(outcome.model_folder))
         sys.stdout.write(
@@ -55,17 +50,18 @@ def run(arguments: argparse.Namespace) -> int:
             f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl\n"
         )
     if outcome.report is not None:
-        reporting = importlib.import_module("treeward.training.reporting")
+        from treeward.training.reporting import report_findings, reported_sets
+
         sys.stdout.write(f"What it has learnt:  {shlex.quote(str(outcome.report))}\n")
-        sys.stdout.write("".join(f"\n{one.verdict}\n" for one in reporting.reported_sets(outcome.report)))
-        sys.stdout.write(_finding(reporting.report_findings(outcome.report)))
+        sys.stdout.write("".join(f"\n{one.verdict}\n" for one in reported_sets(outcome.report)))
+        sys.stdout.write(_finding(report_findings(outcome.report)))
     if outcome.interrupted_by:
         sys.stderr.write(f"The report was stopped ({outcome.interrupted_by}). The same command goes on with it.\n")
-    return int(outcome.exit_code)
+    return outcome.exit_code
 
 
-def _how_chosen(outcome: Any) -> str:
-    """How the model was chosen, and what makes the numbers above it better than those of new data, a line each."""
+def _how_chosen(outcome: TrainingOutcome) -> str:
+    """How the model was chosen, and why the numbers above are better than on new data, a line each."""
     lines, choice = [], outcome.choice
     if choice is not None and choice.among_several:
         sets = ", ".join(choice.sets)
@@ -81,7 +77,7 @@ def _how_chosen(outcome: Any) -> str:
 
 
 def _finding(findings: dict[str, str]) -> str:
-    """What must not be overlooked in a report: the worst, and where else it is."""
+    """The worst finding of a report, and which other sets have one."""
     if not findings:
         return ""
     (first, finding), *others = findings.items()
@@ -90,7 +86,7 @@ def _finding(findings: dict[str, str]) -> str:
 
 
 def what_was_saved(step: int, checkpointing: CheckpointingConfig) -> str:
-    """Of a run that was interrupted after so many steps, and whether it can go on."""
+    """Whether a run that was interrupted after `step` steps can go on."""
     if not checkpointing.enabled:
         return "Nothing was saved: checkpointing.enabled is false."
     if step == 0:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib
 import json
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from treeward.cli.model_arguments import add_loading_arguments, loading_options, parse_yaml
+import typer
+
+from treeward.cli.options import Device, Dtype, TrustRemoteCode, loading_options, parse_yaml
 from treeward.errors import ConfigError, ModelError
+from treeward.tables import results_table
 
 if TYPE_CHECKING:
+    from treeward.client.verification import ServerVerification
     from treeward.model.contract import HeadContract, ScoringContract
+    from treeward.scoring.verification import Verification
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,119 +35,125 @@ examples:
   treeward verify results/quickstart/final --against http://localhost:8000
   treeward verify results/quickstart/final --against http://gpu7:8001 --dialect vllm --dtype bfloat16
 
---write makes the contract of a folder that treeward has not made. Compared are, in this order: the contract, the files,
-the chat template, the tokens, the read position, the number format, what is applied to the score, the weights. What
-differs first is the cause. The exit code is 0 where everything is equal, 1 where something differs, 2 where there is
+--write makes the contract of a folder that treeward has not made. Compared are, in
+this order: the contract, the files, the chat template, the tokens, the read position,
+the number format, the activation, the weights. The first difference is the cause. The
+exit code is 0 where everything is equal, 1 where something differs, 2 where there is
 nothing to compare.
 
---against asks a server for the scores of the golden conversations; of MODEL only the contract and the tokenizer are
-read. --dialect says how it is asked: as treeward's own, vLLM's, SGLang's, OpenRLHF's or text-embeddings-inference's
-clients do. --dtype is then what the server computes in."""
+--against asks a server for the scores of the golden conversations; of MODEL only the
+contract and the tokenizer are read. --dialect says how it is asked: as treeward's own,
+vLLM's, SGLang's, OpenRLHF's or text-embeddings-inference's clients do. --dtype is then
+the number format of the server."""
 
-_SERVER_OPTIONS = ("dialect", "served_model", "send", "body", "token_env", "timeout", "tls_ca")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or hub name of a reward model")
-    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
-    parser.add_argument(
-        "--write", action="store_true", help="write the contract of a folder that has none, as it is now"
-    )
-    parser.add_argument("--force", action="store_true", help="with --write: replace the contract that is there")
-    parser.add_argument(
-        "--head-weights",
-        metavar="WEIGHTS",
-        help="with --write: how the labels of a model with several make one score, as name=1,other=0.5 or 1,0.5",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="hash the head's weights only; hashing all of them takes about a second per GB",
-    )
-    add_loading_arguments(parser)
-    server = parser.add_argument_group("on a server")
-    server.add_argument("--against", metavar="URL", help="replay on this server, as http://localhost:8000")
-    server.add_argument(
-        "--dialect", choices=("treeward", "vllm", "sglang", "openrlhf", "tei"), help="how it is asked; default treeward"
-    )
-    server.add_argument(
-        "--model", dest="served_model", metavar="NAME", help="what it calls the model; default: its first"
-    )
-    server.add_argument(
-        "--send",
-        choices=("text", "bare", "tokens", "messages"),
-        help="rendered text, that without its BOS (or CLS and SEP), token ids, or messages; default: as clients do",
-    )
-    server.add_argument("--body", metavar="YAML", help="keys to add to each request, as {add_special_tokens: false}")
-    server.add_argument("--token-env", metavar="NAME", help="the environment variable that holds the bearer token")
-    server.add_argument(
-        "--tls-ca", metavar="FILE", help="a PEM file with the certificates to trust; default: the system's"
-    )
-    server.add_argument("--timeout", type=float, metavar="SECONDS", help="how long a request may take; default 60")
+Dialect = Literal["treeward", "vllm", "sglang", "openrlhf", "tei"]
+Form = Literal["text", "bare", "tokens", "messages"]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    if arguments.against is not None:
-        return _run_against(arguments)
-    for name in _SERVER_OPTIONS:
-        if getattr(arguments, name) is not None:
-            option = "--model" if name == "served_model" else f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} has no meaning alone", where=option, need=f"--against URL {option}")
-    torch = importlib.import_module("torch")
-    verification = importlib.import_module("treeward.scoring.verification")
-    options = loading_options(arguments)
-    for option, value in (("--force", arguments.force), ("--head-weights", arguments.head_weights)):
-        if value and not arguments.write:
-            raise ConfigError(f"{option} has no meaning alone", where=option, need=f"--write {option}")
-    if arguments.write:
-        _write(arguments, "cuda" if arguments.device is None and torch.cuda.is_available() else arguments.device)
-    result = verification.verify(arguments.model, quick=arguments.quick, **options)
-    _show(result, _text(result), as_json=arguments.json)
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the contract of a folder that has none.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --write: replace the contract.")] = False,
+    head_weights: Annotated[
+        str | None,
+        typer.Option(metavar="WEIGHTS", help="With --write: how several labels make a score, as a=1,b=0.5 or 1,0.5."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Hash the head's weights only; all of them take a second per GB.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    trust_remote_code: TrustRemoteCode = False,
+    against: Annotated[
+        str | None, typer.Option(metavar="URL", help="Replay on this server, as http://localhost:8000.")
+    ] = None,
+    dialect: Annotated[Dialect | None, typer.Option(help="How it is asked; default: treeward.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="The server's name of the model; default: its first.")
+    ] = None,
+    send: Annotated[
+        Form | None,
+        typer.Option(help="Rendered text, text without its BOS (or CLS and SEP), token ids, or messages."),
+    ] = None,
+    body: Annotated[
+        str | None, typer.Option(metavar="YAML", help="Keys for each request, as {add_special_tokens: false}.")
+    ] = None,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The environment variable with the bearer token.")
+    ] = None,
+    tls_ca: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A PEM file with the certificates to trust.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, metavar="SECONDS", help="Limit of a request; default 60.")
+    ] = None,
+) -> int:
+    of_server = {
+        "--dialect": dialect, "--model": served_model, "--send": send, "--body": body, "--token-env": token_env,
+        "--tls-ca": tls_ca, "--timeout": timeout,
+    }  # fmt: skip
+    of_write = {"--force": force, "--head-weights": head_weights}
+    of_folder = {"--write": write, "--quick": quick, "--device": device, **of_write}
+    if against is not None:
+        _refuse(of_folder, "it and --against do not go together: the server has the model")
+
+        from treeward.client.verification import verify_server
+
+        on_server = verify_server(
+            model,
+            against,
+            dialect=dialect or "treeward",
+            model=served_model,
+            form=send,
+            dtype=dtype,
+            token=_token(token_env),
+            extra=_keys(body),
+            timeout_seconds=timeout or 60.0,
+            verify_tls=True if tls_ca is None else tls_ca,
+            trust_remote_code=trust_remote_code,
+        )
+        _show(on_server, _server_text(on_server), as_json=as_json)
+        return 0 if on_server.equal else 1
+    _refuse(of_server, "it needs --against URL")
+    if not write:
+        _refuse(of_write, "it needs --write")
+
+    from treeward.scoring.verification import verify
+
+    options = loading_options(device, dtype, trust_remote_code)
+    if write:
+        _write(model, head_weights, force=force, device=device, trust_remote_code=trust_remote_code)
+    result = verify(model, quick=quick, **options)
+    _show(result, _text(result), as_json=as_json)
     if not result.could_compare:
         return 2
     return 0 if result.first_difference is None else 1
 
 
-def _run_against(arguments: argparse.Namespace) -> int:
-    for option, value in (
-        ("--write", arguments.write), ("--force", arguments.force), ("--quick", arguments.quick),
-        ("--head-weights", arguments.head_weights), ("--device", arguments.device),
-    ):  # fmt: skip
+def _refuse(options: dict[str, Any], why: str) -> None:
+    for option, value in options.items():
         if value:
-            raise ConfigError(
-                f"{option} and --against do not go together", where=option, need="one of them: the server has the model"
-            )
-    token = None
-    if arguments.token_env is not None:
-        token = os.environ.get(arguments.token_env, "").strip()
-        if not token:
-            raise ConfigError(
-                "the bearer token is not there",
-                where="--token-env",
-                got=f"the environment variable {arguments.token_env} is empty or not set",
-                need="the token in it",
-            )
-    seconds = 60.0 if arguments.timeout is None else arguments.timeout
-    if not 0 < seconds < float("inf"):
-        raise ConfigError("the time limit is not positive", where="--timeout", got=seconds, need="seconds")
-    extra = None if arguments.body is None else parse_yaml(arguments.body, "--body")
+            raise ConfigError("the option has no meaning here", where=option, need=why)
+
+
+def _token(name: str | None) -> str | None:
+    token = None if name is None else os.environ.get(name, "").strip()
+    if token == "":
+        raise ConfigError(
+            "the bearer token is not there",
+            where="--token-env",
+            got=f"the environment variable {name} is empty or not set",
+            need="the token in it",
+        )
+    return token
+
+
+def _keys(body: str | None) -> dict[str, Any] | None:
+    extra = None if body is None else parse_yaml(body, "--body")
     if isinstance(extra, str):
         raise ConfigError("these are no keys", where="--body", got=extra, need="{key: value, ...}")
-    result = importlib.import_module("treeward.client.verification").verify_server(
-        arguments.model,
-        arguments.against,
-        dialect=arguments.dialect or "treeward",
-        model=arguments.served_model,
-        form=arguments.send,
-        dtype=arguments.dtype,
-        token=token,
-        extra=extra,
-        timeout_seconds=seconds,
-        verify_tls=True if arguments.tls_ca is None else arguments.tls_ca,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    _show(result, _server_text(result), as_json=arguments.json)
-    return 0 if result.equal else 1
+    return extra
 
 
 def _show(result: Any, text: str, *, as_json: bool) -> None:
@@ -155,11 +164,10 @@ def _show(result: Any, text: str, *, as_json: bool) -> None:
     sys.stdout.write(text)
 
 
-def _table(result: Any) -> list[str]:
-    results = importlib.import_module("treeward.tables")
+def _table(result: Verification | ServerVerification) -> list[str]:
     rows = [{"part": check.part, "state": check.state, "finding": check.summary} for check in result.checks]
     can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    return [results.results_table(rows, ["part", "state", "finding"], ascii_only=not can_draw), ""]
+    return [results_table(rows, ["part", "state", "finding"], ascii_only=not can_draw), ""]
 
 
 def _difference(name: str, first: Any) -> list[str]:
@@ -170,7 +178,7 @@ def _difference(name: str, first: Any) -> list[str]:
     ]
 
 
-def _server_text(result: Any) -> str:
+def _server_text(result: ServerVerification) -> str:
     model = "" if result.served_model is None else f", model {result.served_model}"
     server = f"{result.against} (as {result.dialect}, {result.form} sent{model})"
     if result.first_difference is not None:
@@ -184,7 +192,7 @@ def _server_text(result: Any) -> str:
     )
 
 
-def _text(result: Any) -> str:
+def _text(result: Verification) -> str:
     lines = _table(result)
     first = result.first_difference
     if first is None and result.largest_difference is None:
@@ -204,56 +212,61 @@ def _text(result: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(arguments: argparse.Namespace, device: str | None) -> None:
-    contracts = importlib.import_module("treeward.model.contract")
-    golden = importlib.import_module("treeward.scoring.golden")
-    pretrained = importlib.import_module("treeward.model.pretrained")
-    folder = Path(arguments.model).expanduser()
+def _write(model: str, head_weights: str | None, *, force: bool, device: str | None, trust_remote_code: bool) -> None:
+    import torch
+
+    from treeward.model.contract import CONTRACT_FILE, read_contract
+    from treeward.model.pretrained import quiet_transformers
+    from treeward.scoring.golden import sign_folder
+
+    folder = Path(model).expanduser()
     if not folder.is_dir():
         raise ConfigError(
             "a contract is written into a folder",
             where="--write",
-            got=arguments.model,
+            got=model,
             need="a model folder on this machine",
-            fix=f"hf download {arguments.model} --local-dir FOLDER, then treeward verify FOLDER --write",
+            fix=f"hf download {model} --local-dir FOLDER, then treeward verify FOLDER --write",
         )
-    path = folder / contracts.CONTRACT_FILE
-    if path.exists() and not arguments.force:
+    path = folder / CONTRACT_FILE
+    if path.exists() and not force:
         raise ConfigError(
             "there is a contract already",
             where=str(path),
             need="a folder without one",
             fix="verify it (without --write); --force replaces it, and with it any record of what the scores were",
         )
-    pretrained.quiet_transformers()
+    quiet_transformers()
     try:
-        before = contracts.read_contract(folder)
+        before = read_contract(folder)
     except ModelError as error:
         logger.warning("The contract that is replaced cannot be read, so nothing of it is kept: %s", error.summary)
         before = None
-    contract = golden.sign_folder(
+    contract = sign_folder(
         folder,
         like=before,
-        heads=_heads(arguments, folder, before),
-        device=device or "cpu",
-        trust_remote_code=arguments.trust_remote_code,
+        heads=_heads(head_weights, folder, before, trust_remote_code),
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        trust_remote_code=trust_remote_code,
     )
     logger.info("Wrote %s, of %d golden conversations.", path, len(contract.golden))
     if before is not None and before.calibration is not None:
         logger.warning("Its calibration is left out: treeward calibrate %s --data FILE fits a new one.", folder)
 
 
-def _heads(arguments: argparse.Namespace, folder: Path, before: ScoringContract | None) -> list[HeadContract] | None:
-    """What makes the score: as given, as in the contract before, or the one label. Raises `ConfigError` for several."""
-    golden = importlib.import_module("treeward.scoring.golden")
-    labels = golden.head_labels(folder, trust_remote_code=arguments.trust_remote_code)
-    if arguments.head_weights is not None:
-        heads: list[HeadContract] = golden.weighted_heads(labels, _weights(arguments.head_weights))
-        return heads
+def _heads(
+    head_weights: str | None, folder: Path, before: ScoringContract | None, trust_remote_code: bool
+) -> list[HeadContract]:
+    """The heads of the score: as given, as in the contract before, or the one label."""
+    from treeward.scoring.golden import head_labels, weighted_heads
+
+    labels = head_labels(folder, trust_remote_code=trust_remote_code)
+    if head_weights is not None:
+        return weighted_heads(labels, _weights(head_weights))
     if before is not None and len(before.heads) == len(labels):
         return before.heads
     if len(labels) == 1:
-        return golden.weighted_heads(labels, [1.0])  # type: ignore[no-any-return]
+        return weighted_heads(labels, [1.0])
     raise ConfigError(
         "the model has several labels, and nothing says how they make one score",
         where=str(folder),
