@@ -106,7 +106,7 @@ def test_where_nothing_configured_logging_progress_is_seen_and_logging_stays_as_
 @pytest.mark.parametrize("configured", [True, False])
 def test_bar_and_log_share_a_real_terminal(size: tuple[int, int], configured: bool) -> None:
     """In a pseudo-terminal, also one of unknown size: logged text has its lines alone and one bar is left."""
-    configure = "from treeward.cli.logging import configure_logging; configure_logging('INFO')" if configured else ""
+    configure = "from treeward.cli.main import configure_logging; configure_logging()" if configured else ""
     output = _in_a_terminal(textwrap.dedent(SCRIPT.format(configure=configure)), size)
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rsplit("\r", 1)[-1] for line in output.splitlines()]
     logged = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines if "logged" in line or "said" in line]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verbs import call
 
 from treeward.cli import bon
 from treeward.data.synthetic import bundled_path
@@ -22,9 +22,7 @@ RESPONSES = ["4.", "It is 5.", "I do not know.", "Four, of course.", "4"]
 
 
 def run(*words: str | Path) -> int:
-    parser = argparse.ArgumentParser()
-    bon.add_arguments(parser)
-    return bon.run(parser.parse_args([str(word) for word in words]))
+    return call(bon.run, *words)
 
 
 @pytest.fixture
@@ -401,20 +399,6 @@ def test_a_model_that_is_none_is_told(samples: Path, tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written_is_told(model_folder: Path, samples: Path) -> None:
     with pytest.raises(DataError, match="cannot be written"):
         run("--proxy", model_folder, "--data", samples, "--output", samples / "out")
-
-
-@pytest.mark.parametrize("value", ["1", "-2", "many"])
-def test_the_largest_n_is_at_least_two(samples: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("--proxy", "gold_scores", "--gold", "math", "--data", samples, f"--max-n={value}")
-    assert "at least 2" in capsys.readouterr().err
-
-
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("--help")
-    assert "95 % of rows" in capsys.readouterr().out
-    assert "treeward bon --proxy" in bon.EXAMPLES
 
 
 def test_reasons_that_differ_in_numbers_are_told_once(

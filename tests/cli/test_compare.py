@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from verbs import call
 
 from treeward.cli import compare
 from treeward.errors import ConfigError, DataError
@@ -35,9 +35,7 @@ def write(folder: Path, rows: Sequence[dict[str, object]]) -> Path:
 
 
 def run(*words: str | Path) -> int:
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    return compare.run(parser.parse_args([str(word) for word in words]))
+    return call(compare.run, *words)
 
 
 @pytest.fixture
@@ -104,8 +102,6 @@ def test_failures_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_mistakes(models: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="same evaluation"):
         run(models[0], models[0])
-    with pytest.raises(ConfigError, match="--resamples"):
-        run(*models, "--resamples", "5")
     with pytest.raises(DataError, match="no evaluation here"):
         run(models[0], tmp_path / "absent")
 

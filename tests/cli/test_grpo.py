@@ -126,11 +126,3 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     captured = capsys.readouterr()
     assert message in captured.err and "treeward grpo: " in captured.err
     assert "Traceback" not in captured.err or "planted.fails" in words[0]
-
-
-def test_the_help_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["grpo", "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert "--config FILE" in text and "grpo_rm_1B.yaml" in text and "resumes a run that was stopped" in text

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from treeward.cli.main import main
+from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
 
@@ -46,7 +47,8 @@ def score(model_folder: Path, tmp_path: Path) -> Callable[..., tuple[int, list[d
     def run(data: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
         output = tmp_path / "out" / "scores.jsonl"
         code = main(["score", str(model_folder), "--data", str(data), "--output", str(output), *options])
-        return code, read(output) if output.exists() else []
+        partial = output.with_name("scores.partial.jsonl")
+        return code, read(output) if output.exists() else read(partial) if partial.exists() else []
 
     return run
 
@@ -184,14 +186,6 @@ def test_a_model_that_is_none_is_told(tmp_path: Path, write_rows: Write, capsys:
     assert "no_model" in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "many"])
-def test_batch_tokens_are_positive(model_folder: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["score", str(model_folder), "--data", "x.jsonl", f"--batch-tokens={value}"])
-    assert caught.value.code == 2
-    assert "need a positive number" in capsys.readouterr().err
-
-
 def test_an_output_that_cannot_be_written_is_told(
     model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,7 +194,7 @@ def test_an_output_that_cannot_be_written_is_told(
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_told_and_what_was_written_stays(
+def test_a_full_disk_is_told_and_the_same_command_goes_on(
     model_folder: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_rows("in.jsonl", [SHAPES["messages"]] * 50)
@@ -212,8 +206,52 @@ def test_a_full_disk_is_told_and_what_was_written_stays(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == 2
-    assert "the scores cannot be written" in capsys.readouterr().err
-    assert len(output.read_text().splitlines()) > 5
+    assert "the rows cannot be written" in capsys.readouterr().err
+    partial = output.with_name("scores.partial.jsonl")
+    assert len(partial.read_text().splitlines()) > 5 and not output.exists()
+    assert main(["score", str(model_folder), "--data", str(data), "--output", str(output)]) == 0
+    assert "rows were scored before" in capsys.readouterr().err
+    assert len(read(output)) == 50 and not partial.exists()
+
+
+def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
+    score: Callable[..., Any], write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the first batch of rows; the rest is scored by the same command, and each row once."""
+    rows = [{"prompt": f"{i} + 2?", "responses": ["4", str(i + 2)]} for i in range(600)]
+    data = write_rows("in.jsonl", rows)
+    (_, want), calls = score(data), []
+    (tmp_path / "out" / "scores.jsonl").unlink()
+    whole = Scorer.score
+
+    def killed(self: Scorer, *arguments: Any, **options: Any) -> Any:
+        calls.append(len(arguments[0]))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(Scorer, "score", killed)
+    assert score(data)[0] == 130
+    folder = tmp_path / "out"
+    assert sorted(path.name for path in folder.iterdir()) == ["scores.partial.identity.json", "scores.partial.jsonl"]
+    kept = len(read(folder / "scores.partial.jsonl"))
+    assert 0 < kept < 600
+    calls.clear()
+    calls.append(0)
+    calls.append(0)
+    assert score(data) == (0, want)
+    assert sum(calls) == 2 * (600 - kept)
+    assert [path.name for path in folder.iterdir()] == ["scores.jsonl"]
+
+
+def test_a_part_of_another_scoring_is_not_continued(
+    score: Callable[..., Any], write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "scores.partial.jsonl").write_text('{"score": 1.0}\n')
+    (tmp_path / "out" / "scores.partial.identity.json").write_text('{"model": "another"}')
+    assert score(write_rows("in.jsonl", [SHAPES["messages"]]))[0] == 2
+    assert "made by another model" in capsys.readouterr().err
 
 
 def test_bfloat16_scores_are_near(score: Callable[..., Any], write_rows: Write) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shutil
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verbs import call
 
 from treeward.cli import serve
 from treeward.cli.main import main
@@ -21,9 +21,20 @@ from treeward.errors import ConfigError
 
 
 def config_of(*words: str) -> ServerConfig:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return serve._config(parser.parse_intermixed_args(words))
+    """The configuration, as it is when the command is about to load models."""
+
+    def about_to_load(config: ServerConfig) -> None:
+        raise Loading(config)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Loading) as caught:
+        patch.setattr(serve, "check_ensembles", about_to_load)
+        call(serve.run, *words)
+    config: ServerConfig = caught.value.args[0]
+    return config
+
+
+class Loading(Exception):
+    pass
 
 
 def test_one_model() -> None:
@@ -81,7 +92,7 @@ def test_a_file_and_the_command_line(tmp_path: Path) -> None:
 )
 def test_wrong_words(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as wrong:
-        config_of(*words)
+        call(serve.run, *words)
     assert says in str(wrong.value)
 
 
@@ -92,9 +103,8 @@ def test_wrong_words(words: list[str], says: str) -> None:
 def test_options_without_a_model_are_not_lost(tmp_path: Path, option: str) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("models: [{model: a}]\n")
-    with pytest.raises(ConfigError, match="named on the command line") as wrong:
-        config_of("--config", str(file), option)
-    assert wrong.value.where == option.partition("=")[0]
+    with pytest.raises(ConfigError, match="named on the command line"):
+        call(serve.run, "--config", file, option)
 
 
 def test_without_the_packages_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -179,7 +189,7 @@ def test_a_model_that_does_not_keep_its_contract(refused: Any, model_folder: Pat
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys\nfrom treeward.cli.main import main\n"
-        "try: main(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "main(['serve', '--help'])\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'treeward.serving'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )

@@ -79,9 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app([word for word in words if word != "--debug"], prog_name="treeward")
     except SystemExit as end:
         return int(end.code or 0)
-    except BrokenPipeError:
-        # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -128,16 +125,16 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
     def reporting(*arguments: Any, **options: Any) -> None:
         try:
             code = run(*arguments, **options)
-        except TreewardError as error:
-            sys.stderr.write(f"treeward {verb}: {error}\n")
-            code = 2
-        except KeyboardInterrupt:
-            sys.stderr.write(f"\ntreeward {verb}: interrupted\n")
-            code = 130
-        else:
-            raise typer.Exit(code)
-        if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
-            traceback.print_exc()
+        except (TreewardError, KeyboardInterrupt) as error:
+            if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
+                traceback.print_exc()
+            interrupted = isinstance(error, KeyboardInterrupt)
+            sys.stderr.write(f"\ntreeward {verb}: interrupted\n" if interrupted else f"treeward {verb}: {error}\n")
+            code = 130 if interrupted else 2
+        except BrokenPipeError:
+            # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
         raise typer.Exit(code)
 
     return reporting
