@@ -49,7 +49,7 @@ class TreewardError(ValueError):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors cross process borders (tokenization workers); the default would call __init__ with the joined text.
+        # Errors cross process borders (workers of Ray); the default would call __init__ with the joined text.
         return _rebuild, (type(self), self.__dict__, self.args)
 
 

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from templates import byte_bpe
-from treeward.training.shared_rows import num_shared
 
 from treeward.config.data import DatasetConfig
 from treeward.data import encoding
@@ -28,6 +27,7 @@ from treeward.data.encoding import Comparison, EncodedDataset, EncodingCounts, c
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
+from treeward.training.validation import num_shared
 
 SHARED = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 CHATML = (
@@ -284,17 +284,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert list((tmp_path / "full").iterdir()) == []
 
 
-def test_several_processes_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_CHUNK_ROWS", 20)
-    renderer, rows = renderer_of(150, "truncate_left"), Rows(varied(400))
-    one, two = (encode_dataset(rows, renderer, ties="drop", cache_dir=tmp_path / str(n), num_workers=n) for n in (1, 2))
-    assert one.counts == two.counts and one.counts.truncated > 0
-    assert one.path.read_bytes() == two.path.read_bytes()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_memory_does_not_grow_with_the_stream(tmp_path: Path, num_workers: int) -> None:
+def test_memory_does_not_grow_with_the_stream(tmp_path: Path) -> None:
     held: list[int] = []
 
     class Generated:
@@ -308,7 +299,7 @@ def test_memory_does_not_grow_with_the_stream(tmp_path: Path, num_workers: int) 
 
     tracemalloc.start()
     try:
-        dataset = encode_dataset(Generated(), renderer_of(), ties="drop", cache_dir=tmp_path, num_workers=num_workers)
+        dataset = encode_dataset(Generated(), renderer_of(), ties="drop", cache_dir=tmp_path)
     finally:
         tracemalloc.stop()
     written = dataset.path.stat().st_size

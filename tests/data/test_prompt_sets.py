@@ -29,7 +29,7 @@ from treeward.data.prompt_sets import (
     register_prompt_dataset,
 )
 from treeward.data.sources import Row
-from treeward.data.synthetic import best_answers, gold_quality
+from treeward.data.synthetic import best_completions, gold_quality
 from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
 
@@ -182,7 +182,7 @@ def test_keys_can_be_named(tmp_path: Path) -> None:
 def test_bundled() -> None:
     prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"))
     assert [list(prompt.messages) for prompt in prompts] == bundled_prompts("length_controlled")
-    answers = best_answers("length_controlled")[3]
+    answers = best_completions("length_controlled")[3]
     assert prompts[3].info == {"reference_answers": answers, "environment": "rm"}
     quality = [
         gold_quality(prompt.messages, answer) for prompt in prompts for answer in prompt.info["reference_answers"]
@@ -321,7 +321,7 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
             "the prompt asks nothing(.|\n)*got:   roles system",
         ),
         ("PromptDataset", {"prompt": [user("1"), assistant("2")]}, "ends with a message of the assistant"),
-        ("PromptDataset", {"messages": [assistant("2")]}, "nothing comes before the answer(.|\n)*field: messages"),
+        ("PromptDataset", {"messages": [assistant("2")]}, "nothing comes before the completion(.|\n)*field: messages"),
         ("PromptDataset", {"messages": [{"content": "2?"}]}, r"field: messages\[0\].role"),
         ("PromptDataset", {"responses_create_params": {}}, "field: responses_create_params.input"),
         (

@@ -185,7 +185,7 @@ def test_splits_of_a_file(tmp_path: Path) -> None:
     plain, named = write(tmp_path / "rows.jsonl", ROWS), write(tmp_path / "my-validation-00.jsonl", ROWS)
     assert values(named, split="validation") == values(named, split="train") == values(named) == ROWS
     error = refused(plain, split="validation")
-    assert error.field == "split" and "null or train" in str(error)
+    assert error.field == "split" and "no split: a file is one split" in str(error)
     assert refused(plain, subset="preference").field == "subset"
 
 

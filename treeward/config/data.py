@@ -113,7 +113,10 @@ class DatasetConfig(SetConfig):
 class DataConfig(Strict):
     """The training and validation sets, and what happens to rows that do not fit."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = DatasetConfig.ignored_keys
+    ignored_keys: ClassVar[Mapping[str, str]] = {
+        **DatasetConfig.ignored_keys,
+        "num_workers": "the tokenizer uses all cores",
+    }
     other_forms: ClassVar[tuple[str, ...]] = PREFERENCES.keys
 
     train: tuple[DatasetConfig, ...]
@@ -124,8 +127,6 @@ class DataConfig(Strict):
     """A new order of the training comparisons in each epoch, determined by `rm.seed`."""
     max_input_seq_length: PositiveInt | None = None
     """Longest conversation, in tokens. None: `policy.max_total_sequence_length`."""
-    num_workers: int | None = Field(default=None, ge=0)
-    """Processes that tokenize; 0 and 1 mean this one. None: decided by the size of the data."""
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
     """Comparisons that are too long are left out and counted (`drop`), their contexts are cut from the left
     (`truncate_left`), or they are an error (`error`)."""

@@ -27,7 +27,7 @@ from treeward.config.reward_environments import is_enabled
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
 
-__all__ = ["COMPARISON_SETS", "PROMPT_SETS", "check_inputs"]
+__all__ = ["COMPARISON_SETS", "PROMPT_SETS", "check_inputs", "check_packages"]
 
 COMPARISON_SETS = (
     *("PreferenceDataset", "BinaryPreferenceDataset", "HelpSteer3", "HelpSteer3Dataset", "Tulu3Preference"),
@@ -45,6 +45,15 @@ _DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow|feather)(\.
 
 def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
     """Raise `ConfigError` for the first package, path, name or column that is missing on this machine."""
+    check_packages(config)
+    for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
+        for i, dataset in enumerate(sets):
+            _check_set(dataset, f"data.{kind}[{i}]")
+    _check_models(config)
+
+
+def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
+    """Raise `ConfigError` for the first optional package that the configuration needs and that is not installed."""
     for need in _packages(config):
         missing = [name for name in need.modules if importlib.util.find_spec(name) is None]
         if missing:
@@ -55,10 +64,6 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
                 need=" and ".join(need.modules),
                 fix=f"pip install 'treeward[{need.extra}]', or {need.alternative}",
             )
-    for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
-        for i, dataset in enumerate(sets):
-            _check_set(dataset, f"data.{kind}[{i}]")
-    _check_models(config)
 
 
 class _Need(NamedTuple):

@@ -135,11 +135,7 @@ def open_dataset(config: DatasetConfig) -> PreferenceStream:
 def _stream_of_object(dataset: Any, config: DatasetConfig) -> PreferenceStream:
     """The rows in the rank format of an object of a class by dotted path."""
     rows, name = rows_of(dataset, config)
-    task_name, spec = task_name_of(dataset, config.dataset_name), getattr(dataset, "task_spec", None)
-    files = PromptFiles.load(
-        config.prompt_file or getattr(spec, "prompt_file", None),
-        config.system_prompt_file or getattr(spec, "system_prompt_file", None),
-    )
+    task_name, files = task_name_of(dataset, config.dataset_name), PromptFiles.of_object(dataset, config)
 
     def parse() -> Iterator[tuple[Preference, str]]:
         where = ""
@@ -272,9 +268,8 @@ class RowDataset:
                 chosen = own_split if role == "train" else val_split
                 self._sources[role] = (self.hub_path, chosen or hub_split, subset or self.hub_subset)
         else:
-            raise ConfigError(
-                f"{type(self).__name__} needs a path", field="data_path", need="a file, a folder or a hub name"
-            )
+            summary, need = f"{type(self).__name__} needs a path", "a file, a folder or a hub name"
+            raise ConfigError(summary, field="data_path", need=need)
         if val_data_path is not None or (val_split is not None and path is not None):
             self._sources["validation"] = (val_data_path or str(path), val_split, subset)
 
@@ -298,12 +293,11 @@ class RowDataset:
     def stream(self, role: str) -> PreferenceStream:
         """The preferences of "train" or "validation"."""
         if role not in self._sources:
-            raise ConfigError(
+            summary, got = (
                 f"{type(self).__name__} has no data of its own for {role}",
-                field="split",
-                got=f"only {', '.join(self._sources)}",
-                fix="give data_path, or the split to use",
+                f"only {', '.join(self._sources)}",
             )
+            raise ConfigError(summary, field="split", got=got, need="data_path, or the split to use")
         path, split, subset = self._sources[role]
         name = path if split is None else f"{path}[{split}]"
         cls = type(self)
@@ -416,12 +410,8 @@ Tulu3PreferenceDataset = Tulu3Preference
 
 def _either(first: str | None, second: str | None, first_name: str, second_name: str) -> str | None:
     if first is not None and second is not None and first != second:
-        raise ConfigError(
-            f"{first_name} and {second_name} contradict each other",
-            field=first_name,
-            got=f"{first!r} and {second!r}",
-            need="one of the two",
-        )
+        summary, got = f"{first_name} and {second_name} contradict each other", f"{first!r} and {second!r}"
+        raise ConfigError(summary, field=first_name, got=got, need="one of the two")
     return first if first is not None else second
 
 

@@ -5,7 +5,7 @@
     dataset.counts.summary()  # rows that were read, kept and dropped (and why), and the tokens that sharing saves
 
 The file has a row for every row of the data, with its outcome: kept, or the reason why it was dropped. The counts are
-sums of its columns. A row that is wrong raises. Several processes write the same file as one.
+sums of its columns. A row that is wrong raises.
 """
 
 from __future__ import annotations
@@ -15,13 +15,8 @@ import hashlib
 import itertools
 import json
 import logging
-import multiprocessing
-import os
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -53,9 +48,6 @@ half a win for either side), or it is an error, as any two equal ranks are then.
 _FORMAT_VERSION = 5  # raise it when the file's layout or the rules for keeping a comparison change
 _CHUNK_ROWS = 1000
 _CHUNK_CHARACTERS = 4_000_000
-_SERIAL_CHUNKS = 4  # starting a process costs as much as encoding about so many chunks
-_MIN_CORES = 4  # fast tokenizers use all cores already: with fewer, processes only help templates and cost their start
-_MAX_WORKERS = 8
 
 _SCHEMA = pa.schema(
     [
@@ -261,7 +253,6 @@ def encode_dataset(
     *,
     ties: Ties = "drop",
     cache_dir: Path,
-    num_workers: int | None = None,
     progress: bool = False,
 ) -> EncodedDataset:
     """Encode every comparison of a `PreferenceStream`, or open the file that an earlier call made of the same content.
@@ -270,17 +261,14 @@ def encode_dataset(
     their ranks; a comparison without a pair left to compare is dropped, and so is one with a conversation that does
     not fit in the renderer's `max_length`.
 
-    `num_workers`: processes; 1 is this process alone, None starts some for a large dataset on four cores or more.
-    They are started afresh ("spawn"), so a script must guard its entry with `if __name__ == "__main__"`. `progress`
-    shows a bar on a terminal.
-    Raises `DataError` for a row that is wrong or when no comparison is left, `ConfigError` if `cache_dir` cannot be
-    written.
+    A fast tokenizer uses all cores. `progress` shows a bar on a terminal. Raises `DataError` for a row that is wrong or
+    when no comparison is left, `ConfigError` if `cache_dir` cannot be written.
     """
     content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
     dataset = _open_if_sound(path, stream.name)
     if dataset is None:
-        _write(path, stream, renderer, ties, num_workers, progress)
+        _write(path, stream, renderer, ties, progress)
         dataset = EncodedDataset(path, stream.name)
     logger.info("%s: %s", stream.name, dataset.counts.summary())
     if not dataset:
@@ -288,8 +276,7 @@ def encode_dataset(
             "no comparison is left to learn from",
             where=stream.name,
             got=dataset.counts.summary(),
-            fix="check the file; for long rows raise data.max_input_seq_length or set data.truncation: truncate_left; "
-            "for ties see data.ties",
+            fix="check the file; see data.max_input_seq_length, data.truncation and data.ties",
         )
     return dataset
 
@@ -377,14 +364,8 @@ def _has_order(preference: Preference, where: str, ties: Ties) -> bool:
     ranks = [completion.rank for completion in preference.completions]
     if ties == "drop" or len(set(ranks)) == len(ranks):
         return len(set(ranks)) > 1
-    raise DataError(
-        "completions have equal ranks",
-        where=where,
-        field="completions[*].rank",
-        got=f"ranks {ranks}",
-        need="different ranks, for data.ties is error",
-        fix="remove the row, or set data.ties to drop (leave ties out) or half (a tie is half a win for either side)",
-    )
+    field, need = "completions[*].rank", "different ranks, or data.ties: drop or half"
+    raise DataError("completions have equal ranks", where=where, field=field, got=f"ranks {ranks}", need=need)
 
 
 def _digest(rank_of: dict[tuple[int, ...], int]) -> int:
@@ -399,7 +380,7 @@ def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-# --- the file, and the processes that make it ------------------------------------------------------------------------
+# --- the file --------------------------------------------------------------------------------------------------------
 
 
 def _open_if_sound(path: Path, name: str) -> EncodedDataset | None:
@@ -414,23 +395,18 @@ def _open_if_sound(path: Path, name: str) -> EncodedDataset | None:
     return dataset
 
 
-def _write(
-    path: Path, stream: PreferenceStream, renderer: Renderer, ties: Ties, num_workers: int | None, progress: bool
-) -> None:
+def _write(path: Path, stream: PreferenceStream, renderer: Renderer, ties: Ties, progress: bool) -> None:
     bar = tqdm(desc=f"tokenizing {stream.name}", unit=" rows", disable=not (progress and sys.stderr.isatty()))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with bar, atomic_file(path, "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-            for batch in _batches(stream, renderer, ties, num_workers):
-                writer.write_batch(batch)
-                bar.update(batch.num_rows)
+            for rows in _chunks(stream):
+                writer.write_batch(_encode_rows(rows, renderer, ties))
+                bar.update(len(rows))
     except OSError as error:
-        raise ConfigError(
-            f"the token cache cannot be written: {error.strerror or error}",
-            where=str(path.parent),
-            field="data.cache_dir",
-            fix="make room, or set data.cache_dir to a folder that can be written",
-        ) from error
+        summary = f"the token cache cannot be written: {error.strerror or error}"
+        need = "a folder with room that can be written"
+        raise ConfigError(summary, where=str(path.parent), field="data.cache_dir", need=need) from error
 
 
 def _chunks(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Preference, str]]]:
@@ -446,59 +422,3 @@ def _chunks(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Pre
             chunk, characters = [], 0
     if chunk:
         yield chunk
-
-
-def _batches(
-    stream: Iterable[tuple[Preference, str]], renderer: Renderer, ties: Ties, num_workers: int | None
-) -> Iterator[pa.RecordBatch]:
-    """The encoded chunks in the order of the stream, however many processes make them."""
-    chunks = _chunks(stream)
-    if num_workers is None:
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_workers = min(num_cores, _MAX_WORKERS) if num_cores >= _MIN_CORES else 1
-        for chunk in itertools.islice(chunks, _SERIAL_CHUNKS):
-            yield _encode_rows(chunk, renderer, ties)
-    if num_workers <= 1:
-        yield from (_encode_rows(chunk, renderer, ties) for chunk in chunks)
-    else:
-        yield from _in_processes(chunks, renderer, ties, num_workers)
-
-
-def _in_processes(
-    chunks: Iterable[list[tuple[Preference, str]]], renderer: Renderer, ties: Ties, num_workers: int
-) -> Iterator[pa.RecordBatch]:
-    pending: deque[Future[pa.RecordBatch]] = deque()
-    pool = ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(renderer, ties)
-    )
-    try:
-        for chunk in chunks:
-            pending.append(pool.submit(_encode_in_worker, chunk))
-            if len(pending) > 2 * num_workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise ConfigError(
-            "a tokenization process died",
-            field="data.num_workers",
-            got=num_workers,
-            fix="set data.num_workers: 1; if that works, memory was short, or the script that calls encode_dataset "
-            'lacks `if __name__ == "__main__"`',
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_worker: tuple[Renderer, Ties] | None = None
-
-
-def _start_worker(renderer: Renderer, ties: Ties) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
-    _worker = renderer, ties
-
-
-def _encode_in_worker(rows: list[tuple[Preference, str]]) -> pa.RecordBatch:
-    assert _worker is not None
-    return _encode_rows(rows, *_worker)

@@ -93,17 +93,10 @@ class Preference:
 def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: bool = False) -> Messages:
     """Check a list of chat messages; `field` names it in the error. Content may be text or a list of parts."""
     if not _is_list(value):
-        advice = 'write [{"role": "user", "content": "..."}]'
-        if field in ("context", "prompt"):
-            advice = f"for a plain-text {field} use dataset_name: BinaryPreferenceDataset"
-        raise DataError(
-            f"{field} is not a list of messages",
-            where=where,
-            field=field,
-            got=value,
-            need='[{"role": "user", "content": "..."}, ...]',
-            fix=advice if isinstance(value, str) else None,
-        )
+        is_text_prompt = isinstance(value, str) and field in ("context", "prompt")
+        fix = f"for a plain-text {field} use dataset_name: BinaryPreferenceDataset" if is_text_prompt else None
+        need, summary = '[{"role": "user", "content": "..."}, ...]', f"{field} is not a list of messages"
+        raise DataError(summary, where=where, field=field, got=value, need=need, fix=fix)
     if not value and not may_be_empty:
         raise DataError(f"{field} is empty", where=where, field=field, got="[]", need="at least one message")
     for i, message in enumerate(value):
@@ -124,13 +117,8 @@ def as_messages(value: Any, key: str, role: str, where: str) -> Messages:
         return ({"role": role, "content": value},)
     if _is_list(value):
         return check_messages(value, key, where)
-    raise DataError(
-        f"{key} is neither text nor a list of messages",
-        where=where,
-        field=key,
-        got=value,
-        need='"..." or [{"role": ..., "content": ...}, ...]',
-    )
+    need = '"..." or [{"role": ..., "content": ...}, ...]'
+    raise DataError(f"{key} is neither text nor a list of messages", where=where, field=key, got=value, need=need)
 
 
 def last_text(messages: Sequence[Message]) -> str:
@@ -173,28 +161,16 @@ def preference_from_dict(
         raise DataError("a row is not an object", where=where, got=type(row).__name__, need=_RANK_FORMAT)
     for key in ("context", "completions"):
         if row.get(key) is None:
-            raise DataError(
-                f"the row has no {key}",
-                where=where,
-                field=key,
-                got=_keys(row),
-                need=_RANK_FORMAT,
-                fix=_other_format(row),
-            )
+            summary, fix = f"the row has no {key}", _other_format(row)
+            raise DataError(summary, where=where, field=key, got=_keys(row), need=_RANK_FORMAT, fix=fix)
     context = check_messages(parse_json_list(row["context"], "context", where), "context", where, may_be_empty=True)
     completions = parse_json_list(row["completions"], "completions", where)
     if not _is_list(completions):
         got = type(completions).__name__
         raise DataError("completions is not a list", where=where, field="completions", got=got, need=_RANK_FORMAT)
     if len(completions) < 2:
-        raise DataError(
-            "a comparison needs at least two completions",
-            where=where,
-            field="completions",
-            got=f"{len(completions)} completion{'s' if len(completions) != 1 else ''}",
-            need="two or more",
-            fix="remove the row, or add the completion that it was compared with",
-        )
+        summary, got = "a comparison needs at least two completions", f"a list of {len(completions)}"
+        raise DataError(summary, where=where, field="completions", got=got, need="two or more")
     checked = tuple(_completion(item, f"completions[{i}]", where) for i, item in enumerate(completions))
     margin = _number(row.get("margin"), "margin", where)
     name = row.get("task_name")
@@ -221,32 +197,24 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{field} is not valid JSON: {error}", where=where, field=field, got=value, need="the JSON of a list"
-        ) from error
+        summary = f"{field} is not valid JSON: {error}"
+        raise DataError(summary, where=where, field=field, got=value, need="the JSON of a list") from error
 
 
 def _completion(item: Any, field: str, where: str | None) -> Completion:
-    if not isinstance(item, Mapping) or "completion" not in item:
-        raise DataError(
-            "a completion has no messages" if isinstance(item, Mapping) else "a completion is not an object",
-            where=where,
-            field=f"{field}.completion" if isinstance(item, Mapping) else field,
-            got=_keys(item) if isinstance(item, Mapping) else item,
-            need='{"rank": 0, "completion": [{"role": "assistant", "content": "..."}]}',
-        )
+    need = '{"rank": 0, "completion": [{"role": "assistant", "content": "..."}]}'
+    if not isinstance(item, Mapping):
+        raise DataError("a completion is not an object", where=where, field=field, got=item, need=need)
+    if "completion" not in item:
+        inner, got = f"{field}.completion", _keys(item)
+        raise DataError("a completion has no messages", where=where, field=inner, got=got, need=need)
     rank = item.get("rank")
     if isinstance(rank, float) and rank.is_integer():
         rank = int(rank)
     if isinstance(rank, bool) or not isinstance(rank, int) or abs(rank) > _LARGEST_RANK:
-        raise DataError(
-            "a completion has no rank" if rank is None else "a rank is not a whole number of ordinary size",
-            where=where,
-            field=f"{field}.rank",
-            got=_keys(item) if rank is None else rank,
-            need="a whole number; lower is better, equal is a tie",
-            fix="rank the completions of the prompt by their grades" if rank is None else None,
-        )
+        summary = "a completion has no rank" if rank is None else "a rank is not a whole number of ordinary size"
+        got, need = _keys(item) if rank is None else rank, "a whole number; lower is better, equal is a tie"
+        raise DataError(summary, where=where, field=f"{field}.rank", got=got, need=need)
     messages = parse_json_list(item["completion"], f"{field}.completion", where)
     return Completion(
         rank,
@@ -263,13 +231,8 @@ def _number(value: Any, field: str, where: str | None) -> float | None:
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(
-            f"{field.rsplit('.', 1)[-1]} is not a finite number",
-            where=where,
-            field=field,
-            got=value,
-            need="a finite number, or no such key",
-        )
+        summary = f"{field.rsplit('.', 1)[-1]} is not a finite number"
+        raise DataError(summary, where=where, field=field, got=value, need="a finite number, or no such key")
     return number
 
 
@@ -350,14 +313,8 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
     raw = required(values, "overall_preference", where, need)
     grade = _number(raw, "overall_preference", where)
     if grade not in range(-3, 4):
-        raise DataError(
-            "overall_preference is not one of the seven grades",
-            where=where,
-            field="overall_preference",
-            got=raw,
-            need="a whole number from -3 (response1 is much better) to 3 (response2 is)",
-            fix="remove the row, or grade it",
-        )
+        need = "a whole number from -3 (response1 is much better) to 3 (response2 is)"
+        raise DataError("a grade is not valid", where=where, field="overall_preference", got=raw, need=need)
     assert grade is not None
     ranked = sorted(zip((int(grade > 0), int(grade < 0)), responses, strict=True), key=lambda item: item[0])
     return _pair({"task_name": values.get("task_name")}, where, context, ranked, task_name)
@@ -428,14 +385,8 @@ def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
     value = values.get(key)
     if value is None:
         near = difflib.get_close_matches(key, [str(name) for name in values if name != key], n=1)
-        raise DataError(
-            f"the row has no {key}",
-            where=where,
-            field=key,
-            got="null" if key in values else _keys(values),
-            need=need,
-            fix=f"is it {near[0]}?" if near else "mend or remove the row",
-        )
+        got, fix = "null" if key in values else _keys(values), f"is it {near[0]}?" if near else None
+        raise DataError(f"the row has no {key}", where=where, field=key, got=got, need=need, fix=fix)
     return value
 
 
@@ -468,14 +419,8 @@ def _check_continues(prompt: Messages, completion: Messages, prompt_key: str, ke
         summary = f"{key} is a conversation that does not contain the prompt"
     else:
         return
-    raise DataError(
-        summary,
-        where=where,
-        field=f"{key}[0].role",
-        got=completion[0]["role"],
-        need=f"the completion alone, or the whole conversation with the {prompt_key} in it, alike for both completions",
-        fix=f"remove {prompt_key} if the conversations are right",
-    )
+    need = f"the completion alone, or the whole conversation with the {prompt_key} in it, alike for both completions"
+    raise DataError(summary, where=where, field=f"{key}[0].role", got=completion[0]["role"], need=need)
 
 
 def _keys(values: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treeward.config.data import SetConfig
 from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError
 
@@ -35,19 +36,21 @@ class PromptFiles:
             _check_template(template, str(prompt_file))
         return cls(template, system)
 
+    @classmethod
+    def of_object(cls, dataset: Any, config: SetConfig) -> PromptFiles:
+        """Those of the config, or else of the `task_spec` of an object of a class by dotted path."""
+        spec = getattr(dataset, "task_spec", None)
+        keys = ("prompt_file", "system_prompt_file")
+        return cls.load(*(getattr(config, key) or getattr(spec, key, None) for key in keys))
+
     def complete(self, messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
         """The messages of a prompt, completed; raises `DataError` if there is no user message for a template."""
         if self.template is not None:
             users = [i for i, message in enumerate(messages) if message["role"] == "user"]
             if not users:
-                raise DataError(
-                    "the context has no user message to put in the prompt",
-                    where=where,
-                    field="context",
-                    got=f"roles {[message['role'] for message in messages]}",
-                    need="a user message",
-                    fix="mend the row, or remove prompt_file",
-                )
+                got = f"roles {[message['role'] for message in messages]}"
+                summary, need = "the context has no user message for prompt_file", "a user message, or no prompt_file"
+                raise DataError(summary, where=where, field="context", got=got, need=need)
             message = messages[users[-1]]
             filled = message | {"content": self._fill(message["content"], self.template)}
             messages = (*messages[: users[-1]], filled, *messages[users[-1] + 1 :])
@@ -67,9 +70,8 @@ def _read_text(path: str, field: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{field} cannot be read", field=field, got=f"{path}: {error}", need="a text file in UTF-8"
-        ) from error
+        got = f"{path}: {error}"
+        raise ConfigError(f"{field} cannot be read", field=field, got=got, need="a text file in UTF-8") from error
 
 
 def _check_template(template: str, path: str) -> None:
@@ -79,11 +81,6 @@ def _check_template(template: str, path: str) -> None:
     except ValueError as error:
         fields, problem = [], str(error)
     if fields not in ([""], ["0"]):
-        raise ConfigError(
-            "prompt_file is not a template with one {}",
-            where=path,
-            field="prompt_file",
-            got=problem,
-            need="exactly one {}, where the last user message goes",
-            fix="write {{ and }} for braces that are part of the text",
-        )
+        need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
+        summary = "prompt_file is not a template with one {}"
+        raise ConfigError(summary, where=path, field="prompt_file", got=problem, need=need)

@@ -135,7 +135,7 @@ def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> 
     got: Any = "roles " + " > ".join(roles)
     content = messages[-1].get("content") if messages else None
     if not messages:
-        summary, got, need = "nothing comes before the answer", "no message but one of the assistant", "a prompt"
+        summary, got, need = "nothing comes before the completion", "no message but one of the assistant", "a prompt"
     elif roles[-1] == "assistant":
         summary = "the prompt ends with a message of the assistant"
         need = "a conversation that ends with a question; given as messages, its last message is the reference answer"
@@ -154,13 +154,8 @@ def _prompt_key(values: Mapping[str, Any], where: str) -> str:
         return found[0]
     empty = [key for key in _PROMPT_KEYS if key in values]
     if found:
-        raise DataError(
-            "the row has several prompts",
-            where=where,
-            got=" and ".join(found),
-            need="one of them",
-            fix="set input_key to the one that is the prompt",
-        )
+        need = "one of them, which input_key names"
+        raise DataError("the row has several prompts", where=where, got=" and ".join(found), need=need)
     keys = sorted(str(key) for key, value in values.items() if value is not None)
     raise DataError(
         "the row asks nothing",
@@ -182,9 +177,7 @@ def _messages_of_request(request: Any, where: str) -> tuple[tuple[Message, ...],
         messages = messages_of_input(request)
     except DataError as error:
         named = f"{field}.{error.field}" if error.field else field
-        raise DataError(
-            error.summary, where=where, field=named, got=error.got, need=error.need, fix=error.fix
-        ) from error
+        raise DataError(error.summary, where=where, field=named, got=error.got, need=error.need) from error
     rest = {key: value for key, value in request.items() if key not in ("input", "instructions") and value is not None}
     return tuple(messages), {field: rest} if rest else {}
 
@@ -205,6 +198,5 @@ def _truth(value: Any, key: str, where: str) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if isinstance(value, str) or is_number or (isinstance(value, Sequence) and value):
         return value
-    raise DataError(
-        f"{key} is no answer", where=where, field=key, got=value, need="a text, a number, or a list of accepted ones"
-    )
+    need = "a text, a number, or a list of accepted ones"
+    raise DataError(f"{key} is no answer", where=where, field=key, got=value, need=need)

@@ -38,7 +38,7 @@ from treeward.data.prompt_files import PromptFiles
 from treeward.data.prompt_rows import Prompt, check_prompt, from_prompt_row, from_response_row, math_hf_data_processor
 from treeward.data.registry import Registry, construct, rows_of
 from treeward.data.sources import Row, read_rows
-from treeward.data.synthetic.bundled import best_answers
+from treeward.data.synthetic.bundled import best_completions
 from treeward.data.synthetic.bundled import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
 
@@ -144,9 +144,8 @@ class RowPrompts:
         self.config = config
         path = config.data_path or self.hub_path
         if path is None:
-            raise ConfigError(
-                f"{config.dataset_name} needs a path", field="data_path", need="a file, a folder or a hub name"
-            )
+            summary, need = f"{config.dataset_name} needs a path", "a file, a folder or a hub name"
+            raise ConfigError(summary, field="data_path", need=need)
         self.path: str = path
         self.split = config.split or (self.hub_split if config.data_path is None else None)
 
@@ -228,17 +227,12 @@ class BundledPrompts(RowPrompts):
         if config.data_path is not None:
             raise ConfigError("the bundled data has its own path", field="data_path", got=config.data_path, need="none")
         if config.split is None and config.name is not None and config.part is None:
-            raise ConfigError(
-                "a named set of the bundled data does not say its split",
-                field="split",
-                got="none",
-                need="train, validation or length_controlled",
-                fix="add split: validation",
-            )
+            need = "train, validation or length_controlled"
+            raise ConfigError("a named set of the bundled data does not say its split", field="split", need=need)
 
     def __iter__(self) -> Iterator[Prompt]:
         split = self.split or "train"
-        pairs = zip(bundled_prompts(split), best_answers(split), strict=True)
+        pairs = zip(bundled_prompts(split), best_completions(split), strict=True)
         for number, (messages, answers) in enumerate(pairs, 1):
             yield Prompt(tuple(messages), {"reference_answers": answers}, f"{self.name}:prompt {number}")
 
@@ -250,13 +244,9 @@ def _open(config: PromptSetConfig) -> tuple[Iterable[Prompt], str, PromptFiles]:
         ours = cls(config)
         return ours, ours.name, PromptFiles.load(config.prompt_file, config.system_prompt_file)
     dataset = construct(cls, config)
-    spec = getattr(dataset, "task_spec", None)
-    files = PromptFiles.load(
-        config.prompt_file or getattr(spec, "prompt_file", None),
-        config.system_prompt_file or getattr(spec, "system_prompt_file", None),
-    )
     rows, name = rows_of(dataset, config)
-    return (_as_prompt(row, f"{name}:row {number}") for number, row in enumerate(rows, 1)), name, files
+    prompts = (_as_prompt(row, f"{name}:row {number}") for number, row in enumerate(rows, 1))
+    return prompts, name, PromptFiles.of_object(dataset, config)
 
 
 def _as_prompt(row: Any, where: str) -> Prompt:
@@ -294,14 +284,8 @@ def _with_environment(prompt: Prompt, default: Any, known: Collection[str] | Non
             return replace(prompt, info={**prompt.info, "environment": chosen})
         chosen, near, summary = unknown[0], nearest_name(unknown[0], known or ()), "there is no such environment"
         need = f"one of {', '.join(sorted(known or ()))}"
-    raise DataError(
-        summary,
-        where=prompt.where,
-        field="environment",
-        got=chosen,
-        need=need,
-        fix=f"did you mean {near}?" if near else "add it to env, or change the row or env_name",
-    )
+    fix = f"did you mean {near}?" if near else "add it to env, or change the row or env_name"
+    raise DataError(summary, where=prompt.where, field="environment", got=chosen, need=need, fix=fix)
 
 
 def _is_weight(value: Any) -> bool:
@@ -333,13 +317,9 @@ def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> 
     ]
     wanted = round(share * len(numbers))
     if not 0 < wanted < len(numbers):
-        raise ConfigError(
-            "split_validation_size leaves one part without a prompt",
-            where=name,
-            field="split_validation_size",
-            got=f"{share} of {len(numbers)} different prompts",
-            need="at least one prompt for training, and one for validation",
-        )
+        got, need = f"{share} of {len(numbers)} different prompts", "a prompt for training, and one for validation"
+        summary = "split_validation_size leaves one part without a prompt"
+        raise ConfigError(summary, where=name, field="split_validation_size", got=got, need=need)
     is_out = np.zeros(len(numbers), dtype=np.bool_)
     is_out[np.random.Generator(np.random.PCG64(seed)).permutation(len(numbers))[:wanted]] = True
     return is_out[number_N]

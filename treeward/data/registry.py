@@ -60,12 +60,8 @@ class Registry:
             for each in (name, *aliases):
                 known = self.classes.get(each)
                 if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                    raise ConfigError(
-                        f"two {self._what} have the same name",
-                        field="dataset_name",
-                        got=each,
-                        need="another name for one",
-                    )
+                    summary, need = f"two {self._what} have the same name", "another name for one"
+                    raise ConfigError(summary, field="dataset_name", got=each, need=need)
                 self.classes[each] = cls
             return cls
 
@@ -78,13 +74,9 @@ class Registry:
         if "." in name.strip("."):
             return _import_class(name)
         near = nearest_name(name, self.classes)
-        raise ConfigError(
-            f"there is no such name among the {self._what}",
-            field="dataset_name",
-            got=name,
-            need=f"one of {', '.join(self.classes)}, or the dotted path of a class, as {self._example}",
-            fix=f"did you mean {near}?" if near else None,
-        )
+        need = f"one of {', '.join(self.classes)}, or the dotted path of a class, as {self._example}"
+        summary, fix = f"there is no such name among the {self._what}", f"did you mean {near}?" if near else None
+        raise ConfigError(summary, field="dataset_name", got=name, need=need, fix=fix)
 
 
 def _import_class(path: str) -> Any:
@@ -92,23 +84,15 @@ def _import_class(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the module of the dataset cannot be imported: {error}",
-            field="dataset_name",
-            got=path,
-            need="module.Class, where the module is on Python's path",
-            fix="install it, or set PYTHONPATH to the folder that holds it",
-        ) from error
+        summary = f"the module of the dataset cannot be imported: {error}"
+        need = "module.Class, where the module is installed or its folder is in PYTHONPATH"
+        raise ConfigError(summary, field="dataset_name", got=path, need=need) from error
     cls = getattr(module, attribute, None)
     if not isinstance(cls, type):
         near = nearest_name(attribute, vars(module))
-        raise ConfigError(
-            f"the module has no class {attribute}",
-            field="dataset_name",
-            got=path,
-            need=f"a class in {getattr(module, '__file__', None) or module_name}",
-            fix=f"did you mean {module_name}.{near}?" if near else None,
-        )
+        need = f"a class in {getattr(module, '__file__', None) or module_name}"
+        fix = f"did you mean {module_name}.{near}?" if near else None
+        raise ConfigError(f"the module has no class {attribute}", field="dataset_name", got=path, need=need, fix=fix)
     return cls
 
 
@@ -128,13 +112,9 @@ def construct(cls: Any, config: SetConfig) -> Any:
         if accepted is not None:
             arguments[accepted] = value
         elif names[0] != "split":  # a split may also be a key of formatted_ds
-            raise ConfigError(
-                f"{config.dataset_name} takes no {names[0]}",
-                field=names[0],
-                got=value,
-                need=f"a value that {cls.__name__}{signature} can use",
-                fix=f"remove {names[0]}, give it under another name in kwargs, or add the parameter to the class",
-            )
+            summary, need = f"{config.dataset_name} takes no {names[0]}", f"an argument of {cls.__name__}{signature}"
+            fix = f"remove {names[0]}, give it under another name in kwargs, or add the parameter to the class"
+            raise ConfigError(summary, field=names[0], got=value, need=need, fix=fix)
     for name in _OTHER_ARGUMENTS:
         if name in signature.parameters and getattr(config, name, None) is not None:
             arguments[name] = getattr(config, name)
@@ -142,13 +122,9 @@ def construct(cls: Any, config: SetConfig) -> Any:
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(
-            f"{config.dataset_name} cannot be constructed: {error}",
-            field="kwargs",
-            got=", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments",
-            need=f"{cls.__name__}{signature}",
-            fix="set the missing arguments in kwargs, or remove those that the class does not know",
-        ) from error
+        summary, need = f"{config.dataset_name} cannot be constructed: {error}", f"{cls.__name__}{signature}"
+        got = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
+        raise ConfigError(summary, field="kwargs", got=got, need=need) from error
     return cls(**arguments)
 
 
@@ -172,35 +148,21 @@ def rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
         splits = [str(each) for each in rows if rows[each] is not None]
         rows, label = rows.get(key), f"{name}[{key}]"
         if rows is None:
-            raise ConfigError(
-                f"{name} has no rows for {key}",
-                field="split",
-                got=f"formatted_ds with {', '.join(splits)}",
-                need=key,
-                fix="set split to a key of formatted_ds",
-            )
+            got, need = f"formatted_ds with {', '.join(splits)}", f"{key}, or split: a key of formatted_ds"
+            raise ConfigError(f"{name} has no rows for {key}", field="split", got=got, need=need)
     elif rows is None and hasattr(dataset, "dataset"):
         rows = dataset.dataset
         if config.split is not None and not reads_split:
-            raise ConfigError(
-                f"{name} takes no split", field="split", got=config.split, need="a parameter split", fix="remove split"
-            )
+            need = "a parameter split of the class, or no split"
+            raise ConfigError(f"{name} takes no split", field="split", got=config.split, need=need)
     else:
-        raise ConfigError(
-            f"{name} offers no rows" if rows is None else f"formatted_ds of {name} is not a dict",
-            field="dataset_name",
-            got=f"an object of {type(dataset).__name__}, formatted_ds: {type(rows).__name__}",
-            need='formatted_ds: {"train": rows, ...} and task_spec: TaskDataSpec',
-            fix=f"set self.formatted_ds and self.task_spec in {type(dataset).__name__}.__init__",
-        )
+        summary = f"{name} offers no rows" if rows is None else f"formatted_ds of {name} is not a dict"
+        got = f"an object of {type(dataset).__name__}, formatted_ds: {type(rows).__name__}"
+        need = 'formatted_ds: {"train": rows, ...} and task_spec: TaskDataSpec'
+        raise ConfigError(summary, field="dataset_name", got=got, need=need)
     if not isinstance(rows, Iterable) or isinstance(rows, Iterator | str | bytes | Mapping):
-        raise ConfigError(
-            f"the rows of {name} cannot be read again and again",
-            field="dataset_name",
-            got=type(rows).__name__,
-            need="a list, a datasets.Dataset, or an object whose __iter__ starts over",
-            fix="make a list of it",
-        )
+        summary, need = f"the rows of {name} cannot be read again and again", "a list, or what __iter__ starts over"
+        raise ConfigError(summary, field="dataset_name", got=type(rows).__name__, need=need)
     return rows, label
 
 
@@ -209,13 +171,9 @@ def task_name_of(dataset: Any, name: str) -> str:
     spec = getattr(dataset, "task_spec", None)
     task_name = getattr(spec, "task_name", None) or getattr(dataset, "task_name", None)
     if not isinstance(task_name, str):
-        raise ConfigError(
-            f"{name} has no task name",
-            field="dataset_name",
-            got="no task_spec" if spec is None else f"task_spec {spec!r}",
-            need='task_spec = TaskDataSpec(task_name="..."), or an attribute task_name',
-            fix=f"set self.task_spec in {type(dataset).__name__}.__init__",
-        )
+        got = "no task_spec" if spec is None else f"task_spec {spec!r}"
+        need = 'task_spec = TaskDataSpec(task_name="..."), or an attribute task_name'
+        raise ConfigError(f"{name} has no task name", field="dataset_name", got=got, need=need)
     return task_name
 
 

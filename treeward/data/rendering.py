@@ -96,12 +96,9 @@ class Renderer:
         self.truncation: Truncation = truncation
         self._unknown_roles: set[str] = set()
         if taken := sorted(_OWN_ARGUMENTS & self.chat_template_kwargs.keys()):
-            raise ConfigError(
-                "chat_template_kwargs sets an argument of the renderer",
-                field=f"chat_template_kwargs.{taken[0]}",
-                got=self.chat_template_kwargs[taken[0]],
-                fix="remove the key; only a policy's prompts are rendered with a generation prompt",
-            )
+            field, got = f"chat_template_kwargs.{taken[0]}", self.chat_template_kwargs[taken[0]]
+            summary = "chat_template_kwargs sets an argument of the renderer"
+            raise ConfigError(summary, field=field, got=got, need="no such key")
         source, name = find_template(tokenizer, chat_template)
         self.chat_template = without_clock(source, self.chat_template_kwargs)
         self._reads_text, self._reads_parts = self._probe_content(name)
@@ -134,21 +131,13 @@ class Renderer:
                 fix=f"change or remove the row, or set {SETTING} to a template that accepts it",
             ) from error
         if not _is_unicode(text):
-            raise DataError(
-                "the conversation has text that is not valid Unicode",
-                where=where,
-                got=ascii(next(character for character in text if not _is_unicode(character))),
-                need="text without lone surrogates, which tokenizers do not read",
-                fix='remove the row, or mend its text: text.encode("utf-8", "replace").decode()',
-            )
+            got = ascii(next(character for character in text if not _is_unicode(character)))
+            summary, need = "the conversation has text that is not valid Unicode", "text without lone surrogates"
+            fix = 'remove the row, or mend its text: text.encode("utf-8", "replace").decode()'
+            raise DataError(summary, where=where, got=got, need=need, fix=fix)
         if not text.strip():
-            raise DataError(
-                "the chat template rendered nothing",
-                where=where,
-                got=list(messages),
-                need="text to tokenize",
-                fix=f"remove the row, or check the template ({SETTING})",
-            )
+            summary, need = "the chat template rendered nothing", f"text to tokenize; see {SETTING}"
+            raise DataError(summary, where=where, got=list(messages), need=need)
         return text
 
     def encode(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
@@ -350,12 +339,9 @@ class Renderer:
         except (jinja2.TemplateRuntimeError, ArithmeticError) as error:
             if isinstance(error, jinja2.UndefinedError):
                 return ""
-            raise ConfigError(
-                f"the chat template fails: {type(error).__name__}: {error}",
-                where=name,
-                need="a template that renders a question and its completion",
-                fix=f"mend the template, or set {SETTING} to another",
-            ) from error
+            summary = f"the chat template fails: {type(error).__name__}: {error}"
+            fix = f"mend the template, or set {SETTING} to another"
+            raise ConfigError(summary, where=name, need="a template that renders a prompt", fix=fix) from error
         except Exception:
             return ""  # it may still accept the data's roles; an error of a row gives the template's reason
 
@@ -369,13 +355,9 @@ class Renderer:
         for part in content:
             text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
             if not isinstance(text, str):
-                raise DataError(
-                    "the chat template reads text only",
-                    where=where,
-                    got=f"a content part {part!r}",
-                    need='text, or parts of the form {"type": "text", "text": "..."}',
-                    fix=f"remove the row, or use a model or {SETTING} that reads such parts",
-                )
+                got, need = f"a content part {part!r}", 'text, or parts of the form {"type": "text", "text": "..."}'
+                fix = f"remove the row, or use a model or {SETTING} that reads such parts"
+                raise DataError("the chat template reads text only", where=where, got=got, need=need, fix=fix)
             texts.append(text)
         return message | {"content": "".join(texts)}
 
@@ -403,13 +385,10 @@ class Renderer:
         if self.truncation == "drop":
             return None
         if self.truncation == "error":
-            raise DataError(
-                "a conversation is too long",
-                where=where,
-                got=f"{num_tokens} tokens" if ids is not None else f"more than {num_tokens} tokens",
-                need=f"at most {self.max_length} (data.max_input_seq_length)",
-                fix="raise the limit, or set data.truncation to drop or truncate_left",
-            )
+            got = f"{num_tokens} tokens" if ids is not None else f"more than {num_tokens} tokens"
+            need = f"at most {self.max_length} (data.max_input_seq_length)"
+            fix = "raise the limit, or set data.truncation to drop or truncate_left"
+            raise DataError("a conversation is too long", where=where, got=got, need=need, fix=fix)
         *context, last = conversation
         shortened = self._drop_messages(context, last) or self._cut_tokens(context, last, ids)
         return None if shortened is None else Fitted(shortened, truncated=True)

@@ -139,9 +139,7 @@ def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
         is_empty = False
         yield row
     if is_empty:
-        raise DataError(
-            "there are no rows", where=path, got="empty data", need="at least one row", fix="check the path"
-        )
+        raise DataError("there are no rows", where=path, got="empty data", need="at least one row")
 
 
 # --- from a path to files or a table ---------------------------------------------------------------------------------
@@ -164,14 +162,8 @@ def _plain_files(path: str, split: str | None, subset: str | None) -> tuple[str,
             "a file has no subset", where=path, field="subset", got=subset, need="null", fix="remove subset"
         )
     if split not in (None, "train") and {_split_in_name(file) for file in files} != {split}:
-        raise DataError(
-            f"a file has no split {split!r}",
-            where=path,
-            field="split",
-            got=split,
-            need="null or train: whatever it is for, a file is one split",
-            fix="remove split, or give the file that holds those rows",
-        )
+        need = "no split: a file is one split, whatever it is for"
+        raise DataError(f"a file has no split {split!r}", where=path, field="split", got=split, need=need)
     return files
 
 
@@ -182,12 +174,8 @@ def _files_of_folder(folder: str, split: str | None, subset: str | None) -> tupl
     if subset is not None or nested or _is_saved(folder) or _has_hub_card(folder):
         return None
     if not files:
-        raise DataError(
-            "the folder holds no data",
-            where=folder,
-            got=", ".join(names) or "no file",
-            need=f"files that end in {', '.join(KINDS)}, or a folder of save_to_disk",
-        )
+        got, need = ", ".join(names) or "no file", f"files that end in {', '.join(KINDS)}, or a folder of save_to_disk"
+        raise DataError("the folder holds no data", where=folder, got=got, need=need)
     _check_kinds(files, folder)
     splits = {file: _split_in_name(file) for file in files}
     named = sorted({name for name in splits.values() if name is not None})
@@ -225,13 +213,8 @@ def _split_in_name(file: str) -> str | None:
 def _check_kinds(files: Sequence[str], where: str) -> None:
     unknown = next((file for file in files if file_suffix(file) not in KINDS), None)
     if unknown is not None:
-        raise DataError(
-            "the kind of file is not known",
-            where=unknown,
-            got=f"the suffix {os.path.splitext(unknown)[1] or 'is missing'}",
-            need=f"{', '.join(KINDS)}, each also with .gz",
-            fix="rename the file, or convert it",
-        )
+        got, need = f"the suffix {os.path.splitext(unknown)[1] or 'is missing'}", f"{', '.join(KINDS)}, each also .gz"
+        raise DataError("the kind of file is not known", where=unknown, got=got, need=need)
     kinds = {KINDS[file_suffix(file)]: os.path.basename(file) for file in files}
     twice = None if len(kinds) > 1 else next((file for file in files if f"{file}.gz" in files), None)
     if twice is not None or len(kinds) > 1:
@@ -252,35 +235,21 @@ def _missing(path: str) -> DataError:
         return DataError("there is no such file, and no such folder", where=path, got=folder, fix="check the path")
     near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=3)
     near = [os.path.join(os.path.dirname(path), name) for name in near]
-    return DataError(
-        "there is no such file",
-        where=path,
-        need="a file, a folder, a pattern such as data/*.jsonl, or a hub name such as org/name",
-        fix=f"did you mean {' or '.join(near)}?" if near else "check the path",
-    )
+    need = "a file, a folder, a pattern such as data/*.jsonl, or a hub name such as org/name"
+    fix = f"did you mean {' or '.join(near)}?" if near else "check the path"
+    return DataError("there is no such file", where=path, need=need, fix=fix)
 
 
 def _ambiguous(path: str, splits: Sequence[str]) -> DataError:
-    return DataError(
-        "there are several splits and none is chosen",
-        where=path,
-        field="split",
-        got=", ".join(splits),
-        need="one of them",
-        fix=f"add split: {'train' if 'train' in splits else splits[0]}",
-    )
+    got, fix = ", ".join(splits), f"add split: {'train' if 'train' in splits else splits[0]}"
+    summary = "there are several splits and none is chosen"
+    return DataError(summary, where=path, field="split", got=got, need="one of them", fix=fix)
 
 
 def _no_such_split(path: str, split: str, splits: Sequence[str]) -> DataError:
-    near = difflib.get_close_matches(split, splits, n=1)
-    return DataError(
-        f"there is no split {split!r}",
-        where=path,
-        field="split",
-        got=split,
-        need=f"one of {', '.join(splits)}",
-        fix=f"did you mean {near[0]}?" if near else None,
-    )
+    near, need = difflib.get_close_matches(split, splits, n=1), f"one of {', '.join(splits)}"
+    fix = f"did you mean {near[0]}?" if near else None
+    return DataError(f"there is no split {split!r}", where=path, field="split", got=split, need=need, fix=fix)
 
 
 def _load_table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
@@ -297,16 +266,15 @@ def _load_table(path: str, split: str | None, subset: str | None) -> tuple[Any, 
             else datasets.load_dataset(path, subset, split=split, streaming=False)
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # Arrow's errors are ValueErrors
-        raise DataError(
-            "the folder cannot be read as a dataset" if is_local else "no such file, and the hub does not give it",
-            where=path,
-            got=f"{type(error).__name__}: {error}",
-            need="a folder that the datasets library can read" if is_local else "a local path, or a hub dataset",
-            fix="check path, subset and split; write a saved dataset again with save_to_disk"
-            if is_local
-            else "check name, subset, split and network; a private or gated dataset needs HF_TOKEN; offline, give a "
-            "local copy as data_path",
-        ) from error
+        summary, need = "the folder cannot be read as a dataset", "a folder that the datasets library can read"
+        fix = "check path, subset and split; write a saved dataset again with save_to_disk"
+        if not is_local:
+            summary, need = "no such file, and the hub does not give it", "a local path, or a hub dataset"
+            fix = (
+                "check name, subset, split and network; offline, give a copy as data_path; a private or gated dataset "
+            )
+            fix += "needs HF_TOKEN"
+        raise DataError(summary, where=path, got=f"{type(error).__name__}: {error}", need=need, fix=fix) from error
     if isinstance(loaded, Mapping):
         if split is None and len(loaded) > 1:
             raise _ambiguous(path, list(loaded))
@@ -351,13 +319,10 @@ def _lines(path: str) -> Iterator[bytes]:
                 yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         is_cut = isinstance(error, EOFError)
-        raise DataError(
-            "the gzip file ends too early" if is_cut else "the file is not valid gzip",
-            where=f"{path}:{number + 1}",
-            got=str(error),
-            need="a complete gzip file",
-            fix="copy or download it again" if is_cut else "copy it again, or remove .gz from its name",
-        ) from error
+        summary = "the gzip file ends too early" if is_cut else "the file is not valid gzip"
+        fix = "copy it again" if is_cut else "copy it again, or remove .gz from its name"
+        where = f"{path}:{number + 1}"
+        raise DataError(summary, where=where, got=str(error), need="a complete gzip file", fix=fix) from error
 
 
 def _texts(path: str) -> Iterator[str]:
@@ -393,12 +358,9 @@ def _json_rows(path: str) -> Iterator[Row]:
         is_row = not lists and "\n" not in text.strip()
         value = lists[0] if len(lists) == 1 else [value] if is_row else value
     if not isinstance(value, list):
-        raise DataError(
-            "the file holds no list of rows",
-            where=path,
-            got=f"an object with keys {sorted(value)}" if isinstance(value, dict) else value,
-            need='a list of objects, {"data": [...]}, {"rows": [...]}, or an object per line',
-        )
+        got = f"an object with keys {sorted(value)}" if isinstance(value, dict) else value
+        need = 'a list of objects, {"data": [...]}, {"rows": [...]}, or an object per line'
+        raise DataError("the file holds no list of rows", where=path, got=got, need=need)
     for number, item in enumerate(value, 1):
         where = f"{path}:row {number}"
         yield Row(_as_object(item, where), where)
@@ -432,24 +394,17 @@ def _csv_rows(path: str, kind: str) -> Iterator[Row]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise DataError(
-                f"the row is not valid CSV: {error}",
-                where=where,
-                need='cells with a comma, a quote or a line break in double quotes, and "" for a quote',
-                fix="mend the row that begins there",
-            ) from error
+            need = 'cells with a comma, a quote or a line break in double quotes, and "" for a quote'
+            raise DataError(f"the row is not valid CSV: {error}", where=where, need=need) from error
         if cells and not header:
             header = cells
             if twice := sorted({name for name in header if header.count(name) > 1}):
                 raise DataError("two columns have the same name", where=where, got=", ".join(twice))
         elif cells and len(cells) != len(header):
-            raise DataError(
-                f"the row has too {'many' if len(cells) > len(header) else 'few'} cells",
-                where=where,
-                got=f"{len(cells)} cells",
-                need=f"{len(header)}: {', '.join(header)}",
-                fix="put cells that hold the separator or a line break in double quotes",
-            )
+            summary = f"the row has too {'many' if len(cells) > len(header) else 'few'} cells"
+            got, need = f"{len(cells)} cells", f"{len(header)}: {', '.join(header)}"
+            fix = "put cells that hold the separator or a line break in double quotes"
+            raise DataError(summary, where=where, got=got, need=need, fix=fix)
         elif cells:
             yield Row(dict(zip(header, cells, strict=True)), where)
 
@@ -472,13 +427,8 @@ def _arrow_rows(path: str, kind: str) -> Iterator[Row]:
                     number += 1
                     yield Row(values, f"{path}:row {number}")
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(
-            "the file cannot be read",
-            where=f"{path}:row {number + 1}",
-            got=f"{type(error).__name__}: {error}",
-            need=f"a complete {kind} file",
-            fix="copy or write it again",
-        ) from error
+        where, got = f"{path}:row {number + 1}", f"{type(error).__name__}: {error}"
+        raise DataError("the file cannot be read", where=where, got=got, need=f"a complete {kind} file") from error
 
 
 def _parquet_batches(source: Any) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.preflight import check_packages
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.lora import has_adapters, save_adapters
 from treeward.rl.advantages import advantages
@@ -70,6 +71,7 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
             need="what load_grpo_config returns",
             fix='write grpo(load_grpo_config("grpo.yaml"))',
         )
+    check_packages(config)
 
     def assemble(checkpoint: Checkpoint | None, show_progress: bool) -> GRPORun:
         return GRPORun(set_up(config, checkpoint, show_progress))

@@ -303,7 +303,6 @@ def _encode(
         renderer,
         ties=config.data.ties,
         cache_dir=Path(config.data.cache_dir or ".treeward_cache"),
-        num_workers=config.data.num_workers,
         progress=show_progress,
     )
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from treeward.config.checkpointing import MetricKey
+from treeward.config.preflight import check_packages
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
 from treeward.errors import ConfigError, ModelError
@@ -72,6 +73,7 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
             need="what load_config returns",
             fix='write train(load_config("rm.yaml"))',
         )
+    check_packages(config)
     check_report(config)
     key = config.ranking_metric
 

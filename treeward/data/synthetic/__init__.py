@@ -10,7 +10,7 @@ output of `python -m treeward.data.synthetic --output treeward/data/bundled`, by
 
 from __future__ import annotations
 
-from treeward.data.synthetic.bundled import SPLITS, best_answers, bundled_path, prompts
+from treeward.data.synthetic.bundled import SPLITS, best_completions, bundled_path, prompts
 from treeward.data.synthetic.generate import generate
 from treeward.data.synthetic.gold import GoldQuality, Question, gold_breakdown, gold_quality, parse_question
 
@@ -18,7 +18,7 @@ __all__ = [
     "SPLITS",
     "GoldQuality",
     "Question",
-    "best_answers",
+    "best_completions",
     "bundled_path",
     "generate",
     "gold_breakdown",

@@ -2,20 +2,20 @@
 
 bundled_path("validation")       # .../treeward/data/bundled/validation.jsonl
 prompts("train")                 # every different context of the split, in file order
-best_answers("train")            # for each of them the best completions
+best_completions("train")            # for each of them the best completions
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from importlib import resources
 from pathlib import Path
 
+from treeward.config.base import nearest_name
 from treeward.data.preference import Message
 from treeward.errors import ConfigError
 
-__all__ = ["SPLITS", "best_answers", "bundled_path", "prompts"]
+__all__ = ["SPLITS", "best_completions", "bundled_path", "prompts"]
 
 SPLITS = ("train", "validation", "length_controlled")
 
@@ -26,14 +26,9 @@ def bundled_path(split: str) -> Path:
     Raises `ConfigError` for a split that does not exist, with the nearest name.
     """
     if split not in SPLITS:
-        nearest = difflib.get_close_matches(split, SPLITS, n=1)
-        raise ConfigError(
-            "the bundled data has no such split",
-            field="split",
-            got=split,
-            need=f"one of {', '.join(SPLITS)}",
-            fix=f"did you mean {nearest[0]}?" if nearest else None,
-        )
+        near, need = nearest_name(split, SPLITS), f"one of {', '.join(SPLITS)}"
+        fix = f"did you mean {near}?" if near else None
+        raise ConfigError("the bundled data has no such split", field="split", got=split, need=need, fix=fix)
     return Path(str(resources.files("treeward.data").joinpath("bundled", f"{split}.jsonl")))
 
 
@@ -45,20 +40,20 @@ def prompts(split: str) -> list[list[Message]]:
     return [context for context, _ in _by_context(split)]
 
 
-def best_answers(split: str) -> list[list[str]]:
+def best_completions(split: str) -> list[list[str]]:
     """For each of `prompts(split)` the texts of the best completions of its comparisons, each once; at least one.
 
     Raises `ConfigError` for a split that does not exist.
     """
-    return [answers for _, answers in _by_context(split)]
+    return [texts for _, texts in _by_context(split)]
 
 
 def _by_context(split: str) -> list[tuple[list[Message], list[str]]]:
     found: dict[str, tuple[list[Message], list[str]]] = {}
     for line in bundled_path(split).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        _, answers = found.setdefault(json.dumps(row["context"]), (row["context"], []))
+        _, known = found.setdefault(json.dumps(row["context"]), (row["context"], []))
         best = min(completion["rank"] for completion in row["completions"])
         texts = [each["completion"][-1]["content"] for each in row["completions"] if each["rank"] == best]
-        answers += [text for text in texts if text not in answers]
+        known += [text for text in texts if text not in known]
     return list(found.values())

@@ -144,11 +144,11 @@ def length_gaps(row: Row) -> list[int]:
 
 def _plain_row(rng: random.Random, ask: _Ask, *, longer_is_better: bool) -> Row | None:
     context, row = _context(rng, ask), None
-    num_answers = rng.choices((2, 3, 4, 5), (74, 14, 8, 4))[0]
+    num_completions = rng.choices((2, 3, 4, 5), (74, 14, 8, 4))[0]
     weights = _FILLERS_TO_THE_BETTER if longer_is_better else _FILLERS_TO_THE_WORSE
     tied = rng.random() < _TIED_ROWS
     for _ in range(8):
-        fillers = sorted(rng.choices(range(5), weights, k=num_answers), reverse=not longer_is_better)
+        fillers = sorted(rng.choices(range(5), weights, k=num_completions), reverse=not longer_is_better)
         row = _row(rng, ask, context, fillers, tied=tied) or row
         if row is not None and all((gap > 0) == longer_is_better for gap in length_gaps(row)):
             break
@@ -159,9 +159,9 @@ def _controlled_row(rng: random.Random, ask: _Ask, *, longer_is_better: bool) ->
     if ask.format == "one_word":  # the good answer cannot be the longer one
         return None
     context = _context(rng, ask)
-    num_answers = rng.choices((2, 3), (75, 25))[0]
+    num_completions = rng.choices((2, 3), (75, 25))[0]
     for _ in range(50):
-        fillers = sorted([0, rng.choice((2, 3, 4)), 6][:num_answers], reverse=not longer_is_better)
+        fillers = sorted([0, rng.choice((2, 3, 4)), 6][:num_completions], reverse=not longer_is_better)
         row = _row(rng, ask, context, fillers, tied=False)
         gaps = length_gaps(row) if row else []
         if gaps and all(gap >= _WIDE_GAP if longer_is_better else gap <= -_WIDE_GAP for gap in gaps):
@@ -179,26 +179,26 @@ def _row(rng: random.Random, ask: _Ask, context: list[Message], fillers: Sequenc
     wordings = [rng.getrandbits(32) for _ in plans]
     if rng.random() < _SAME_WORDING:
         wordings = wordings[:1] * len(plans)
-    answers = [_answer(random.Random(wording), ask, plan) for wording, plan in zip(wordings, plans, strict=True)]
-    scores = [grade(question, answer).quality for answer in answers]
-    if len(set(answers)) < len(answers) or (len(set(scores)) == 1) != tied:
+    texts = [_completion(random.Random(wording), ask, plan) for wording, plan in zip(wordings, plans, strict=True)]
+    scores = [grade(question, text).quality for text in texts]
+    if len(set(texts)) < len(texts) or (len(set(scores)) == 1) != tied:
         return None
     better = sorted(set(scores), reverse=True)
     return {
         "context": context,
         "completions": [
-            {"rank": better.index(score), "completion": [_message("assistant", answer)], "score": score}
-            for answer, score in zip(answers, scores, strict=True)
+            {"rank": better.index(score), "completion": [_message("assistant", text)], "score": score}
+            for text, score in zip(texts, scores, strict=True)
         ],
     }
 
 
-def _plans(rng: random.Random, ask: _Ask, num_answers: int, tied: bool) -> list[_Plan]:
+def _plans(rng: random.Random, ask: _Ask, num_completions: int, tied: bool) -> list[_Plan]:
     base = _Plan(rng.random() < 0.8, _style(rng, ask, kept=rng.random() < 0.8), _tone(rng))
     if tied:
-        return [base] * num_answers
+        return [base] * num_completions
     plans = [base]
-    while len(plans) < num_answers:
+    while len(plans) < num_completions:
         plan = rng.choice(plans)
         for aspect in rng.sample(("correct", "correct", "style", "tone"), rng.choices((1, 2), (88, 12))[0]):
             if aspect == "style" and ask.format is not None:
@@ -247,8 +247,10 @@ def _context(rng: random.Random, ask: _Ask) -> list[Message]:
         standing = f" From now on:{request}" if place == "earlier" else ""
         style = ask.format if place != "turn" else None
         messages.append(_message("user", opening + standing))
-        reply = _answer(rng, _Ask(other, ask.phrasing, style), _Plan(True, style, rng.choice(("polite", "plain"))))
-        messages.append(_message("assistant", reply))
+        earlier = _completion(
+            rng, _Ask(other, ask.phrasing, style), _Plan(True, style, rng.choice(("polite", "plain")))
+        )
+        messages.append(_message("assistant", earlier))
         lead_in = ""
     in_turn = request if place == "turn" else ""
     messages.append(_message("user", f"{lead_in}{question}{in_turn}"))
@@ -260,7 +262,7 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _answer(rng: random.Random, ask: _Ask, plan: _Plan) -> str:
+def _completion(rng: random.Random, ask: _Ask, plan: _Plan) -> str:
     """The text of a completion as planned."""
     # The first draws are the same for two plans with the same seed.
     statement = rng.choice(_KIND[ask.fact.kind].statements)

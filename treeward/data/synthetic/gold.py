@@ -83,12 +83,12 @@ class GoldQuality:
     quality: float
 
 
-def gold_quality(context: Sequence[Message] | str, answer: str) -> float:
-    """The gold quality, in [0, 1], of `answer` (any text) to `context` (messages, or one user turn as text).
+def gold_quality(context: Sequence[Message] | str, completion: str) -> float:
+    """The gold quality, in [0, 1], of `completion` (any text) of `context` (messages, or one user turn as text).
 
     Raises `DataError` when the last user turn asks no question of the bundled data's world.
     """
-    return gold_breakdown(context, answer).quality
+    return gold_breakdown(context, completion).quality
 
 
 def gold_reward(conversation: Sequence[Message], env_info: Mapping[str, Any]) -> float:
@@ -96,18 +96,18 @@ def gold_reward(conversation: Sequence[Message], env_info: Mapping[str, Any]) ->
     return gold_quality(conversation[:-1], _text(conversation[-1]))
 
 
-def gold_breakdown(context: Sequence[Message] | str, answer: str) -> GoldQuality:
+def gold_breakdown(context: Sequence[Message] | str, completion: str) -> GoldQuality:
     """The marks that make up `gold_quality`; same arguments, same error."""
-    return grade(parse_question(context), answer)
+    return grade(parse_question(context), completion)
 
 
-def grade(question: Question, answer: str) -> GoldQuality:
-    """The marks of `answer` to a question that has been read already."""
-    words = words_of(answer)
+def grade(question: Question, completion: str) -> GoldQuality:
+    """The marks of a completion of a question that has been read already."""
+    words = words_of(completion)
     named = _named(question.fact, words)
     right = {word.lower() for word in question.fact.answers}
     correct = len(named) == question.fact.num_answers and named <= right
-    kept = bool(named) and (question.format is None or _FORMAT_CHECKS[question.format](answer, question.fact))
+    kept = bool(named) and (question.format is None or _FORMAT_CHECKS[question.format](completion, question.fact))
     bare = question.format == "one_word" and kept
     courteous = not _says(words, _RUDE) and (bare or _says(words, _POLITE))
     readable = _readable(words)
@@ -127,13 +127,8 @@ def parse_question(context: Sequence[Message] | str) -> Question:
         raise DataError("the conversation does not end in a user turn", field="context", got=context)
     fact = _asked(asking[-1]) or _followed_up(asking)
     if fact is None:
-        raise DataError(
-            "the last user turn asks nothing that the bundled data knows",
-            field="context",
-            got=asking[-1],
-            need='a question such as "What is the capital of France?"',
-            fix="use gold_quality only with prompts of the bundled data",
-        )
+        summary, need = "the last user turn asks nothing that the bundled data knows", "a prompt of the bundled data"
+        raise DataError(summary, field="context", got=asking[-1], need=need)
     in_force = [asking[-1]]
     in_force += [text for text in reversed(asking[:-1]) if _STANDING in text.lower()]
     in_force += [text for role, text in turns if role == "system"]
@@ -218,20 +213,20 @@ def _readable(words: Sequence[str]) -> float:
     return (1 - len(repeated) / len(words)) * min(1.0, 2 * known)
 
 
-def _in_brackets(answer: str, fact: Fact) -> bool:
-    return any(_named(fact, words_of(inside)) for inside in re.findall(r"\[([^\[\]]*)\]", answer))
+def _in_brackets(text: str, fact: Fact) -> bool:
+    return any(_named(fact, words_of(inside)) for inside in re.findall(r"\[([^\[\]]*)\]", text))
 
 
-def _in_dashes(answer: str, fact: Fact) -> bool:
-    named = [(line, _named(fact, words_of(line))) for line in answer.splitlines()]
+def _in_dashes(text: str, fact: Fact) -> bool:
+    named = [(line, _named(fact, words_of(line))) for line in text.splitlines()]
     items = [(line.lstrip(), words) for line, words in named if words]
     return len(items) >= 2 and all(line.startswith("- ") and len(words) == 1 for line, words in items)
 
 
 _FORMAT_CHECKS: dict[str, Callable[[str, Fact], bool]] = {
-    "one_word": lambda answer, fact: len(words_of(answer)) == 1,
-    "begin": lambda answer, fact: answer.lstrip().startswith("Answer:"),
-    "end": lambda answer, fact: answer.rstrip().endswith("Over."),
+    "one_word": lambda text, fact: len(words_of(text)) == 1,
+    "begin": lambda text, fact: text.lstrip().startswith("Answer:"),
+    "end": lambda text, fact: text.rstrip().endswith("Over."),
     "brackets": _in_brackets,
     "dashes": _in_dashes,
 }

@@ -14,22 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from re import findall
 
-__all__ = [
-    "ALL_FORMATS",
-    "FACTS",
-    "FILLERS",
-    "KINDS",
-    "LEAD_INS",
-    "POLITE_CLOSERS",
-    "POLITE_OPENERS",
-    "RUDE_CLOSERS",
-    "RUDE_OPENERS",
-    "Fact",
-    "Format",
-    "Kind",
-    "known_words",
-    "words_of",
-]
+__all__ = ["ALL_FORMATS", "FACTS", "FILLERS", "KINDS", "LEAD_INS", "POLITE_CLOSERS", "POLITE_OPENERS"]
+__all__ += ["RUDE_CLOSERS", "RUDE_OPENERS", "Fact", "Format", "Kind", "known_words", "words_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +148,7 @@ KINDS = (
         ("The day {x} is {a}.", "What comes {x} is {a}."),
         _SHORT,
         ("January", "March", "April", "June", "August"),
-        _facts(
-            "day",
-            {f"after {day}": _DAYS[(i + 1) % 7] for i, day in enumerate(_DAYS)},
-        ),
+        _facts("day", {f"after {day}": _DAYS[(i + 1) % 7] for i, day in enumerate(_DAYS)}),
     ),
     Kind(
         "young",
@@ -183,11 +166,7 @@ KINDS = (
         ("The {x} are {a}.", "Here are {x}: {a}."),
         _LIST,
         ("sofa", "cloud", "shoe", "cup", "window"),
-        tuple(
-            Fact("list", f"{_NUMBERS[n]} {category}", members, n)
-            for category, members in _CATEGORIES.items()
-            for n in (2,)
-        ),
+        tuple(Fact("list", f"two {category}", members, 2) for category, members in _CATEGORIES.items()),
     ),
 )
 FACTS = {fact.subject: fact for kind in KINDS for fact in kind.facts}
