@@ -11,7 +11,6 @@ import math
 import shutil
 import ssl
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,14 +185,6 @@ def test_a_server_without_a_mistake(dialect: str, served: Served, serve: Any, ve
     assert "use_activation" not in posts[0].json or posts[0].json["use_activation"] is False
 
 
-@pytest.mark.parametrize("form", ["bare", "tokens", "messages"])
-def test_other_forms(form: str, served: Served, serve: Any, verify: Verify) -> None:
-    server = serve(Mistaken(served, tokenize=lambda text: served.renderer.tokenizer(text)["input_ids"]))
-    code, text = verify(served.folder, server.url, "--dialect", "vllm", "--send", form, "--model", "mine")
-    assert code == 0 and f"(as vllm, {form} sent, model mine): equal" in text
-    assert {request.json["model"] for request in server.requests} == {"mine"}
-
-
 def rounded(served: Served) -> RewardModel:
     """A model that computes in bfloat16, as vLLM and SGLang do by default."""
     model = copy.deepcopy(served.model)
@@ -299,11 +290,6 @@ def test_json(served: Served, serve: Any, verify: Verify) -> None:
         "contract", "files", "template", "tokens", "read position", "precision", "activation", "weights",
     ]  # fmt: skip
     assert result["largest_difference"] <= result["tolerance"] and result["num_scores"] == 10
-    code, text = verify(
-        served.folder, serve(Mistaken(served, activation=lambda x: math.nan)).url, "--dialect", "vllm", "--json"
-    )
-    result = json.loads(text)
-    assert code == 1 and result["largest_difference"] is None and "no score" in result["checks"][-1]["summary"]
 
 
 def several_heads(values: Sequence[float], names: Sequence[str]) -> Callable[[Asked], Any]:
@@ -344,23 +330,6 @@ def test_several_heads(served: Served, serve: Any, tmp_path: Path) -> None:
 def test_nothing_to_compare(answer: Any, message: str, served: Served, serve: Any, verify: Verify) -> None:
     code, text = verify(served.folder, serve(lambda asked: answer).url, "--dialect", "openrlhf")
     assert code == 2 and message in text, text
-
-
-def test_a_missing_score(served: Served, serve: Any, verify: Verify) -> None:
-    def answer(asked: Asked) -> Any:
-        return 200, {"rewards": [None if "Prague" in text else 1.0 for text in asked.json["query"]]}
-
-    code, text = verify(served.folder, serve(answer).url, "--dialect", "openrlhf")
-    assert code == 1 and "there is no score" in text and "None for the conversation 'question'" in text
-
-
-def test_a_server_that_hangs(served: Served, serve: Any, verify: Verify) -> None:
-    let_go = threading.Event()
-    server = serve(lambda asked: let_go.wait(30) and None)
-    code, text = verify(served.folder, server.url, "--dialect", "tei", "--timeout", 0.3)
-    assert code == 2 and "has not answered in time" in text
-    let_go.set()
-    assert verify(served.folder, "http://127.0.0.1:1", "--timeout", 1)[0] == 2
 
 
 def test_an_ensemble_is_named(served: Served, serve: Any, verify: Verify) -> None:

@@ -90,7 +90,7 @@ def test_layouts_and_temperature(layout: str) -> None:
             assert not got.values_SL[s, len(values) :].any()
 
 
-def test_an_completion_without_a_prompt_is_refused() -> None:
+def test_a_completion_without_a_prompt_is_refused() -> None:
     with pytest.raises(ModelError, match="prompt"):
         PolicyModel(causal_model("llama")).log_probs([[[1, 2, 3]]], [[0]])
 

@@ -31,9 +31,9 @@ def test_scores_are_those_without_a_cache(family: str) -> None:
     generator = np.random.default_rng(0)
     system = _ids(generator, 40)
     prompts = [system + _ids(generator, 30), system + _ids(generator, 50), _ids(generator, 35)]
-    for answers in ((1, 7, 20), (1, 7, 20), (1, 3)):  # first nothing is known, then the prompts are
-        sequences = [prompt + _ids(generator, n) for prompt in prompts for n in answers]
-        lengths = [len(prompt) for prompt in prompts for _ in answers]
+    for completions in ((1, 7, 20), (1, 7, 20), (1, 3)):  # first nothing is known, then the prompts are
+        sequences = [prompt + _ids(generator, n) for prompt in prompts for n in completions]
+        lengths = [len(prompt) for prompt in prompts for _ in completions]
         plain = model.score_tokens(sequences)
         cached = model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
         assert (cached - plain).abs().max() < TOLERANCE
@@ -52,7 +52,7 @@ def test_only_what_is_new_is_computed() -> None:
     score([prompt + [7, 7], other + [8, 8, 8]], [64, 40])
     assert model.num_computed_tokens == 110 + 2 + 3
     assert model.num_row_tokens == 66 + 65 + 66 + 41 + 66 + 43
-    # The next turn continues the first answer: the longer prompt takes the place of the shorter one, and serves both.
+    # The next turn continues the first completion: the longer prompt replaces the shorter one, and serves both.
     turn = prompt + _ids(generator, 30)
     score([turn + [9]], [94])
     assert len(cache) == 2

@@ -32,7 +32,7 @@ from treeward.scoring.shaping import Shaper, completion_length, length_effect
 
 
 class LengthLover:
-    """Scores an answer `q=<quality> xxx...` by its quality and 0.01 for each of its characters."""
+    """Scores a completion `q=<quality> xxx...` by its quality and 0.01 for each of its characters."""
 
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
@@ -52,7 +52,7 @@ def _quality(text: str) -> float:
     return float(text.split()[0].removeprefix("q="))
 
 
-def answer(quality: float, length: int) -> str:
+def completion(quality: float, length: int) -> str:
     return f"q={quality:.4f} ".ljust(length, "x")
 
 
@@ -65,12 +65,12 @@ def comparison(*texts: str, ranks: Sequence[int] | None = None) -> Preference:
 
 
 def planted(count: int, seed: int = 0) -> list[Preference]:
-    """Comparisons whose better answer has the higher quality; their lengths, 20 to 1000, say nothing of it."""
+    """Comparisons whose better completion has the higher quality; their lengths, 20 to 1000, are independent of it."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
         better, worse = sorted((draw.gauss(0, 1), draw.gauss(0, 1)), reverse=True)
-        rows.append(comparison(answer(better, draw.randint(20, 1000)), answer(worse, draw.randint(20, 1000))))
+        rows.append(comparison(completion(better, draw.randint(20, 1000)), completion(worse, draw.randint(20, 1000))))
     return rows
 
 
@@ -175,9 +175,9 @@ def test_scores_that_do_not_agree_have_no_temperature(
 
 def test_pairs_follow_the_ranks_and_ties_are_none() -> None:
     rows = [
-        comparison(answer(1.0, 20), answer(2.0, 20), answer(4.0, 20), ranks=[2, 0, 0]),
-        comparison(answer(3.0, 20), answer(3.5, 20), ranks=[0, 0]),
-        comparison(answer(0.0, 20), answer(0.5, 30), ranks=[0, 1]),
+        comparison(completion(1.0, 20), completion(2.0, 20), completion(4.0, 20), ranks=[2, 0, 0]),
+        comparison(completion(3.0, 20), completion(3.5, 20), ranks=[0, 0]),
+        comparison(completion(0.0, 20), completion(0.5, 30), ranks=[0, 1]),
     ]
     fitted = calibrated(rows).temperature
     assert fitted is not None and fitted.num_pairs == 3
@@ -186,7 +186,7 @@ def test_pairs_follow_the_ranks_and_ties_are_none() -> None:
 
 def test_what_cannot_be_scored_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = planted(5)
-    broken = [comparison(answer(1.0, 25), "unscorable"), comparison("unscorable", "unscorable as well")]
+    broken = [comparison(completion(1.0, 25), "unscorable"), comparison("unscorable", "unscorable as well")]
     with caplog.at_level(logging.WARNING, logger="treeward"):
         calibration = calibrated([*rows, *broken])
     source = calibration.provenance
@@ -202,7 +202,7 @@ def test_what_cannot_be_scored_is_counted_and_left_out(caplog: pytest.LogCapture
 
 def test_a_model_that_says_the_same_of_everything_is_not_calibrated() -> None:
     with pytest.raises(DataError, match="the same score"):
-        calibrated([comparison(answer(1.0, 20), answer(1.0, 20))] * 4)
+        calibrated([comparison(completion(1.0, 20), completion(1.0, 20))] * 4)
 
 
 def test_many_comparisons_come_in_chunks_and_change_nothing() -> None:

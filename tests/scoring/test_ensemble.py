@@ -32,12 +32,13 @@ METHODS = ("mean", "worst", "uncertainty")
 RAW = EnsembleConfig(standardize=False)
 
 
-def chat(question: str, answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+def chat(question: str, completion: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
 
 
 CHATS = [
-    chat("What is the capital of France?", answer) for answer in ("Paris.", "Paris, of course.", "I do not know.", "")
+    chat("What is the capital of France?", completion)
+    for completion in ("Paris.", "Paris, of course.", "I do not know.", "")
 ] + [chat("2 + 2?", "4"), chat("Tell me about bread.", "Bread is old. " * 6)]
 LONG = chat("and so on " * 40, "Yes.")
 
@@ -137,8 +138,8 @@ def test_alone_as_in_a_crowd(scorer: Callable[..., Scorer]) -> None:
     ensemble = EnsembleScorer([scorer(0), scorer(1)], config)
     together = values(ensemble.score([*CHATS, LONG, *reversed(CHATS)]))[: len(CHATS)]
     assert together == pytest.approx([values(ensemble.score([c]))[0] for c in CHATS], abs=CLOSE)
-    question, answers = CHATS[0][:1], [c[-1]["content"] for c in CHATS[:4]]
-    assert values(ensemble.score_completions(question, answers)) == pytest.approx(together[:4], abs=CLOSE)
+    question, completions = CHATS[0][:1], [c[-1]["content"] for c in CHATS[:4]]
+    assert values(ensemble.score_completions(question, completions)) == pytest.approx(together[:4], abs=CLOSE)
 
 
 def test_no_score_without_every_member(scorer: Callable[..., Scorer]) -> None:

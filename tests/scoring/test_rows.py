@@ -125,7 +125,7 @@ def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
     assert "too long" in cut["error"]
 
 
-@pytest.mark.parametrize("wrong", [{"nothing": 1}, {"messages": [ASK]}], ids=["of no shape", "without an answer"])
+@pytest.mark.parametrize("wrong", [{"nothing": 1}, {"messages": [ASK]}], ids=["of no shape", "without a completion"])
 def test_the_rows_before_a_wrong_one_are_scored(wrong: dict[str, Any], scorer: Scorer) -> None:
     rows = [Row({"messages": [ASK, FOUR]}, f"in.jsonl:{n}") for n in (1, 2)] + [Row(wrong, "in.jsonl:3")]
     done = []

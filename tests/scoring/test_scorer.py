@@ -41,8 +41,8 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 CHATS = [
-    [user("What is the capital of France, and why is it so famous all over the world?"), assistant(answer)]
-    for answer in ("Paris.", "Paris, of course.", "I do not know.", "Paris.", "")
+    [user("What is the capital of France, and why is it so famous all over the world?"), assistant(completion)]
+    for completion in ("Paris.", "Paris, of course.", "I do not know.", "Paris.", "")
 ] + [
     [{"role": "system", "content": "Be brief."}, user("2 + 2?"), assistant("4")],
     [user("Hi"), assistant("Hello! How can I help?"), user("Bye"), assistant("Goodbye, and thank you!" * 5)],
@@ -94,12 +94,12 @@ def test_a_prefix_cache_changes_no_score(family: str, make_scorer: Any) -> None:
         assert 0 < scorer.prefix_cache.num_bytes <= 2**24
 
 
-def test_answers_that_come_one_after_another_share_their_prompt(make_scorer: Any) -> None:
+def test_completions_that_come_one_after_another_share_their_prompt(make_scorer: Any) -> None:
     scorer = make_scorer()
     scorer.prefix_cache = PrefixCache(2**24)
     prompt = [user("What is the capital of France, and why is it so famous all over the world? " * 3)]
-    answers = ["Paris.", "~ Paris", "It is Paris, and for its art.", "Lyon"]
-    conversations = [[*prompt, assistant(answer)] for answer in answers]
+    completions = ["Paris.", "~ Paris", "It is Paris, and for its art.", "Lyon"]
+    conversations = [[*prompt, assistant(completion)] for completion in completions]
     scorer.score(conversations[:1])
     known = scorer.prepare(conversations[:1])[0].prompt_length
     for conversation in conversations[1:]:
@@ -113,7 +113,7 @@ def test_rendered_texts_that_come_one_after_another_share_their_prompt(make_scor
     scorer, plain = make_scorer(), make_scorer()
     scorer.prefix_cache = PrefixCache(2**24)
     prompt = [user("What is the capital of France, and why is it so famous all over the world? " * 3)]
-    chats = [[*prompt, assistant(answer)] for answer in ("Paris.", "It is Paris, of course.", "I think Lyon.")]
+    chats = [[*prompt, assistant(completion)] for completion in ("Paris.", "It is Paris, of course.", "I think Lyon.")]
     computed = []
     for chat in chats:
         before = scorer.num_computed_tokens
@@ -154,17 +154,17 @@ def test_token_sequences_in_order(one_scorer: Scorer, sequences: list[list[int]]
 def test_what_a_call_has_in_common_is_computed_once(make_scorer: Any) -> None:
     scorer = make_scorer()
     context = [user("Tell me about the history of bread, from the first ovens to the supermarket. " * 3)]
-    answers = [f"Bread is {word}." for word in ("old", "older than you think", "old", "tasty")]
-    scores = scorer.score_completions(context, [answers[0], [assistant(answers[1])], *answers[2:]])
-    rows = [scorer.renderer.encode([*context, assistant(answer)]) for answer in answers]
+    completions = [f"Bread is {word}." for word in ("old", "older than you think", "old", "tasty")]
+    scores = scorer.score_completions(context, [completions[0], [assistant(completions[1])], *completions[2:]])
+    rows = [scorer.renderer.encode([*context, assistant(completion)]) for completion in completions]
     assert scorer.num_computed_tokens == TokenTree.from_sequences(rows).num_tokens
     assert scorer.num_row_tokens == sum(map(len, rows)) > 3 * scorer.num_computed_tokens
     shuffled = make_scorer()
     other = [
         [user("Something else, quite different from that, and long enough to be a prompt?"), assistant(a)]
-        for a in answers
+        for a in completions
     ]
-    calls = [c for pair in zip([[*context, assistant(a)] for a in answers], other, strict=True) for c in pair]
+    calls = [c for pair in zip([[*context, assistant(a)] for a in completions], other, strict=True) for c in pair]
     assert values(shuffled.score(calls))[::2] == pytest.approx(values(scores), abs=CLOSE)
     unique = {tuple(shuffled.renderer.encode(c)) for c in calls}
     assert shuffled.num_computed_tokens <= TokenTree.from_sequences(list(unique)).num_tokens + 8
@@ -194,7 +194,7 @@ def test_a_huge_text_never_reaches_the_tokenizer(make_scorer: Any, monkeypatch: 
     assert len(tokenized) == 2 and max(map(len, tokenized)) < 1000
 
 
-def test_truncation_says_so_and_spares_the_answer(make_scorer: Any) -> None:
+def test_truncation_is_reported_and_spares_the_completion(make_scorer: Any) -> None:
     scorer = make_scorer(max_length=40, truncation="truncate_left")
     question = [user("Short question?"), assistant("Short answer.")]
     long = [user("word " * 60), assistant("Yes."), *question]
@@ -311,17 +311,19 @@ def test_padded_rows_as_nemo_rl_gives_them(family: str, make_scorer: Any) -> Non
 def test_what_was_cut_has_the_score_that_training_gives_it(make_scorer: Any, tmp_path: Path) -> None:
     scorer = make_scorer(max_length=60, truncation="truncate_left")
     context = (user("Hello there, my friend. " * 5), assistant("Hi!"), user("word " * 40))
-    answers = ("Yes.", "No, not at all, and I shall tell you why.", "Perhaps it is.")
-    preference = Preference(context, tuple(Completion(i, (assistant(a),)) for i, a in enumerate(answers)))
+    completions = ("Yes.", "No, not at all, and I shall tell you why.", "Perhaps it is.")
+    preference = Preference(context, tuple(Completion(i, (assistant(a),)) for i, a in enumerate(completions)))
     row = preference_to_dict(preference)
     (tmp_path / "row.jsonl").write_text(json.dumps(row))
     stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "row.jsonl")))
     (comparison,) = encode_dataset(stream, scorer.renderer, cache_dir=tmp_path)
     trained = scorer.model(scorer.model.make_batch([comparison.token_ids])).tolist()
-    scores = scorer.score_completions(context, answers)
+    scores = scorer.score_completions(context, completions)
     assert all(score.truncated for score in scores)
     assert values(scores) == pytest.approx(trained, abs=CLOSE)
-    assert values([scorer.score([[*context, assistant(a)]])[0] for a in answers]) == pytest.approx(trained, abs=CLOSE)
+    assert values([scorer.score([[*context, assistant(a)]])[0] for a in completions]) == pytest.approx(
+        trained, abs=CLOSE
+    )
 
 
 def test_nothing_gives_nothing(make_scorer: Any) -> None:

@@ -37,7 +37,7 @@ _REFUSED = frozenset({400, 413, 422, 500})
 
 @dataclass(frozen=True, slots=True)
 class ServerVerification:
-    """The result. `checks`: one per part, in order. `served_model`: the name that was asked for, if any.
+    """The result. `checks`: one per part, in order. `served_model`: the server's name for the model, if any.
 
     `form`: what was sent. `largest_difference`: of golden scores, None where one is missing.
     """
@@ -158,7 +158,7 @@ def _without_frame(text: str, renderer: Renderer) -> str:
 
 @dataclass
 class _Server:
-    """A server, and how it is asked."""
+    """A server, and the form of its requests."""
 
     connection: Connection
     dialect_name: str
@@ -348,7 +348,7 @@ class _Replay:
                 f"the contracts {', '.join(f'sha256 {one[:12]}' for one in members)}", f"sha256 {own[:12]} alone",
                 "name another of the server's models (--model), or verify against a server of this model alone",
             )  # fmt: skip
-        same = "; the golden scores are equal all the same" if is_equal else ""
+        same = "; the golden scores are still equal" if is_equal else ""
         return Check(
             "contract", "differs", f"the server's model has another scoring contract{same}",
             f"sha256 {served[:12]}", f"sha256 {own[:12]}",

@@ -1,11 +1,11 @@
-"""The scoring contract: how a model makes a score, beside its weights, with conversations to replay.
+"""The scoring contract: how a model makes a score, with conversations to replay; it lies beside the weights.
 
     contract = read_contract("results/rm/final")       # None for a model that treeward has not written
     contract.rendering.max_length, contract.read.token, contract.golden[0].score
 
-A score depends on more than weights: the chat template, one BOS or two, the token that is read, the number format, what
-is done to the number afterwards. `reward_contract.json` says all of it, and its golden conversations, with their token
-ids and scores, let anyone see whether another program, machine or server still makes the same score.
+A score depends on more than weights: the chat template, one BOS or two, the token that is read, the number format, the
+function applied to the number. `reward_contract.json` records all of them, and anyone can replay its golden
+conversations, with their token ids and scores, in another program, on another machine or on a server.
 """
 
 from __future__ import annotations
@@ -43,43 +43,43 @@ __all__ = [
 ]
 
 Dtype = Literal["float32", "bfloat16"]
-"""What a backbone computes in."""
+"""Number formats that a backbone computes in."""
 
 CONTRACT_FILE = "reward_contract.json"
 CONTRACT_VERSION = 2
 
 SCORE_MEANING = (
-    "higher is better; only differences between answers to one prompt have a meaning: P(a > b) = sigmoid(a - b)"
+    "higher is better; only differences between completions of one prompt have a meaning: P(a > b) = sigmoid(a - b)"
 )
-"""What the value of a head trained on comparisons means (Bradley and Terry 1952)."""
+"""Meaning of the value of a head trained on comparisons (Bradley and Terry 1952)."""
 
 
 class RenderingContract(Strict):
     """From messages to token ids: the whole conversation is rendered once, without a generation prompt."""
 
     chat_template_sha256: str
-    """SHA-256 of the template's text, which is what the model folder holds as chat_template.jinja."""
+    """SHA-256 of the template's text, the content of the folder's chat_template.jinja."""
     chat_template: str
-    """The template itself, so that a change can be shown line by line."""
+    """The template's text, to show a change line by line."""
     template_in_folder: bool
-    """Whether the model folder brings a template; without one treeward takes its own, and other programs none."""
+    """Whether the model folder holds a template; without one treeward uses its own, and other programs none."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables that the template is given."""
+    """Variables of the template."""
     max_length: int | None = None
-    """Longest conversation in tokens; null: as long as the model's positions reach."""
+    """Longest conversation in tokens; null: the model's positions."""
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
-    """What becomes of longer ones: no score, the oldest context removed, or an error."""
+    """Handling of longer conversations: no score, removal of the oldest context, or an error."""
     frame: Literal["none", "bos", "cls_sep"] = "none"
-    """What every conversation has exactly once: a BOS in front, or CLS and SEP around it; the template writes them, and
-    the tokenizer adds none (`add_special_tokens=False`)."""
+    """The tokens that every conversation has exactly once: a BOS in front, or CLS and SEP around it. The template
+    writes them; tokenize with `add_special_tokens=False`."""
     bos_token_id: int | None = None
     """The tokenizer's begin-of-text token."""
     eos_token_id: int | None = None
     """The tokenizer's end-of-text token."""
     pad_token_id: int | None = None
-    """The padding token, which no conversation ends with: transformers reads the score before it."""
+    """The padding token, which ends no conversation: transformers reads the score before it."""
     tokenizer_sha256: str
-    """SHA-256 of what the tokenizer does to a text (vocabulary, merges, normalisation, special tokens)."""
+    """SHA-256 of the tokenizer's vocabulary, merges and special tokens."""
 
     @model_validator(mode="after")
     def _template_is_whole(self) -> RenderingContract:
@@ -96,20 +96,20 @@ class ReadContract(Strict):
     plain_transformers: bool = True
     """Whether transformers alone, given padded rows, reads the same scores from this folder."""
     token: Literal["eos", "newline", "other"] | None = None
-    """What ends a conversation of one question and one answer; null: the template refuses such a one."""
+    """Kind of the last token of a question with its completion; null: the template refuses this conversation."""
 
 
 class DtypeContract(Strict):
     """Number formats."""
 
     weights: str = "float32"
-    """Of the backbone's weights on disk; where there are several, of most of them."""
+    """Of the backbone's weights on disk (of most of them, if they differ)."""
     head: str = "float32"
-    """Of the head's weights on disk; the head computes in float32 in any case."""
+    """Of the head's weights on disk; the head always computes in float32."""
     config: str = "float32"
-    """What config.json names as `dtype`, which transformers loads the weights in; where it names none, `weights`."""
+    """The `dtype` of config.json, in which transformers loads the weights; without one, `weights`."""
     compute: Literal["float32"] = "float32"
-    """What the golden scores were computed in."""
+    """Of the computation of the golden scores."""
 
 
 class HeadContract(Strict):
@@ -118,9 +118,9 @@ class HeadContract(Strict):
     name: str = "reward"
     """The head's name."""
     meaning: str = SCORE_MEANING
-    """What a value says."""
+    """The meaning of a value."""
     weight: float = 1.0
-    """Its share in the score, which is the sum of weight times value over the heads."""
+    """Its weight; the score is the sum of weight times value over the heads."""
 
 
 class WeightsContract(Strict):
@@ -138,43 +138,43 @@ class WeightsContract(Strict):
     """SHA-256 of the head's tensors: names, formats, shapes and the bytes on disk."""
     sha256: str | None = None
     """SHA-256 of the names of all tensors and the SHA-256 of each (name, format, shape and bytes), in the order of the
-    names, whatever files they lie in; null where they were not hashed, as in the checkpoints of a run."""
+    names; null if they were not hashed, as in the checkpoints of a run."""
     tensors: dict[str, str] = {}
-    """The first 12 digits of the SHA-256 of each tensor, so that those that were changed can be named."""
+    """The first 12 digits of the SHA-256 of each tensor, to name changed tensors."""
     config: dict[str, Any]
-    """What config.json says about the architecture."""
+    """The keys of config.json that describe the architecture."""
 
     @model_validator(mode="after")
     def _hashes_are_whole(self) -> WeightsContract:
         if len(self.tensors) != (0 if self.sha256 is None else self.num_tensors):
-            raise ValueError("sha256 and tensors are of all num_tensors tensors, or of none")
+            raise ValueError("sha256 and tensors cover all num_tensors tensors, or none")
         return self
 
 
 Mistake = Literal["read_before_end", "two_bos", "no_bos"]
-"""A known way to make another score of the same conversation: read it at the token before the last (padding and end are
-one token, or no end was added), put two BOS in front (the template's and the tokenizer's), or none."""
+"""A mistake that changes the score: to read it at the token before the last (padding and end are one token, or no end
+was added), to put two BOS in front (the template's and the tokenizer's), or to put none."""
 
 
 class GoldenExample(Strict):
-    """A conversation with what it must become."""
+    """A conversation with its tokens and its score."""
 
     name: str
-    """What is special about it."""
+    """What is special about the conversation."""
     messages: list[dict[str, Any]]
     """The conversation."""
     token_ids: list[int]
     """Its tokens, as they are scored."""
     score: float
-    """Its score, from the weights on disk in float32, nothing applied to it."""
+    """Its raw score, computed in float32 from the weights on disk."""
     heads: list[float]
     """The value of each head."""
     mistakes: dict[Mistake, float] = {}
-    """The scores that known mistakes give, so that they are recognised."""
+    """The scores that known mistakes give."""
 
 
 class ToleranceContract(Strict):
-    """By how much a score may differ from the golden one, in units of the score."""
+    """Largest difference from a golden score, in units of the score."""
 
     float32: float = Field(gt=0)
     """When computed in float32, on any device."""
@@ -187,10 +187,10 @@ class ToleranceContract(Strict):
 
 
 class ScoringContract(Strict):
-    """Everything that a score of one model depends on: the content of `reward_contract.json`."""
+    """Everything that a model's score depends on: the content of `reward_contract.json`."""
 
     version: Literal[2] = 2
-    """Of this file's form."""
+    """Version of the format."""
     treeward_version: str
     """The treeward that wrote it."""
     rendering: RenderingContract
@@ -202,20 +202,19 @@ class ScoringContract(Strict):
     heads: list[HeadContract] = Field(default=[HeadContract()], min_length=1)
     """The heads, in order."""
     activation: Literal["none"] = "none"
-    """What is applied to the head's output: nothing, a score is the raw value. (A sigmoid, as some servers apply to
-    models of one label, would saturate.)"""
+    """The function applied to the head's output: none. (Some servers apply a sigmoid to models with one label.)"""
     problem_type: str | None = None
-    """What config.json says under that name: "regression" keeps pipelines of transformers from applying a sigmoid."""
+    """The key of config.json: "regression" keeps pipelines of transformers from applying a sigmoid."""
     calibration: RewardCalibration | None = None
     """Constants fitted on data, with their origin: `treeward calibrate`."""
     reward_shaping: RewardShapingConfig | None = None
-    """How scores become rewards unless the user of the model says otherwise."""
+    """The default shaping of scores into rewards."""
     weights: WeightsContract
     """Which weights they are."""
     golden: list[GoldenExample]
-    """Conversations to replay; none where the model's template or its limit refuses all of them."""
+    """Conversations to replay; empty if the model's template or limit refuses all of them."""
     tolerance: ToleranceContract
-    """By how much a replayed score may differ."""
+    """Largest difference of a replayed score."""
 
     @property
     def sha256(self) -> str:
@@ -224,7 +223,7 @@ class ScoringContract(Strict):
 
     @property
     def scores_sha256(self) -> str:
-        """Identifies what a score depends on: it stays when constants are fitted to the scores."""
+        """Identifies everything that a score depends on; calibration and shaping do not change it."""
         return self.model_copy(update={"calibration": None, "reward_shaping": None}).sha256
 
 
@@ -240,7 +239,7 @@ def read_contract(name: str | Path) -> ScoringContract | None:
             found = cached_file(str(name), CONTRACT_FILE, _raise_exceptions_for_missing_entries=False)
         except OSError as error:
             raise ModelError(
-                "the scoring contract cannot be looked for",
+                "the scoring contract cannot be downloaded",
                 where=str(name),
                 got=str(error).splitlines()[0],
                 need="a folder, or a name on the hub and a way to it",

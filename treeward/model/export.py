@@ -3,8 +3,8 @@
     export_model(model, tokenizer, Path("results/rm/final"), rendering=renderer.settings, card=text)
     AutoModelForSequenceClassification.from_pretrained("results/rm/final")    # gives the same scores
 
-What plain transformers has no place for, and what a score depends on, is said by the scoring contract, which
-`treeward.scoring.golden.sign_folder` puts beside the weights: it holds scores, so the model must be run for it.
+`treeward.scoring.golden.sign_folder` then writes the scoring contract into the folder: everything that a score depends
+on and plain transformers has no place for. It holds scores, so the model must be run for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from treeward.model.reward_model import RewardModel, head_name
 __all__ = ["HTTP_ERROR", "export_model", "push_folder"]
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
-"""The HTTP client's own base error: the hub's library lets it through where there is no connection."""
+"""Base error of the hub's HTTP client, raised if there is no connection."""
 
 
 def export_model(
@@ -52,10 +52,10 @@ def export_model(
     before = model.hf.config.dtype
     model.hf.save_pretrained(folder, state_dict=state)
     model.hf.config.dtype = before
-    # transformers has written the dtype that the weights are trained in.
+    # transformers has written the dtype of the trained weights.
     config = copy.deepcopy(model.hf.config)
     config.dtype = dtype
-    # Without it pipelines of transformers, and servers that follow them, apply a sigmoid to a single label.
+    # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
     config.problem_type = "regression"
     config.save_pretrained(folder)
     tokenizer.chat_template = rendering["chat_template"]
@@ -65,7 +65,7 @@ def export_model(
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> None:
-    """Upload a model folder to the hub. Raises `ModelError` where the hub refuses; the folder stays."""
+    """Upload a model folder to the hub. Raises `ModelError` if the hub refuses; the folder stays."""
     api = HfApi()
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)

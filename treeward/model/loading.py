@@ -86,7 +86,7 @@ def load_reward_model(
         config.num_labels = 1  # a causal LM says nothing of labels, and would be given two
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
     model_class = _classifier_class(config, trust_remote_code)
-    # What the checkpoint lacks beside the head (the pooler of an encoder) is drawn from the seed, like the head.
+    # Other missing weights (the pooler of an encoder) are drawn from the seed, like the head.
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed or 0)
         hf, lacking = load_weights(
@@ -95,7 +95,7 @@ def load_reward_model(
     head = head_name(hf)
     for name_of_child, child in hf.named_children():
         if name_of_child != head and any(kept in name_of_child for kept in _HEADS):
-            child.to(dtype)  # transformers keeps by part of a name: pre_classifier as well
+            child.to(dtype)  # transformers matches parts of names: pre_classifier as well
     new_head = any(key.split(".")[0] == head for key in lacking)
     if missing := [key for key in lacking if not (new_head and _is_above_backbone(hf, key))]:
         raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
@@ -162,8 +162,8 @@ def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None)
 def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give model and tokenizer a padding token that no conversation ends with.
 
-    treeward needs none, but plain transformers reads the score at the last token that is not padding: were padding and
-    end of text the same token, the exported model would score differently there.
+    treeward needs none, but plain transformers reads the score at the last token that is not padding: with one token
+    for padding and end of text, the exported model would score differently there.
     """
     eos = getattr(hf.config.get_text_config(), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}  # Llama 3 has three
@@ -185,12 +185,12 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _is_above_backbone(hf: PreTrainedModel, key: str) -> bool:
-    """Whether a weight belongs to the head or to the pooling before it, which a pretrained encoder may lack."""
+    """Whether a weight belongs to the head or to the pooling, which a pretrained encoder may lack."""
     return not key.startswith(f"{hf.base_model_prefix}.") or ".pooler." in key
 
 
 def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
-    """The family's sequence classifier. About half of the causal LMs have none: theirs is made on the spot."""
+    """The family's sequence classifier. About half of the causal LMs have none; treeward makes theirs."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) in mapping and not config.is_encoder_decoder:
         return mapping[type(config)]  # type: ignore[no-any-return]
@@ -218,7 +218,7 @@ def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type
 
 @contextlib.contextmanager
 def _head_kept_in_float32(model_class: type[PreTrainedModel]) -> Iterator[None]:
-    """transformers casts every weight to the requested dtype but those named by this class attribute."""
+    """transformers casts every weight to the requested dtype, except those named by this class attribute."""
     before = getattr(model_class, "_keep_in_fp32_modules_strict", None)
     model_class._keep_in_fp32_modules_strict = {*(before or ()), *_HEADS}
     try:

@@ -2,12 +2,12 @@
 
     policy = PolicyModel(causal_lm)
     logprobs = policy.log_probs([[prompt_ids + completion_ids, prompt_ids + other_completion_ids]], [[40, 40]])
-    logprobs.values_SL      # float32 (S, L): of each completion token, given what comes before it; with gradients
-    logprobs.mask_SL        # which of them there are
+    logprobs.values_SL      # float32 (S, L): of each completion token, given the tokens before it; with gradients
+    logprobs.mask_SL        # bool (S, L): True where there is a token
 
-It wraps a Hugging Face `...ForCausalLM`. The G completions to a prompt are one tree, as in `RewardModel`: what they
-share is computed once, and so is the vocabulary's row of logits behind every token, at most `chunk_tokens` of them at a
-time, so that logits of a whole batch never lie in memory. Each value, and each gradient, is that of the plain row.
+It wraps a Hugging Face `...ForCausalLM`. The completions of a prompt are one tree, as in `RewardModel`: shared tokens
+are computed once, and so are their logits, for at most `chunk_tokens` tokens at a time, so that the logits of a whole
+batch are never in memory. Each value, and each gradient, is that of the plain row.
 
 Shapes: S sequences, L tokens of the longest completion, N tokens that are predicted, D hidden size, V vocabulary.
 """
@@ -38,10 +38,10 @@ DEFAULT_CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class CompletionLogProbs:
-    """Of S completions with at most L tokens.
+    """Log-probabilities of S completions with at most L tokens.
 
-    `values_SL`: log p(token | what comes before it), float32 (S, L), 0 where `mask_SL` is not.
-    `entropies_SL`: of the distribution that each token was predicted by, without gradients; None unless asked for.
+    `values_SL`: log p(token | tokens before it), float32 (S, L), 0 where `mask_SL` is False. `entropies_SL`: of the
+    distribution that predicts each token, without gradients; None unless requested.
     `num_computed_tokens`: tokens that went through the model.
     """
 
@@ -72,7 +72,7 @@ class PolicyModel(WrappedModel):
 
     @property
     def head(self) -> nn.Module:
-        """What makes logits of hidden states, its weights tied to the embedding or not. Raises `ModelError`."""
+        """The module that makes logits of hidden states, tied to the embedding or not. Raises `ModelError`."""
         head = None if self.hf.config.is_encoder_decoder else self.hf.get_output_embeddings()
         if not isinstance(head, nn.Module):
             raise ModelError(
@@ -167,7 +167,7 @@ class PolicyModel(WrappedModel):
         return torch.cat(values), torch.cat(found) if entropies else None
 
     def _chunk(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float, entropy: list[Tensor] | None) -> Tensor:
-        """The values; the entropies are put into `entropy` where it is an empty list: not again when recomputed."""
+        """The values; entropies are appended to `entropy` if it is an empty list, so a recomputation adds none."""
         with self._autocast():
             logits_CV = self._logits(hidden_CD).float()
         if temperature != 1.0:
@@ -208,7 +208,7 @@ def _is_plain(head: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
-    """For each sequence, where in the row each of its tokens lies."""
+    """The places of each sequence's tokens in the row."""
     places = []
     for read in reads:
         tree = next(tree for tree in layout.trees if tree.start <= read < tree.end)
@@ -226,9 +226,9 @@ def _tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
 def _completions(
     places: Sequence[np.ndarray], starts: Sequence[int], device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """What is predicted, each token of a tree once: (where its predecessor lies, where it lies), int64 (N,) each.
+    """The predicted tokens, each token of a tree once: (place of the predecessor, place), int64 (N,) each.
 
-    And for each completion which of them its tokens are, int64 (S, L), with the mask of those that there are.
+    Also, for each completion, the indices of its tokens among them, int64 (S, L), and the mask of existing tokens.
     """
     edges = [np.stack([place[start - 1 : -1], place[start:]]) for place, start in zip(places, starts, strict=True)]
     longest = max((edge.shape[1] for edge in edges), default=0)

@@ -2,11 +2,11 @@
 
     cache = PrefixCache(max_bytes=2**30)
     model.score_tokens(sequences, cache=cache, prompt_lengths=[120, 120])
-    model.score_tokens(more_answers, cache=cache, prompt_lengths=[120])     # computes only what is new
+    model.score_tokens(more_completions, cache=cache, prompt_lengths=[120])     # computes only the new tokens
 
-Answers to one prompt do not always come in one call: a server sees them one by one, as a policy finishes them. What is
-found is exact: tokens that begin alike have the same keys and values, whatever comes after them. An entry serves any
-beginning of its tokens, and one that another continues makes room for it; the least recently used go first.
+Completions of one prompt do not always come in one call: a server receives them one by one, as a policy finishes them.
+The cache is exact: equal tokens at the beginning have the same keys and values, whatever follows them. An entry serves
+any beginning of its tokens; a longer entry replaces the one that it continues, and the least recently used go first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from treeward.tree.token_tree import TokenIds, common_prefix_length
 __all__ = ["MIN_PREFIX_TOKENS", "PrefixCache", "RecentTokens"]
 
 MIN_PREFIX_TOKENS = 32
-"""Shorter beginnings are not kept: computing them again costs about as much as looking them up."""
+"""Shorter beginnings are not kept: computing them again costs about as much as a lookup."""
 
 
 class PrefixCache:
     """Prefixes by their tokens. `max_bytes`: of keys and values; raises `ConfigError` if it is negative.
 
-    It belongs to one model as it is: after a change of its weights it must be cleared. One thread uses it at a time.
+    It belongs to one model: clear it after a change of the weights. One thread uses it at a time.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -38,7 +38,7 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_reused_tokens = self.num_kept = self.num_evicted = 0
-        """So far: tokens that were found and not computed again, and entries that were made and dropped."""
+        """So far: tokens found and not computed again, entries kept, and entries dropped."""
         self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # least recently used first
         self._sorted: list[bytes] = []  # the same keys in lexicographic order, which is that of their tokens
 
@@ -46,11 +46,11 @@ class PrefixCache:
         return len(self._entries)
 
     def match(self, tokens: TokenIds) -> int:
-        """How many of the first tokens are known, at most all but the last; 0 where it is too few to matter."""
+        """How many of the first tokens are known, at most all but the last; 0 if they are too few to matter."""
         return self._longest(_key(tokens))[1]
 
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
-        """The keys and values of the first `num_tokens` tokens, of which `match` said that they are known."""
+        """The keys and values of the first `num_tokens` tokens, at most as many as `match` gave."""
         key = _key(tokens)
         entry, known = self._longest(key, whole=True)
         assert entry is not None and num_tokens <= known, f"{num_tokens} of {known} known tokens"
@@ -98,10 +98,10 @@ class PrefixCache:
 
 
 class RecentTokens:
-    """The tokens of the last sequences that were seen, to notice what comes again.
+    """The tokens of recent sequences, to find prompts that come again.
 
-    A rendered text does not say where its prompt ends; what it has in common with an earlier one is the prompt, or
-    more. `max_sequences`, `max_bytes`: of tokens; the oldest go first.
+    A rendered text does not say where its prompt ends; the tokens that it shares with an earlier text are the prompt,
+    or more. `max_sequences`, `max_bytes`: of tokens; the oldest go first.
     """
 
     def __init__(self, max_sequences: int = 4096, max_bytes: int = 2**25) -> None:
@@ -111,7 +111,7 @@ class RecentTokens:
         self._sorted: list[bytes] = []
 
     def add(self, tokens: TokenIds) -> int:
-        """How many of the first tokens another sequence had as well, 0 where it is too few to matter."""
+        """How many of the first tokens an earlier sequence had too; 0 if they are too few to matter."""
         key = _key(tokens)
         place = bisect.bisect_left(self._sorted, key)
         neighbours = self._sorted[max(place - 1, 0) : place + 1]

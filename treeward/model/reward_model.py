@@ -1,13 +1,13 @@
 """`RewardModel`: a backbone and a float32 head that read each conversation's score at its last real token.
 
     model = load_reward_model("path/or/hub-name").model
-    batch = model.make_batch([[prompt_and_answer_ids, prompt_and_other_answer_ids]])
+    batch = model.make_batch([[prompt_ids + completion_ids, prompt_ids + other_completion_ids]])
     scores_S = model(batch)     # float32, one per sequence
 
-It wraps a Hugging Face `...ForSequenceClassification`, and its weights are that model's weights, so an
-export loads anywhere. What differs is how it is called: a `TreeBatch` computes each shared prefix once, and the score
-is read at the *last real token* by length. Hugging Face looks for the last token that is not the padding token instead,
-and so reads the wrong one where padding and end of text share an id (transformers issue #35352).
+It wraps a Hugging Face `...ForSequenceClassification`, and its weights are that model's weights, so an export loads
+anywhere. Only the call differs: a `TreeBatch` computes each shared prefix once, and the score is read at the *last real
+token* by length. Hugging Face reads at the last token that is not the padding token, which is the wrong one if padding
+and end of text share an id (transformers issue #35352).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RewardModel(WrappedModel):
         self.num_computed_tokens = self.num_row_tokens = 0
         """By `score_tokens` so far: tokens that were computed, and tokens of the plain rows."""
         self.num_known_tokens = self.num_embeddings
-        """Tokens whose embeddings come from the checkpoint; a row that was added for padding is never scored."""
+        """Tokens whose embeddings come from the checkpoint; a row added for padding is never scored."""
         if layout == "encoder":
             _compute_in_float32(self.head)
 
@@ -101,11 +101,11 @@ class RewardModel(WrappedModel):
     ) -> Tensor:
         """Values of token sequences, each a whole conversation: float32 (S, H) on the CPU, in order.
 
-        What sequences have in common is computed once. `max_tokens`: most tokens computed in one forward pass, counted
-        after sharing (a longer sequence has a pass to itself); `max_sequences`: most sequences in one; not both None.
-        `cache`: where beginnings that were computed before are found, and where the first `prompt_lengths[i]` tokens of
-        sequence i are kept; models that run as rows have no use for it. Raises `ModelError` for a sequence that is
-        empty, longer than `max_positions`, or has tokens that the model does not know.
+        Shared beginnings are computed once. `max_tokens`: most tokens computed in one forward pass, counted after
+        sharing (a longer sequence has a pass to itself); `max_sequences`: most sequences in one; not both None.
+        `cache`: holds beginnings of earlier calls, and keeps the first `prompt_lengths[i]` tokens of sequence i; models
+        that run as rows do not use it. Raises `ModelError` for a sequence that is empty, longer than `max_positions`,
+        or has unknown tokens.
         """
         self._check_sequences(sequences)
         values_SH = torch.full((len(sequences), self.num_heads), torch.nan)
@@ -125,8 +125,8 @@ class RewardModel(WrappedModel):
             self.num_computed_tokens += batch.num_computed_tokens
             self.num_row_tokens += sum(len(sequences[i]) for group in groups for i in group)
             values_SH[[i for group in groups for i in group]] = values.cpu()
-        # Masked attention multiplies what it leaves out by zero, and zero times NaN is NaN: a conversation that breaks
-        # down may have taken others with it.
+        # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one broken conversation may have
+        # broken others.
         for i in (~values_SH.isfinite().all(dim=1)).nonzero().flatten().tolist():
             values_SH[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()[0]
         return values_SH
@@ -138,7 +138,7 @@ class RewardModel(WrappedModel):
         groups: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
     ) -> tuple[TreeBatch, Tensor]:
-        """The values of groups of sequences, of which only what the cache does not know is computed; and the batch."""
+        """The values of groups of sequences, computed only beyond the cached beginnings; and the batch."""
         prefixes: list[Prefix | None] = []
         keep: list[tuple[int, int, int]] = []
         prompts: list[TokenIds] = []
@@ -205,7 +205,7 @@ class RewardModel(WrappedModel):
         head = self.head
         assert isinstance(head, nn.Linear)
         hidden_SD = hidden_SD.float()
-        # Not a matrix product: that may round one row unlike the next, and identical answers must tie exactly.
+        # Not a matrix product: it may round two rows differently, and identical completions must tie exactly.
         values_SH = torch.stack([(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1)
         return values_SH if head.bias is None else values_SH + head.bias.float()
 
@@ -218,7 +218,7 @@ class RewardModel(WrappedModel):
 
 
 def _alike(cache: PrefixCache, sequences: Sequence[TokenIds], group: Sequence[int]) -> list[list[int]]:
-    """The sequences of a group by what the cache knows of them, so that each part continues one prefix."""
+    """The sequences of a group by their cached beginning, so that each part continues one prefix."""
     parts: dict[bytes, list[int]] = {}
     for i in group:
         known = np.asarray(sequences[i][: cache.match(sequences[i])], dtype=np.int64)
@@ -227,7 +227,7 @@ def _alike(cache: PrefixCache, sequences: Sequence[TokenIds], group: Sequence[in
 
 
 def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:
-    """Raise `ModelError` for the values of one conversation where one of them is not finite."""
+    """Raise `ModelError` if one of a conversation's values is not finite."""
     if not all(map(math.isfinite, values)):
         raise ModelError(
             "the model gives a score that is not finite",

@@ -1,10 +1,10 @@
-"""What lies in a model folder, as it is written: its safetensors and its config.json, without loading a model.
+"""The safetensors and the config.json of a model folder as they are on disk, without loading a model.
 
     stored = read_stored(Path("results/rm/final"))
     dtype_of(stored.split("score")[0]), stored.num_parameters
-    stored.hashes()["score.weight"]      # of the bytes on the disk: about a second per GB
+    stored.hashes()["score.weight"]      # of the bytes on disk: about a second per GB
 
-Loading casts weights and mends what it can; what lies on the disk shows only here.
+Loading casts weights and repairs settings, so changes on disk show only here.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class StoredWeights:
         return digest.hexdigest()
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of every tensor by its name: of name, format, shape and bytes, in whatever file they lie."""
+        """SHA-256 of every tensor by its name: of name, format, shape and bytes."""
         digests = {}
         for tensor in self.tensors:
             digest = hashlib.sha256()
@@ -104,7 +104,7 @@ class StoredWeights:
 
 
 def dtype_of(tensors: Iterable[StoredTensor]) -> str:
-    """The number format of most floating-point numbers; "none" where there are none."""
+    """The number format of most floating-point numbers; "none" without any."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if tensor.dtype in _DTYPES.values():
@@ -146,7 +146,7 @@ def read_stored(folder: Path) -> StoredWeights:
 
 
 def raw_config(folder: Path) -> dict[str, Any]:
-    """`config.json` as it is written: loading mends it in memory. Raises `OSError` or `ValueError`."""
+    """`config.json` as it is on disk; loading repairs it in memory. Raises `OSError` or `ValueError`."""
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not an object")
@@ -154,7 +154,7 @@ def raw_config(folder: Path) -> dict[str, Any]:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether a chat template comes with the folder's tokenizer."""
+    """Whether the folder's tokenizer has a chat template."""
     settings = folder / "tokenizer_config.json"
     if (folder / "chat_template.jinja").is_file():
         return True
@@ -180,6 +180,6 @@ def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def raw_pad_token_id(config: Mapping[str, Any]) -> int | None:
-    """The padding token that transformers looks for: the text model's, where the model has one inside."""
+    """The padding token that transformers looks for; a model with a text model inside has that model's."""
     pad = (config.get("text_config") or config).get("pad_token_id")
     return None if pad is None else int(pad)

@@ -1,4 +1,4 @@
-"""`WrappedModel`: what a reward model and a policy have in common; a Hugging Face model, and how it is called.
+"""`WrappedModel`: a Hugging Face model and how it is called; the base of `RewardModel` and `PolicyModel`.
 
     with model.attention(attention.TREE):
         hidden = model.backbone(...)
@@ -60,7 +60,7 @@ class WrappedModel(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens a sequence may have; None where the model sets no limit.
+        """How many tokens a sequence may have; None without a limit.
 
         Rotary encodings that change with the longest conversation of a batch (`dynamic`, `longrope`) are used up to
         the length where they begin to: beyond it a score would depend on what else is in the batch.
@@ -161,7 +161,7 @@ _NOISE = re.compile("drop|jitter")
 
 def _switch_off_noise(hf: PreTrainedModel) -> None:
     """No dropout, layer drop or router jitter: a reward is a deterministic function (Ziegler et al. 2019, p. 3), and
-    the probability of an answer that is sampled must be that which it is trained with.
+    the probability of a sampled completion must be the one that training computes.
     """
     for owner in (*hf.modules(), hf.config, hf.config.get_text_config()):
         for name, value in list(vars(owner).items()):

@@ -282,7 +282,7 @@ def _smooth(scores: Floats, lengths: Floats, most_at_one_length: int) -> Floats:
     delta = float(high - low) / 100 if n > _EXACT_UP_TO else 0.0
     settings = {"frac": neighbours / n, "delta": delta, "return_sorted": False}
     plain: Floats = lowess(scores, lengths, it=0, **settings)
-    # Outliers are told by the median error; where most points are fitted exactly it is 0, and all others would be.
+    # The median error defines outliers: if most points are fitted exactly it is 0, and all others would be outliers.
     if np.median(np.abs(scores - plain)) <= 1e-6 * scores.std():
         return plain
     robust: Floats = lowess(scores, lengths, it=_ROBUST_ROUNDS, **settings)
