@@ -2,10 +2,10 @@
 
     outcome = grpo(load_grpo_config("examples/configs/grpo_rm_1B.yaml", []))
     outcome.model_folder      # a Hugging Face folder, None if the run was interrupted
-    outcome.alarms            # what the watch has said
+    outcome.alarms            # of the watch
 
 A step samples G completions of each prompt, rewards them, compares each with the others of its group, and updates the
-policy. What is drawn and sampled follows from the step and the seed, and everything else is in the checkpoint.
+policy. Prompts and samples follow from the step and the seed; everything else is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _SinceValidation:
 class GRPORun:
     """A `Run` of the loop: steps of sampling, rewarding and updating; validation on held-out prompts, and the watch.
 
-    In `prompts_drawn` prompts the weights have changed `version` times; `stopped_by` is the alarm that ends the run.
+    `prompts_drawn` prompts were drawn and the weights changed `version` times; `stopped_by`: the alarm that ends the run.
     """
 
     def __init__(self, setup: GRPOSetup) -> None:
@@ -312,7 +312,7 @@ def _with_report(outcome: GRPOOutcome, config: GRPORunConfig, stop: StopRequest,
             [RLRun.read(name, log_dir)], where / "report.html", title=f"{name}: policy optimisation"
         )
     except (OSError, TreewardError) as error:
-        logger.error("What was trained is kept, but its report cannot be written: %s", error)
+        logger.error("The policy is saved, but its report cannot be written: %s", error)
         return replace(outcome, exit_code=outcome.exit_code or 1)
     return replace(outcome, report=report)
 

@@ -3,9 +3,8 @@
     order = PromptOrder(encoded.sizes, weights=encoded.weights, seed=42)
     order.take(drawn=17, count=32)        # the indices of the 32 prompts after the first 17
 
-There is no state to save: a run that resumes after N drawn prompts asks for what comes after N. Each epoch has an order
-of its own, from (seed, epoch), and what is drawn goes on over its end, so that a step may hold a prompt at the end of
-an epoch and again at the beginning of the next.
+There is no state to save: a run that resumes after N drawn prompts asks for the prompts after N. Each epoch has an
+order of its own, from (seed, epoch). A step may go over the end of an epoch, and may then hold a prompt twice.
 """
 
 from __future__ import annotations

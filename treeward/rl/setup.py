@@ -1,6 +1,6 @@
 """`set_up`: from a configuration to everything that policy optimisation needs, checked, in one frozen `GRPOSetup`.
 
-The order matters to the user: what is cheap to get wrong (names, files, rows, environments) fails before what is slow.
+The cheap checks (names, files, rows, environments) come before the slow work, so that mistakes are reported early.
 """
 
 from __future__ import annotations

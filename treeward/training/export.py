@@ -49,7 +49,7 @@ _LENGTH_COLUMNS = [
 def export_final(
     setup: RewardModelSetup, model: RewardModel, step: int, validation: Mapping[str, Mapping[str, float]], folder: Path
 ) -> None:
-    """Write `model`, which the run had after `step` steps, and `validation`, what it measured then, to `folder`."""
+    """Write `model`, as it was after `step` steps, to `folder`. `validation`: its metrics, by validation set."""
     config = setup.config
     export_model(
         model,
@@ -79,7 +79,7 @@ def _fitted(setup: RewardModelSetup, model: RewardModel) -> RewardCalibration:
 
 
 def result_columns(choice: Choice | None) -> list[Column]:
-    """The columns of a results table: what every run has, and the metric that chose the checkpoint."""
+    """The columns of a results table: those of every run, and the metric that chose the checkpoint."""
     if choice is None or choice.metric in {column.key for column in _COLUMNS}:
         return _COLUMNS
     return [*_COLUMNS[:3], Column(choice.metric, title=choice.metric.replace("_", " "), format=".3f"), *_COLUMNS[3:]]

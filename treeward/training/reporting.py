@@ -1,13 +1,12 @@
-"""The report of a run: what its exported model has learnt, on the validation sets and on suites.
+"""The report of a run: an evaluation of its exported model on the validation sets and on suites.
 
     check_report(config)                        # before anything slow: names and folders of suites, the report's folder
-    plan = plan_report(run, outcome.model_folder)
+    plan = plan_report(setup, outcome.model_folder)
     report = plan.write(should_stop=lambda: stop.reason)
     report.path, report.error, report.stopped_by
 
-The exported folder is loaded as everyone else loads it, so the report is of what is given away, not of what lies in
-memory; its accuracies are those that validation printed. Rows are kept as `treeward eval` keeps them: what a run was
-stopped in goes on when the same command is started again, and a report that is complete is left as it is.
+The exported folder is loaded as any user loads it; the accuracies are those that validation printed. Rows are kept as
+`treeward eval` keeps them, so the same command continues an interrupted report. A complete report is left as it is.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a report: the page at `path`, or `error`, why there is none, or `stopped_by`, what said stop.
-
-    With both a path and an error the report lacks what the error names.
+    """The page at `path`; `error` if it is missing, or lacks the suites that the error names; or the signal or deadline
+    that stopped it.
     """
 
     path: Path | None = None
@@ -64,16 +62,16 @@ class Report:
 
 
 def report_folder(config: RewardModelRunConfig) -> Path:
-    """Where the report and its rows lie."""
+    """The folder of the report and its rows."""
     return Path(config.evaluation.output or Path(config.checkpointing.checkpoint_dir) / "report")
 
 
 def check_report(config: RewardModelRunConfig) -> None:
-    """See, before training, that the report can be written at its end; nothing where none is asked for.
+    """Check, before training, that the report can be written at the end, if the configuration wants one.
 
-    Raises `ConfigError` for a suite that does not exist or has the name of another, a suite's folder that is not there,
-    and a folder of the report that is not this run's; `DataError` for a suite's folder that cannot be read. A suite
-    that the hub does not give is warned of: it may be there when the run ends.
+    Raises `ConfigError` for a suite that does not exist or has the name of another, for a suite's folder that is not
+    there, and for a folder of the report that is not this run's; `DataError` for a suite's folder that cannot be read.
+    A suite that the hub does not give causes a warning: the hub may give it when the run ends.
     """
     if not config.evaluation.enabled:
         return
@@ -115,13 +113,13 @@ def _look_for(suite: Suite) -> None:
         suite.load(None)
     except DataError as error:
         logger.warning(
-            "The suite %s cannot be had now (%s). The run trains all the same, and its report will want the suite at "
-            "its end; from a copy: evaluation.suites=[%s=FOLDER].", suite.name, error.got or error.summary, suite.name,
+            "The suite %s cannot be had now (%s). The run trains all the same, and looks for the suite again at its "
+            "end; from a copy: evaluation.suites=[%s=FOLDER].", suite.name, error.got or error.summary, suite.name,
         )  # fmt: skip
 
 
 def plan_report(setup: RewardModelSetup, model: Path) -> ReportPlan:
-    """What the report of a finished run is of: its validation sets, as validation measures them, and its suites."""
+    """The report of a finished run: its validation sets, as validation measures them, and its suites."""
     config = setup.config
     sets = [
         ValidationSuite(
@@ -137,7 +135,7 @@ def plan_report(setup: RewardModelSetup, model: Path) -> ReportPlan:
 
 
 def _caveat(setup: RewardModelSetup, name: str) -> str | None:
-    """What makes the numbers of a validation set better than those of new data."""
+    """Why the numbers of a validation set may be better than those of new data."""
     parts = []
     if setup.choice is not None and setup.choice.among_several and name in setup.choice.sets:
         parts.append(setup.choice.caveat)
@@ -149,7 +147,7 @@ def _caveat(setup: RewardModelSetup, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ReportPlan:
-    """A report that is to be written of the exported `model`. It holds no weights, so that a run's may be let go."""
+    """A report on the exported `model`. It holds no weights, so the memory of the run's model can be freed."""
 
     config: RewardModelRunConfig
     model: Path
@@ -157,15 +155,15 @@ class ReportPlan:
 
     @property
     def name(self) -> str:
-        """What the model is called: as by `treeward eval`, with the folder of its run, for `final` says nothing."""
+        """The name of the model, as in `treeward eval`: with the folder of its run, because every run has a `final`."""
         model = str(self.model.resolve())
         return re.sub(r"[^\w.-]+", "-", folder_names([model])[model])
 
     def write(self, *, should_stop: Callable[[], str | None], show_progress: bool = True) -> Report:
-        """Evaluate the model and write the report, unless it is there. Says, and logs, what went wrong; raises nothing.
+        """Evaluate the model and write the report, unless it is there. Failures are logged and returned, not raised.
 
-        A suite that cannot be read is missing from the report, and told. `should_stop`: asked all the time; a reason
-        ends the evaluation, whose rows stay.
+        A suite that cannot be read is missing from the report. `should_stop` is called all the time; a reason ends the
+        evaluation, and the rows stay.
         """
         folder = report_folder(self.config)
         if (reason := should_stop()) is not None:
@@ -180,7 +178,7 @@ class ReportPlan:
             return self._report_of(folder, done)
         except _Stopped as stopped:
             return Report(stopped_by=str(stopped))
-        except Exception as error:  # the model is exported: nothing that goes wrong from here on may hide that
+        except Exception as error:  # the model is exported, and no later failure may hide that
             expected = isinstance(error, (TreewardError, OSError))
             logger.error("There is no report: %s\n%s", error, _ADVICE, exc_info=None if expected else error)
             return Report(error=str(error))
@@ -212,7 +210,7 @@ class ReportPlan:
         )
 
     def _mark(self) -> dict[str, Any]:
-        """What the folder's rows and its report are of."""
+        """The model, the examples and the settings that the rows and the report belong to."""
         contract = read_contract(self.model)
         assert contract is not None  # it was exported with one
         evaluation = self.config.evaluation
@@ -226,7 +224,7 @@ class ReportPlan:
         return (folder / _PAGE).exists() and _read_mark(folder) == self._mark()
 
     def _claim(self, folder: Path) -> None:
-        """Make the folder that of the report; rows and report of an earlier model or other settings of the run go."""
+        """Prepare the folder; rows and report of an earlier model or of other settings of the run are removed."""
         mark, before = self._mark(), _read_mark(folder)
         if before.get("rows") not in (None, mark["rows"]):
             logger.info("The rows in %s are of an earlier model of this run or of other examples; made anew.", folder)
@@ -241,12 +239,11 @@ class ReportPlan:
 
 
 class ValidationSuite(PreferenceSuite):
-    """The comparisons of a validation set that validation measures, so that the accuracies agree (to rounding; a model
-    that trains in bfloat16 is evaluated in float32).
+    """The comparisons that validation measures, so that the accuracies agree (to rounding; a model that trains in
+    bfloat16 is evaluated in float32).
 
-    What the encoding has left out (too long, ties, identical replies) is left out here, of replies with the same tokens
-    the first stays with the best of their ranks, and `limit` is the first so many of what is left. `caveat`: what is
-    said beside the verdict.
+    The comparisons and completions that the encoding has left out (too long, ties, identical tokens) are left out here
+    too; `limit` is the number of comparisons that validation measures. `caveat`: a sentence beside the verdict.
     """
 
     title = ""  # its name is its title
@@ -311,7 +308,7 @@ class ValidationSuite(PreferenceSuite):
 
 @dataclass(frozen=True, slots=True)
 class ReportedSet:
-    """What a report says first of one set: its verdict, and on length the sentence (None: nothing) and the gap."""
+    """The verdict of a report on one set; the sentence on length bias, None if there is little; the gap in accuracy."""
 
     name: str
     verdict: str
@@ -322,7 +319,7 @@ class ReportedSet:
 def reported_sets(report: Path) -> list[ReportedSet]:
     """The sets and suites of a run's report, in its order.
 
-    Raises `CheckpointError` where the numbers beside the report cannot be read.
+    Raises `CheckpointError` if the numbers beside the report cannot be read.
     """
     file = report.with_name(_NUMBERS)
     try:
@@ -337,8 +334,7 @@ def reported_sets(report: Path) -> list[ReportedSet]:
 
 
 def report_findings(report: Path) -> dict[str, str]:
-    """For each set of a run's report in which the model likes a length too much, the sentence that says so; the set
-    where it matters most comes first. Raises as `reported_sets`."""
+    """The sentence on length bias for each set that has one, the largest gap first. Raises as `reported_sets`."""
     by_gap = sorted(reported_sets(report), key=lambda one: -one.gap)
     return {one.name: one.length_finding for one in by_gap if one.length_finding is not None}
 
@@ -366,7 +362,7 @@ def _read_mark(folder: Path) -> Mapping[str, Any]:
 
 
 class _Stopped(Exception):
-    """The run was asked to stop, for this reason."""
+    """The reason for which the report was stopped."""
 
 
 def _raise_if(reason: str | None) -> None:

@@ -1,6 +1,6 @@
 """`set_up`: from a configuration to everything a run needs, checked, in one frozen `RewardModelSetup`.
 
-The order matters to the user: what is cheap to get wrong (names, files, rows) fails before what is slow (weights).
+The cheap checks (names, files, rows) come before the slow work (weights), so that mistakes are reported early.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def set_up(
 
 
 def _check_files(config: RewardModelRunConfig) -> None:
-    """Read the first row of each file. Raises `DataError`; what the hub may have is left alone."""
+    """Read the first row of each file; data on the hub is not checked. Raises `DataError`."""
     for dataset in (*config.data.train, *config.data.validation):
         path = dataset.data_path
         if path is None or "." in dataset.dataset_name or Path(path).is_dir():
@@ -365,7 +365,7 @@ def _identity(
     training_sets: Mapping[str, EncodedDataset],
     validation_sets: Mapping[str, EncodedDataset],
 ) -> dict[str, str]:
-    """What a resumed run must have in common with the one it continues, each as a short text."""
+    """The texts that a resumed run must have in common with the run that it continues."""
     policy = config.policy
     model = policy.model_name or json.dumps(policy.architecture, sort_keys=True)
     weights = [dataset.weight for dataset in config.data.train]

@@ -2,7 +2,7 @@
 
     with StopRequest(deadline_seconds=None) as stop:
         while not stop.reason: ...        # "SIGTERM", "SIGINT" or "checkpoint_must_save_by"
-        stop.doing = REPORTING            # what a signal is answered with from here on
+        stop.doing = REPORTING            # the text that a signal prints from here on
 
 A second signal is not caught: it ends the process at once, as does kill -9, and the last checkpoint stands. A signal
 that the process was started to ignore (a background job of a script ignores Ctrl-C) stays ignored.
@@ -25,7 +25,7 @@ REPORTING = (
     "leaving the report as far as it is; the model is saved, and so are the rows that were scored. A second one leaves "
     "at once."
 )
-"""What a signal is answered with, while a run trains and while it writes its report."""
+"""The text that a signal prints, while a run trains and while it writes its report."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -33,8 +33,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopRequest:
     """Whether the run shall stop, and why.
 
-    `deadline_seconds` counts from the construction; the deadline asks to stop `reserved_seconds` earlier, what the run
-    expects to need until it is saved. `doing`: what a signal is answered with.
+    `deadline_seconds` counts from the construction; the deadline asks to stop `reserved_seconds` earlier, the time that
+    the run expects to need until it is saved. `doing`: the text that a signal prints.
     """
 
     def __init__(self, *, deadline_seconds: float | None = None) -> None:

@@ -51,7 +51,7 @@ __all__ = [
 METRICS_FILE = "metrics.jsonl"
 
 RunStatus = Literal["finished", "failed", "interrupted"]
-"""How a run ended; `interrupted` is a run that was told to stop, has saved, and can be resumed."""
+"""How a run ended; an `interrupted` run was stopped, has saved, and can be resumed."""
 
 _logger = logging.getLogger(__name__)
 _MLFLOW_REFUSES = re.compile(r"[^\w.\-: /]")
@@ -110,7 +110,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoardTracker:
-    """Scalars as TensorBoard event files in `log_dir`; TensorBoard hides what was logged after the resumed step."""
+    """Scalars as TensorBoard event files in `log_dir`; TensorBoard hides values after the resumed step."""
 
     def __init__(self, log_dir: Path, *, resume_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter

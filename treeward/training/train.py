@@ -182,7 +182,7 @@ class RewardModelRun:
         return Validation(logged, seconds, tuple(lines))
 
     def _validate_set(self, name: str, should_stop: Callable[[], str | None]) -> SetValidation | None:
-        """One validation set, or None if told to stop."""
+        """Validate on one set; None if `should_stop` gave a reason on the way."""
         setup, policy = self.setup, self.config.policy
         measured = validate(
             setup.model,

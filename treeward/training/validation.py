@@ -4,8 +4,8 @@
     result.metrics()["loss"].value, result.metrics()["length_controlled_accuracy"].value
     pooled([result, of_another_set])                                           # metrics over all of them
 
-The loss, the accuracy and their kind are sums over pairs; the diagnostics (`treeward.evaluation.gates`) need the scores
-themselves, so those are kept: K floats and a few small objects for each comparison, no texts and no token ids.
+Loss and accuracy are sums over pairs. The diagnostics (`treeward.evaluation.gates`) need the scores themselves, which
+are kept: K floats and a few small objects for each comparison, no texts and no token ids.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _COMPARISONS_AT_ONCE = 1024  # planned together; the plan is as good as for the 
 
 @dataclass(frozen=True, slots=True)
 class SetValidation:
-    """What was measured of one set: sums over its pairs, the scores of each comparison in the order of the set, and
-    `robust_accuracy` where that was measured.
+    """The measurements of one set: sums over its pairs, the scores of each comparison in the order of the set, and
+    `robust_accuracy` if it was measured.
     """
 
     sums: RewardMetrics
@@ -99,7 +99,7 @@ def validate(
     limit: int | None = None,
     should_stop: Callable[[], object] = lambda: False,
 ) -> SetValidation | None:
-    """Measure a set, or None where `should_stop` said so on the way.
+    """Measure a set; None if `should_stop` gave a reason on the way.
 
     `plan` says which comparisons share a forward pass. `limit`: only the first so many comparisons.
     """
@@ -130,10 +130,9 @@ def validate(
 def examples_to_perturb(
     dataset: EncodedDataset, config: DatasetConfig, num_examples: int, *, limit: int | None
 ) -> tuple[EvalExample, ...]:
-    """At most `num_examples` of the comparisons that a validation of `limit` looks at, with their texts.
+    """At most `num_examples` of the comparisons that a validation of `limit` measures, with their texts.
 
-    Those that `treeward eval --perturbations` draws of the same comparisons. Raises `DataError` where none has a better
-    and a worse reply that are text.
+    They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a worse completion that are text.
     """
     size = len(dataset) if limit is None else min(limit, len(dataset))
     validated = {dataset[i].where for i in range(size)}
@@ -144,7 +143,7 @@ def examples_to_perturb(
         raise DataError(
             "robust_accuracy cannot be measured: there is nothing to rewrite",
             where=name,
-            got=f"{len(examples)} comparisons, none with a better and a worse reply that are text",
+            got=f"{len(examples)} comparisons, none with a better and a worse completion that are text",
             fix="set rm.val_perturbations=null, and another checkpointing.metric_name",
         )
     return tuple(sampled)
@@ -159,7 +158,8 @@ def robust_accuracy(
     max_sequences: int | None = None,
     should_stop: Callable[[], object] = lambda: False,
 ) -> Metric | None:
-    """The share of pairs that are right and stay so under every rewrite of style; None where `should_stop` said so.
+    """The share of pairs that are right and stay so under every rewrite of style; None if `should_stop` gave
+    a reason.
 
     Scores are in the precision of training, as those of `validate`.
     """
@@ -185,7 +185,7 @@ def _scored(comparison: Comparison, scores: Sequence[float]) -> ScoredExample:
 
 
 def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:
-    missing = "there is no pair of a better and a worse reply"
+    missing = "there is no pair of a better and a worse completion"
     return {
         name: Metric(name, value, count=sums.num_pairs, note=missing if math.isnan(value) else None)
         for name, value in sums.means().items()
