@@ -102,7 +102,8 @@ class _SinceValidation:
 class GRPORun:
     """A `Run` of the loop: steps of sampling, rewarding and updating; validation on held-out prompts, and the watch.
 
-    `prompts_drawn` prompts were drawn and the weights changed `version` times; `stopped_by`: the alarm that ends the run.
+    So far `prompts_drawn` prompts were drawn and the weights changed `version` times. `stopped_by`: the alarm that ends
+    the run.
     """
 
     def __init__(self, setup: GRPOSetup) -> None:

@@ -132,7 +132,8 @@ def examples_to_perturb(
 ) -> tuple[EvalExample, ...]:
     """At most `num_examples` of the comparisons that a validation of `limit` measures, with their texts.
 
-    They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a worse completion that are text.
+    They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a
+    worse completion that are text.
     """
     size = len(dataset) if limit is None else min(limit, len(dataset))
     validated = {dataset[i].where for i in range(size)}
