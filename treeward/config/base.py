@@ -100,22 +100,16 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         (info.context or {}).get("ignored", {}).update({key: cls.ignored_keys[key] for key in ignored})
         for key, remedy in cls.switched_off_keys.items():
             if key in raw and not _is_off(raw[key]):
-                raise ConfigError(
-                    f"{key} is not supported", field=key, got=raw[key], need="null, false or no such key", fix=remedy
-                )
+                summary, need = f"{key} is not supported", "null, false or no such key"
+                raise ConfigError(summary, field=key, got=raw[key], need=need, fix=remedy)
         kept = {key: value for key, value in raw.items() if key not in ignored and key not in cls.switched_off_keys}
         for theirs, ours in cls.other_names.items():
             if theirs not in kept:
                 continue
             value = kept.pop(theirs)
             if kept.setdefault(ours, value) != value:
-                raise ConfigError(
-                    f"{ours} and {theirs} contradict each other",
-                    field=ours,
-                    got=f"{ours}: {kept[ours]}, {theirs}: {value}",
-                    need="one of the two",
-                    fix=f"remove {theirs}",
-                )
+                summary, got = f"{ours} and {theirs} contradict each other", f"{ours}: {kept[ours]}, {theirs}: {value}"
+                raise ConfigError(summary, field=ours, got=got, need="one of the two", fix=f"remove {theirs}")
         return kept
 
     @model_validator(mode="after")

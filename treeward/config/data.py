@@ -41,11 +41,8 @@ _OPEN_MATH_VALIDATION = 0.05
 
 def _part_of_a_metric(name: str | None) -> str | None:
     if name is not None and not re.fullmatch(r"[^\s/]+", name):
-        raise ConfigError(
-            "a validation set's name cannot be part of a metric's name",
-            got=name,
-            need="no spaces and no slashes: the metrics are called validation-<name>/loss, ...",
-        )
+        need = "no spaces and no slashes: the metrics are called validation-<name>/loss, ..."
+        raise ConfigError("a validation set's name cannot be part of a metric's name", got=name, need=need)
     return name
 
 
@@ -80,12 +77,9 @@ class SetConfig(Strict):
 
     def check(self) -> None:
         if self.data_path is None and self.dataset_name in _NEEDS_A_PATH:
-            raise ConfigError(
-                f"{self.dataset_name} needs a data_path",
-                got="no data_path",
-                need="a file, a folder or a hub name",
-                fix="give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2",
-            )
+            fix = "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2"
+            need = "a file, a folder or a hub name"
+            raise ConfigError(f"{self.dataset_name} needs a data_path", got="no data_path", need=need, fix=fix)
 
 
 class DatasetConfig(SetConfig):
@@ -145,12 +139,9 @@ class DataConfig(Strict):
         _check_sets(self.train, self.validation)
         for i, dataset in enumerate(self.validation):
             if dataset.non_contextual_answer:
-                raise ConfigError(
-                    "a validation set has non_contextual_answer",
-                    field=f"validation[{i}].non_contextual_answer",
-                    got="true",
-                    need="false: such completions are easy to tell, and would flatter the accuracy",
-                )
+                field = f"validation[{i}].non_contextual_answer"
+                need = "false: such completions are easy to tell, and would flatter the accuracy"
+                raise ConfigError("a validation set has non_contextual_answer", field=field, got="true", need=need)
 
 
 class PromptSetConfig(SetConfig):

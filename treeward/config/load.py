@@ -42,19 +42,20 @@ logger = logging.getLogger(__name__)
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.*)?", re.DOTALL)
 _Section = TypeVar("_Section", bound=Strict)
+_Run = TypeVar("_Run", RewardModelRunConfig, GRPORunConfig)
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig:
     """Read, override, resolve and check. Raises one `ConfigError` that lists every mistake found."""
-    config = load_file(RewardModelRunConfig, path, overrides)
-    for remark in config.remarks:
-        logger.warning("%s", remark)
-    return config
+    return _with_remarks(load_file(RewardModelRunConfig, path, overrides))
 
 
 def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> GRPORunConfig:
     """A run of GRPO, as `load_config` reads one that trains a reward model."""
-    config = load_file(GRPORunConfig, path, overrides)
+    return _with_remarks(load_file(GRPORunConfig, path, overrides))
+
+
+def _with_remarks(config: _Run) -> _Run:
     for remark in config.remarks:
         logger.warning("%s", remark)
     return config
@@ -107,9 +108,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         config = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "the configuration cannot be read", where=str(path), got=str(error), need="a YAML file in UTF-8"
-        ) from error
+        need = "a YAML file in UTF-8"
+        raise ConfigError("the configuration cannot be read", where=str(path), got=str(error), need=need) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = str(path) if mark is None else f"{path}:{mark.line + 1}"
@@ -125,13 +125,9 @@ def apply_override(config: DictConfig, text: str) -> Location:
     """Change `config` in place; returns the outermost key that the override set. Raises `ConfigError`."""
     match = _OVERRIDE.fullmatch(text)
     if match is None or (match["value"] in (None, "=")) != (match["sign"] == "~"):
-        raise ConfigError(
-            "an override is not understood",
-            where="command line",
-            got=text,
-            need="key=value, +key=value, ++key=value or ~key, as policy.optimizer.kwargs.lr=1e-5; null for no value",
-            fix=f"write {text.lstrip('-')}" if text.startswith("-") and "=" in text else None,
-        )
+        need = "key=value, +key=value, ++key=value or ~key, as policy.optimizer.kwargs.lr=1e-5; null for no value"
+        fix = f"write {text.lstrip('-')}" if text.startswith("-") and "=" in text else None
+        raise _bad_override("an override is not understood", text, need, fix)
     sign, key = match["sign"], re.sub(r"\[(\d+)\]", r".\1", match["key"])
     path = tuple(key.split("."))
     try:
@@ -139,13 +135,8 @@ def apply_override(config: DictConfig, text: str) -> Location:
         if sign == "~":
             _remove(config, path, text)
         elif sign == "+" and _has(config, path):
-            raise ConfigError(
-                "+ adds a key, and the configuration has it already",
-                where="command line",
-                got=text,
-                need=f"a key that is not there; it is {OmegaConf.select(config, key)!r}",
-                fix=f"write {text[1:]}",
-            )
+            need = f"a key that is not there; it is {OmegaConf.select(config, key)!r}"
+            raise _bad_override("+ adds a key, and the configuration has it already", text, need, f"write {text[1:]}")
         else:
             parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))
             value = parsed["value"]
@@ -154,47 +145,42 @@ def apply_override(config: DictConfig, text: str) -> Location:
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(
-            f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}",
-            where="command line",
-            got=text,
-            need="a key of a section or an element of a list, and a value in YAML",
-            fix="put a value with special characters in single quotes, and in double quotes for the shell",
-        ) from None
+        summary = f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}"
+        need = "a key of a section or an element of a list, and a value in YAML"
+        fix = "put a value with special characters in single quotes, and in double quotes for the shell"
+        raise _bad_override(summary, text, need, fix) from None
     return outermost
 
 
+def _bad_override(summary: str, text: str, need: str, fix: str | None) -> ConfigError:
+    return ConfigError(summary, where="command line", got=text, need=need, fix=fix)
+
+
+def _parent(config: DictConfig, path: Location) -> Any:
+    return OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
+
+
 def _has(config: DictConfig, path: Location) -> bool:
-    parent = OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
+    parent = _parent(config, path)
     if isinstance(parent, ListConfig):
         return path[-1].isdecimal() and int(path[-1]) < len(parent)
     return isinstance(parent, DictConfig) and path[-1] in parent
 
 
 def _remove(config: DictConfig, path: Location, text: str) -> None:
-    parent = OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
+    parent = _parent(config, path)
     if not _has(config, path):
         names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
-        near = nearest_name(path[-1], names)
-        raise ConfigError(
-            "a key to be removed is not there",
-            where="command line",
-            got=text,
-            need=f"one of {', '.join(names)}" if names else "a key of the configuration",
-            fix=f"did you mean {near}?" if near else None,
-        )
+        near, need = nearest_name(path[-1], names), f"one of {', '.join(names)}" if names else "a key that is there"
+        fix = f"did you mean {near}?" if near else None
+        raise _bad_override("a key to be removed is not there", text, need, fix)
     del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
 
 
 def _check_arguments(path: Any, overrides: Any) -> None:
     """Refuse what Python would take for something else: a text is a sequence of letters, a mapping one of keys."""
     if path is not None and not isinstance(path, str | PathLike):
-        raise ConfigError(
-            "a configuration is read from a file",
-            got=path,
-            need="the path of a YAML file",
-            fix="write the keys to a YAML file",
-        )
+        raise ConfigError("a configuration is read from a file", got=path, need="the path of a YAML file")
     if isinstance(overrides, str | Mapping) or not all(isinstance(one, str) for one in overrides):
         raise ConfigError("overrides are a list", got=overrides, need="a list of texts, as ['policy.model_name=...']")
 
@@ -209,13 +195,9 @@ def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]
     for name in names:
         parent = file.parent / str(name)
         if not isinstance(names, list) or not parent.is_file() or parent.resolve() in chain:
-            raise ConfigError(
-                "a file of defaults does not exist" if not parent.is_file() else "defaults go round in a circle",
-                where=str(file),
-                field="defaults",
-                got=name,
-                need="a file, or a list of files, relative to the folder of this one",
-            )
+            summary = "a file of defaults does not exist" if not parent.is_file() else "defaults go round in a circle"
+            need = "a file, or a list of files, relative to the folder of this one"
+            raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
         base = _laid_over(base, _read_with_defaults(parent, chain))
     return _laid_over(base, tree)
 

@@ -36,11 +36,8 @@ __all__ = ["NamedScheduleConfig", "OptimizerConfig", "SchedulerConfig", "TorchSc
 
 def _dotted(name: str) -> str:
     if "." not in name.strip("."):
-        raise ConfigError(
-            "a class is given without its module",
-            got=name,
-            need="a dotted path, as torch.optim.AdamW or torch.optim.lr_scheduler.LinearLR",
-        )
+        need = "a dotted path, as torch.optim.AdamW or torch.optim.lr_scheduler.LinearLR"
+        raise ConfigError("a class is given without its module", got=name, need=need)
     return name
 
 
@@ -61,12 +58,8 @@ class OptimizerConfig(Strict):
     def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         lr = kwargs.get("lr")
         if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr > 0:
-            raise ConfigError(
-                "the learning rate is not a positive number" if "lr" in kwargs else "the learning rate is missing",
-                field="lr",
-                got=lr,
-                need="a positive number, as 3.0e-6",
-            )
+            problem = "is not a positive number" if "lr" in kwargs else "is missing"
+            raise ConfigError(f"the learning rate {problem}", field="lr", got=lr, need="a positive number, as 3.0e-6")
         return kwargs
 
 

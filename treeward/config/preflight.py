@@ -109,13 +109,10 @@ def _used_environments(config: GRPORunConfig) -> Mapping[str, Mapping[str, Any]]
 def _check_set(dataset: SetConfig, field: str) -> None:
     name, known = dataset.dataset_name, COMPARISON_SETS if isinstance(dataset, DatasetConfig) else PROMPT_SETS
     if name not in known and "." not in name:
-        near = nearest_name(name, known)
+        near, need = nearest_name(name, known), f"one of {', '.join(known)}, or the dotted path of a class"
+        fix = f"did you mean {near}?" if near else None
         raise ConfigError(
-            "there is no dataset of this name",
-            field=f"{field}.dataset_name",
-            got=name,
-            need=f"one of {', '.join(known)}, or the dotted path of a class, as my_module.MyDataset",
-            fix=f"did you mean {near}?" if near else None,
+            "there is no dataset of this name", field=f"{field}.dataset_name", got=name, need=need, fix=fix
         )
     for key in ("prompt_file", "system_prompt_file"):
         path = getattr(dataset, key)
@@ -140,15 +137,10 @@ def _check_columns(dataset: SetConfig, path: str, field: str) -> None:
     columns = _columns(path) if needed else None
     for key, column in needed.items():
         if columns is not None and column not in columns:
-            near = nearest_name(column, columns)
-            raise ConfigError(
-                f"the data has no key {column}",
-                where=path,
-                field=f"{field}.{key}",
-                got=f"a first row with the keys {', '.join(columns)}",
-                need=f"the key {column}",
-                fix=f"set data.{key} to the key that holds it" + (f", perhaps {near}" if near else ""),
-            )
+            near, got = nearest_name(column, columns), f"a first row with the keys {', '.join(columns)}"
+            fix = f"set data.{key} to the key that holds it" + (f", perhaps {near}" if near else "")
+            summary, need = f"the data has no key {column}", f"the key {column}"
+            raise ConfigError(summary, where=path, field=f"{field}.{key}", got=got, need=need, fix=fix)
 
 
 def _columns(path: str) -> list[str] | None:
@@ -189,10 +181,5 @@ def _no_such(path: str, field: str, need: str) -> ConfigError:
     folder = Path(path).parent
     others = os.listdir(folder) if folder.is_dir() else []
     near = nearest_name(Path(path).name, others)
-    return ConfigError(
-        "there is no such file or folder",
-        field=field,
-        got=path,
-        need=need,
-        fix=f"did you mean {folder / near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}",
-    )
+    fix = f"did you mean {folder / near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}"
+    return ConfigError("there is no such file or folder", field=field, got=path, need=need, fix=fix)

@@ -233,13 +233,9 @@ def check_environment(name: str, section: Any, ignored: dict[str, str] | None = 
     if schema is None:
         near = None if "." in kind else nearest_name(kind, ENVIRONMENT_SECTIONS)
         if near is not None:
-            raise ConfigError(
-                "there is no such kind of environment",
-                field=f"{name}.type" if "type" in section else name,
-                got=kind,
-                need=f"{', '.join(ENVIRONMENT_SECTIONS)}, or the dotted path of a class",
-                fix=f"did you mean {near}? Say `type: {near}` where the name is meant to be another",
-            )
+            field, need = f"{name}.type" if "type" in section else name, f"one of {', '.join(ENVIRONMENT_SECTIONS)}"
+            fix = f"did you mean {near}? Say `type: {near}` where the name is meant to be another"
+            raise ConfigError("there is no such kind of environment", field=field, got=kind, need=need, fix=fix)
         return
     try:
         checked = schema.model_validate(settings, context={"ignored": {} if ignored is None else ignored})

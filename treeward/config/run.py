@@ -100,11 +100,8 @@ class EvaluationConfig(Strict):
         for suite in suites:
             name, equals, folder = suite.partition("=")
             if not name.strip() or "," in name or (equals and not folder.strip()):
-                raise ConfigError(
-                    "a suite is not understood",
-                    got=repr(suite),
-                    need="a name, as llmbar, or a name and a folder, as llmbar=downloads/llmbar",
-                )
+                need = "a name, as llmbar, or a name and a folder, as llmbar=downloads/llmbar"
+                raise ConfigError("a suite is not understood", got=repr(suite), need=need)
         return suites
 
     @property
