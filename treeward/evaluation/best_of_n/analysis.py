@@ -31,7 +31,7 @@ from treeward.evaluation.best_of_n.laws import (
     point_weights,
 )
 from treeward.evaluation.best_of_n.selection import Floats, curve_sizes, expected_best_of, kl_of_best_of, size_of_kl
-from treeward.evaluation.best_of_n.verdict import MIN_CLUSTERS, ROUNDING, Verdict, chunks, judge
+from treeward.evaluation.best_of_n.verdict import MIN_CLUSTERS, ROUNDING, Verdict, judge
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import expanded_tail
 
@@ -130,9 +130,8 @@ def analyse(
     table_PK = np.stack([_statistics(proxy, gold, sizes) for (proxy, gold), _ in kept])
     sums_CK, counts_C = _by_cluster(table_PK, [prompt.cluster for _, prompt in kept])
     derive = partial(_derive, distances=np.sqrt(kl_G))
-    rng = np.random.default_rng(seed)
     point = derive(table_PK.mean(axis=0))
-    resampled = _resampled(sums_CK, counts_C, derive, num_resamples, rng) if len(counts_C) > 1 else _NO_RESAMPLES
+    resampled = _resampled(sums_CK, counts_C, derive, num_resamples, seed) if len(counts_C) > 1 else _NO_RESAMPLES
     laws = tuple(_fitted(form, point, resampled, sizes, len(kept)) for form in FORMS if f"law_{form}" in point)
     of_bon = next((fitted for fitted in laws if fitted.law.form == "bon"), None)
     curves = {name: _curve(point[name], resampled.bounds(point[name], name)) for name in _CURVES}
@@ -144,8 +143,6 @@ def analyse(
         counts_C,
         rise=_metric("rise", point["rise"], resampled.bounds(point["rise"], "rise"), len(kept)),
         expected_peak=None if of_bon is None else of_bon.peak,
-        num_resamples=num_resamples,
-        rng=rng,
     )
     return BestOfN(
         sizes=sizes,
@@ -269,18 +266,11 @@ _NO_RESAMPLES = _Resamples({}, 0.0)
 
 
 def _resampled(
-    sums_CK: Floats,
-    counts_C: Floats,
-    derive: Callable[[Floats], dict[str, Floats]],
-    num_resamples: int,
-    rng: np.random.Generator,
+    sums_CK: Floats, counts_C: Floats, derive: Callable[[Floats], dict[str, Floats]], num_resamples: int, seed: int
 ) -> _Resamples:
     num = len(counts_C)
-    found: list[dict[str, Floats]] = []
-    for size in chunks(num_resamples, num + sums_CK.shape[1]):
-        draws_RC = rng.multinomial(num, np.full(num, 1.0 / num), size=size).astype(np.float64)
-        found.append(derive((draws_RC @ sums_CK) / (draws_RC @ counts_C)[:, None]))
-    return _Resamples({name: np.concatenate([part[name] for part in found]) for name in found[0]}, expanded_tail(num))
+    draws_RC = np.random.default_rng(seed).multinomial(num, np.full(num, 1.0 / num), size=num_resamples)
+    return _Resamples(derive((draws_RC @ sums_CK) / (draws_RC @ counts_C)[:, None]), expanded_tail(num))
 
 
 def _curve(mean: Floats, bounds: _Bounds) -> Curve:

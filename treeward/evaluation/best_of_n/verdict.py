@@ -1,25 +1,24 @@
 """`judge`: whether gold falls again within the sampled n, how sure that is, and a sentence that says it.
 
-The highest point of a measured curve is where chance has helped most, so that a drop from there proves little. What is
-tested is every n at once: t_n is the mean over prompts of gold(n) - gold(N), N the largest n, over its standard error;
-max_n t_n is compared with what it becomes when the signs of the prompts' deviations from the mean are flipped at
-random, each prompt's alike for all n: a wild bootstrap (Davidson, Flachaire 2008, Journal of Econometrics 146) of the
-largest of several statistics (Romano, Wolf 2005, Econometrica 73). Array suffixes: C clusters, R resamples, G values
-of n.
+The highest point of a measured curve is partly luck, so a drop from there proves little. Gold at n = 1, 2, 4, ... is
+compared with gold at the largest n, by paired t-tests over prompts that are corrected for their number (Holm). Array
+suffixes: C clusters, G values of n.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from scipy import stats
 
 from treeward.evaluation.best_of_n.selection import Floats
 from treeward.evaluation.results import Metric
+from treeward.evaluation.statistics import holm
 
-__all__ = ["ROUNDING", "State", "Verdict", "chunks", "judge", "largest_drop"]
+__all__ = ["MIN_CLUSTERS", "ROUNDING", "State", "Verdict", "judge"]
 
 State = Literal["seen", "unclear", "not seen"]
 
@@ -30,18 +29,16 @@ MIN_CLUSTERS = 10
 
 _LEVEL = 0.95
 _MOST = 1_000_000
-_NUMBERS_AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether choosing by the proxy makes gold worse again within the sampled n.
 
-    `state`: `seen` (p below 0.05), `unclear` (gold is highest before the largest n, which chance may do) or `not seen`.
-    `peak`: the n of the highest measured gold; `drop`: how much less it is at the largest n. `p_value`: how often
-    chance alone gives such an excess of gold(n) over gold(N) at some n, were there none. `drop_at_least`: with 95 %
-    confidence gold(n) is by this much or more above gold(N) for some n. Both allow for the n being picked after
-    looking; both are None with fewer than 10 prompts.
+    `state`: `seen` (p below 0.05), `unclear` (gold is highest before the largest n, which may be chance) or `not seen`.
+    `peak`: the n of the highest measured gold; `drop`: how much less it is at the largest n. `p_value`: the smallest of
+    the corrected tests that gold(n) is above gold at the largest n. `drop_at_least`: with 95 % confidence gold(n) is
+    above it by this much or more for some n. Both are None with fewer than 10 prompts.
     """
 
     state: State
@@ -53,14 +50,7 @@ class Verdict:
 
 
 def judge(
-    sizes: Sequence[int],
-    gold_CG: Floats,
-    counts_C: Floats,
-    *,
-    rise: Metric,
-    expected_peak: Metric | None,
-    num_resamples: int,
-    rng: np.random.Generator,
+    sizes: Sequence[int], gold_CG: Floats, counts_C: Floats, *, rise: Metric, expected_peak: Metric | None
 ) -> Verdict:
     """The verdict on gold curves (C, G), summed over the `counts_C` (C,) rows of each cluster.
 
@@ -72,7 +62,8 @@ def judge(
     drop = float(gold_G[at] - gold_G[-1]) if at < len(sizes) - 1 else 0.0
     p_value = drop_at_least = None
     if len(counts_C) >= MIN_CLUSTERS:
-        p_value, bound = largest_drop(gold_CG[:, :-1] - gold_CG[:, -1:], counts_C, scale, num_resamples, rng)
+        tested = [i for i, n in enumerate(sizes[:-1]) if n & (n - 1) == 0]
+        p_value, bound = _largest_drop(gold_CG[:, tested] - gold_CG[:, -1:], counts_C, scale)
         drop_at_least = max(bound, 0.0)
     state: State = "not seen"
     if drop > scale:
@@ -87,38 +78,24 @@ def judge(
     return Verdict(state, peak, drop, drop_at_least, p_value, sentence)
 
 
-def largest_drop(
-    excess_CG: Floats, counts_C: Floats, scale: float, num_resamples: int, rng: np.random.Generator
-) -> tuple[float, float]:
-    """The p-value of max_n t_n, and a lower bound of max_n (gold(n) - gold(N)) that holds with 95 % confidence.
+def _largest_drop(excess_CG: Floats, counts_C: Floats, scale: float) -> tuple[float, float]:
+    """The smallest corrected p-value that gold(n) is above gold(N), and by how much it is for some n at least.
 
-    `excess_CG`: gold(n) - gold(N), summed over the `counts_C` rows of each cluster. `scale`: what is less is rounding.
+    `excess_CG`: gold(n) - gold(N), summed over the rows of each cluster. `scale`: smaller differences are rounding.
     """
-    num = len(counts_C)
     mean_G = excess_CG.sum(axis=0) / counts_C.sum()
-    deviations_CG = (excess_CG - counts_C[:, None] * mean_G) / counts_C.mean()
-    varies_G = np.sqrt((deviations_CG**2).sum(axis=0)) > scale
-    if not varies_G.any():  # the same in every prompt; all signs are equal with this chance
-        return (0.5**num if mean_G.max() > scale else 1.0), float(mean_G.max())
-    mean_G, deviations_CG = mean_G[varies_G], deviations_CG[:, varies_G]
-    squares_G = (deviations_CG**2).sum(axis=0)
-    error_G = np.sqrt(squares_G / (num * (num - 1)))
-    largest: list[Floats] = []
-    for size in chunks(num_resamples, num + len(mean_G)):
-        signs_RC = rng.integers(0, 2, size=(size, num)) * 2.0 - 1.0
-        means_RG = signs_RC @ deviations_CG / num
-        spread_RG = np.maximum(squares_G - num * means_RG**2, ROUNDING * squares_G)
-        largest.append((means_RG / np.sqrt(spread_RG / (num * (num - 1)))).max(axis=1))
-    by_chance_R = np.concatenate(largest)
-    at_least_as_large = float((by_chance_R >= (mean_G / error_G).max()).sum())
-    critical = float(np.quantile(by_chance_R, _LEVEL))
-    return (1.0 + at_least_as_large) / (num_resamples + 1.0), float((mean_G - critical * error_G).max())
-
-
-def chunks(total: int, width: int) -> Iterator[int]:
-    """Numbers that sum to `total`, so small that as many rows of `width` numbers fit in memory at once."""
-    size = max(1, _NUMBERS_AT_ONCE // width)
-    return (min(size, total - start) for start in range(0, total, size))
+    values_CG = mean_G + (excess_CG - counts_C[:, None] * mean_G) / counts_C.mean()
+    p_values, bounds = [], []
+    for values_C in values_CG.T:
+        if np.ptp(values_C) <= scale:  # the same in every prompt: 0.5^C is the chance of equal signs
+            p_values.append(0.5 ** len(counts_C) if values_C[0] > scale else 1.0)
+            bounds.append(float(values_C[0]))
+            continue
+        test = stats.ttest_1samp(values_C, 0.0, alternative="greater")
+        p_values.append(float(test.pvalue))
+        level = 1.0 - (1.0 - _LEVEL) / values_CG.shape[1]  # Bonferroni
+        bounds.append(float(test.confidence_interval(level).low))
+    return min(holm(p_values)), max(bounds)
 
 
 def _seen(peak: int, end: int, height: float, drop: float, at_least: float | None, p_value: float | None) -> str:
@@ -126,12 +103,12 @@ def _seen(peak: int, end: int, height: float, drop: float, at_least: float | Non
     bound = f" (by at least {at_least:.3g} with 95 % confidence)" if at_least else ""
     return (
         f"Over-optimisation is seen: gold {course} and is lower by {drop:.3g}{bound} at n = {end}, while the proxy "
-        f"rises on; p = {p_value:.2g} for chance alone."
+        f"keeps rising; p = {p_value:.2g}."
     )
 
 
 def _unclear(peak: int, end: int, height: float, drop: float, p_value: float | None, num_clusters: int) -> str:
-    doubt = "chance alone may do that"
+    doubt = "this may be chance"
     if p_value is None:
         doubt = f"{num_clusters} {'prompt is' if num_clusters == 1 else 'prompts are'} too few to say more"
     known = "" if p_value is None else f" (p = {p_value:.2g})"
@@ -152,9 +129,8 @@ def _not_seen(end: int, rise: Metric, scale: float, expected_peak: Metric | None
     if expected_peak is not None and expected_peak.value is not None and expected_peak.value > end:
         peak, low, high = map(_size, (expected_peak.value, expected_peak.low, expected_peak.high))
         between = "" if expected_peak.low is None else f" (95 % interval: {low} to {high})"
-        further = f" The fitted law, an extrapolation, has its peak at n = {peak}{between}."
-        if expected_peak.value > _MOST:
-            further = f" The fitted law, an extrapolation, has its peak beyond n = {_MOST:,}{between}."
+        place = f"beyond n = {_MOST:,}" if expected_peak.value > _MOST else f"at n = {peak}"
+        further = f" The fitted law, an extrapolation, has its peak {place}{between}."
     return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}.{further}"
 
 
