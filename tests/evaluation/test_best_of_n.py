@@ -357,9 +357,9 @@ def test_no_over_optimisation_is_seen_where_gold_rises() -> None:
 def test_a_proxy_that_knows_nothing_is_seldom_accused() -> None:
     """The highest of many points is always above the last: that alone must not count as evidence."""
     rng = np.random.default_rng(11)
-    runs = [analyse(gaussian_prompts(rng, 30, 10, correlation=0.0), num_resamples=300) for _ in range(150)]
+    runs = [analyse(gaussian_prompts(rng, 30, 10, correlation=0.0), num_resamples=300) for _ in range(100)]
     accused = np.mean([run.verdict.state == "seen" for run in runs])
-    assert 0.02 <= accused <= 0.085
+    assert accused <= 0.06
     positive = np.mean([(run.verdict.drop_at_least or 0.0) > 0.0 for run in runs])
     assert positive <= 0.085
     assert {"unclear", "not seen"} <= {run.verdict.state for run in runs}

@@ -269,7 +269,7 @@ def _resampled(
     sums_CK: Floats, counts_C: Floats, derive: Callable[[Floats], dict[str, Floats]], num_resamples: int, seed: int
 ) -> _Resamples:
     num = len(counts_C)
-    draws_RC = np.random.default_rng(seed).multinomial(num, np.full(num, 1.0 / num), size=num_resamples)
+    draws_RC = np.random.default_rng(seed).multinomial(num, np.full(num, 1.0 / num), size=num_resamples).astype(float)
     return _Resamples(derive((draws_RC @ sums_CK) / (draws_RC @ counts_C)[:, None]), expanded_tail(num))
 
 

@@ -64,7 +64,7 @@ def judge(
     if len(counts_C) >= MIN_CLUSTERS:
         tested = [i for i, n in enumerate(sizes[:-1]) if n & (n - 1) == 0]
         p_value, bound = _largest_drop(gold_CG[:, tested] - gold_CG[:, -1:], counts_C, scale)
-        drop_at_least = max(bound, 0.0)
+        drop_at_least = bound if bound > scale else 0.0
     state: State = "not seen"
     if drop > scale:
         state = "seen" if p_value is not None and p_value < 1.0 - _LEVEL else "unclear"
