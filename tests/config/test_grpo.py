@@ -196,6 +196,7 @@ def test_k1_belongs_into_the_reward():
         ({"lora_cfg": {"enabled": True}}, "lora_cfg"),
         ({"generation": {"backend": "openai"}}, "generation.url"),
         ({"generation": {"url": "http://h/v1"}}, "generation.url"),
+        ({"generation": {"backend": "openai", "url": "http://h/v1", "top_k": 4}}, "generation.top_k"),
         ({"generation": {"backend": "vllm", "url": "h:8000"}}, "generation.url"),
         ({"generation": {"weight_sync": "folders"}}, "generation.weight_sync"),
         ({"generation": {"temperature": 0}}, "generation.temperature"),

@@ -160,12 +160,11 @@ def test_a_comparison_larger_than_the_budget_is_computed_in_parts(
     sizes, forward = [], RewardModel.forward
 
     def counted(model: RewardModel, batch: Any) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            sizes.append((batch.num_computed_tokens, len(batch.reads_S)))
+        sizes.append((batch.num_computed_tokens, len(batch.reads_S)))
         return forward(model, batch)
 
     monkeypatch.setattr(RewardModel, "forward", counted)
-    trained("policy.train_micro_batch_tokens=70", "rm.max_num_steps=2")
+    trained("policy.train_micro_batch_tokens=70", "rm.max_num_steps=2")  # step 2 is validated
     assert sizes and all(tokens <= 70 or sequences == 1 for tokens, sequences in sizes)
 
 

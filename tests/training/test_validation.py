@@ -18,7 +18,8 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
         def plan(comparisons: Any) -> list[list[int]]:
             return plan_micro_batches([comparison.tree_tokens for comparison in comparisons], **budget)
 
-        return validate(run.model, dataset, run.pairs_of, run.loss_of, plan, limit=limit)
+        tokens = budget.get("max_tokens")
+        return validate(run.model, dataset, run.pairs_of, run.loss_of, plan, max_tokens=tokens, limit=limit)
 
     few = metrics(24, max_tokens=100)
     assert few.sums.num_groups == len(few.scored) == 24

@@ -163,6 +163,14 @@ class GenerationConfig(Strict):
                 *("url", "backend", "colocated.enabled"),
                 need="a url, as http://127.0.0.1:8000/v1; or backend: hf and colocated.enabled: true",
             )
+        unknown = {
+            "top_k": (self.top_k is not None, "no top_k"),
+            "stop_token_ids": (bool(self.stop_token_ids), "stop_strings instead"),
+            "weight_sync": (self.weight_sync == "folder", "none, or module.function"),
+        }
+        for key, (is_set, need) in unknown.items():
+            if self.backend == "openai" and is_set:
+                raise self.conflict("OpenAI's completions have no such parameter", *(key, "backend"), need=need)
 
 
 class PolicyDTensorConfig(ShardingConfig):

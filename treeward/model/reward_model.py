@@ -25,6 +25,7 @@ from treeward.errors import ModelError
 from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, RowBatch, TreeBatch, plan_sequences
+from treeward.tree.parts import split_group
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds
 
@@ -71,6 +72,18 @@ class RewardModel(WrappedModel):
             return TreeBatch.from_groups(groups).to(self.device)
         pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
         return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad).to(self.device)
+
+    def make_parts(
+        self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
+    ) -> list[tuple[Sequence[int], Batch]]:
+        """Batches of one forward pass each, and which sequences each has, counted over all groups.
+
+        One batch; or several, where a single group is larger than `max_tokens`.
+        """
+        if len(groups) != 1 or max_tokens is None:
+            return [(range(sum(map(len, groups))), self.make_batch(groups))]
+        parts = split_group(groups[0], max_tokens=max_tokens, share=self.layout == "tree")
+        return [(part.members, self.make_batch([[groups[0][i] for i in part.members]])) for part in parts]
 
     def forward(self, batch: Batch) -> Tensor:
         """Scores, float32 (S,), one per sequence in the order of the batch's groups; of a model with one head."""

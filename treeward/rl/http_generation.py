@@ -1,14 +1,20 @@
-"""`HttpGenerator`: completions sampled by a server of vLLM, of SGLang, or whatever speaks OpenAI's completions.
+"""`HttpGenerator`: completions sampled by a server of vLLM, of SGLang, or any that speaks OpenAI's completions.
 
     section = GenerationConfig(backend="vllm", url="http://localhost:8000", model="policy", weight_sync="folder")
-    generator = HttpGenerator(policy, tokenizer, section,
-                              folder=Path("/shared/weights"))
+    generator = HttpGenerator(policy, tokenizer, section, folder=Path("/shared/weights"))
     generator.load_weights(policy, 0)
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=1)
 
-Prompts are sent, and completions are read, as token ids: the trainer learns from the tokens that were sampled.
-`treeward.rl.completions` has the requests. A server that fails, or whose answer does not fit the request, is a
-`GenerationError` within `timeout_seconds`; no completion is ever made up.
+Prompts are sent, and completions are read, as token ids: the trainer learns from the tokens that were sampled. A server
+that fails, or whose response does not fit the request, is a `GenerationError` within `timeout_seconds`.
+
+- vLLM: `/v1/completions` with `return_token_ids` (0.10.2 and later; earlier versions have `return_tokens_as_token_ids`,
+  which is sent too). The seed of a completion is the request's plus its index. Log-probabilities are those of the raw
+  logits at temperature 1, or with `--logprobs-mode processed_logprobs` those after temperature, top-k and top-p.
+- SGLang: `/generate` with `input_ids`, one for each completion with its own seed, which the server heeds with
+  `--enable-deterministic-inference`. Log-probabilities are at the temperature, before top-k and top-p, unless
+  `SGLANG_RETURN_ORIGINAL_LOGPROB` is set.
+- openai: `/v1/completions` as OpenAI describes it: text without token ids, which is tokenized again.
 """
 
 from __future__ import annotations
@@ -16,7 +22,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +40,6 @@ from treeward.http import ServerError
 from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
-from treeward.rl.completions import (
-    Backend,
-    CompletionRequest,
-    Malformed,
-    NoTokenIds,
-    ServedCompletion,
-    completions_of,
-    request_of,
-)
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.generation import CompletionReader, GenerationError, completion_budgets, end_ids_of
 from treeward.rl.weight_sync import FolderSync, WeightSync, sync_function
@@ -52,6 +52,7 @@ __all__ = ["HttpGenerator"]
 logger = logging.getLogger(__name__)
 
 _PROBE_TEXT, _PROBE_TOKENS = "The quick brown fox", 16
+_PROBE_SAMPLING = {"top_k": None, "top_p": 1.0, "stop_token_ids": None, "stop_strings": None}
 _KEY_FIX = "name the environment variable with the server's key: policy.generation.api_key_env"
 _FIXES = {
     400: "see the server's message; prompt and completion must fit into the server's longest sequence",
@@ -64,6 +65,9 @@ _RAW_FIX = (
     "they are those at temperature 1: start vLLM with --logprobs-mode processed_logprobs, or SGLang without "
     "SGLANG_RETURN_ORIGINAL_LOGPROB"
 )
+_NAMED_ID = re.compile(r"token_id:(\d+)")
+_ROUNDING = 1e-2
+"""A server that computes in bfloat16 may give log-probabilities so much above 0."""
 
 
 class HttpGenerator:
@@ -76,7 +80,7 @@ class HttpGenerator:
 
     After each change of the weights (with "none", only at first) the log-probabilities of one completion are compared
     with the policy's own. That finds another model, and weights that were not loaded or loaded wrongly; one small step
-    is less than the rounding of a server in bfloat16. Raises `ConfigError` for settings that contradict each other.
+    is less than the rounding of a server in bfloat16.
     """
 
     def __init__(
@@ -98,7 +102,6 @@ class HttpGenerator:
         self.version: int | None = None
         self.num_retokenized = self.num_retokenized_apart = 0
         """Completions that came as text, and those whose number of tokens differs from the server's count."""
-        self._backend: Backend = server.backend
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
         self._comparable = _are_comparable(server)
@@ -111,11 +114,12 @@ class HttpGenerator:
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
     ) -> list[CompletionGroup]:
         """See `Generator`. The completions of a prompt are one request. It is up to the server to heed the seed."""
-        most = completion_budgets(prompts, prompt_ids, self.server, self.policy, self.max_total_tokens)
+        budgets = completion_budgets(prompts, prompt_ids, self.server, self.policy, self.max_total_tokens)
         requests = [
-            CompletionRequest(tuple(ids), num_completions, most[p], _seed(seed, p)) for p, ids in enumerate(prompt_ids)
+            _Request(tuple(ids), num_completions, budgets[p], _seed(seed, p), prompts[p].where)
+            for p, ids in enumerate(prompt_ids)
         ]
-        served = run_async(self._all(requests, [prompt.where for prompt in prompts]))
+        served = run_async(self._all(requests, self.server, log_probs=self._comparable))
         return [
             CompletionGroup(prompt, request.prompt_ids, tuple(self._completion(one) for one in completions))
             for prompt, request, completions in zip(prompts, requests, served, strict=True)
@@ -129,7 +133,7 @@ class HttpGenerator:
             self._log_stale(version)
         self.version = version
         # One comparison is enough with a server that keeps its weights, and one warning with one that says nothing.
-        is_repeated = self._compared and (self._sync is None or not self._says_log_probs)
+        is_repeated = self._compared and (self._sync is None or self.server.backend == "openai")
         if self.server.probe_tolerance is not None and not is_repeated:
             self._compare(policy, self.server.probe_tolerance)
             self._compared = True
@@ -157,67 +161,32 @@ class HttpGenerator:
         )
 
     async def _all(
-        self,
-        requests: Sequence[CompletionRequest],
-        wheres: Sequence[str | None],
-        *,
-        probe: bool = False,
-    ) -> list[list[ServedCompletion]]:
-        """`probe`: sample from all tokens and without stop strings, with log-probabilities in any case."""
-        everything = {"top_k": None, "top_p": 1.0, "stop_token_ids": None, "stop_strings": None}
-        sampling = self.server.model_copy(update=everything) if probe else self.server
-        log_probs = probe or self._comparable
+        self, requests: Sequence[_Request], sampling: GenerationConfig, *, log_probs: bool
+    ) -> list[list[_Served]]:
         slots = asyncio.Semaphore(self.server.max_concurrency)
         async with self._client() as client:
 
-            async def one(request: CompletionRequest, where: str | None) -> list[ServedCompletion]:
+            async def one(request: _Request) -> list[_Served]:
                 async with slots:
-                    return await self._complete(client, request, where, sampling, log_probs)
+                    path, body = _request_of(request, sampling, self.reader.end_ids, log_probs=log_probs)
+                    reply = await self._post(client, path, body, str(request))
+                    return self._read(reply, path, request, log_probs=log_probs)
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(*each)) for each in zip(requests, wheres, strict=True)]
+                    tasks = [group.create_task(one(request)) for request in requests]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _complete(
-        self,
-        client: AsyncOpenAI,
-        request: CompletionRequest,
-        where: str | None,
-        sampling: GenerationConfig,
-        log_probs: bool,
-    ) -> list[ServedCompletion]:
-        path, body = request_of(self._backend, request, sampling, self.reader.end_ids, log_probs=log_probs)
-        asked = str(request) if where is None else f"{request} ({where})"
-        reply = await self._post(client, path, body, asked)
-        try:
-            completions = completions_of(
-                self._backend, reply, request, vocabulary=self._vocabulary, log_probs=log_probs
-            )
-            if any(one.token_ids is None for one in completions) and not self.server.retokenize:
-                raise NoTokenIds("text without token ids")
-        except NoTokenIds as error:
-            raise GenerationError(
-                "the generator does not say which tokens it sampled",
-                where=self._url + path,
-                got=f"{error}; asked for {asked}",
-                need="token ids: text that is tokenized again can be other tokens than were sampled",
-                fix="serve with vLLM 0.10.2 or later (backend vllm) or SGLang (backend sglang), or set retokenize",
-            ) from None
-        except Malformed as error:
-            raise self._wrong(path, str(error), asked, f"the completions of a server of {self._backend}") from None
-        return completions
-
     async def _post(self, client: AsyncOpenAI, path: str, body: Mapping[str, Any], asked: str) -> Any:
-        seconds = self.server.timeout_seconds
+        seconds, backend = self.server.timeout_seconds, self.server.backend
         try:
             return await post(client, path, body, total_seconds=seconds)
         except ServerError as error:
             silent = error.status is None
             fix = "start the server again, and resume the run" if silent else "look at the server's log"
-            need = f"a server of {self._backend} that answers in {seconds:g} s (policy.generation.timeout_seconds)"
+            need = f"a server of {backend} that answers in {seconds:g} s (policy.generation.timeout_seconds)"
             raise GenerationError(
                 f"the generator has failed: {error.summary}",
                 where=error.where,
@@ -226,9 +195,22 @@ class HttpGenerator:
                 fix=_FIXES.get(error.status or 0, fix),
             ) from error
 
-    @property
-    def _says_log_probs(self) -> bool:
-        return self._backend != "openai"
+    def _read(self, reply: Any, path: str, request: _Request, *, log_probs: bool) -> list[_Served]:
+        backend = self.server.backend
+        try:
+            completions = _completions_of(backend, reply, request, vocabulary=self._vocabulary, log_probs=log_probs)
+        except _Malformed as error:
+            raise self._wrong(path, str(error), str(request), f"the completions of a server of {backend}") from None
+        is_text_accepted = backend == "openai" and self.server.retokenize
+        if any(one.token_ids is None for one in completions) and not is_text_accepted:
+            raise GenerationError(
+                "the generator does not say which tokens it sampled",
+                where=self._url + path,
+                got=f"text without token ids; asked for {request}",
+                need="token ids: text that is tokenized again can be other tokens than were sampled",
+                fix="serve with vLLM 0.10.2 or later (backend vllm) or SGLang (backend sglang), or set retokenize",
+            )
+        return completions
 
     def _wrong(self, path: str, got: str, asked: str, need: str) -> GenerationError:
         return GenerationError(
@@ -239,7 +221,7 @@ class HttpGenerator:
             fix="check policy.generation.backend and the server's version and log",
         )
 
-    def _completion(self, served: ServedCompletion) -> SampledCompletion:
+    def _completion(self, served: _Served) -> SampledCompletion:
         if served.token_ids is not None:
             return self.reader.completion(served.token_ids, served.log_probs, truncated=served.truncated)
         tokens = list(self.tokenizer(served.text, add_special_tokens=False).input_ids)
@@ -259,13 +241,8 @@ class HttpGenerator:
             return None
         if method != "folder":
             return sync_function(method)
-        if folder is None or self._backend == "openai":
-            raise ConfigError(
-                "the weights cannot go by a folder",
-                field="weight_sync",
-                got=f"folder: {folder}, backend: {self._backend}",
-                need="a folder that the server sees too, and backend vllm or sglang",
-            )
+        if folder is None:
+            raise ConfigError("weights go by a folder", field="folder", got=None, need="one that the server sees too")
         template = str(getattr(self.tokenizer, "chat_template", None) or "")
         write = export or (lambda policy, path: export_policy(policy, self.tokenizer, path, chat_template=template))
         return FolderSync(folder, write, lambda path, version: run_async(self._announce(path, version)))
@@ -273,7 +250,7 @@ class HttpGenerator:
     async def _announce(self, folder: Path, version: int) -> None:
         asked = f"the weights of version {version} in {folder} to be loaded"
         async with self._client() as client:
-            if self._backend == "sglang":
+            if self.server.backend == "sglang":
                 path = "/update_weights_from_disk"
                 body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
                 reply = await self._post(client, path, body, asked)
@@ -304,16 +281,17 @@ class HttpGenerator:
             )
 
     def _compare(self, policy: PolicyModel, tolerance: float) -> None:
-        """Compare the server's log-probabilities of a completion with the policy's."""
-        if not self._says_log_probs:
+        """Compare the server's log-probabilities of a completion, sampled from all tokens, with the policy's."""
+        if self.server.backend == "openai":
             logger.warning(
                 "Whether %s has the policy's weights is not known: it gives no log-probabilities.", self._url
             )
             return
         ids = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids) or [min(self.reader.end_ids)]
-        request = CompletionRequest(tuple(ids), 1, _PROBE_TOKENS, seed=0)
+        request = _Request(tuple(ids), 1, _PROBE_TOKENS, 0, "the comparison of the weights")
         temperature = self.server.temperature
-        [[completion]] = run_async(self._all([request], ["the comparison of the weights"], probe=True))
+        sampling = self.server.model_copy(update=_PROBE_SAMPLING)
+        [[completion]] = run_async(self._all([request], sampling, log_probs=True))
         apart = _apart(policy, ids, completion, temperature)
         is_stale = isinstance(self._sync, FolderSync) and completion.version not in (None, "default", str(self.version))
         if apart <= tolerance and not is_stale:
@@ -334,7 +312,153 @@ class HttpGenerator:
         logger.warning("%s", error)
 
 
-def _apart(policy: PolicyModel, ids: list[int], completion: ServedCompletion, temperature: float) -> float:
+class _Malformed(Exception):
+    """A response without the form, or the numbers, of a response to the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """`num_completions` completions of at most `most` tokens to one prompt. `where`: the prompt's place."""
+
+    prompt_ids: tuple[int, ...]
+    num_completions: int
+    most: int
+    seed: int
+    where: str | None
+
+    def __str__(self) -> str:
+        asked = f"{self.num_completions} completions of at most {self.most} tokens"
+        place = "" if self.where is None else f" ({self.where})"
+        return f"{asked} to a prompt of {len(self.prompt_ids)}{place}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A completion as the server gives it. `token_ids`: None where it gives only `text`, of `num_tokens` tokens.
+
+    `version`: of the weights, where the server says it.
+    """
+
+    token_ids: list[int] | None
+    log_probs: list[float] | None
+    truncated: bool
+    text: str = ""
+    num_tokens: int | None = None
+    version: str | None = None
+
+    def check(self, request: _Request, vocabulary: int) -> None:
+        ids, said = self.token_ids or [], self.log_probs
+        wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocabulary), None)
+        if wrong is not None:
+            raise _Malformed(f"the token id {wrong!r}, where the policy has {vocabulary} tokens")
+        if len(ids) > request.most:
+            raise _Malformed(f"{len(ids)} tokens, at most {request.most} were allowed")
+        if said is not None and len(said) != len(ids):
+            raise _Malformed(f"{len(said)} log-probabilities for {len(ids)} tokens")
+        if not all(isinstance(x, int | float) and math.isfinite(x) and x <= _ROUNDING for x in said or ()):
+            raise _Malformed("log-probabilities that are not finite, or above 0")
+
+
+def _request_of(
+    request: _Request, config: GenerationConfig, end_ids: Collection[int], *, log_probs: bool
+) -> tuple[str, dict[str, Any]]:
+    """The path and the JSON of the request. It sets every parameter that a server has a default of its own for."""
+    common: dict[str, Any] = {"temperature": config.temperature, "top_p": config.top_p}
+    if config.stop_strings:
+        common["stop"] = list(config.stop_strings)
+    extended = {
+        "top_k": config.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": sorted(end_ids),
+        "skip_special_tokens": False,
+    }
+    if config.backend == "sglang":
+        sampling = {"max_new_tokens": request.most, **common, **extended}
+        seeds = range(request.seed, request.seed + request.num_completions)
+        return "/generate", {
+            "input_ids": [list(request.prompt_ids)] * request.num_completions,
+            "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds],
+            "return_logprob": log_probs,
+        }
+    body: dict[str, Any] = {
+        "model": config.model,
+        "prompt": list(request.prompt_ids),
+        "n": request.num_completions,
+        "max_tokens": request.most,
+        "seed": request.seed,
+        **common,
+    }
+    if log_probs or config.backend == "openai":
+        body["logprobs"] = 1
+    if config.backend == "vllm":
+        body |= {**extended, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    return "/v1/completions", body
+
+
+def _completions_of(backend: str, reply: Any, request: _Request, *, vocabulary: int, log_probs: bool) -> list[_Served]:
+    """The completions, in the order of the request. Raises `_Malformed` for anything but a response to it."""
+    try:
+        if backend == "sglang":
+            read = [_of_sglang(part, log_probs) for part in (reply if isinstance(reply, list) else [reply])]
+        else:
+            choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
+            if [choice["index"] for choice in choices] != list(range(len(choices))):
+                raise _Malformed(f"choices with the indices {[choice['index'] for choice in choices]}")
+            read = [_of_completions(choice, request, log_probs and backend == "vllm") for choice in choices]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _Malformed(f"another form of answer: {error!r}") from error
+    if len(read) != request.num_completions:
+        raise _Malformed(f"{len(read)} completions instead of {request.num_completions}")
+    for completion in read:
+        completion.check(request, vocabulary)
+    return read
+
+
+def _of_completions(choice: Mapping[str, Any], request: _Request, log_probs: bool) -> _Served:
+    prompt_ids = choice.get("prompt_token_ids")
+    if prompt_ids is not None and list(prompt_ids) != list(request.prompt_ids):
+        raise _Malformed("a completion of another prompt than was sent: prompt_token_ids differ")
+    truncated = _truncated(choice["finish_reason"])
+    said = choice.get("logprobs") or {}
+    names, numbers = said.get("tokens"), said.get("token_logprobs")
+    ids, text = choice.get("token_ids"), choice.get("text") or ""
+    if ids is None and names is not None:  # the form of older versions of vLLM
+        named = [_NAMED_ID.fullmatch(str(name)) for name in names]
+        ids = [int(name[1]) for name in named if name is not None] if all(named) and (named or not text) else None
+    if ids is None:
+        return _Served(None, None, truncated, text, None if names is None else len(names))
+    if log_probs and numbers is None:
+        raise _Malformed("no list logprobs.token_logprobs")
+    return _Served(list(ids), list(numbers) if log_probs else None, truncated, text)
+
+
+def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> _Served:
+    meta = part["meta_info"]
+    reason = meta["finish_reason"]
+    truncated = _truncated(reason["type"] if isinstance(reason, Mapping) else reason)
+    ids, said = part.get("output_ids"), None
+    if log_probs:
+        pairs = meta["output_token_logprobs"]
+        said, sampled = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        # A token that is trimmed from output_ids, such as a stop token, was sampled nevertheless.
+        if ids is not None and list(ids) != sampled[: len(ids)]:
+            raise _Malformed("output_ids are others than those of output_token_logprobs")
+        ids = sampled
+    version = meta.get("weight_version")
+    text = part.get("text") or ""
+    return _Served(
+        None if ids is None else list(ids), said, truncated, text, version=None if version is None else str(version)
+    )
+
+
+def _truncated(reason: Any) -> bool:
+    if reason not in ("stop", "length"):
+        raise _Malformed(f"finish_reason {reason!r}: the server broke the completion off")
+    return bool(reason == "length")
+
+
+def _apart(policy: PolicyModel, ids: list[int], completion: _Served, temperature: float) -> float:
     """The mean absolute difference of the log-probabilities."""
     assert completion.token_ids is not None and completion.log_probs is not None
     if not completion.token_ids:
@@ -350,27 +474,16 @@ def _apart(policy: PolicyModel, ids: list[int], completion: ServedCompletion, te
 def _are_comparable(server: GenerationConfig) -> bool:
     """Whether the server's log-probabilities are those at the temperature, before top-k and top-p.
 
-    vLLM's are one or the other, as it was started; SGLang's are both. Raises `ConfigError` for what backend openai
-    does not have.
+    vLLM's are one or the other, as it was started; SGLang's are both.
     """
-    if server.backend == "openai":
-        problems = {
-            "model": (server.model is None, server.model, "the name of the model at the server"),
-            "top_k": (server.top_k is not None, server.top_k, "no top_k: OpenAI's completions have none"),
-            "stop_token_ids": (bool(server.stop_token_ids), server.stop_token_ids, "stop_strings instead"),
-        }
-        for field, (wrong, got, need) in problems.items():
-            if wrong:
-                raise ConfigError("backend openai cannot do this", field=field, got=got, need=need)
-    filtered = server.top_k is not None or server.top_p != 1.0
-    if server.backend != "sglang" and filtered:
-        logger.warning(
-            "With top_k or top_p %s gives log-probabilities after top_k and top_p, or at temperature 1, and does not "
-            "say which: they are not used, so train/token_mult_prob_error is not known.",
-            server.backend,
-        )
-        return False
-    return True
+    if server.backend == "sglang" or (server.top_k is None and server.top_p == 1.0):
+        return True
+    logger.warning(
+        "With top_k or top_p %s gives log-probabilities after top_k and top_p, or at temperature 1, and does not "
+        "say which: they are not used, so train/token_mult_prob_error is not known.",
+        server.backend,
+    )
+    return False
 
 
 def _seed(seed: int, prompt: int) -> int:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from treeward.data.encoding import count_tree_tokens
 from treeward.model.policy_model import PolicyModel
-from treeward.tree.batch import plan_micro_batches
+from treeward.tree.parts import plan_parts
 
 __all__ = ["sft"]
 
@@ -66,9 +65,10 @@ def _step(policy: PolicyModel, groups: Sequence[CompletionsOf], micro_batch_toke
     sequences = [[[*prompt, *completion] for completion in completions] for prompt, completions in groups]
     num_tokens = sum(len(completion) for _, completions in groups for completion in completions)
     total = 0.0
-    for members in plan_micro_batches([count_tree_tokens(s) for s in sequences], max_tokens=micro_batch_tokens):
+    for parts in plan_parts(sequences, max_tokens=micro_batch_tokens, share=policy.layout == "tree"):
         found = policy.log_probs(
-            [sequences[i] for i in members], [[len(groups[i][0])] * len(groups[i][1]) for i in members]
+            [[sequences[part.group][i] for i in part.members] for part in parts],
+            [[len(groups[part.group][0])] * len(part.members) for part in parts],
         )
         loss = -found.values_SL.sum() / num_tokens
         loss.backward()

@@ -39,7 +39,7 @@ from treeward.training.state import RunState
 from treeward.training.stopping import REPORTING, StopRequest
 from treeward.training.tracking import TrackerGroup
 from treeward.training.validation import SetValidation, pooled, robust_accuracy, validate, values_of
-from treeward.tree.parts import backward_in_parts, split_group
+from treeward.tree.parts import backward_in_parts
 
 __all__ = ["RewardModelRun", "TrainingOutcome", "train"]
 
@@ -190,6 +190,7 @@ class RewardModelRun:
             setup.pairs_of,
             setup.loss_of,
             partial(setup.plan, validation=True),
+            max_tokens=policy.micro_batch_tokens,
             limit=setup.validation_limit,
             should_stop=should_stop,
         )
@@ -296,15 +297,11 @@ def _backward(
     """
     policy, groups = setup.config.policy, [one.token_ids for one in comparisons]
     pairs = setup.pairs_of(comparisons).to(setup.model.device)
-    members: list[Sequence[int]] = [range(sum(map(len, groups)))]
-    batches = [setup.model.make_batch(groups)]
-    if len(groups) == 1 and policy.micro_batch_tokens is not None:
-        share = setup.model.layout == "tree"
-        members = [part.members for part in split_group(groups[0], max_tokens=policy.micro_batch_tokens, share=share)]
-        batches = [setup.model.make_batch([[groups[0][i] for i in part]]) for part in members]
+    parts = setup.model.make_parts(groups, max_tokens=policy.micro_batch_tokens)
+    batches = [batch for _, batch in parts]
     with _memory_error_explained(max(batch.num_computed_tokens for batch in batches), len(groups)):
         scores_S, loss_sum = backward_in_parts(
-            list(zip(members, [partial(setup.model, batch) for batch in batches], strict=True)),
+            [(members, partial(setup.model, batch)) for members, batch in parts],
             lambda scores: setup.loss_of(scores, pairs),
             scale=1 / max(num_groups, 1),
         )

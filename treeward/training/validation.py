@@ -96,12 +96,14 @@ def validate(
     loss_of: LossFunction,
     plan: PlanFunction,
     *,
+    max_tokens: int | None = None,
     limit: int | None = None,
     should_stop: Callable[[], object] = lambda: False,
 ) -> SetValidation | None:
     """Measure a set; None if `should_stop` gave a reason on the way.
 
-    `plan` says which comparisons share a forward pass. `limit`: only the first so many comparisons.
+    `plan` says which comparisons share a forward pass; one of more than `max_tokens` alone is scored in parts. `limit`:
+    only the first so many comparisons.
     """
     training = model.training
     model.eval()
@@ -117,7 +119,9 @@ def validate(
                 return None
             comparisons = [loaded[i] for i in members]
             pairs = pairs_of(comparisons).to(model.device)
-            scores_S = model(model.make_batch([comparison.token_ids for comparison in comparisons]))
+            parts = model.make_parts([comparison.token_ids for comparison in comparisons], max_tokens=max_tokens)
+            order = torch.tensor([i for chosen, _ in parts for i in chosen]).argsort()
+            scores_S = torch.cat([model(batch) for _, batch in parts])[order.to(model.device)]
             total += RewardMetrics.of(scores_S, pairs, loss_of(scores_S, pairs))
             scores = iter(scores_S.tolist())
             for i, comparison in zip(members, comparisons, strict=True):
