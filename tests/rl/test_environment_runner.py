@@ -1,7 +1,5 @@
 """Groups of completions get the rewards that their environments say, each in its place; what is missing is never a
 number.
-
-How environments that hang are contained is in `test_asking.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ import torch
 from signed import write_signed_model
 from torch import Tensor
 
+from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
 from treeward.rl.environment_runner import (
     EnvironmentRunner,
     GroupRewards,
-    chosen_names,
     environment_metrics,
     make_environment_runner,
 )
@@ -276,49 +274,11 @@ def test_each_prompt_may_choose() -> None:
         group("x", "y", environment="b"),
         group("x", "yy"),
     ]
-    runner.check(one.prompt for one in groups)
     assert rows(runner.reward(groups).rewards_PG) == [[1, 2], [47, 49], [100, 100], [101, 102]]
     [(conversations, infos)] = a.steps
     assert [c[-1]["content"] for c in conversations] == ["x", "yy", "xxx", "y", "x", "yy"]
     assert infos[0] == {"environment": "a", "truncated": False}  # the row as it is
     assert len(b.steps) == 1 and not c.steps  # what no prompt of the step chose is not asked
-    assert chosen_names((g.prompt for g in groups), {"a": {}, "b": {}}) == ("a", "b")
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("reward_modle", "did you mean reward_model"),
-        ({"reward_model": 1.0, "judg": 1}, "did you mean judge"),
-        ({}, "chooses no environment"),
-        (["judge"], "chooses no environment"),
-        ({"judge": math.nan}, r"environment\.judge"),
-        ({"judge": "1"}, "a finite number"),
-        ({"judge": True}, "a finite number"),
-        (3, "chooses no environment"),
-    ],
-)
-def test_a_choice_that_cannot_be(choice: Any, message: str) -> None:
-    runner = EnvironmentRunner({"reward_model": Toy(length), "judge": Toy(length)}, {"reward_model": 1.0})
-    prompts = [group("a").prompt, group("a", environment=choice, where="rows.jsonl:12").prompt]
-    runner.check(prompts[:1])
-    for check in (runner.check, lambda them: chosen_names(them, {"reward_model": {}, "judge": {}})):
-        with pytest.raises(DataError, match=message) as caught:
-            check(prompts)
-        assert caught.value.where == "rows.jsonl:12"
-    with pytest.raises(DataError, match=message):
-        runner.reward([group("a", environment=choice)])
-
-
-def test_weights_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="did you mean judge"):
-        EnvironmentRunner({"judge": Toy(length)}, {"judgy": 1.0})
-    with pytest.raises(ConfigError, match="above 0"):
-        EnvironmentRunner({"judge": Toy(length)}, {"judge": -1.0}, missing="renormalise")
-    choosing = EnvironmentRunner({"judge": Toy(length)}, {})
-    assert rows(choosing.reward([group("a", environment="judge")]).rewards_PG) == [[1]]
-    with pytest.raises(DataError, match=r"rows\.jsonl:3: the prompt chooses no environment"):
-        choosing.check([group("a", where="rows.jsonl:3").prompt])
 
 
 def test_environments_are_asked_side_by_side() -> None:
@@ -390,11 +350,6 @@ def test_the_state_of_a_run_that_goes_on() -> None:
     assert second.shutdown() and second.shutdown()
 
 
-def test_metrics_of_two_environments_of_one_name_are_told_apart() -> None:
-    runner = EnvironmentRunner({"x": Toy(length), "y": Toy(length)}, {"x": 1.0, "y": 1.0})
-    assert runner.reward([group("a")]).by_environment.keys() == {"x_env", "y_env"}
-
-
 def values(runner: EnvironmentRunner, *texts: str, timeout: float) -> list[float | None]:
     runner.timeout_seconds = timeout
     return [None if math.isnan(v) else v for v in runner.reward([group(*texts)]).rewards_PG[0].tolist()]
@@ -450,36 +405,54 @@ def test_a_state_that_is_loaded_meanwhile_is_what_it_goes_on_from(hanging: Hangi
 PATH = f"{__name__}.Lengths"
 
 
+def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup] = (), **grpo: Any) -> EnvironmentRunner:
+    """The runner of a run with this section `env` and these prompts."""
+    data = {"train": {"dataset_name": "PromptDataset", "data_path": "prompts.jsonl"}}
+    config = GRPORunConfig(policy={"model_name": "m"}, data=data, env=env, grpo=grpo)
+    return make_environment_runner(config, [one.prompt for one in prompts])
+
+
 def test_only_what_is_used_is_made() -> None:
     Lengths.made = Lengths.shut = 0
     section = {
         "here": {"type": PATH},
         "chosen": {"type": PATH, "enabled": True},
         "other": {"type": PATH, "fail": True},
-        "off": {"type": PATH, "enabled": False},
         "length": {"type": PATH},
     }
-    runner = make_environment_runner(section, {"here": 2.0}, names=["chosen"], gold="length")
+    choosing = group("x", environment="chosen")
+    runner = made(section, [choosing], environments={"here": 2.0}, gold_environment="length")
     assert Lengths.made == 3 and runner.names == ("here", "chosen") and runner.timeout_seconds == 600
-    found = runner.reward([group("abc"), group("x", environment="chosen")])
+    found = runner.reward([group("abc"), choosing])
     assert rows(found.rewards_PG) == [[6], [1]] and rows(runner.gold([group("abc")])) == [[3]]
     assert metrics_of(found)["here_env/num_samples"] == 1
     assert runner.shutdown() and Lengths.shut == 3
-    one = make_environment_runner(section, {"here": 1.0}, gold="here")
-    assert Lengths.made == 4 and one.shutdown() and Lengths.shut == 4
     with pytest.raises(ConfigError, match="cannot be made"):
-        make_environment_runner(section, {"here": 1.0, "other": 1.0})
-    assert Lengths.made == 5 == Lengths.shut
-    for name, message in (("hree", "did you mean here"), ("off", "no such environment")):
-        with pytest.raises(ConfigError, match=message):
-            make_environment_runner(section, {"here": 1.0}, gold=name)
+        made(section, environments={"here": 1.0, "other": 1.0})
     with pytest.raises(ConfigError, match="cannot be a Ray actor"):
-        make_environment_runner(section, {"here": 1.0}, on_ray=["here"])
+        made(section, environments={"here": 1.0}, environments_on_ray=["here"])
+    assert Lengths.made == Lengths.shut == 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "grpo", "message"),
+    [
+        (None, {}, "chooses no environment"),
+        ("b", {"environments": ["a"], "gold_environment": "b"}, "rewarded by the gold environment"),
+        ({"a": -1.0, "b": 1.0}, {"environments": ["a"], "missing_rewards": "renormalise"}, "cannot be renormalised"),
+    ],
+)
+def test_a_prompt_that_cannot_be_rewarded_is_named(choice: Any, grpo: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        made(
+            {"a": {"type": PATH}, "b": {"type": PATH}}, [group("x", environment=choice, where="rows.jsonl:12")], **grpo
+        )
+    assert caught.value.where == "rows.jsonl:12"
 
 
 def test_nemo_rls_section_of_mathematics() -> None:
     section = {"math": {"num_workers": 1, "math_verify_impl": "hf_math_verify", "stop_strings": None}}
-    runner = make_environment_runner(section, {"math": 1.0}, timeout_seconds=None)
+    runner = made(section)
     half = group(r"So it is \boxed{0.5}.", "It is 2.", "I do not know.", ground_truth="1/2")
     found = runner.reward([half, group("7", "8", "9", ground_truth="8", environment="math")])
     assert rows(found.rewards_PG) == [[1, 0, 0], [0, 1, 0]]
@@ -509,7 +482,7 @@ def assert_close(got: Tensor, want: Sequence[Sequence[float | None]]) -> None:
 def test_a_reward_model_gives_the_scorers_numbers(model: Path) -> None:
     shaping = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.25}
     section = {"reward_model": {"model_name": str(model), "precision": "float32", "reward_shaping": shaping}}
-    runner = make_environment_runner(section, {"reward_model": 1.0})
+    runner = made(section)
     found = runner.reward(COMPLETIONS)
     want = scores(model)
     assert want[1][1] is None  # too long
@@ -531,8 +504,8 @@ def test_a_ray_actor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         own = {"model_name": str(model), "precision": "float32", "cpus_per_replica": 0.5, "reward_shaping": running}
         section = {"reward_model": own, "shape": {"type": "rules", "rule": "regex", "pattern": "[.]$"}}
         weights = {"reward_model": 1.0, "shape": 0.5}
-        here = make_environment_runner(section, weights)
-        there = make_environment_runner(section, weights, on_ray=["reward_model"])
+        here = made(section, environments=weights)
+        there = made(section, environments=weights, environments_on_ray=["reward_model"])
         want, found = here.reward(COMPLETIONS), there.reward(COMPLETIONS)
         assert_close(found.rewards_PG, want.rewards_PG.tolist())
         assert_close(found.raw_PG, want.raw_PG.tolist())

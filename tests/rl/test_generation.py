@@ -90,7 +90,7 @@ def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family:
         assert_log_probs(policy, groups, temperature)
 
 
-@pytest.mark.parametrize("family", ["qwen3", *FAMILIES, "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "mamba"])
 def test_it_samples_in_the_precision_of_training(family: str, tiny_tokenizer: Any) -> None:
     policy = policy_of(family)
     policy.layout = "rows"  # whose attention is that of sampling: in bfloat16 another one rounds otherwise
@@ -108,20 +108,11 @@ def test_it_samples_in_the_precision_of_training(family: str, tiny_tokenizer: An
 
     own, exact = apart(torch.bfloat16), apart(None)
     assert float(own.max()) < 0.2
-    if family in ("qwen3", "llama", "mistral", "gemma2", "mamba"):  # where padding changes little of the rounding
+    if family != "gpt_oss":  # where padding changes little of the rounding
         assert float(own.mean()) < 0.7 * float(exact.mean())
 
 
-def test_float32_is_computed_as_the_weights_are(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    want = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=3, seed=3)
-    try:
-        policy.compute_dtype = torch.float32
-        assert make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=3, seed=3) == want
-    finally:
-        policy.compute_dtype = None
-
-
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_the_most_probable_tokens_are_those_of_transformers(family: str, tiny_tokenizer: Any) -> None:
     policy = policy_of(family)
     groups = make(policy, tiny_tokenizer, top_k=1, end_ids=[0]).generate(PROMPTS, IDS, num_completions=2, seed=0)
@@ -221,13 +212,6 @@ def test_a_stop_string_in_several_tokens_and_among_characters_of_several_bytes(t
     assert reader.completion([], None, truncated=False) == SampledCompletion(
         (), "", truncated=False
     ) and not reader.has_ended([])
-
-
-def test_stop_tokens_end_a_completion_beside_the_model_s_own(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    half = len(ENDS) // 2
-    want = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=4, seed=1)
-    generator = make(policy, tiny_tokenizer, end_ids=ENDS[:half], stop_token_ids=tuple(ENDS[half:]))
-    assert generator.generate(PROMPTS, IDS, num_completions=4, seed=1) == want
 
 
 def test_a_completion_has_the_room_that_its_prompt_leaves(policy: PolicyModel, tiny_tokenizer: Any) -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from treeward.errors import CheckpointError, ConfigError
-from treeward.progress import ShownProgress
+from treeward.errors import ConfigError
 from treeward.rl import grpo as grpo_module
 from treeward.rl.experience import CompletionGroup
-from treeward.rl.grpo import GRPOOutcome, GRPORun, grpo
+from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.rl.rollouts import Rollouts
 from treeward.rl.update import PolicyUpdater
-from treeward.training import loop
-from treeward.training.stopping import StopRequest
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
 
@@ -133,17 +129,6 @@ def test_without_a_reference_no_kl_is_made_up(tiny_grpo: Make, tmp_path: Path) -
     assert logged(tmp_path, "train/reward") and not logged(tmp_path, "train/kl")
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_the_progress_line_shows_the_kl_that_is_measured(
-    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, skips: bool
-) -> None:
-    shown: list[set[str]] = []
-    monkeypatch.setattr(ShownProgress, "show", lambda self, *at, tokens=0: shown.append(set(*at[3:])))
-    off = ("grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
-    run(tiny_grpo(*SHORT[:1], *(off if skips else ())))
-    assert len(shown) == 3 and all(("kl" in one) is not skips for one in shown[1:])
-
-
 def test_a_path_is_no_configuration() -> None:
     with pytest.raises(ConfigError, match=r"load_grpo_config"):
         grpo("grpo.yaml")  # type: ignore[arg-type]
@@ -228,81 +213,6 @@ def test_an_alarm_before_the_first_step_ends_the_run_with_nothing(tiny_grpo: Mak
     assert (outcome.step, outcome.stopped_by, outcome.model_folder) == (0, "truncation", None)
 
 
-def test_alarms_of_an_earlier_run_are_not_this_ones(tiny_grpo: Make, tmp_path: Path) -> None:
-    alarm = {"kind": "kl_budget", "step": 3, "sentence": "Old.", "numbers": {}, "stops": False}
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "alarms.json").write_text(json.dumps([alarm]))
-    run(tiny_grpo(*SHORT))
-    assert json.loads((tmp_path / "logs" / "alarms.json").read_text()) == []
-
-
-def signalled(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals = signal.SIGTERM) -> None:
-    """A signal comes while the step after `step` is taken."""
-    collect = grpo_module.collect
-
-    def replaced(one: Any, **where: Any) -> Rollouts:
-        if where["step"] == step:
-            signal.raise_signal(number)
-        return collect(one, **where)
-
-    monkeypatch.setattr(grpo_module, "collect", replaced)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_finishes_the_step_and_saves(
-    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    signalled(monkeypatch, 2, number)
-    outcome = run(tiny_grpo())
-    assert (outcome.step, outcome.exit_code, outcome.interrupted_by) == (3, code, number.name)
-    assert outcome.model_folder is None and not (tmp_path / "checkpoints" / "final").exists()
-    assert (tmp_path / "checkpoints" / "step_3").is_dir() and outcome.report is not None
-    monkeypatch.undo()
-    assert run(tiny_grpo()).step == 6
-
-
-def test_the_deadline_saves_and_leaves(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Deadline(StopRequest):
-        def __init__(self, *, deadline_seconds: float | None) -> None:
-            assert deadline_seconds == 3600
-            super().__init__(deadline_seconds=deadline_seconds)
-            deadlines.append(self)
-
-    deadlines: list[Deadline] = []
-    monkeypatch.setattr(loop, "StopRequest", Deadline)
-    collect = grpo_module.collect
-
-    def an_hour_later(one: Any, **where: Any) -> Rollouts:
-        if where["step"] == 2:
-            deadlines[0]._deadline = 0.0
-        return collect(one, **where)
-
-    monkeypatch.setattr(grpo_module, "collect", an_hour_later)
-    outcome = run(tiny_grpo("checkpointing.checkpoint_must_save_by='00:01:00:00'"))
-    assert (outcome.step, outcome.interrupted_by, outcome.exit_code) == (3, "checkpoint_must_save_by", 0)
-    assert (tmp_path / "checkpoints" / "step_3").is_dir() and deadlines[0].reserved_seconds > 0
-
-
-def test_whatever_stops_the_sampling_the_state_before_it_is_saved(
-    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Memory that does not suffice is no error of treeward's."""
-    with monkeypatch.context() as patch:
-        collect = grpo_module.collect
-
-        def too_large(one: Any, **where: Any) -> Rollouts:
-            if where["step"] == 3:
-                raise MemoryError("it does not fit")
-            return collect(one, **where)
-
-        patch.setattr(grpo_module, "collect", too_large)
-        with pytest.raises(MemoryError):
-            run(tiny_grpo())
-    assert "Step 4 cannot be taken: MemoryError: it does not fit" in caplog.text and "Step 3 is saved" in caplog.text
-    assert (tmp_path / "checkpoints" / "step_3").is_dir()
-    assert run(tiny_grpo()).step == 6
-
-
 @pytest.mark.parametrize("what", ["evaluate", "_step"])
 def test_a_step_that_fails_before_the_weights_have_changed_is_saved(
     tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
@@ -356,20 +266,6 @@ def test_dynamic_sampling_ends_with_the_epochs(
     assert run(tiny_grpo(*options, "grpo.max_num_epochs=3")).step == 11  # 132 of 126 prompts
 
 
-def test_stopped_before_anything_was_done(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    begin = GRPORun.begin
-    monkeypatch.setattr(GRPORun, "begin", lambda *run: (begin(*run), signal.raise_signal(signal.SIGTERM)))
-    outcome = run(tiny_grpo())
-    assert (outcome.step, outcome.exit_code, outcome.interrupted_by) == (0, 143, "SIGTERM")
-    assert outcome.report is None and not list((tmp_path / "checkpoints").glob("step_*"))
-
-
-def test_a_run_without_checkpoints(tiny_grpo: Make, tmp_path: Path) -> None:
-    outcome = run(tiny_grpo("checkpointing.enabled=false", "grpo.max_num_steps=2"))
-    assert outcome.step == 2 and outcome.model_folder is None
-    assert not (tmp_path / "checkpoints").exists() and outcome.report == tmp_path / "logs" / "report.html"
-
-
 def test_the_best_policy_is_exported(tiny_grpo: Make, tmp_path: Path) -> None:
     """By the metric, of the checkpoints that were validated."""
     outcome = run(tiny_grpo("checkpointing.metric_name=val:kl", "checkpointing.keep_top_k=1"))
@@ -388,29 +284,3 @@ def test_files_that_cannot_be_written(tiny_grpo: Make, tmp_path: Path, caplog: p
     (tmp_path / "logs" / "alarms.json").mkdir()
     with pytest.raises(ConfigError, match="alarms cannot be written"):
         run(tiny_grpo(*SHORT))
-
-
-def test_two_runs_in_one_folder(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    second: list[BaseException] = []
-    collect = grpo_module.collect
-
-    def meanwhile(one: Any, **where: Any) -> Rollouts:
-        if where["step"] == 1:
-            with pytest.raises(CheckpointError, match="another run is using") as caught:
-                run(tiny_grpo(*SHORT))
-            second.append(caught.value)
-        return collect(one, **where)
-
-    monkeypatch.setattr(grpo_module, "collect", meanwhile)
-    assert run(tiny_grpo(*SHORT)).step == 2 and len(second) == 1
-
-
-def test_groups_of_one_are_refused(tiny_grpo: Make) -> None:
-    with pytest.raises(ConfigError, match="at least 2"):
-        tiny_grpo("grpo.num_generations_per_prompt=1")
-
-
-def test_without_validation_prompts_nothing_is_validated(tiny_grpo: Make, tmp_path: Path) -> None:
-    outcome = run(tiny_grpo(*SHORT, "grpo.val_at_start=true", "~data.validation"))
-    assert outcome.step == 2 and not outcome.validation
-    assert not logged(tmp_path, "validation/reward")

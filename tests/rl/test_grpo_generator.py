@@ -7,68 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from loopback import Asked, Loopback
-from transformers import AutoModelForCausalLM
+from served_policy import ServedPolicy
 
-from treeward.model.policy_model import PolicyModel
 from treeward.rl.generation import GenerationError
 from treeward.rl.grpo import GRPOOutcome, grpo
-from treeward.rl.sampling import Row, sample, uniforms
 from treeward.training.tracking import read_metrics
 
 Make = Callable[..., Any]
 
 
-class VllmServer:
-    """As much of vLLM as the loop asks. It is dead from its `dies_at`-th request of the path `dies_in` on."""
+class Dying(ServedPolicy):
+    """It is dead from its `dies_at`-th request of the path `dies_in` on."""
 
-    def __init__(self) -> None:
-        self.policy: PolicyModel | None = None
-        self.dies_at: int | None = None
-        self.dies_in = "/v1/completions"
-        self.asked = 0
+    dies_at: int | None = None
+    dies_in = "/v1/completions"
+    asked = 0
 
     def __call__(self, asked: Asked) -> Any:
         self.asked += asked.path == self.dies_in
-        if self.dies_at is not None and self.asked >= self.dies_at:
-            return None
-        if asked.path == "/collective_rpc":
-            folder = asked.json["kwargs"]["weights_path"]
-            self.policy = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
-            return 200, {"results": [None]}
-        if asked.path == "/reset_prefix_cache":
-            return 200, b""
-        return 200, {"choices": [self._choice(asked.json, g) for g in range(asked.json["n"])]}
-
-    def _choice(self, body: dict[str, Any], g: int) -> dict[str, Any]:
-        assert self.policy is not None, "asked before it had weights"
-        most, ends = body["max_tokens"], set(body["stop_token_ids"])
-        row = Row(tuple(body["prompt"]), most, uniforms(body["seed"], 0, g, most))
-        with torch.no_grad():
-            (found,) = sample(
-                self.policy, [row], ended=lambda tokens: tokens[-1] in ends, temperature=body["temperature"]
-            )
-        said = {"token_logprobs": found.log_probs, "tokens": [f"token_id:{i}" for i in found.token_ids]}
-        return {
-            "index": g,
-            "text": "",
-            "finish_reason": "stop" if found.token_ids[-1] in ends else "length",
-            "logprobs": said | {"top_logprobs": [], "text_offset": []},
-            "token_ids": found.token_ids,
-            "prompt_token_ids": body["prompt"],
-        }
+        return None if self.dies_at is not None and self.asked >= self.dies_at else super().__call__(asked)
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[VllmServer, str]]:
-    vllm = VllmServer()
+def server(tiny_tokenizer: Any) -> Iterator[tuple[Dying, str]]:
+    vllm = Dying(None, tiny_tokenizer)
     with Loopback(vllm) as loopback:
         yield vllm, loopback.url
 
 
 @pytest.fixture
-def start(tiny_grpo: Make, server: tuple[VllmServer, str]) -> Callable[..., GRPOOutcome]:
+def start(tiny_grpo: Make, server: tuple[Dying, str]) -> Callable[..., GRPOOutcome]:
     def run(*more: str) -> GRPOOutcome:
         generation = f"{{backend: vllm, url: {server[1]}, model: m, max_new_tokens: 8, max_retries: 1}}"
         options = ("grpo.max_num_steps=4", "checkpointing.save_period=4", f"policy.generation={generation}")
@@ -108,7 +77,7 @@ def uninterrupted(
     ],
 )
 def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
-    server: tuple[VllmServer, str],
+    server: tuple[Dying, str],
     start: Callable[..., GRPOOutcome],
     tmp_path: Path,
     uninterrupted: dict[str, Any],
@@ -150,7 +119,7 @@ def test_completions_that_came_as_text_are_counted_for_each_step(
 
 
 def test_the_server_samples_from_the_weights_of_each_step(
-    start: Callable[..., GRPOOutcome], server: tuple[VllmServer, str], tmp_path: Path
+    start: Callable[..., GRPOOutcome], server: tuple[Dying, str], tmp_path: Path
 ) -> None:
     assert start().step == 4
     lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]

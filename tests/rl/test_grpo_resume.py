@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from treeward.errors import CheckpointError, DataError, ModelError
+from treeward.errors import CheckpointError, ModelError
 from treeward.rl import grpo as grpo_module
 from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.rl.update import PolicyUpdater
 from treeward.rl.watch import OverOptimisationWatch
 from treeward.training import loop
-from treeward.training.state import read_state
 from treeward.training.tracking import TrackerGroup
 
 Make = Callable[..., Any]
@@ -310,27 +308,6 @@ def test_a_loss_that_is_not_finite_leaves_the_state_before_the_step(
     assert_same(result_of(tmp_path), uninterrupted)
 
 
-@pytest.mark.parametrize("bytes_that_fit", [6_000, 90_000, 200_000])
-def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
-    start: Callable[..., GRPOOutcome],
-    tmp_path: Path,
-    uninterrupted: Result,
-    result_of: Callable[[Path], Result],
-    bytes_that_fit: int,
-) -> None:
-    """A limit of file sizes stands for the disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_that_fit, hard))
-    try:
-        with pytest.raises(CheckpointError, match="cannot be saved"):
-            start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list((tmp_path / "checkpoints").glob("*step_*"))
-    assert start().step == 6
-    assert_same(result_of(tmp_path), uninterrupted)
-
-
 @pytest.mark.parametrize(
     ("option", "named"),
     [
@@ -341,6 +318,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
         ("policy.generation.temperature=0.9", "policy.generation"),
         ("data.train.max_samples=20", "the training prompts"),
         ("data.validation.max_samples=5", "the validation prompts"),
+        ("grpo.max_val_samples=4", "grpo"),
         ("policy.model_config.hidden_size=64", "the policy"),
     ],
 )
@@ -362,84 +340,6 @@ def test_what_may_change_may_change_and_a_longer_run_goes_on(
     lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 3, 4, 4]
     assert "has another length than before (max_num_epochs, max_num_steps)" in caplog.text
-
-
-def test_a_validation_that_asks_something_else_is_refused(start: Callable[..., GRPOOutcome]) -> None:
-    """The report would compare the mean of six prompts with that of four, and the best would be chosen among both."""
-    start("grpo.max_num_steps=1")
-    for option, line in (
-        ("grpo.max_val_samples=4", "grpo.max_val_samples: got 4, need 6"),
-        ("grpo.max_val_samples=null", "grpo.max_val_samples: got null, need 6"),
-        ("grpo.num_val_generations=2", "grpo.num_val_generations: got 2, need 1"),
-    ):
-        with pytest.raises(CheckpointError) as caught:
-            start("grpo.max_num_steps=2", option)
-        assert str(caught.value).splitlines()[1:-1] == [f"  {line}"]
-        assert "set it back, or begin the new run in another checkpointing.checkpoint_dir" in str(caught.value)
-    assert start("grpo.max_num_steps=2").step == 2
-
-
-def test_checkpoints_of_before_there_was_a_metric_rank_by_what_their_validation_measured(
-    start: Callable[..., GRPOOutcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "checkpoints"
-    keep_all = ("checkpointing.metric_name=null", "checkpointing.keep_top_k=9", "checkpointing.save_period=1")
-    start("grpo.max_num_steps=4", *keep_all)
-    measured = json.loads((folder / "step_2" / "training_state.json").read_text())["validation"]
-    assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_1", "step_2", "step_3", "step_4"]
-    run = start("grpo.max_num_steps=5", "checkpointing.metric_name=val:raw_reward", "checkpointing.keep_top_k=3")
-    assert run.step == 5
-    assert "Checkpoints without val:raw_reward are pruned first (step 1, 3)" in caplog.text
-    assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_2", "step_4", "step_5"]
-    assert read_state(folder / "step_2").own_validation == measured
-
-
-def test_an_environment_may_be_run_elsewhere(start: Callable[..., GRPOOutcome], tmp_path: Path) -> None:
-    judge = "{type: judge, model: m, base_url: 'http://127.0.0.1:%d', api_key_env: null, max_retries: %d}"
-    start("grpo.max_num_steps=1", f"env.judge={judge % (1, 0)}")
-    start("grpo.max_num_steps=1", f"env.judge={judge % (2, 3)}")
-    with pytest.raises(CheckpointError, match="of another run: env changed"):
-        start("grpo.max_num_steps=1", f"env.judge={judge % (1, 0)}", "env.judge.model=n")
-
-
-def test_a_run_that_is_past_its_end_says_so(
-    start: Callable[..., GRPOOutcome], caplog: pytest.LogCaptureFixture
-) -> None:
-    start("grpo.max_num_steps=3")
-    with caplog.at_level("INFO", "treeward"):
-        outcome = start("grpo.max_num_steps=2")
-    assert (outcome.step, outcome.model_folder is not None) == (3, True)
-    assert "and no more than 2 are asked for now" in caplog.text
-    assert "All 3 steps are done." in caplog.text
-
-
-@pytest.mark.parametrize("name", ["training_state.json", "optimizer.safetensors", "model/model.safetensors"])
-def test_a_cut_file_of_a_checkpoint_is_named(start: Callable[..., GRPOOutcome], tmp_path: Path, name: str) -> None:
-    start("grpo.max_num_steps=1")
-    file = tmp_path / "checkpoints" / "step_1" / name
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError) as caught:
-        start("grpo.max_num_steps=1")
-    assert str(file) in str(caught.value)
-
-
-def test_without_the_optimiser_or_with_resume_false(start: Callable[..., GRPOOutcome]) -> None:
-    options = ("grpo.max_num_steps=1", "checkpointing.save_optimizer=false")
-    assert start(*options).model_folder is not None
-    with pytest.raises(CheckpointError, match="without its optimiser"):
-        start(*options)
-    with pytest.raises(DataError.__base__, match="resume is false"):  # type: ignore[arg-type]
-        start(*options, "checkpointing.resume=false")
-
-
-def test_a_state_that_json_does_not_hold_is_named(
-    start: Callable[..., GRPOOutcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import planted
-
-    monkeypatch.setattr(planted.Troubled, "state_dict", lambda self: {**self.state, "lock": {1, 2}})
-    with pytest.raises(CheckpointError, match="of an environment: the state of the run cannot be saved"):
-        start("grpo.max_num_steps=1")
 
 
 def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import sys
-import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from families import VOCABULARY, config_of, randomise
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from loopback import Asked, Loopback
+from served_policy import ServedPolicy
 from transformers import AutoModelForCausalLM
 
 from treeward.config.grpo_policy import GenerationConfig
@@ -25,124 +28,10 @@ from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.generation import GenerationError
 from treeward.rl.http_generation import HttpGenerator
-from treeward.rl.sampling import Row, sample, uniforms
 
 PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "b", "c"))]
 IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 ENDS = list(range(3, 120))
-
-
-class Served:
-    """A server with a policy of its own. `change(reply)` alters its responses; `statuses` come before any of them."""
-
-    def __init__(self, policy: PolicyModel, tokenizer: Any, *, raw: bool = False) -> None:
-        self.policy, self.tokenizer, self.raw = copy.deepcopy(policy), tokenizer, raw
-        self.change: Callable[[Any], Any] = lambda reply: reply
-        self.statuses: list[Any] = []
-        self.version: str | None = None
-        self.delay = 0.0
-        self.most_at_once = self._at_once = 0
-        self.lock = threading.Lock()
-
-    def __call__(self, asked: Asked) -> Any:
-        with self.lock:
-            status = self.statuses.pop(0) if self.statuses else 200
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
-        try:
-            time.sleep(self.delay)
-            if status is None:
-                return None
-            if status != 200:
-                return status, {"error": {"message": f"told to say {status}"}}
-            with self.lock:
-                return self._completion(asked)
-        finally:
-            with self.lock:
-                self._at_once -= 1
-
-    def _completion(self, asked: Asked) -> Any:
-        body = asked.json
-        if asked.path == "/v1/completions":
-            return 200, self.change(self._completions(body))
-        if asked.path == "/generate":
-            return 200, self.change(self._generate(body))
-        if asked.path == "/update_weights_from_disk":
-            self._load(body["model_path"])
-            self.version = body["weight_version"]
-            return 200, self.change({"success": True, "message": "Succeeded to update model weights."})
-        if asked.path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self._load(body["kwargs"]["weights_path"])
-            return 200, {"results": [None]}
-        if asked.path == "/reset_prefix_cache":
-            return 200, b""
-        return 404, {"detail": "Not Found"}
-
-    def _load(self, folder: str) -> None:
-        assert [path.name for path in Path(folder).parent.iterdir() if path.suffix == ".partial"] == []
-        self.policy = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
-
-    def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[Row, str, str]:
-        ends, stops = set(sampling.get("stop_token_ids", [])) | {0}, sampling.get("stop", [])
-
-        def ended(tokens: list[int]) -> bool:
-            return tokens[-1] in ends or any(stop in self.tokenizer.decode(tokens) for stop in stops)
-
-        found = Row(tuple(ids), most, uniforms(seed, 0, 0, most))
-        sample(
-            self.policy,
-            [found],
-            ended=ended,
-            temperature=sampling["temperature"],
-            top_p=sampling["top_p"],
-        )
-        if self.raw:
-            with torch.no_grad():
-                said = self.policy.log_probs([[ids + found.token_ids]], [[len(ids)]]).values_SL[0].tolist()
-            found.log_probs = said
-        text = self.tokenizer.decode(found.token_ids, skip_special_tokens=True)
-        return found, text, "stop" if ended(found.token_ids) else "length"
-
-    def _completions(self, body: dict[str, Any]) -> dict[str, Any]:
-        choices = []
-        for g in range(body["n"]):
-            found, text, reason = self._sampled(body["prompt"], body["max_tokens"], body["seed"] + g, body)
-            names = [
-                f"token_id:{i}" if "return_token_ids" in body else self.tokenizer.decode([i]) for i in found.token_ids
-            ]
-            choice: dict[str, Any] = {"index": g, "text": text, "finish_reason": reason, "stop_reason": None}
-            choice["logprobs"] = None
-            if body.get("logprobs") is not None:
-                choice["logprobs"] = {
-                    "text_offset": [0] * len(names),
-                    "token_logprobs": found.log_probs,
-                    "tokens": names,
-                    "top_logprobs": [{name: x} for name, x in zip(names, found.log_probs, strict=True)],
-                }
-            if body.get("return_token_ids"):
-                choice |= {"token_ids": found.token_ids, "prompt_token_ids": body["prompt"]}
-            choices.append(choice)
-        choices = choices[1:] + choices[:1]  # in no particular order
-        return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": choices}
-
-    def _generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        completions = []
-        for ids, sampling in zip(body["input_ids"], body["sampling_params"], strict=True):
-            found, text, reason = self._sampled(ids, sampling["max_new_tokens"], sampling["sampling_seed"], sampling)
-            length = {"type": "length", "length": len(found.token_ids)}
-            meta: dict[str, Any] = {
-                "id": "1",
-                "finish_reason": length if reason == "length" else {"type": "stop", "matched": found.token_ids[-1]},
-                "prompt_tokens": len(ids),
-                "completion_tokens": len(found.token_ids),
-                "weight_version": self.version or "default",
-            }
-            if body["return_logprob"]:
-                pairs = zip(found.log_probs, found.token_ids, strict=True)
-                meta["output_token_logprobs"] = [[x, i, None] for x, i in pairs]
-            completions.append({"text": text, "output_ids": found.token_ids, "meta_info": meta})
-        return completions
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +62,8 @@ def serving(
     server: dict[str, Any] | None = None,
     folder: Path | None = None,
     **settings: Any,
-) -> Iterator[tuple[HttpGenerator, Served, Loopback]]:
-    served = Served(policy, tokenizer, raw=raw)
+) -> Iterator[tuple[HttpGenerator, ServedPolicy, Loopback]]:
+    served = ServedPolicy(policy, tokenizer, raw=raw)
     with Loopback(served) as loopback:
         made = HttpGenerator(
             policy,
@@ -275,9 +164,8 @@ def test_stop_strings_and_the_room_that_is_left(policy: PolicyModel, tiny_tokeni
 
 def test_no_more_requests_at_a_time_than_were_allowed(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with serving(policy, tiny_tokenizer, server={"max_concurrency": 2}) as (generator, served, loopback):
-        served.delay = 0.05
         generator.generate(PROMPTS * 3, IDS * 3, num_completions=1, seed=1)
-        assert served.most_at_once == 2 and len(loopback.requests) == 9
+        assert served.most_at_once <= 2 and len(loopback.requests) == 9
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
@@ -289,40 +177,30 @@ def test_a_busy_or_restarting_server_is_asked_again(policy: PolicyModel, tiny_to
         assert len(loopback.requests) == 4
 
 
-def test_a_server_that_fails_is_named_in_time(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    with serving(policy, tiny_tokenizer, server={"timeout_seconds": 0.6}) as (generator, served, loopback):
-        served.delay = 5.0
-        start = time.monotonic()
-        with pytest.raises(GenerationError, match="not answered in time") as caught:
-            generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
-        assert time.monotonic() - start < 4.0
-        assert loopback.url in str(caught.value) and "2 completions of at most 12 tokens" in str(caught.value)
-        assert "resume" in str(caught.value)
-    with serving(policy, tiny_tokenizer, server={"max_retries": 1}) as (generator, served, _):
-        served.statuses = [500] * 100
-        with pytest.raises(GenerationError, match="500"):
-            generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
+@pytest.mark.parametrize(
+    ("statuses", "what", "num_requests"),
+    [
+        ([500] * 9, "(?s)500.*2 completions of at most 12 tokens.*row 0", 2),
+        ([None] * 9, "(?s)cannot be reached.*resume the run", 2),
+        ([400], r"(?s)told to say 400.*row 0.*longest sequence", 1),
+    ],
+)
+def test_a_server_that_fails_is_named(
+    policy: PolicyModel, tiny_tokenizer: Any, statuses: list[Any], what: str, num_requests: int
+) -> None:
     with serving(policy, tiny_tokenizer, server={"max_retries": 1}) as (generator, served, loopback):
-        served.statuses = [None] * 100
-        with pytest.raises(GenerationError, match="cannot be reached"):
-            generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
-    with pytest.raises(GenerationError, match="cannot be reached"):  # it is gone altogether
-        HttpGenerator(policy, tiny_tokenizer, section(loopback.url, max_retries=1), end_ids=ENDS).generate(
-            PROMPTS, IDS, num_completions=2, seed=1
-        )
-
-
-def test_a_refusal_is_told_at_once(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    with serving(policy, tiny_tokenizer) as (generator, served, loopback):
-        served.statuses = [400]
-        with pytest.raises(GenerationError, match=r"(?s)told to say 400.*row 0.*longest sequence"):
+        served.statuses = statuses
+        with pytest.raises(GenerationError, match=what) as caught:
             generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
-        assert len(loopback.requests) == 1
+        assert loopback.url in str(caught.value) and len(loopback.requests) == num_requests
 
 
-def _drop(reply: Any) -> Any:
-    reply["choices"].pop()
-    return reply
+def test_a_server_that_hangs_is_given_up(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    with serving(policy, tiny_tokenizer, server={"timeout_seconds": 0.3}) as (generator, served, _):
+        served.go.clear()
+        with pytest.raises(GenerationError, match="not answered in time"):
+            generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
+        served.go.set()
 
 
 def _each(**changes: Any) -> Callable[[Any], Any]:
@@ -334,35 +212,23 @@ def _each(**changes: Any) -> Callable[[Any], Any]:
     return change
 
 
-def _said(change: Callable[[list[float]], Any]) -> Callable[[Any], Any]:
-    return _each(
-        logprobs=lambda choice: choice["logprobs"] | {"token_logprobs": change(choice["logprobs"]["token_logprobs"])}
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda _: [], "another form"),
-        (lambda _: {"object": "error"}, "choices"),
-        (lambda reply: reply | {"choices": ["text"] * 2}, "another form"),
-        (_drop, "choices with the indices|1 completions instead of 2"),
+        (
+            lambda reply: reply | {"choices": reply["choices"][:1]},
+            "choices with the indices|1 completions instead of 2",
+        ),
         (_each(index=0), "indices"),
-        (_each(finish_reason="content_filter"), "content_filter"),
         (_each(finish_reason="abort"), "broke the completion off"),
         (_each(token_ids=[VOCABULARY]), f"{VOCABULARY}"),
-        (_each(token_ids=[1.5]), "1.5"),
-        (_each(token_ids="text"), "the token id"),
         (_each(token_ids=[5] * 13), "13 tokens, at most 12"),
         (_each(token_ids=lambda choice: choice["token_ids"][:-1]), "log-probabilities for"),
         (_each(prompt_token_ids=[1, 2]), "another prompt"),
-        (_each(logprobs=None), "token_logprobs"),
-        (_said(lambda said: [None] * len(said)), "log-probabilities that are not finite"),
-        (_said(lambda said: [0.5] * len(said)), "log-probabilities that are not finite"),
         (_each(token_ids=None, logprobs=None), "which tokens it sampled"),
     ],
-)  # fmt: skip
-def test_a_completion_that_is_malformed_is_refused(
+)
+def test_a_response_that_does_not_fit_the_request_is_refused(
     policy: PolicyModel, tiny_tokenizer: Any, change: Callable[[Any], Any], what: str
 ) -> None:
     with serving(policy, tiny_tokenizer) as (generator, served, loopback):
@@ -372,54 +238,57 @@ def test_a_completion_that_is_malformed_is_refused(
         assert loopback.url in str(caught.value) and "row 0" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda reply: reply[:1], "1 completions instead of 2"),
-        (lambda reply: [part | {"output_ids": [7] * 9} for part in reply], "others than those"),
-        (
-            lambda reply: [part | {"meta_info": {"finish_reason": {"type": "stop"}}} for part in reply],
-            "output_token_logprobs",
-        ),
-        (lambda reply: [{"text": part["text"]} for part in reply], "meta_info"),
-    ],
-)
-def test_a_completion_of_sglang_that_is_malformed_is_refused(
-    policy: PolicyModel, tiny_tokenizer: Any, change: Callable[[Any], Any], what: str
+def places(document: Any, *above: str | int) -> list[tuple[str | int, ...]]:
+    """The place of every value in a document of JSON."""
+    if isinstance(document, dict | list):
+        inside = document.items() if isinstance(document, dict) else enumerate(document)
+        return [above, *(place for key, value in inside for place in places(value, *above, key))]
+    return [above]
+
+
+ANYTHING = st.sampled_from([None, True, "text", -1, 10**9, 1.5, 0.5, [], [None], {}, {"a": 1}])
+RESPONSES: dict[str, Any] = {}
+
+
+@hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(backend=st.sampled_from(["vllm", "sglang"]), number=st.integers(0, 999), value=ANYTHING)
+def test_whatever_a_server_says_is_a_well_formed_completion_or_an_error(
+    policy: PolicyModel, tiny_tokenizer: Any, backend: str, number: int, value: Any
 ) -> None:
-    with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
-        served.change = change
-        with pytest.raises(GenerationError, match=what):
-            generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
+    """One value of its response, wherever it stands, is another."""
+
+    def spoilt(asked: Asked) -> Any:
+        if backend not in RESPONSES:
+            RESPONSES[backend] = ServedPolicy(policy, tiny_tokenizer)(asked)[1]
+        reply = copy.deepcopy(RESPONSES[backend])
+        inside = places(reply)[1:]
+        *above, last = inside[number % len(inside)]
+        inner = reply
+        for key in above:
+            inner = inner[key]
+        inner[last] = value
+        return 200, reply
+
+    with Loopback(spoilt) as loopback:
+        generator = HttpGenerator(
+            policy, tiny_tokenizer, section(loopback.url, backend=backend, max_retries=0), end_ids=ENDS
+        )
+        try:
+            completions = completions_of(generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1))
+        except GenerationError:
+            return
+    assert len(completions) == 2
+    for completion in completions:
+        assert completion.log_probs is not None and len(completion.log_probs) == len(completion.token_ids) <= 12
+        assert all(type(i) is int and 0 <= i < VOCABULARY for i in completion.token_ids)
+        assert all(math.isfinite(x) and x <= 0.01 for x in completion.log_probs)
 
 
-def test_older_forms_with_the_same_tokens(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    with serving(policy, tiny_tokenizer) as (generator, served, _):
-        want = generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
-        served.change = _each(token_ids=None, prompt_token_ids=None)  # vLLM before 0.10.2: names in logprobs
-        assert generator.generate(PROMPTS, IDS, num_completions=2, seed=1) == want
+def test_a_trimmed_stop_token_was_sampled_nevertheless(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
         want = generator.generate(PROMPTS, IDS, num_completions=1, seed=1)
-        served.change = lambda reply: reply[0] | {"output_ids": reply[0]["output_ids"][:-1]}  # a trimmed stop token
+        served.change = lambda reply: reply[0] | {"output_ids": reply[0]["output_ids"][:-1]}
         assert generator.generate(PROMPTS, IDS, num_completions=1, seed=1) == want
-
-
-@pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_empty_completions(policy: PolicyModel, tiny_tokenizer: Any, backend: str) -> None:
-    def empty(reply: Any) -> Any:
-        for part in reply if backend == "sglang" else reply["choices"]:
-            if backend == "sglang":
-                part |= {"text": "", "output_ids": [], "meta_info": part["meta_info"] | {"output_token_logprobs": []}}
-            else:
-                part |= {"text": "", "token_ids": [], "logprobs": {"tokens": [], "token_logprobs": []}}
-        return reply
-
-    with serving(policy, tiny_tokenizer, backend=backend) as (generator, served, _):
-        served.change = empty
-        completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
-        assert all(
-            (completion.token_ids, completion.text, completion.log_probs) == ((), "", ()) for completion in completions
-        )
 
 
 def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: PolicyModel, tiny_tokenizer: Any) -> None:
@@ -440,8 +309,6 @@ def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: Po
             assert generator.metrics() == {"num_retokenized": 6, "num_retokenized_apart": 6 * apart}
             generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
             assert generator.metrics() == {"num_retokenized": 7, "num_retokenized_apart": 7 * apart}
-    with pytest.raises(ConfigError, match="top_k"):
-        HttpGenerator(policy, tiny_tokenizer, section(backend="openai", top_k=4), end_ids=ENDS)
 
 
 def test_the_key_comes_from_the_environment(
@@ -488,7 +355,7 @@ def test_weights_that_did_not_arrive_stop_the_run(
 ) -> None:
     sync: dict[str, Any] = {"server": {"weight_sync": "folder"}, "folder": tmp_path / "weights"}
     with serving(policy, tiny_tokenizer, backend="sglang", **sync) as (generator, served, _):
-        monkeypatch.setattr(Served, "_load", lambda self, folder: None)
+        monkeypatch.setattr(ServedPolicy, "_load", lambda self, folder: None)
         with pytest.raises(GenerationError, match=r"(?s)not those of the policy.*version 4"):
             generator.load_weights(moved(policy, 0.3), 4)
         served.change = lambda reply: {"success": False, "message": "no such folder"}
@@ -496,7 +363,9 @@ def test_weights_that_did_not_arrive_stop_the_run(
             generator.load_weights(policy, 5)
     with serving(policy, tiny_tokenizer, backend="sglang", **sync) as (generator, served, _):
         served.change = lambda reply: reply
-        monkeypatch.setattr(Served, "version", property(lambda self: "3", lambda self, value: None), raising=False)
+        monkeypatch.setattr(
+            ServedPolicy, "version", property(lambda self: "3", lambda self, value: None), raising=False
+        )
         with pytest.raises(GenerationError, match="the server says version 3"):
             generator.load_weights(policy, 4)
     with serving(policy, tiny_tokenizer, **sync) as (generator, served, _):
@@ -519,8 +388,9 @@ def test_log_probs_at_another_temperature_are_found(policy: PolicyModel, tiny_to
         )
 
 
-@pytest.mark.parametrize(("backend", "unusable"), [("vllm", True), ("sglang", False)])
-@pytest.mark.parametrize("filters", [{"top_p": 0.5}, {"top_k": 3}])
+@pytest.mark.parametrize(
+    ("backend", "unusable", "filters"), [("vllm", True, {"top_p": 0.5}), ("sglang", False, {"top_k": 3})]
+)
 def test_log_probs_after_top_p_and_top_k_are_not_taken_for_those_before(
     policy: PolicyModel,
     tiny_tokenizer: Any,

@@ -260,18 +260,6 @@ def test_what_was_opened_is_closed_when_something_is_wrong(
     assert held <= set(opened.closed)
 
 
-def test_a_checkpoint_that_cannot_be_loaded_leaves_nothing_open(
-    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from treeward.rl.grpo import grpo
-
-    grpo(tiny_grpo("grpo.max_num_steps=1", "checkpointing.save_optimizer=false"), show_progress=False)
-    opened = Opened(monkeypatch)
-    with pytest.raises(CheckpointError, match="without its optimiser"):
-        grpo(tiny_grpo("grpo.max_num_steps=1"), show_progress=False)
-    assert {"generator", "rewards"} <= set(opened.closed)
-
-
 def test_the_reference_is_the_policy_that_the_run_begins_with(tiny_grpo: Make) -> None:
     from treeward.rl.grpo import grpo
 
@@ -340,13 +328,6 @@ def test_the_same_policy_may_be_named_otherwise_or_lie_elsewhere(
     assert [identity._with_weights(name) for name in ("unknown", "hub/name", None)] == ["unknown", "hub/name", None]
 
 
-def test_policy_and_reference_are_told_apart(tiny_grpo: Make, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "treeward.rl"):
-        set_up(tiny_grpo()).close()
-    said = [record.getMessage() for record in caplog.records if " parameters, as " in record.getMessage()]
-    assert [text.partition(":")[0] for text in said] == ["The policy", "The reference, which stays as it is"]
-
-
 def test_a_classifier_is_no_policy(tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
     from signed import write_signed_model
 
@@ -358,8 +339,3 @@ def test_a_classifier_is_no_policy(tiny_grpo: Make, tiny_tokenizer: Any, tmp_pat
 def test_what_is_remarkable_is_said(tiny_grpo: Make, caplog: pytest.LogCaptureFixture) -> None:
     tiny_grpo("policy.generation.backend=vllm")
     assert "the policy itself samples" in caplog.text
-
-
-def test_wrong_configuration_is_told_before_anything_is_loaded(tiny_grpo: Make) -> None:
-    with pytest.raises(ConfigError, match="max_rollout_turns|several turns"):
-        tiny_grpo("grpo.max_rollout_turns=2")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from treeward.rl.grpo import grpo
 from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.validation import Validation, ranking_remark, validate
 
@@ -158,13 +157,6 @@ def test_ranking_by_rewards_that_move_is_remarked_on(tiny_grpo: Make, options: S
     with contextlib.closing(set_up(tiny_grpo(*options))) as run:
         remark = ranking_remark(run)
     assert (remark is None) if said is None else (remark is not None and remark.endswith(f"rank by {said}"))
-
-
-def test_the_run_says_so_when_it_begins(tiny_grpo: Make, caplog: pytest.LogCaptureFixture) -> None:
-    moving = ("env={planted: {type: planted.Counting}}", "grpo.max_num_steps=1")
-    grpo(tiny_grpo(*moving, "checkpointing.metric_name=val:reward"), show_progress=False)
-    (said,) = [record.message for record in caplog.records if "early and late ones do not compare" in record.message]
-    assert said.startswith("checkpointing.metric_name: val:reward ranks checkpoints")
 
 
 def test_told_to_stop_it_measures_nothing(opened: Callable[..., GRPOSetup]) -> None:

@@ -1,7 +1,6 @@
 """`EnvironmentRunner`: from groups of completions to their rewards, by one environment or several side by side.
 
-    runner = make_environment_runner(env_section, {"reward_model": 1.0}, gold="judge", timeout_seconds=600)
-    runner.check(prompts)                                # every row names environments that exist
+    runner = make_environment_runner(config, prompts)    # the environments that config and prompts name
     found = runner.reward(groups)                        # rewards_PG, raw_PG, by_environment, failures
     runner.gold(groups)                                  # (P, G), for watching; never trained on
 
@@ -22,7 +21,7 @@ import logging
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -30,7 +29,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from treeward.config.base import nearest_name
+from treeward.config.grpo import GRPOConfig
+from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.preference import Message
 from treeward.environments.hybrid import weighted_sum
 from treeward.environments.interface import Environment, Reward, reward_metrics
@@ -38,8 +38,7 @@ from treeward.environments.registry import make_named, sections_of
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
 from treeward.rl.experience import CompletionGroup, Prompt, batch_shape
 
-__all__ = ["EnvironmentRunner", "GroupRewards", "chosen_names", "environment_metrics", "failure_summary"]
-__all__ += ["make_environment_runner"]
+__all__ = ["EnvironmentRunner", "GroupRewards", "environment_metrics", "failure_summary", "make_environment_runner"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class EnvironmentRunner:
     ) -> None:
         self.timeout_seconds, self.missing = timeout_seconds, missing
         self._workers = {name: _Worker(name, environment) for name, environment in environments.items()}
-        self._default = _checked(weights, environments, missing, ConfigError, "grpo", "environments") if weights else {}
+        self._default = dict(weights)
         same = (self._workers[name] for name, environment in environments.items() if environment is gold)
         self._gold = None if gold is None else next(same, None) or _Worker("gold", gold)
         names = [environment.name for environment in environments.values()]
@@ -104,19 +103,13 @@ class EnvironmentRunner:
     def has_gold(self) -> bool:
         return self._gold is not None
 
-    def check(self, prompts: Iterable[Prompt]) -> None:
-        """Check that each prompt is rewarded by environments that exist. Raises `DataError` with the prompt's place."""
-        for prompt in prompts:
-            self._weights(prompt)
-
     def reward(self, groups: Sequence[CompletionGroup], *, update: bool = True) -> GroupRewards:
         """Rewards of every completion of every group.
 
         `update`: off in validation, whose completions then count in no running statistics. Raises `ConfigError`,
-        `ModelError` or `CheckpointError` for an environment that is wrong itself, and `DataError` for a prompt that
-        chooses an unknown one; the states are then as before.
+        `ModelError` or `CheckpointError` for an environment that is wrong itself; the states are then as before.
         """
-        weights_P = [self._weights(group.prompt) for group in groups]
+        weights_P = [_choice(group.prompt) or self._default for group in groups]
         places: dict[str, list[Place]] = defaultdict(list)
         for p, group in enumerate(groups):
             for name in weights_P[p]:
@@ -228,18 +221,6 @@ class EnvironmentRunner:
             logger.warning("%d of %d completions have no reward: %s", len(failures), len(values), said)
         return GroupRewards(_tensor(values, groups), _tensor(raws, groups), by_environment, failures)
 
-    def _weights(self, prompt: Prompt) -> dict[str, float]:
-        chosen = _choice(prompt, self._workers, self.missing)
-        if chosen is None and not self._default:
-            raise DataError(
-                "the prompt chooses no environment, and there is no default",
-                where=prompt.where,
-                field=CHOICE,
-                got="nothing",
-                need=f"one of {', '.join(self._workers)}; or a default, in grpo.environments or data.env_name",
-            )
-        return self._default if chosen is None else chosen
-
 
 class _Worker:
     """One environment, called in threads. `state`: after the last step that counts."""
@@ -273,48 +254,29 @@ class _Worker:
         self.state = copy.deepcopy(dict(state))
 
 
-def chosen_names(prompts: Iterable[Prompt], env_section: Mapping[str, Any]) -> tuple[str, ...]:
-    """The environments that prompts choose for themselves, in order.
+def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
+    """The runner of a run, with those environments of the section `env` that it or one of its prompts uses.
 
-    Raises `DataError`, with the prompt's place, for one that the section `env` does not have.
+    They are made in this process or, those in `grpo.environments_on_ray`, in a Ray actor, whose reward model has
+    workers of its own. Raises `DataError` for a prompt that cannot be rewarded, and what making an environment raises;
+    those that were made are then shut down.
     """
-    there = sections_of(env_section)
-    names: dict[str, None] = {}
+    grpo, default = config.grpo, config.default_environments
+    used = dict.fromkeys((*default, *config.named_environments))
     for prompt in prompts:
-        names |= dict.fromkeys(_choice(prompt, there, "mask") or ())
-    return tuple(names)
-
-
-def make_environment_runner(
-    env_section: Mapping[str, Any],
-    weights: Mapping[str, float],
-    *,
-    names: Iterable[str] = (),
-    gold: str | None = None,
-    on_ray: Collection[str] = (),
-    timeout_seconds: float | None = 600.0,
-    missing: Missing = "mask",
-) -> EnvironmentRunner:
-    """The runner of a run, with only those environments of the section `env` that are used.
-
-    Used are those of `weights` and `gold`, and `names`, which rows may choose. They are made in this process, or, those
-    in `on_ray`, in a Ray actor, whose reward model has workers of its own. Raises `ConfigError` for a name that the
-    section does not have, and what making one raises; those that were made are then shut down.
-    """
-    used = list(dict.fromkeys((*weights, *names)))
-    everything = dict.fromkeys((*used, *(() if gold is None else (gold,))))
-    sections = sections_of(env_section)
-    _checked(dict.fromkeys((*everything, *on_ray), 1.0), sections, "mask", ConfigError, "env", "name")
+        used |= dict.fromkeys(_checked(prompt, default, grpo))
+    sections = sections_of(config.env)
+    everything = [*used, *(() if grpo.gold_environment is None else (grpo.gold_environment,))]
     made: dict[str, Environment] = {}
     try:
         for name in everything:
-            made[name] = _made(name, sections[name], on_ray=name in on_ray)
+            made[name] = _made(name, sections[name], on_ray=name in grpo.environments_on_ray)
         return EnvironmentRunner(
             {name: made[name] for name in used},
-            weights,
-            gold=None if gold is None else made[gold],
-            timeout_seconds=timeout_seconds,
-            missing=missing,
+            default,
+            gold=None if grpo.gold_environment is None else made[grpo.gold_environment],
+            timeout_seconds=grpo.environment_timeout_seconds,
+            missing=grpo.missing_rewards,
         )
     except BaseException:
         for environment in made.values():
@@ -374,49 +336,28 @@ def _in_thread(work: Callable[[], Result], *, after: Future[Any] | None = None) 
     return future
 
 
-def _choice(prompt: Prompt, there: Collection[str], missing: Missing) -> dict[str, float] | None:
-    """Weights by name, as the prompt itself says; None where it says nothing."""
-    chosen = prompt.info.get(CHOICE)
-    if chosen is None:
-        return None
-    weights = {chosen: 1.0} if isinstance(chosen, str) else chosen
-    return _checked(weights, there, missing, DataError, prompt.where, CHOICE)
+def _choice(prompt: Prompt) -> dict[str, float]:
+    """Weights by name, as the prompt itself says; empty where it says nothing."""
+    chosen = prompt.info.get(CHOICE) or {}
+    return {chosen: 1.0} if isinstance(chosen, str) else dict(chosen)
 
 
-def _checked(
-    weights: Any,
-    there: Collection[str],
-    missing: Missing,
-    kind: type[ConfigError | DataError],
-    where: str | None,
-    field: str,
-) -> dict[str, float]:
-    """Weights by name: finite numbers, of environments that exist."""
-    if not isinstance(weights, Mapping) or not weights:
-        need = "a name, or names with weights"
-        raise kind("this chooses no environment", where=where, field=field, got=weights, need=need)
-    for name, weight in weights.items():
-        if name not in there:
-            near = nearest_name(str(name), there)
-            raise kind(
-                "there is no such environment",
-                where=where,
-                field=field,
-                got=name,
-                need=f"one of {', '.join(there) or 'none'}",
-                fix=f"did you mean {near}?" if near else None,
-            )
-        number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
-        if not number or (missing == "renormalise" and weight <= 0):
-            above = ", above 0 for missing: renormalise" if missing == "renormalise" else ""
-            raise kind(
-                "an environment's weight cannot be used",
-                where=where,
-                field=f"{field}.{name}",
-                got=weight,
-                need=f"a finite number{above}",
-            )
-    return {name: float(weight) for name, weight in weights.items()}
+def _checked(prompt: Prompt, default: Mapping[str, float], grpo: GRPOConfig) -> dict[str, float]:
+    """The prompt's choice; reading the data has checked that its environments exist, and their weights."""
+    chosen = _choice(prompt)
+    gold, weights = grpo.gold_environment, chosen or default
+    renormalises = grpo.missing_rewards == "renormalise"
+    for is_wrong, summary, got, need in (
+        (not weights, "the prompt chooses no environment, and there is no default", "nothing",
+         "a name; or a default, in grpo.environments or data.env_name"),
+        (gold in chosen, "a prompt is rewarded by the gold environment, which then could not show over-optimisation",
+         gold, "another environment than grpo.gold_environment"),
+        (renormalises and min(weights.values(), default=1.0) <= 0, "an environment's weight cannot be renormalised",
+         weights, "weights above 0, for grpo.missing_rewards: renormalise"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise DataError(summary, where=prompt.where, field=CHOICE, got=got, need=need)
+    return chosen
 
 
 def _samples(

@@ -8,9 +8,9 @@
 Prompts are sent, and completions are read, as token ids: the trainer learns from the tokens that were sampled. A server
 that fails, or whose response does not fit the request, is a `GenerationError` within `timeout_seconds`.
 
-- vLLM: `/v1/completions` with `return_token_ids` (0.10.2 and later; earlier versions have `return_tokens_as_token_ids`,
-  which is sent too). The seed of a completion is the request's plus its index. Log-probabilities are those of the raw
-  logits at temperature 1, or with `--logprobs-mode processed_logprobs` those after temperature, top-k and top-p.
+- vLLM: `/v1/completions` with `return_token_ids` (0.10.2 and later). The seed of a completion is the request's plus its
+  index. Log-probabilities are those of the raw logits at temperature 1, or with `--logprobs-mode processed_logprobs`
+  those after temperature, top-k and top-p.
 - SGLang: `/generate` with `input_ids`, one for each completion with its own seed, which the server heeds with
   `--enable-deterministic-inference`. Log-probabilities are at the temperature, before top-k and top-p, unless
   `SGLANG_RETURN_ORIGINAL_LOGPROB` is set.
@@ -23,7 +23,6 @@ import asyncio
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +64,6 @@ _RAW_FIX = (
     "they are those at temperature 1: start vLLM with --logprobs-mode processed_logprobs, or SGLang without "
     "SGLANG_RETURN_ORIGINAL_LOGPROB"
 )
-_NAMED_ID = re.compile(r"token_id:(\d+)")
 _ROUNDING = 1e-2
 """A server that computes in bfloat16 may give log-probabilities so much above 0."""
 
@@ -392,7 +390,7 @@ def _request_of(
     if log_probs or config.backend == "openai":
         body["logprobs"] = 1
     if config.backend == "vllm":
-        body |= {**extended, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        body |= {**extended, "return_token_ids": True}
     return "/v1/completions", body
 
 
@@ -423,14 +421,11 @@ def _of_completions(choice: Mapping[str, Any], request: _Request, log_probs: boo
     said = choice.get("logprobs") or {}
     names, numbers = said.get("tokens"), said.get("token_logprobs")
     ids, text = choice.get("token_ids"), choice.get("text") or ""
-    if ids is None and names is not None:  # the form of older versions of vLLM
-        named = [_NAMED_ID.fullmatch(str(name)) for name in names]
-        ids = [int(name[1]) for name in named if name is not None] if all(named) and (named or not text) else None
     if ids is None:
         return _Served(None, None, truncated, text, None if names is None else len(names))
     if log_probs and numbers is None:
         raise _Malformed("no list logprobs.token_logprobs")
-    return _Served(list(ids), list(numbers) if log_probs else None, truncated, text)
+    return _Served(list(ids), list(numbers or ()) if log_probs else None, truncated, text)
 
 
 def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> _Served:

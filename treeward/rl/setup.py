@@ -23,14 +23,12 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
-from treeward.errors import DataError
 from treeward.model.checks import check_policy, check_positions
 from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
 from treeward.model.policy_loading import build_policy, export_policy, load_policy
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import DTYPES
-from treeward.rl.environment_runner import CHOICE, EnvironmentRunner, chosen_names, make_environment_runner
-from treeward.rl.experience import Prompt
+from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.identity import identity_of
@@ -117,7 +115,8 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     with contextlib.ExitStack() as opened:
-        rewards = _make_rewards(config, prompts, held_out)
+        every_prompt = [*prompts.prompts, *(() if held_out is None else held_out.prompts)]
+        rewards = make_environment_runner(config, every_prompt)
         opened.callback(rewards.shutdown)
         policy = _load_policy(config, tokenizer, checkpoint)
         check_positions(policy, config.policy.max_total_sequence_length)
@@ -153,43 +152,6 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         )
         opened.pop_all()
     return run
-
-
-def _make_rewards(config: GRPORunConfig, prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> EnvironmentRunner:
-    """The environments, which must know every prompt's choice before anything slow begins."""
-    grpo = config.grpo
-    every_prompt = [*prompts.prompts, *(() if held_out is None else held_out.prompts)]
-    _check_gold(config, every_prompt)
-    rewards = make_environment_runner(
-        config.env,
-        config.default_environments,
-        names=(*config.named_environments, *chosen_names(every_prompt, config.env)),
-        gold=grpo.gold_environment,
-        on_ray=grpo.environments_on_ray,
-        timeout_seconds=grpo.environment_timeout_seconds,
-        missing=grpo.missing_rewards,
-    )
-    try:
-        rewards.check(every_prompt)
-    except BaseException:
-        rewards.shutdown()
-        raise
-    return rewards
-
-
-def _check_gold(config: GRPORunConfig, every_prompt: Sequence[Prompt]) -> None:
-    """That no row chooses the environment that is only watched; the configuration has been checked already."""
-    gold = config.grpo.gold_environment
-    for prompt in () if gold is None else every_prompt:
-        if gold in chosen_names([prompt], config.env):
-            raise DataError(
-                "a prompt is rewarded by the gold environment, which then could not show over-optimisation",
-                where=prompt.where,
-                field=CHOICE,
-                got=gold,
-                need="another environment than grpo.gold_environment",
-                fix="change the row, or set grpo.gold_environment=null",
-            )
 
 
 def _load_policy(

@@ -1,0 +1,139 @@
+"""`ServedPolicy`: a server of completions as vLLM, SGLang or OpenAI has it, which samples from a real small model.
+
+served = ServedPolicy(policy, tokenizer)
+with Loopback(served) as loopback:
+    ...                                  # a generator at loopback.url
+served.policy                            # the weights that it was given last
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from loopback import Asked
+from transformers import AutoModelForCausalLM
+
+from treeward.model.policy_model import PolicyModel
+from treeward.rl.sampling import Row, sample, uniforms
+
+__all__ = ["ServedPolicy"]
+
+
+class ServedPolicy:
+    """`change(reply)` alters its responses; `statuses` come before any of them; None closes the connection."""
+
+    def __init__(self, policy: PolicyModel | None, tokenizer: Any, *, raw: bool = False) -> None:
+        self.policy, self.tokenizer, self.raw = copy.deepcopy(policy), tokenizer, raw
+        self.change: Callable[[Any], Any] = lambda reply: reply
+        self.statuses: list[Any] = []
+        self.version: str | None = None
+        self.go = threading.Event()
+        self.go.set()
+        self.most_at_once = self._at_once = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, asked: Asked) -> Any:
+        with self.lock:
+            status = self.statuses.pop(0) if self.statuses else 200
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            assert self.go.wait(60)
+            if status is None:
+                return None
+            if status != 200:
+                return status, {"error": {"message": f"told to say {status}"}}
+            with self.lock:
+                return self._completion(asked)
+        finally:
+            with self.lock:
+                self._at_once -= 1
+
+    def _completion(self, asked: Asked) -> Any:
+        body = asked.json
+        if asked.path == "/v1/completions":
+            return 200, self.change(self._completions(body))
+        if asked.path == "/generate":
+            return 200, self.change(self._generate(body))
+        if asked.path == "/update_weights_from_disk":
+            self._load(body["model_path"])
+            self.version = body["weight_version"]
+            return 200, self.change({"success": True, "message": "Succeeded to update model weights."})
+        if asked.path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self._load(body["kwargs"]["weights_path"])
+            return 200, {"results": [None]}
+        if asked.path == "/reset_prefix_cache":
+            return 200, b""
+        return 404, {"detail": "Not Found"}
+
+    def _load(self, folder: str) -> None:
+        assert [path.name for path in Path(folder).parent.iterdir() if path.suffix == ".partial"] == []
+        self.policy = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+    def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[Row, str, str]:
+        ends, stops = set(sampling.get("stop_token_ids", [])) | {0}, sampling.get("stop", [])
+
+        def ended(tokens: list[int]) -> bool:
+            return tokens[-1] in ends or any(stop in self.tokenizer.decode(tokens) for stop in stops)
+
+        assert self.policy is not None, "asked before it had weights"
+        found = Row(tuple(ids), most, uniforms(seed, 0, 0, most))
+        sample(
+            self.policy,
+            [found],
+            ended=ended,
+            temperature=sampling["temperature"],
+            top_p=sampling["top_p"],
+        )
+        if self.raw:
+            with torch.no_grad():
+                said = self.policy.log_probs([[ids + found.token_ids]], [[len(ids)]]).values_SL[0].tolist()
+            found.log_probs = said
+        text = self.tokenizer.decode(found.token_ids, skip_special_tokens=True)
+        return found, text, "stop" if ended(found.token_ids) else "length"
+
+    def _completions(self, body: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for g in range(body["n"]):
+            found, text, reason = self._sampled(body["prompt"], body["max_tokens"], body["seed"] + g, body)
+            names = [
+                f"token_id:{i}" if "return_token_ids" in body else self.tokenizer.decode([i]) for i in found.token_ids
+            ]
+            choice: dict[str, Any] = {"index": g, "text": text, "finish_reason": reason, "stop_reason": None}
+            choice["logprobs"] = None
+            if body.get("logprobs") is not None:
+                choice["logprobs"] = {
+                    "text_offset": [0] * len(names),
+                    "token_logprobs": found.log_probs,
+                    "tokens": names,
+                    "top_logprobs": [{name: x} for name, x in zip(names, found.log_probs, strict=True)],
+                }
+            if body.get("return_token_ids"):
+                choice |= {"token_ids": found.token_ids, "prompt_token_ids": body["prompt"]}
+            choices.append(choice)
+        choices = choices[1:] + choices[:1]  # in no particular order
+        return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": choices}
+
+    def _generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        completions = []
+        for ids, sampling in zip(body["input_ids"], body["sampling_params"], strict=True):
+            found, text, reason = self._sampled(ids, sampling["max_new_tokens"], sampling["sampling_seed"], sampling)
+            length = {"type": "length", "length": len(found.token_ids)}
+            meta: dict[str, Any] = {
+                "id": "1",
+                "finish_reason": length if reason == "length" else {"type": "stop", "matched": found.token_ids[-1]},
+                "prompt_tokens": len(ids),
+                "completion_tokens": len(found.token_ids),
+                "weight_version": self.version or "default",
+            }
+            if body["return_logprob"]:
+                pairs = zip(found.log_probs, found.token_ids, strict=True)
+                meta["output_token_logprobs"] = [[x, i, None] for x, i in pairs]
+            completions.append({"text": text, "output_ids": found.token_ids, "meta_info": meta})
+        return completions
