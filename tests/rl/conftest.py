@@ -1,13 +1,29 @@
-"""What tests of the loop share: what a run came to."""
+"""What tests of policy optimisation share: runs that are set up, and what a run came to."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture
+def opened(tiny_grpo: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Sets up runs of the tiny configuration, with overrides, and closes them at the end."""
+    from treeward.rl.setup import GRPOSetup, set_up
+
+    runs: list[GRPOSetup] = []
+
+    def make(*options: str) -> GRPOSetup:
+        runs.append(set_up(tiny_grpo("checkpointing.enabled=false", *options)))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,9 @@ import torch
 from treeward.errors import ModelError
 from treeward.rl.advantages import shaped_rewards
 from treeward.rl.rollouts import Rollouts, collect, sampling_seed
-from treeward.rl.setup import GRPOSetup, set_up
+from treeward.rl.setup import GRPOSetup
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture
-def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPOSetup]]:
-    runs: list[GRPOSetup] = []
-
-    def make(*options: str) -> GRPOSetup:
-        runs.append(set_up(tiny_grpo("checkpointing.enabled=false", *options)))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
 
 
 ENDS = ("policy.generation.stop_strings=[a, e, i, o]",)

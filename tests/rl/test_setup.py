@@ -106,26 +106,6 @@ def test_validation_prompts_that_are_trained_on_are_told(
     assert "1 of 2 validation prompts are trained on too" in caplog.text
 
 
-def test_an_unknown_environment_of_a_row_is_named(tiny_grpo: Make, write_prompts: Write) -> None:
-    config = tiny_grpo()
-    write_prompts("train.jsonl", ["Say sun.", {"prompt": "Say moon.", "environment": "plantd"}])
-    with pytest.raises(DataError, match="no such environment") as caught:
-        set_up(config)
-    assert "train.jsonl:2" in str(caught.value) and "planted" in str(caught.value)
-
-
-@pytest.mark.parametrize("file", ["train.jsonl", "held_out.jsonl"])
-@pytest.mark.parametrize("chosen", ["gold", {"planted": 1.0, "gold": 0.1}])
-def test_a_row_that_trains_on_gold_is_named(tiny_grpo: Make, write_prompts: Write, file: str, chosen: Any) -> None:
-    options = ("env.gold={type: custom, function: planted.length}", "grpo.environments=[planted]")
-    config = tiny_grpo(*options, "grpo.gold_environment=gold")
-    write_prompts(file, ["Say sun.", {"prompt": "Say moon.", "environment": chosen}])
-    with pytest.raises(DataError, match="rewarded by the gold environment") as caught:
-        set_up(config)
-    assert f"{file}:2" in str(caught.value)
-    set_up(tiny_grpo(*options)).close()  # nothing is gold, and the row may choose
-
-
 def test_a_policy_with_fewer_positions_is_refused(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The schema sees those of a `model_config` alone."""
     monkeypatch.setattr(rl_setup.PolicyModel, "max_positions", 95)
@@ -278,26 +258,6 @@ def test_the_reference_is_the_policy_that_the_run_begins_with(tiny_grpo: Make) -
     assert any(not torch.equal(a, b) for a, b in zip(begun, resumed.policy.parameters(), strict=True))
 
 
-def test_a_first_policy_that_was_replaced_is_noticed(tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """A resumed run would measure KL from another policy, or put its adapters beside other weights."""
-    from treeward.data.rendering import Renderer
-    from treeward.model.policy_loading import build_policy, export_policy
-    from treeward.rl.grpo import grpo
-
-    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    template = Renderer(tiny_tokenizer).chat_template
-    for seed in (1, 2):
-        loaded = build_policy({**fields, "num_attention_heads": 4}, tiny_tokenizer, seed=seed)
-        export_policy(loaded.model, tiny_tokenizer, tmp_path / "policy", chat_template=template)
-        options = ("~policy.model_config", "~policy.tokenizer", f"policy.model_name={tmp_path / 'policy'}")
-        if seed == 1:
-            grpo(tiny_grpo(*options, "grpo.max_num_steps=1"), show_progress=False)
-            grpo(tiny_grpo(*options, "grpo.max_num_steps=1"), show_progress=False)
-        else:
-            with pytest.raises(CheckpointError, match="of another run: the policy changed"):
-                grpo(tiny_grpo(*options), show_progress=False)
-
-
 def test_the_same_policy_may_be_named_otherwise_or_lie_elsewhere(
     tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +266,7 @@ def test_the_same_policy_may_be_named_otherwise_or_lie_elsewhere(
     from treeward.rl.grpo import grpo
 
     fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    loaded = build_policy({**fields, "num_attention_heads": 4}, tiny_tokenizer, seed=1)
+    loaded, other = (build_policy({**fields, "num_attention_heads": 4}, tiny_tokenizer, seed=seed) for seed in (1, 2))
     export_policy(
         loaded.model, tiny_tokenizer, tmp_path / "policy", chat_template=Renderer(tiny_tokenizer).chat_template
     )
@@ -324,6 +284,9 @@ def test_the_same_policy_may_be_named_otherwise_or_lie_elsewhere(
     Path("copy/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     with pytest.raises(CheckpointError, match="of another run: the policy changed"):
         set_up(tiny_grpo(*options("./copy")), checkpoint)  # the same weights compute something else
+    export_policy(other.model, tiny_tokenizer, Path("copy"), chat_template=Renderer(tiny_tokenizer).chat_template)
+    with pytest.raises(CheckpointError, match="of another run: the policy changed"):
+        set_up(tiny_grpo(*options("./copy")), checkpoint)  # other weights in the same folder
     Path("unknown").mkdir()
     assert [identity._with_weights(name) for name in ("unknown", "hub/name", None)] == ["unknown", "hub/name", None]
 
@@ -334,8 +297,3 @@ def test_a_classifier_is_no_policy(tiny_grpo: Make, tiny_tokenizer: Any, tmp_pat
     folder = write_signed_model(tmp_path / "model", tiny_tokenizer, seed=3, max_length=256)
     with pytest.raises(ModelError, match="classifier"):
         set_up(tiny_grpo("~policy.model_config", "~policy.tokenizer", f"policy.model_name={folder}"))
-
-
-def test_what_is_remarkable_is_said(tiny_grpo: Make, caplog: pytest.LogCaptureFixture) -> None:
-    tiny_grpo("policy.generation.backend=vllm")
-    assert "the policy itself samples" in caplog.text

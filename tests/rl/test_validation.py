@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -18,19 +18,6 @@ GOLD = (
     "grpo.gold_environment=gold",
     "grpo.environments=[planted]",
 )
-
-
-@pytest.fixture
-def opened(tiny_grpo: Make) -> Iterator[Callable[..., GRPOSetup]]:
-    runs: list[GRPOSetup] = []
-
-    def make(*options: str) -> GRPOSetup:
-        runs.append(set_up(tiny_grpo("checkpointing.enabled=false", *options)))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
 
 
 def measured(run: GRPOSetup) -> Validation:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeward.errors import ConfigError
-from treeward.training.order import TrainingOrder
+from treeward.training.order import EpochOrder, TrainingOrder
 
 # The order is one of rows, whatever they are: here a row says which it is.
 sizes = st.lists(st.integers(1, 12), min_size=1, max_size=3)
@@ -94,3 +94,24 @@ def test_the_last_batch_is_smaller() -> None:
 def test_weights_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="leaves no comparison of its set"):
         order_of([10], weights=[0.01], seed=0, batch_size=4)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(0, 40), max_size=6),
+    st.integers(0, 50),
+)
+def test_rows_are_drawn_one_epoch_after_the_other_whatever_each_step_takes(
+    sizes: list[int], seed: int, steps: list[int], start: int
+) -> None:
+    order, num_rows = EpochOrder(sizes, seed=seed), sum(sizes)
+    assert sorted(order.take(2 * num_rows, num_rows)) == list(range(num_rows))
+    uninterrupted = order.take(0, start + sum(steps))
+    resumed, drawn = EpochOrder(sizes, seed=seed), start
+    for count in steps:  # steps need not be alike: dynamic sampling draws more in some
+        assert resumed.take(drawn, count) == uninterrupted[drawn : drawn + count]
+        drawn += count
+    plain = EpochOrder([3], seed=0, shuffle=False)
+    assert plain.take(2, 8) == [2, 0, 1, 2, 0, 1, 2, 0] and plain.take(1, 0) == []

@@ -225,7 +225,7 @@ class GRPORun:
             "train/prompts_drawn": self.prompts_drawn,
             "train/computed_tokens": metrics.computed_tokens,
             "train/row_tokens": metrics.row_tokens,
-            "epoch": self.prompts_drawn / self.setup.order.prompts_per_epoch,
+            "epoch": self.prompts_drawn / self.setup.order.rows_per_epoch,
         }
 
     def _give_weights(self) -> None:

@@ -212,7 +212,7 @@ class HttpGenerator:
 
     def _wrong(self, path: str, got: str, asked: str, need: str) -> GenerationError:
         return GenerationError(
-            "the generator's answer does not fit the request",
+            "the generator's response does not fit the request",
             where=self._url + path,
             got=f"{got}; asked for {asked}",
             need=need,
@@ -405,7 +405,7 @@ def _completions_of(backend: str, reply: Any, request: _Request, *, vocabulary: 
                 raise _Malformed(f"choices with the indices {[choice['index'] for choice in choices]}")
             read = [_of_completions(choice, request, log_probs and backend == "vllm") for choice in choices]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise _Malformed(f"another form of answer: {error!r}") from error
+        raise _Malformed(f"another form of response: {error!r}") from error
     if len(read) != request.num_completions:
         raise _Malformed(f"{len(read)} completions instead of {request.num_completions}")
     for completion in read:

@@ -32,11 +32,11 @@ from treeward.rl.environment_runner import EnvironmentRunner, make_environment_r
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.identity import identity_of
-from treeward.rl.order import PromptOrder
 from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
+from treeward.training.order import EpochOrder
 from treeward.training.setup import find_tokenizer
 from treeward.training.state import check_identity
 
@@ -62,7 +62,7 @@ class GRPOSetup:
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
     prompts: EncodedPrompts
-    order: PromptOrder
+    order: EpochOrder
     validation: Sequence[EncodedPrompt]
     validation_sets: Sequence[str]
     generator: Generator
@@ -122,8 +122,14 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         check_positions(policy, config.policy.max_total_sequence_length)
         check_policy(policy, [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))])
         reference = _load_reference(config, tokenizer, policy) if config.needs_reference else None
-        order = PromptOrder(prompts.sizes, weights=prompts.weights, seed=config.grpo.seed, shuffle=config.data.shuffle)
-        prompt_limit = order.prompts_per_epoch * config.grpo.max_num_epochs
+        order = EpochOrder(
+            prompts.sizes,
+            weights=prompts.weights,
+            seed=config.grpo.seed,
+            shuffle=config.data.shuffle,
+            what="prompt",
+        )
+        prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
         total_steps = _total_steps(config, prompt_limit)
         optimizer = build_optimizer(policy, config.policy.optimizer)
         updates = total_steps * config.grpo.updates_per_batch * config.updates_per_pass

@@ -26,6 +26,8 @@ __all__ = ["EpochOrder", "TrainingOrder"]
 class EpochOrder:
     """The rows of one or several sets in each epoch, a function of (seed, epoch).
 
+    A run of GRPO draws its prompts by `take`; what it draws may go on over the end of an epoch.
+
     `sizes`: rows of each set. `weights`: passes over each per epoch, positive; default 1 each. `what`: a row, for
     messages. Raises `ConfigError` when an epoch would hold nothing of a set.
     """
@@ -55,6 +57,16 @@ class EpochOrder:
     @property
     def rows_per_epoch(self) -> int:
         return sum(round(size * weight) for size, weight in zip(self.sizes, self.weights, strict=True))
+
+    def take(self, drawn: int, count: int) -> list[int]:
+        """The `count` rows after the first `drawn`, counted over all epochs, each as its place in all sets together."""
+        first = np.cumsum([0, *self.sizes])[:-1]
+        indices: list[int] = []
+        while len(indices) < count:
+            epoch, start = divmod(drawn + len(indices), self.rows_per_epoch)
+            rows = self.rows(epoch)[start : start + count - len(indices)]
+            indices += (first[rows[:, 0]] + rows[:, 1]).tolist()
+        return indices
 
     def _draw(self, epoch: int) -> npt.NDArray[np.int64]:
         """(set, row) of every row of an epoch, int64 (N, 2)."""
