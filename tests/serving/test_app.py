@@ -163,7 +163,9 @@ def test_a_server_on_loopback_is_called_by_loopbacks_names(
     for allowed in (None, ["rm.lan"], ["*"]):
         url = serve_on_loopback(make_service(allowed_hosts=allowed))
         hosts = ("127.0.0.1:5", "localhost", "[::1]:8", "rm.lan:80", "evil.example", "localhost.evil.example")
-        statuses[str(allowed)] = [httpx.get(f"{url}/v1/models", headers={"host": host}).status_code for host in hosts]
+        statuses[str(allowed)] = [
+            httpx.get(f"{url}/v1/models", headers={"host": host}, timeout=30).status_code for host in hosts
+        ]
     yes, no = 200, 400
     assert statuses["None"] == [yes, yes, yes, no, no, no]
     assert statuses["['rm.lan']"] == [yes, yes, yes, yes, no, no]
@@ -337,7 +339,7 @@ def test_a_slow_body(make_service: Callable[..., Service], serve_on_loopback: An
         is_answered.wait(1)
         yield b"}"
 
-    assert error(httpx.post(f"{url}/v1/rewards", content=slowly())) == (408, "body_timeout")
+    assert error(httpx.post(f"{url}/v1/rewards", content=slowly(), timeout=30)) == (408, "body_timeout")
 
 
 def test_a_server_that_ends_answers_what_it_has_accepted(service: Service, held_model: threading.Event) -> None:
