@@ -322,7 +322,7 @@ def test_a_shaping_of_the_contract_is_that_of_the_time(model_folder: Path, sampl
         ("{model: M, ensemble: wurst}", "worst"),
         ("{model: M, shaping: {length_penalti: 1}}", "length_penalty"),
         ("{model: M, shaping: {normalize_rewards: true, running: true}}", "order of the rows"),
-        ("{model: M, shaping: {reference: par}}", "reference answers"),
+        ("{model: M, shaping: {reference: par}}", "reference completions"),
         ("{name: 3, model: M}", "the name is not text"),
         ("M", "two proxies have one name"),
     ],
