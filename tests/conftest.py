@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reached for the hub would hang where there is none
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Nothing is timed: a busy machine must not fail a property.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; treeward then ignores it too
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -95,7 +95,7 @@ def test_a_minimal_file_is_enough(write):
 # YAML and overrides
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES, max_size=3))
 def test_any_value_survives_saving(tmp_path_factory, kwargs):
     folder = tmp_path_factory.mktemp("yaml")
@@ -107,7 +107,6 @@ def test_any_value_survives_saving(tmp_path_factory, kwargs):
     assert load_config(folder / "resolved.yaml") == config
 
 
-@settings(deadline=None)
 @given(VALUES)
 def test_an_override_takes_any_value_in_flow_style(value):
     text = json.dumps(value, ensure_ascii=False).replace("${", r"\\${")

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from templates import TEMPLATES, byte_bpe, family_renderer
 
@@ -57,7 +57,6 @@ def test_a_prompt_is_how_an_answered_one_begins(name: str, chat: list[Any]) -> N
         assert asked == own
 
 
-@settings(deadline=None)
 @given(st.text(min_size=1).filter(str.strip), st.text(alphabet="abc 🙂é.", min_size=1).map("A".__add__))
 def test_without_a_template_it_is_the_default_one(tiny_tokenizer: Any, question: str, answer: str) -> None:
     try:

@@ -12,7 +12,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.config.data import PromptSetConfig
@@ -284,7 +284,6 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
     assert [p.where for p in other] != [p.where for p in validation]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=30), st.floats(0.05, 0.95), st.integers(0, 2**32 - 1))
 def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: int) -> None:
     prompts = [Prompt((user(text),)) for text in texts]

@@ -346,7 +346,7 @@ def test_answers_are_never_cut_even_where_they_begin_alike() -> None:
             assert cut is None or (len(cut) > needed and cut[-needed:] == full[-needed:])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     context=st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.integers(0, 25)), max_size=5),
     answer=st.text("abc é🙂\n", max_size=30),

@@ -185,7 +185,7 @@ BABBLE = st.lists(
 TEXTS = st.text(max_size=80) | BABBLE.map(" ".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(CONTEXTS, TEXTS)
 def test_any_text_has_a_quality_that_repetition_never_raises(context: Any, text: str) -> None:
     quality = gold_quality(context, text)

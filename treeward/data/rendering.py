@@ -54,10 +54,10 @@ _OWN_ARGUMENTS = frozenset(
 _MIN_CHARACTERS_PER_TOKEN = 128
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _MOST_UNKNOWN_ROLES, _LONGEST_ROLE = 32, 60  # a server's requests must fill neither memory nor log
-_PROBE_QUESTION, _PROBE_ANSWER = "Quo vadis?", "Romam."
+_PROBE_PROMPT, _PROBE_COMPLETION = "Quo vadis?", "Romam."
 _PROBE_MESSAGES: list[Message] = [
-    {"role": "user", "content": _PROBE_QUESTION},
-    {"role": "assistant", "content": _PROBE_ANSWER},
+    {"role": "user", "content": _PROBE_PROMPT},
+    {"role": "assistant", "content": _PROBE_COMPLETION},
 ]
 _PROBE_SYSTEM: Message = {"role": "system", "content": "Loquere."}
 
@@ -321,9 +321,9 @@ class Renderer:
         rendered = self._try_probe(_PROBE_MESSAGES, name)
         in_parts = [message | {"content": _as_parts(message["content"])} for message in _PROBE_MESSAGES]
         parts = self._try_probe(in_parts, name)
-        if all(probe in rendered for probe in (_PROBE_QUESTION, _PROBE_ANSWER)):
+        if all(probe in rendered for probe in (_PROBE_PROMPT, _PROBE_COMPLETION)):
             return True, parts == rendered
-        reads_parts = all(probe in parts for probe in (_PROBE_QUESTION, _PROBE_ANSWER)) and "'type'" not in parts
+        reads_parts = all(probe in parts for probe in (_PROBE_PROMPT, _PROBE_COMPLETION)) and "'type'" not in parts
         return not reads_parts, reads_parts
 
     def _try_probe(self, messages: list[Message], name: str) -> str:

@@ -74,12 +74,8 @@ def _add_items(messages: list[Message], items: Sequence[Any], field: str, develo
             case "reasoning":
                 pass
             case other:
-                raise DataError(
-                    f"an item of the type {other!r} cannot be scored",
-                    field=where,
-                    got=other,
-                    need="message, function_call, function_call_output or reasoning",
-                )
+                summary, need = f"an item of the type {other!r} cannot be scored", "a message or a call of a function"
+                raise DataError(summary, field=where, got=other, need=need)
 
 
 def _message(item: Mapping[str, Any], where: str, developer: str) -> Message:
@@ -112,12 +108,8 @@ def _text(content: Any, where: str) -> str:
         key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         text = part.get(key) if isinstance(part, Mapping) and key is not None else None
         if not isinstance(text, str):
-            raise DataError(
-                f"a content part of the type {kind!r} cannot be scored",
-                field=f"{where}[{i}]",
-                got=part,
-                need=f"text: {', '.join(_TEXT_PARTS)}",
-            )
+            summary, need = f"a content part of the type {kind!r} cannot be scored", f"text: {', '.join(_TEXT_PARTS)}"
+            raise DataError(summary, field=f"{where}[{i}]", got=part, need=need)
         texts.append(text)
     return "".join(texts)
 

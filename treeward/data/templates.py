@@ -64,9 +64,8 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None)
             logger.warning("the tokenizer has no chat template: using treeward's default, <|role|> headers and EOS")
             return DEFAULT_CHAT_TEMPLATE, "the default chat template"
         if isinstance(own, dict) and "default" not in own:
-            raise ConfigError(
-                "the tokenizer has several chat templates and no default", field=SETTING, need=f"one of {sorted(own)}"
-            )
+            summary = "the tokenizer has several chat templates and no default"
+            raise ConfigError(summary, field=SETTING, need=f"one of {sorted(own)}")
         return tokenizer.get_chat_template(), "the tokenizer's chat template"
     if isinstance(own, dict) and chat_template in own:
         return own[chat_template], f"the tokenizer's chat template {chat_template!r}"
@@ -74,12 +73,9 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None)
         return chat_template, SETTING
     path = Path(chat_template).expanduser()
     if not path.is_file():
-        raise ConfigError(
-            "the chat template is neither a file nor a template",
-            field=SETTING,
-            got=chat_template,
-            need="a file that exists, a Jinja template, or null for the tokenizer's own",
-        )
+        summary = "the chat template is neither a file nor a template"
+        need = "a file that exists, a Jinja template, or null for the tokenizer's own"
+        raise ConfigError(summary, field=SETTING, got=chat_template, need=need)
     return path.read_text(encoding="utf-8"), str(path)
 
 
