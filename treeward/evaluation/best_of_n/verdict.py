@@ -1,12 +1,13 @@
 """`judge`: whether gold falls again within the sampled n, how sure that is, and a sentence that says it.
 
 The highest point of a measured curve is partly luck, so a drop from there proves little. Gold at n = 1, 2, 4, ... is
-compared with gold at the largest n, by paired t-tests over prompts that are corrected for their number (Holm). Array
-suffixes: C clusters, G values of n.
+compared with gold at the largest n, by paired t-tests over prompts that are corrected for their number (Bonferroni).
+Array suffixes: C clusters, G values of n.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,6 @@ from scipy import stats
 
 from treeward.evaluation.best_of_n.selection import Floats
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import holm
 
 __all__ = ["MIN_CLUSTERS", "ROUNDING", "State", "Verdict", "judge"]
 
@@ -85,17 +85,14 @@ def _largest_drop(excess_CG: Floats, counts_C: Floats, scale: float) -> tuple[fl
     """
     mean_G = excess_CG.sum(axis=0) / counts_C.sum()
     values_CG = mean_G + (excess_CG - counts_C[:, None] * mean_G) / counts_C.mean()
-    p_values, bounds = [], []
-    for values_C in values_CG.T:
-        if np.ptp(values_C) <= scale:  # the same in every prompt: 0.5^C is the chance of equal signs
-            p_values.append(0.5 ** len(counts_C) if values_C[0] > scale else 1.0)
-            bounds.append(float(values_C[0]))
-            continue
-        test = stats.ttest_1samp(values_C, 0.0, alternative="greater")
-        p_values.append(float(test.pvalue))
-        level = 1.0 - (1.0 - _LEVEL) / values_CG.shape[1]  # Bonferroni
-        bounds.append(float(test.confidence_interval(level).low))
-    return min(holm(p_values)), max(bounds)
+    same_G = np.ptp(values_CG, axis=0) <= scale  # in every prompt: 0.5^C is the chance of equal signs
+    num = values_CG.shape[1]
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of columns that do not vary
+        test = stats.ttest_1samp(values_CG, 0.0, axis=0, alternative="greater")
+        low_G = test.confidence_interval(1.0 - (1.0 - _LEVEL) / num).low
+    p_G = np.where(same_G, np.where(mean_G > scale, 0.5 ** len(counts_C), 1.0), test.pvalue)
+    bound_G = np.where(same_G, mean_G, low_G)
+    return min(1.0, num * float(p_G.min())), float(bound_G.max())
 
 
 def _seen(peak: int, end: int, height: float, drop: float, at_least: float | None, p_value: float | None) -> str:
