@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel, head_name
 
-__all__ = ["HTTP_ERROR", "export_model", "push_folder"]
+__all__ = ["HTTP_ERROR", "export_model", "push_folder", "write_folder"]
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 """Base error of the hub's HTTP client, raised if there is no connection."""
@@ -42,26 +42,45 @@ def export_model(
     `rendering`: the settings of the `Renderer` that was used; its template becomes the tokenizer's. `dtype`: of the
     backbone's weights; the head's are float32 always. `card`: the text of README.md.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     head = head_name(model.hf)
     state = {
         name: tensor.detach().to("cpu", torch.float32 if name.split(".")[0] == head else dtype)
-        for name, tensor in model.hf.state_dict().items()
         if tensor.is_floating_point()
-    } | {name: tensor for name, tensor in model.hf.state_dict().items() if not tensor.is_floating_point()}
-    before = model.hf.config.dtype
-    model.hf.save_pretrained(folder, state_dict=state)
-    model.hf.config.dtype = before
-    # transformers has written the dtype of the trained weights.
-    config = copy.deepcopy(model.hf.config)
-    config.dtype = dtype
+        else tensor
+        for name, tensor in model.hf.state_dict().items()
+    }
     # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
-    config.problem_type = "regression"
-    config.save_pretrained(folder)
-    tokenizer.chat_template = rendering["chat_template"]
-    tokenizer.save_pretrained(folder)
+    changes = {"dtype": dtype, "problem_type": "regression"}
+    write_folder(model.hf, tokenizer, folder, state=state, changes=changes, chat_template=rendering["chat_template"])
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def write_folder(
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    state: dict[str, torch.Tensor],
+    changes: Mapping[str, Any],
+    chat_template: str,
+) -> None:
+    """Write `state` as the weights of `hf`, its configuration with `changes`, and the tokenizer with the template.
+
+    Model and tokenizer stay as they are.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    own_dtype, own_template = hf.config.dtype, tokenizer.chat_template
+    try:
+        hf.save_pretrained(folder, state_dict=state)
+        config = copy.deepcopy(hf.config)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        config.save_pretrained(folder)
+        tokenizer.chat_template = chat_template
+        tokenizer.save_pretrained(folder)
+    finally:
+        hf.config.dtype, tokenizer.chat_template = own_dtype, own_template  # saving sets the dtype of the weights
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ModelError
+from treeward.model.export import write_folder
 from treeward.model.lora import plain_state
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import (
@@ -118,20 +119,9 @@ def export_policy(
 
     `dtype`: None for the weights'. The policy stays as it is.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    config, own = policy.hf.config, policy.hf.config.dtype
-    policy.hf.save_pretrained(folder, state_dict=plain_state(policy, dtype))
-    try:
-        # transformers has written the dtype that the weights are trained in.
-        config.dtype = dtype or policy.hf.dtype
-        config.save_pretrained(folder)
-    finally:
-        config.dtype = own
-    own, tokenizer.chat_template = tokenizer.chat_template, chat_template
-    try:
-        tokenizer.save_pretrained(folder)
-    finally:
-        tokenizer.chat_template = own  # the caller's object stays as it is
+    changes = {"dtype": dtype or policy.hf.dtype}
+    state = plain_state(policy, dtype)
+    write_folder(policy.hf, tokenizer, folder, state=state, changes=changes, chat_template=chat_template)
 
 
 def _loaded(
