@@ -146,7 +146,7 @@ def test_a_member_that_cannot_be_made(functions: str) -> None:
             HybridEnvironment({"members": {"rm": member}})
         assert caught.value.where == "env_config.members.rm", member
     with pytest.raises(ConfigError) as caught:
-        HybridEnvironment.prepare_remote(({"members": {"outer": {"type": "hybrid", "members": {"rm": wrong[0]}}}},), {})
+        HybridEnvironment.check_remote({"members": {"outer": {"type": "hybrid", "members": {"rm": wrong[0]}}}})
     assert caught.value.where == "env_config.members.outer.members.rm"
     environment = HybridEnvironment(weighted(functions))
     assert environment.shutdown() and environment.shutdown()
@@ -215,15 +215,3 @@ def test_the_state_is_the_members_and_a_failed_step_leaves_it(mode: str) -> None
     with pytest.raises(CheckpointError, match="not the state of this hybrid"):
         resumed.load_state_dict(environment.state_dict())
     assert not HybridEnvironment({"members": {"rules": RULES, "broken": BROKEN}}).is_stateful
-
-
-def test_the_actor_is_restarted_only_if_each_member_may_be() -> None:
-    def options(**members: Any) -> dict[str, Any]:
-        inner = {"type": "hybrid", "members": members}
-        return HybridEnvironment.prepare_remote(({"members": {"inner": inner, "rules": RULES}},), {})[2]
-
-    running = {"model_name": "some/model", "reward_shaping": {"normalize_rewards": True, "running": True}}
-    assert options(reward_model=running) == {"max_restarts": 0, "max_task_retries": 0}
-    assert options(counting=COUNTING) == {"max_restarts": 0, "max_task_retries": 0}
-    assert options(reward_model={"model_name": "some/model", "max_retries": 1})["max_restarts"] == 1
-    assert options(broken=BROKEN) == {}

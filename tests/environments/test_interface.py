@@ -17,7 +17,6 @@ from treeward.environments.interface import (
     Environment,
     EnvironmentReturn,
     Reward,
-    step_of,
     undone_on_failure,
 )
 from treeward.errors import CheckpointError, DataError
@@ -187,13 +186,6 @@ def test_what_has_no_reward_leaves_the_loss() -> None:
     assert returned is batch
     assert batch["loss_multiplier"].tolist() == [0.0, 1.0, 0.0]
     assert given.tolist() == [1.0, 1.0, 0.0]  # the loop may hold it elsewhere
-
-
-def test_step_of_an_environment_in_this_process_is_its_step() -> None:
-    environment = Lengths()
-    assert step_of(environment)([chat("four")], [{}]).rewards.tolist() == [4.0]
-    environment = Counting()
-    assert step_of(environment)([chat("four")], [{}], update=False).rewards.tolist() == [0.0]
 
 
 def test_nemo_rls_name_of_the_rewards_and_a_batch_without_any() -> None:

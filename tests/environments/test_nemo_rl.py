@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -68,17 +68,6 @@ def nemo(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for module in (*parents, environments, actors, cluster):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return SimpleNamespace(environments=environments.ENV_REGISTRY, actors=actors.ACTOR_ENVIRONMENT_REGISTRY)
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-        yield ray
-        ray.shutdown()
 
 
 def create_env(nemo: SimpleNamespace, name: str, env_config: Mapping[str, Any]) -> Any:
@@ -151,15 +140,6 @@ def test_what_is_wrong_is_said_before_there_is_an_actor(ray: Any) -> None:
         NemoRLEnvironment.remote({"type": "rules", "rulle": "math"})
     with pytest.raises(ConfigError, match="failed_samples"):
         NemoRLEnvironment.remote(RULES | {"nemo_rl": {"failed_samples": "zero"}})
-
-
-def test_the_actor_keeps_the_options_of_what_it_wraps() -> None:
-    shaping = {"running": True, "normalize_rewards": True}
-    section = {"model_name": "some/model", "reward_shaping": shaping, "nemo_rl": {"observation": "x"}}
-    args, _, options = NemoRLEnvironment.prepare_remote((section,), {})
-    assert args == (section,)
-    assert options["max_restarts"] == 0  # restarted, it would have forgotten its running statistics
-    assert NemoRLEnvironment.prepare_remote(({"model_name": "m", "max_retries": 2},), {})[2]["max_restarts"] == 2
 
 
 def test_a_failed_sample_fails_the_step() -> None:
@@ -303,8 +283,6 @@ def test_the_state_is_the_environments_and_a_failed_step_is_none() -> None:
     resumed = NemoRLEnvironment(COUNTING)
     resumed.load_state_dict(environment.state_dict())
     assert resumed.environment.state_dict() == {"count": 2}
-    assert NemoRLEnvironment.prepare_remote((COUNTING,), {})[2]["max_restarts"] == 0
-    assert NemoRLEnvironment.prepare_remote((RULES,), {})[2] == {}
 
 
 def test_sections_as_nemo_rl_has_them() -> None:

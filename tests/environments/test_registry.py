@@ -12,6 +12,7 @@ from treeward.environments.registry import (
     environment_class,
     make_environment,
     make_environments,
+    make_named,
     register_environment,
 )
 from treeward.environments.rules import RuleEnvironment
@@ -139,24 +140,15 @@ def test_a_section_that_is_wrong_names_its_key() -> None:
     assert caught.value.fix == "did you mean kwargs?" and caught.value.where == "env.custom"
 
 
-def test_as_a_ray_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray = pytest.importorskip("ray")
-    started = not ray.is_initialized()
-    if started:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    try:
-        with pytest.raises(ConfigError, match="maths"):
-            RuleEnvironment.remote({"rule": "maths"})
-        members = {"math": {"type": "rules", "rule": "math", "workers": 1, "weight": 2}}
-        actor = environment_class("hybrid").remote({"members": members})  # type: ignore[attr-defined]
-        chats = [[{"role": "user", "content": "1/2"}, {"role": "assistant", "content": text}] for text in ("0.5", "2")]
-        result = ray.get(actor.step.remote(chats, [{"ground_truth": "1/2"}, {"ground_truth": "1/2"}]), timeout=60)
-        assert result.rewards.tolist() == [2, 0]
-        assert ray.get(actor.state_dict.remote(), timeout=60) == {"math": {}}
-        ray.get(actor.load_state_dict.remote({"math": {}}), timeout=60)
-        assert ray.get(actor.step.remote(chats, [{}, {}], update=False), timeout=60).rewards.isnan().all()
-        assert ray.get(actor.shutdown.remote(), timeout=60)
-    finally:
-        if started:
-            ray.shutdown()
+def test_as_a_ray_actor(ray: Any) -> None:
+    with pytest.raises(ConfigError, match="maths"):
+        RuleEnvironment.remote({"rule": "maths"})
+    members = {"math": {"type": "rules", "rule": "math", "workers": 1, "weight": 2}}
+    environment = make_named("sums", {"type": "hybrid", "members": members}, on_ray=True)
+    assert environment.name == "sums_env"
+    chats = [[{"role": "user", "content": "1/2"}, {"role": "assistant", "content": text}] for text in ("0.5", "2")]
+    assert environment.step(chats, [{"ground_truth": "1/2"}] * 2).rewards.tolist() == [2, 0]
+    assert environment.state_dict() == {"math": {}}
+    environment.load_state_dict({"math": {}})
+    assert environment.step(chats, [{}, {}], update=False).rewards.isnan().all()
+    assert environment.shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import re
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import tiny_model
 from omegaconf import OmegaConf
 
 from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
@@ -43,24 +41,6 @@ LOGS = [
     for answer in ("Flour.", "Flour, water, salt and time.", "I do not know." * 4, "")
 ] + [[*chat("Hi", "Hello!"), *chat("Bye", "Goodbye.")]]
 INFOS: list[dict[str, Any]] = [{} for _ in LOGS]
-
-
-@pytest.fixture(scope="module")
-def make_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    def make(seed: int = 0, **changes: Any) -> str:
-        folder = tmp_path_factory.mktemp("model")
-        tokenizer = copy.deepcopy(tiny_tokenizer)
-        tokenizer.chat_template = Renderer(tokenizer).chat_template
-        tokenizer.save_pretrained(folder)
-        tiny_model("qwen3", seed=seed, **changes).save_pretrained(folder)
-        return str(folder)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def folder(make_folder: Callable[..., str]) -> str:
-    return make_folder()
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +211,7 @@ def test_a_step_that_fails_in_any_way_is_none(folder: str) -> None:
     def interrupt(record: logging.LogRecord) -> bool:
         raise KeyboardInterrupt
 
-    logger = logging.getLogger("treeward.environments.reward_model")
+    logger = logging.getLogger("treeward.environments.interface")
     logger.addFilter(interrupt)  # when the failure is reported, which is after all is counted
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -257,21 +237,6 @@ def test_evaluation_feeds_no_running_statistics(folder: str) -> None:
     assert evaluated.rewards.tolist() == pytest.approx(want.tolist(), abs=1e-4)
     other.step(LOGS[:4], INFOS[:4])
     assert torch.equal(environment.step(LOGS[4:], INFOS[4:]).rewards, other.step(LOGS[4:], INFOS[4:]).rewards)
-
-
-def test_an_actor_with_running_statistics_is_not_restarted(make_folder: Callable[..., str], tmp_path: Path) -> None:
-    name = make_folder()
-
-    def restarts(model: str) -> int:
-        config = {"model_name": model, "reward_shaping": "contract", "max_retries": 2}
-        return int(RewardModelEnvironment.prepare_remote((config,), {})[2]["max_restarts"])
-
-    contract = sign_folder(Path(name))
-    for running, want in ((True, 0), (False, 2)):
-        shaping = RewardShapingConfig(normalize_rewards=running, running=running)
-        write_contract(contract.model_copy(update={"reward_shaping": shaping}), Path(name))
-        assert restarts(name) == want
-    assert restarts(str(tmp_path / "on_another_machine")) == 0
 
 
 RUNNING = {"normalize_rewards": True, "running": True}

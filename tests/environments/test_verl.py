@@ -13,7 +13,7 @@ import math
 import pickle
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -209,7 +209,7 @@ def ask(gate: RewardSource, *replies: str) -> list[Any]:
 
 def test_what_is_asked_during_a_step_is_the_next_step() -> None:
     environment = Gate()
-    asked = RewardSource(environment.step)
+    asked = RewardSource(environment)
     first = ask(asked, "a")
     assert environment.entered.wait(30)
     later = ask(asked, "bb", "ccc", "dddd")
@@ -221,7 +221,7 @@ def test_what_is_asked_during_a_step_is_the_next_step() -> None:
 def test_an_environment_that_fails_fails_those_that_asked_and_goes_on() -> None:
     environment = Gate()
     environment.open.set()
-    asked = RewardSource(environment.step)
+    asked = RewardSource(environment)
     with pytest.raises(ConfigError, match="broken"):
         ask(asked, "explode")[0].result(30)
     assert ask(asked, "bb")[0].result(30).value == 2.0
@@ -233,7 +233,7 @@ def test_an_environment_that_fails_fails_those_that_asked_and_goes_on() -> None:
 def test_an_environment_that_exits_fails_those_that_asked_and_goes_on(reply: str, name: str) -> None:
     environment = Gate()
     environment.open.set()
-    asked = RewardSource(environment.step)
+    asked = RewardSource(environment)
 
     async def ask_in_a_loop() -> Any:
         return await asyncio.wait_for(asyncio.wrap_future(ask(asked, reply)[0]), 30)
@@ -245,7 +245,7 @@ def test_an_environment_that_exits_fails_those_that_asked_and_goes_on(reply: str
 
 def test_a_caller_that_gave_up_does_not_stop_the_others() -> None:
     environment = Gate()
-    asked = RewardSource(environment.step)
+    asked = RewardSource(environment)
     first = ask(asked, "a")
     assert environment.entered.wait(30)
     gone, later = ask(asked, "bb", "ccc")
@@ -304,16 +304,9 @@ def test_running_statistics_are_those_of_a_whole_run(kwargs: dict[str, Any]) -> 
 
 
 @pytest.fixture(scope="module")
-def actor(kwargs: dict[str, Any]) -> Iterator[Any]:
-    ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-        yield RewardModelEnvironment.options(name="rewards").remote(
-            {key: value for key, value in kwargs["environment"].items() if key != "type"}
-        )
-        ray.shutdown()
+def actor(kwargs: dict[str, Any], ray: Any) -> Any:
+    section = {key: value for key, value in kwargs["environment"].items() if key != "type"}
+    return RewardModelEnvironment.options(name="rewards").remote(section)
 
 
 def test_a_run_can_share_an_actor(actor: Any, want: list[Any]) -> None:

@@ -429,8 +429,6 @@ def test_only_what_is_used_is_made() -> None:
     assert runner.shutdown() and Lengths.shut == 3
     with pytest.raises(ConfigError, match="cannot be made"):
         made(section, environments={"here": 1.0, "other": 1.0})
-    with pytest.raises(ConfigError, match="cannot be a Ray actor"):
-        made(section, environments={"here": 1.0}, environments_on_ray=["here"])
     assert Lengths.made == Lengths.shut == 4
 
 

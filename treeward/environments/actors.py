@@ -1,52 +1,43 @@
-"""`RayActor`: any environment as a Ray actor, by the name of its class alone.
+"""`RayActor`: a class whose objects may live in Ray actors.
 
     environment = RewardModelEnvironment.remote(env_config)       # RewardModelEnvironment(env_config), in an actor
-    environment = RewardModelEnvironment.options(name="judge").remote(env_config)
+    environment = RewardModelEnvironment.options(name="rewards").remote(env_config)
     ray.get(environment.step.remote(message_logs, env_infos))
 
-The actor has every public method of the class. What is wrong with the configuration is raised to the caller at once;
-what goes wrong while the environment is made (a model that is not there) is raised by each of the actor's methods, as
-the error that it is. Ray is imported when an actor is made.
+The actor has every public method of the class. A faulty configuration raises in the caller's process at once; an error
+in the actor's constructor (a missing model) is raised by each of its methods. Ray does not restart the actor: running
+statistics would be lost silently. Ray is imported when an actor is made.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from treeward.errors import ConfigError, TreewardError
 
-__all__ = ["NO_RESTARTS", "RayActor", "RemoteFactory", "import_ray", "start_ray"]
-
-NO_RESTARTS: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
-"""For an actor with a state: restarted, it would have forgotten it, rewards would change, and nobody would know."""
+__all__ = ["RayActor", "RemoteFactory", "start_ray"]
 
 
 class RayActor:
-    """What gives a class `remote` and `options`, as `@ray.remote` would, while it stays a class."""
-
-    ray_options: ClassVar[Mapping[str, Any]] = {"num_cpus": 0, "max_restarts": 3, "max_task_retries": 3}
-    """The actor's options where `options` does not say otherwise. It computes nothing worth a CPU of its own."""
+    """Gives a class `remote` and `options`, as `@ray.remote` would, while it stays a class."""
 
     @classmethod
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make the object in a Ray actor and give the actor's handle. Starts Ray where it does not run yet."""
+        """Make the object in a Ray actor and return the actor's handle. Starts Ray where it is not running."""
         return cls.options().remote(*args, **kwargs)
 
     @classmethod
     def options(cls, **ray_options: Any) -> RemoteFactory:
-        """`remote` with options of Ray's `ActorClass.options`, as `name` or `num_cpus`."""
+        """`remote` with options of Ray's `ActorClass.options`, as `name`, or `max_restarts` for a stateless class."""
         return RemoteFactory(cls, ray_options)
 
     @classmethod
-    def prepare_remote(
-        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Arguments of the actor's object, and Ray options that follow from them; runs in the caller's process."""
-        return args, kwargs, {}
+    def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the actor's object. Called in the caller's process; raises `ConfigError` for wrong ones."""
+        return args, kwargs
 
 
 class RemoteFactory:
@@ -56,17 +47,16 @@ class RemoteFactory:
         self._cls, self._ray_options = cls, dict(ray_options)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the actor. Raises `ConfigError` for a configuration that is wrong, and where Ray is not installed."""
-        ray = start_ray()
-        args, kwargs, following = self._cls.prepare_remote(args, kwargs)
-        options = {**self._cls.ray_options, **following, **self._ray_options}
-        return ray.remote(_deferring(self._cls)).options(**options).remote(*args, **kwargs)
+        """Make the actor. Raises `ConfigError` for a faulty configuration, and where Ray is not installed."""
+        args, kwargs = self._cls.check_remote(*args, **kwargs)
+        options = {"num_cpus": 0} | self._ray_options  # the actor's own work needs no CPU
+        return start_ray().remote(_deferring(self._cls)).options(**options).remote(*args, **kwargs)
 
 
-def import_ray() -> Any:
-    """Ray, or a `ConfigError` that says how to install it."""
+def start_ray() -> Any:
+    """Ray, running: a running one, the cluster of RAY_ADDRESS, or a new one on this machine."""
     try:
-        return importlib.import_module("ray")
+        import ray
     except ImportError as error:
         raise ConfigError(
             "Ray is not installed",
@@ -74,33 +64,28 @@ def import_ray() -> Any:
             need="Ray, which starts and restarts the workers",
             fix="pip install 'treeward[ray]'; or one replica in this process: RewardModelEnvironment(env_config)",
         ) from error
-
-
-def start_ray() -> Any:
-    """Ray, running: what runs already, or a cluster that RAY_ADDRESS names, or one on this machine."""
-    ray = import_ray()
     if not ray.is_initialized():
         ray.init()
     return ray
 
 
 def _deferring(cls: type[RayActor]) -> type:
-    """A class with the public methods of `cls`. Its object can always be made, and says what is wrong when it is used.
+    """A class with the public methods of `cls` that can always be made: its methods raise the constructor's error.
 
-    Ray keeps of an exception in an actor's constructor only its text.
+    Ray keeps only the text of an exception in an actor's constructor.
     """
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.wrong = None
+        self.error = None
         try:
             self.object = cls(*args, **kwargs)
         except TreewardError as error:
-            self.wrong = error
+            self.error = error
 
     body: dict[str, Any] = {"__init__": construct, "__doc__": cls.__doc__, "__module__": cls.__module__}
     for name in dir(cls):
         member = inspect.getattr_static(cls, name)
-        if not name.startswith("_") and inspect.isfunction(member) and not hasattr(RayActor, name):
+        if not name.startswith("_") and inspect.isfunction(member):
             body[name] = _forwarding(name, member)
     return type(cls.__name__, (), body)
 
@@ -108,10 +93,10 @@ def _deferring(cls: type[RayActor]) -> type:
 def _forwarding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.wrong is None:
+        if self.error is None:
             return getattr(self.object, name)(*args, **kwargs)
         if name == "shutdown":
             return True  # there is nothing to free
-        raise self.wrong
+        raise self.error
 
     return call

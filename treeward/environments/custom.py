@@ -4,9 +4,9 @@
     def brevity(conversations, env_infos, limit):
         return [min(0.0, limit - len(conversation[-1]["content"])) for conversation in conversations]
 
-How it is called follows from the names of its parameters, or from `signature`:
+The names of its parameters, or `signature`, decide how it is called:
 
-| signature | called as | gives |
+| signature | call | result |
 |---|---|---|
 | conversations | f(conversations, env_infos, **kwargs), once per step | a list of rewards |
 | conversation | f(conversation, env_info, **kwargs) | a reward |
@@ -15,10 +15,10 @@ How it is called follows from the names of its parameters, or from `signature`:
 | verl | compute_score(data_source=, solution_str=, ground_truth=, extra_info=, **kwargs) | a reward |
 | verl | compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs) | a list |
 
-The prompt as a text is a lone message of the user as it is, anything longer `role: text` per message. A reward is a
-number, True or False, None (the sample has no reward), or a mapping with `reward` or `score`, whose other numbers are
-its components and whose `error` says why there is none. An exception costs the sample its reward, or all samples of the
-call. Functions may be async.
+The prompt as a text is a single message of the user as it is, otherwise `role: text` per message. A reward is a number,
+True or False, None (no reward), or a mapping with `reward` or `score`, whose other numbers are its components and whose
+`error` is the reason for no reward. An exception costs the sample its reward, or all samples of the call. Functions may
+be async.
 """
 
 from __future__ import annotations
@@ -32,156 +32,184 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from treeward.config.base import nearest_name
 from treeward.config.reward_environments import CustomEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.async_calls import run_async
-from treeward.environments.configured import ConfiguredEnvironment, log_failures
-from treeward.environments.interface import Reward
-from treeward.environments.replies import NO_REPLY, prompt_text, reply_text
+from treeward.environments.completions import NO_COMPLETION, completion_text, prompt_text
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
 from treeward.errors import ConfigError
 
 __all__ = ["CustomEnvironment"]
 
 logger = logging.getLogger(__name__)
 
-Convention = Literal["conversations", "conversation", "prompt_response", "trl", "verl", "verl_batch"]
-
-_PARAMETERS: dict[Convention, tuple[str, ...]] = {
-    "conversations": ("conversations", "env_infos"),
-    "conversation": ("conversation", "env_info"),
-    "prompt_response": ("prompt", "response"),
-    "trl": ("prompts", "completions"),
-    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "verl_batch": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
-}
-_TELLING: dict[Convention, str] = {
-    "conversations": "conversations",
-    "conversation": "conversation",
-    "prompt_response": "response",
-    "trl": "completions",
-    "verl": "solution_str",
-    "verl_batch": "solution_strs",
-}
-_BY_NAME = (
-    "trl",
-    "verl",
-    "verl_batch",
-)  # as those loops call it; a function may leave what it does not need to **kwargs
-_BATCHED = ("conversations", "trl", "verl_batch")
 _METHODS = ("score", "predict", "__call__")
 _OWN_FAILURES = (Exception, SystemExit, asyncio.CancelledError)
-"""What a function may raise that costs its samples their rewards, and ends nobody else's work."""
+"""Exceptions of a function that cost its samples their rewards, and nothing else."""
+
+
+class _Sample(NamedTuple):
+    conversation: list[Message]
+    info: dict[str, Any]
+    completion: str
+
+
+class _Convention(NamedTuple):
+    """How a function is called: `arguments` of the samples of a call, in the order of `parameters`.
+
+    `sign`: the parameter that only this convention has. `batched`: a call takes all samples of a step. `by_name`: with
+    keyword arguments; the function may leave some of them out.
+    """
+
+    name: str
+    sign: str
+    parameters: tuple[str, ...]
+    arguments: Callable[[Sequence[_Sample]], tuple[Any, ...]]
+    batched: bool = False
+    by_name: bool = False
+
+
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_CONVENTIONS = (
+    _Convention(
+        "conversations",
+        "conversations",
+        ("conversations", "env_infos"),
+        lambda samples: ([one.conversation for one in samples], [one.info for one in samples]),
+        batched=True,
+    ),
+    _Convention("conversation", "conversation", ("conversation", "env_info"), lambda s: (s[0].conversation, s[0].info)),
+    _Convention(
+        "prompt_response",
+        "response",
+        ("prompt", "response"),
+        lambda s: (prompt_text(s[0].conversation[:-1]), s[0].completion),
+    ),
+    _Convention(
+        "trl",
+        "completions",
+        ("prompts", "completions"),
+        lambda samples: ([one.conversation[:-1] for one in samples], [one.conversation[-1:] for one in samples]),
+        batched=True,
+        by_name=True,
+    ),
+    _Convention(
+        "verl",
+        "solution_str",
+        _VERL,
+        lambda s: (s[0].info.get("data_source"), s[0].completion, s[0].info.get("ground_truth"), s[0].info),
+        by_name=True,
+    ),
+    _Convention(
+        "verl",
+        "solution_strs",
+        tuple(f"{name}s" for name in _VERL),
+        lambda samples: (
+            [one.info.get("data_source") for one in samples],
+            [one.completion for one in samples],
+            [one.info.get("ground_truth") for one in samples],
+            [one.info for one in samples],
+        ),
+        batched=True,
+        by_name=True,
+    ),
+)
 
 
 class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
     """A function by its path; `CustomEnvironmentConfig` has the keys.
 
-    Raises `ConfigError` if it cannot be imported or called as it would be, or if a batch's rewards are not one per
-    sample.
+    Raises `ConfigError` if it cannot be imported or called, or if a batch's rewards are not one per sample.
     """
 
     name = "custom_env"
-    _section = CustomEnvironmentConfig
+    section = CustomEnvironmentConfig
 
-    def __init__(self, env_config: Mapping[str, Any] | CustomEnvironmentConfig, *, where: str = "env_config") -> None:
-        super().__init__(env_config, where=where)
-        path = self.config.function
-        found = _import(path, where)
+    def __init__(self, env_config: Mapping[str, Any] | CustomEnvironmentConfig) -> None:
+        super().__init__(env_config)
+        self._function = _import(self.config.function)
         self._kwargs = dict(self.config.kwargs)
-        if isinstance(found, type):
-            found, self._kwargs = _method(_construct(found, self._kwargs, path, where), path, where), {}
-        if not callable(found):
-            raise ConfigError("not a function or class", where=self._where, field="function", got=path)
-        self._function: Callable[..., Any] = found
-        self._convention = _convention(found, self.config, where)
+        if isinstance(self._function, type):
+            self._function, self._kwargs = _method(self._function, self._kwargs, self.config.function), {}
+        if not callable(self._function):
+            raise ConfigError("not a function or class", where=WHERE, field="function", got=self.config.function)
+        self._convention = _convention(self._function, self.config)
         self._check_call()
         self._logged = False
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
-        scored = [i for i, conversation in enumerate(conversations) if reply_text(conversation) is not None]
-        samples = [([dict(message) for message in conversations[i]], dict(env_infos[i])) for i in scored]
-        rewards = [Reward(None, error=NO_REPLY) for _ in conversations]
-        if samples:
-            found = self._batch(samples) if self._convention in _BATCHED else self._singles(samples)
-            for i, reward in zip(scored, found, strict=True):
-                rewards[i] = reward
+        texts = [completion_text(conversation) for conversation in conversations]
+        samples = [  # copies: the function may change them
+            _Sample([dict(message) for message in conversation], dict(info), text)
+            for conversation, info, text in zip(conversations, env_infos, texts, strict=True)
+            if text is not None
+        ]
+        found = iter(self._found(samples) if samples else [])
+        rewards = [Reward(None, error=NO_COMPLETION) if text is None else next(found) for text in texts]
         log_failures(self.name, rewards)
         return rewards
 
-    def _batch(self, samples: _Samples) -> list[Reward]:
+    def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
+        if self._convention.batched:
+            return self._batch(samples)
+        if _is_async(self._function):
+            return run_async(self._gather(samples))
+        return [self._single(sample) for sample in samples]
+
+    def _batch(self, samples: Sequence[_Sample]) -> list[Reward]:
         try:
             result = self._call(samples)
             if inspect.isawaitable(result):
                 result = run_async(_awaited(result))
         except _OWN_FAILURES as error:
-            return [Reward(None, error=self._noted(error))] * len(samples)
+            return [self._failed(error)] * len(samples)
         result = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(result, Sequence) or isinstance(result, str | bytes) or len(result) != len(samples):
             got = f"{len(result)} rewards" if isinstance(result, Sequence) else type(result).__name__
             raise ConfigError(
-                "the function does not give one reward per sample",
-                where=self._where,
+                "the function does not return one reward per sample",
+                where=WHERE,
                 field="function",
                 got=f"{got} from {self.config.function}",
                 need=f"a list of {len(samples)}; None for a sample without a reward",
             )
         return [_reward(each) for each in result]
 
-    def _singles(self, samples: _Samples) -> list[Reward]:
-        if _is_async(self._function):
-            return run_async(self._gather(samples))
-        rewards = []
-        for sample in samples:
-            try:
-                rewards.append(_reward(self._call([sample])))
-            except _OWN_FAILURES as error:
-                rewards.append(Reward(None, error=self._noted(error)))
-        return rewards
+    def _single(self, sample: _Sample) -> Reward:
+        try:
+            return _reward(self._call([sample]))
+        except _OWN_FAILURES as error:
+            return self._failed(error)
 
-    async def _gather(self, samples: _Samples) -> list[Reward]:
+    async def _gather(self, samples: Sequence[_Sample]) -> list[Reward]:
         slots = asyncio.Semaphore(self.config.max_concurrency)
 
-        async def one(sample: tuple[list[Message], dict[str, Any]]) -> Reward:
+        async def one(sample: _Sample) -> Reward:
             async with slots:
                 try:
                     return _reward(await self._call([sample]))
                 except _OWN_FAILURES as error:
                     task = asyncio.current_task()
                     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                        raise  # the step itself is given up
-                    return Reward(None, error=self._noted(error))
+                        raise  # the step itself is cancelled
+                    return self._failed(error)
 
         return await asyncio.gather(*(one(sample) for sample in samples))
 
-    def _call(self, samples: _Samples) -> Any:
+    def _call(self, samples: Sequence[_Sample]) -> Any:
         """Call the function with a batch or, where it takes one sample, with the only one in `samples`."""
-        conversations, infos = [conversation for conversation, _ in samples], [info for _, info in samples]
-        replies = [reply_text(conversation) or "" for conversation in conversations]
-        by_convention: dict[Convention, Callable[[], tuple[Any, ...]]] = {
-            "conversations": lambda: (conversations, infos),
-            "conversation": lambda: (conversations[0], infos[0]),
-            "prompt_response": lambda: (prompt_text(conversations[0][:-1]), replies[0]),
-            "trl": lambda: ([each[:-1] for each in conversations], [each[-1:] for each in conversations]),
-            "verl": lambda: (infos[0].get("data_source"), replies[0], infos[0].get("ground_truth"), infos[0]),
-            "verl_batch": lambda: (
-                [info.get("data_source") for info in infos],
-                replies,
-                [info.get("ground_truth") for info in infos],
-                infos,
-            ),
-        }
-        arguments = by_convention[self._convention]()
-        if self._convention not in _BY_NAME:
+        arguments = self._convention.arguments(samples)
+        if not self._convention.by_name:
             return self._function(*arguments, **self._kwargs)
-        named = dict(zip(_PARAMETERS[self._convention], arguments, strict=True))
-        if self._convention == "trl":
-            columns = dict.fromkeys(name for info in infos for name in info)
-            named = {name: [info.get(name) for info in infos] for name in columns} | named
+        named = dict(zip(self._convention.parameters, arguments, strict=True))
+        if self._convention.name == "trl":
+            columns = dict.fromkeys(name for one in samples for name in one.info)
+            named = {name: [one.info.get(name) for one in samples] for name in columns} | named
         return self._function(**(self._accepted(named) | self._kwargs))
 
     def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,35 +218,32 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         return {name: value for name, value in named.items() if takes_any or name in parameters}
 
     def _check_call(self) -> None:
-        """That the function takes what it would be given, columns of the data left aside."""
+        """Raise `ConfigError` if the function does not take its arguments, apart from columns of the data."""
         signature = inspect.signature(self._function)
-        names = _PARAMETERS[self._convention]
+        names = self._convention.parameters
         try:
-            if self._convention not in _BY_NAME:
+            if not self._convention.by_name:
                 signature.bind(*names, **self._kwargs)
             else:
-                bind = signature.bind_partial if self._convention == "trl" else signature.bind
+                bind = signature.bind_partial if self._convention.name == "trl" else signature.bind
                 bind(**(self._accepted(dict.fromkeys(names)) | self._kwargs))
         except TypeError as error:
             raise ConfigError(
                 f"the function cannot be called: {error}",
-                where=self._where,
+                where=WHERE,
                 field="kwargs",
                 got=f"{self.config.function}{signature}",
                 need=f"the parameters {', '.join((*names, *self._kwargs))}",
-                fix="set the missing arguments in kwargs, or remove those that the function does not know",
+                fix="set the missing arguments in kwargs, or remove the unknown ones",
             ) from None
 
-    def _noted(self, error: BaseException) -> str:
+    def _failed(self, error: BaseException) -> Reward:
         if not self._logged:
             self._logged = True
             logger.warning("%s raised %s: %s", self.config.function, type(error).__name__, error)
             logger.debug("the traceback of the first exception", exc_info=error)
         text = f"{type(error).__name__}: {error}"
-        return text.splitlines()[0] if text else type(error).__name__
-
-
-_Samples = Sequence[tuple[list[Message], dict[str, Any]]]
+        return Reward(None, error=text.splitlines()[0] if str(error) else type(error).__name__)
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -230,7 +255,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _reward(value: Any) -> Reward:
-    """One returned value as a `Reward`; what is no finite number has the reason why."""
+    """A returned value as a `Reward`; anything but a finite number has the value None and a reason."""
     if isinstance(value, Reward):
         finite = value.value is None or math.isfinite(value.value)
         return value if finite else Reward(None, error=f"the reward is {value.value}")
@@ -263,41 +288,27 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _import(path: str, where: str) -> Any:
+def _import(path: str) -> Any:
+    """The object at `package.module:name`, `package.module.name` or `path/to/file.py:name`."""
     module_path, colon, name = path.rpartition(":")
     if not colon:
         module_path, _, name = path.rpartition(".")
     if not module_path or not name:
-        raise ConfigError(
-            "not the path of a function",
-            where=where,
-            field="function",
-            got=path,
-            need="package.module:name, package.module.name or path/to/file.py:name",
-        )
-    module = (_import_file if module_path.endswith(".py") else _import_module)(module_path, path, where)
+        need = "package.module:name, package.module.name or path/to/file.py:name"
+        raise ConfigError("not the path of a function", where=WHERE, field="function", got=path, need=need)
+    module = _import_file(module_path, path) if module_path.endswith(".py") else _import_module(module_path, path)
     if not hasattr(module, name):
         near = nearest_name(name, vars(module))
-        raise ConfigError(
-            f"there is no {name} in {module_path}",
-            where=where,
-            field="function",
-            got=path,
-            fix=f"did you mean {near}?" if near else None,
-        )
+        fix = f"did you mean {near}?" if near else None
+        raise ConfigError(f"there is no {name} in {module_path}", where=WHERE, field="function", got=path, fix=fix)
     return getattr(module, name)
 
 
-def _import_file(file: str, path: str, where: str) -> Any:
+def _import_file(file: str, path: str) -> Any:
     resolved = Path(file).expanduser().resolve()
     if not resolved.is_file():
-        raise ConfigError(
-            "the file of the function does not exist",
-            where=where,
-            field="function",
-            got=path,
-            need=f"a file {resolved}",
-        )
+        need = f"a file {resolved}"
+        raise ConfigError("the file of the function does not exist", where=WHERE, field="function", got=path, need=need)
     spec = importlib.util.spec_from_file_location(f"treeward_custom_{resolved.stem}", resolved)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
@@ -306,13 +317,13 @@ def _import_file(file: str, path: str, where: str) -> Any:
     return module
 
 
-def _import_module(name: str, path: str, where: str) -> Any:
+def _import_module(name: str, path: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the module of the function cannot be imported: {error}",
-            where=where,
+            where=WHERE,
             field="function",
             got=path,
             need="package.module:name, where the module is on Python's path, or path/to/file.py:name",
@@ -320,59 +331,51 @@ def _import_module(name: str, path: str, where: str) -> Any:
         ) from error
 
 
-def _construct(cls: type, kwargs: Mapping[str, Any], path: str, where: str) -> Any:
+def _method(cls: type, kwargs: Mapping[str, Any], path: str) -> Callable[..., Any]:
+    """The scoring method of a new object of `cls`."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**kwargs)
     except TypeError as error:
         raise ConfigError(
             f"the class cannot be constructed: {error}",
-            where=where,
+            where=WHERE,
             field="kwargs",
             got=", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "no arguments",
             need=f"{path}{signature}",
-            fix="set the missing arguments in kwargs, or remove those that the class does not know",
+            fix="set the missing arguments in kwargs, or remove the unknown ones",
         ) from None
-    return cls(**kwargs)
-
-
-def _method(instance: Any, path: str, where: str) -> Callable[..., Any]:
+    instance = cls(**kwargs)
     for name in _METHODS:
         if callable(getattr(instance, name, None)):
             method: Callable[..., Any] = getattr(instance, name)
             return method
-    raise ConfigError(
-        "the class has no method that scores",
-        where=where,
-        field="function",
-        got=path,
-        need=f"one of {', '.join(_METHODS)}",
-    )
+    need = f"one of {', '.join(_METHODS)}"
+    raise ConfigError("the class has no method that scores", where=WHERE, field="function", got=path, need=need)
 
 
-def _convention(function: Callable[..., Any], config: CustomEnvironmentConfig, where: str) -> Convention:
+def _convention(function: Callable[..., Any], config: CustomEnvironmentConfig) -> _Convention:
     try:
         names = list(inspect.signature(function).parameters)
-    except ValueError:  # some functions written in C do not say
+    except ValueError:  # some functions written in C have none
         raise ConfigError(
-            "how the function is called cannot be told: it does not say what its parameters are",
-            where=where,
+            "the parameters of the function are not known",
+            where=WHERE,
             field="function",
             got=config.function,
             fix="call it in a function of your own",
         ) from None
-    if config.signature == "verl":
-        return "verl_batch" if "solution_strs" in names else "verl"
-    if config.signature is not None:
-        return config.signature
-    for convention, parameter in _TELLING.items():
-        if parameter in names:
-            return convention
-    raise ConfigError(
-        "how the function is called cannot be told from its parameters",
-        where=where,
-        field="signature",
-        got=f"{config.function}({', '.join(names)})",
-        need="; ".join(f"{key}: ({', '.join(parameters)})" for key, parameters in _PARAMETERS.items()),
-        fix="set signature, or name the parameters so",
-    )
+    candidates = [one for one in _CONVENTIONS if config.signature in (None, one.name)]
+    found = next((one for one in candidates if one.sign in names), None)
+    if found is None and config.signature is not None:
+        found = candidates[0]
+    if found is None:
+        raise ConfigError(
+            "the parameters of the function fit no known signature",
+            where=WHERE,
+            field="signature",
+            got=f"{config.function}({', '.join(names)})",
+            need="; ".join(f"{one.name}: ({', '.join(one.parameters)})" for one in _CONVENTIONS),
+            fix="set signature, or rename the parameters",
+        )
+    return found

@@ -5,8 +5,8 @@
         "format": {"type": "rules", "weight": 0.2, "rule": "regex", "pattern": "</think>"},
     }})
 
-The reward is the weighted sum; or, with `mode: fallback`, that of the first member whose word holds: a library checks
-the answer, and where it cannot say, or says that the answer is wrong, a judge is asked. The components are each
+The reward is the weighted sum of the members' rewards. With `mode: fallback` it is the first valid reward: for example
+a rule checks the completion, and a judge gets those that the rule finds wrong or cannot check. The components are each
 member's reward by its name, and its own components as `member/component`.
 """
 
@@ -15,39 +15,43 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from treeward.config.base import Strict
-from treeward.config.reward_environments import HybridEnvironmentConfig, HybridMember
+from treeward.config.reward_environments import HybridEnvironmentConfig
 from treeward.data.preference import Message
-from treeward.environments.actors import RayActor
-from treeward.environments.configured import ConfiguredEnvironment, log_failures
-from treeward.environments.interface import Environment, Reward, undone_on_failure
-from treeward.environments.registry import actor_options, environment_class, make_environment
+from treeward.environments.interface import (
+    WHERE,
+    ConfiguredEnvironment,
+    Environment,
+    Reward,
+    log_failures,
+    undone_on_failure,
+)
+from treeward.environments.registry import check_section, make_environment
 from treeward.errors import CheckpointError
 
 __all__ = ["HybridEnvironment", "weighted_sum"]
 
-_Ask = Callable[[Environment, Sequence[Sequence[Message]], Sequence[Mapping[str, Any]]], list[Reward]]
+Conversations = Sequence[Sequence[Message]]
+Infos = Sequence[Mapping[str, Any]]
 
 
 class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
-    """Members, asked side by side or, in a fallback, one after the other; `HybridEnvironmentConfig` has the keys."""
+    """Members side by side or, in a fallback, one after the other; `HybridEnvironmentConfig` has the keys."""
 
     name = "hybrid_env"
-    _section = HybridEnvironmentConfig
+    section = HybridEnvironmentConfig
 
-    def __init__(self, env_config: Mapping[str, Any] | HybridEnvironmentConfig, *, where: str = "env_config") -> None:
-        super().__init__(env_config, where=where)
+    def __init__(self, env_config: Mapping[str, Any] | HybridEnvironmentConfig) -> None:
+        super().__init__(env_config)
         self.members: dict[str, Environment] = {}
         try:
             for name, member in self.config.members.items():
-                self.members[name] = make_environment(
-                    member.type or name, member.settings, where=f"{where}.members.{name}"
-                )
+                where = f"{WHERE}.members.{name}"
+                self.members[name] = make_environment(member.type or name, member.settings, where=where)
         except BaseException:
             self.shutdown()
             raise
@@ -57,26 +61,17 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         )
 
     @classmethod
-    def _options(cls, config: Strict, where: str) -> dict[str, Any]:
-        """The strictest of what the members ask for: one that must not be restarted keeps the whole from it."""
-        strictest: dict[str, Any] = {}
-        for name, member in cast(HybridEnvironmentConfig, config).members.items():
-            at = f"{where}.members.{name}"
-            options = actor_options(environment_class(member.type or name, where=at), member.settings, where=at)
-            for key in ("max_restarts", "max_task_retries"):
-                if key in options:
-                    strictest[key] = min(options[key], strictest.get(key, RayActor.ray_options[key]))
-        return strictest
+    def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        [config], kwargs = super().check_remote(*args, **kwargs)
+        for name, member in config.members.items():
+            check_section(member.type or name, member.settings, where=f"{WHERE}.members.{name}")
+        return (config,), kwargs
 
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        return self._combined(conversations, env_infos, lambda member, *samples: member.rewards(*samples))
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
+        return self._combined(conversations, env_infos, update=True)
 
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        return self._combined(conversations, env_infos, lambda member, *samples: member.evaluation_rewards(*samples))
+    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
+        return self._combined(conversations, env_infos, update=False)
 
     @property
     def is_stateful(self) -> bool:
@@ -100,42 +95,37 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
     def shutdown(self) -> bool:
         return all([member.shutdown() for member in self.members.values()])
 
-    def _combined(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]], ask: _Ask
-    ) -> list[Reward]:
+    def _combined(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
         combine = self._weighted if self.config.mode == "weighted" else self._fallback
         # Where one member fails, another may have counted the step already.
         with self._turn, undone_on_failure(self):
-            rewards = combine(conversations, env_infos, ask)
+            rewards = combine(conversations, env_infos, update)
         log_failures(self.name, rewards)
         return rewards
 
-    def _weighted(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]], ask: _Ask
-    ) -> list[Reward]:
-        # Side by side: a judge waits for its endpoint while a model computes.
-        with ThreadPoolExecutor(len(self.members)) as pool:
-            asked = [pool.submit(ask, member, conversations, env_infos) for member in self.members.values()]
-        by_member = [one.result() for one in asked]
-        weights = {name: _weight(member) for name, member in self.config.members.items()}
+    def _weighted(self, conversations: Conversations, env_infos: Infos, update: bool) -> list[Reward]:
+        def ask(member: Environment) -> list[Reward]:
+            return _ask(member, conversations, env_infos, update)
+
+        with ThreadPoolExecutor(len(self.members)) as threads:
+            found = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
+        weights = {name: 1.0 if one.weight is None else one.weight for name, one in self.config.members.items()}
         return [
-            weighted_sum(dict(zip(self.members, parts, strict=True)), weights, missing=self.config.missing)
-            for parts in zip(*by_member, strict=True)
+            weighted_sum({name: found[name][i] for name in found}, weights, missing=self.config.missing)
+            for i in range(len(conversations))
         ]
 
-    def _fallback(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]], ask: _Ask
-    ) -> list[Reward]:
-        asked: list[dict[str, Reward]] = [{} for _ in conversations]
-        open_samples = list(range(len(conversations)))
+    def _fallback(self, conversations: Conversations, env_infos: Infos, update: bool) -> list[Reward]:
+        found: list[dict[str, Reward]] = [{} for _ in conversations]
+        rest = list(range(len(conversations)))
         for name, member in self.members.items():
-            if not open_samples:
+            if not rest:
                 break
-            said = ask(member, [conversations[i] for i in open_samples], [env_infos[i] for i in open_samples])
-            for i, reward in zip(open_samples, said, strict=True):
-                asked[i][name] = reward
-            open_samples = [i for i in open_samples if self._falls_back(asked[i][name])]
-        return [_last_word(parts) for parts in asked]
+            rewards = _ask(member, [conversations[i] for i in rest], [env_infos[i] for i in rest], update)
+            for i, reward in zip(rest, rewards, strict=True):
+                found[i][name] = reward
+            rest = [i for i in rest if self._falls_back(found[i][name])]
+        return [_last(parts) for parts in found]
 
     def _falls_back(self, reward: Reward) -> bool:
         if reward.value is None:
@@ -146,9 +136,9 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
 def weighted_sum(
     parts: Mapping[str, Reward], weights: Mapping[str, float], *, missing: Literal["mask", "renormalise"] = "mask"
 ) -> Reward:
-    """One reward of several, by name: the sum of weight times reward. `missing`: of `HybridEnvironmentConfig`.
+    """The sum of weight times reward over `parts`, by name. `missing`: of `HybridEnvironmentConfig`.
 
-    Components and reasons carry the name of the part that they come from.
+    The names of components and the reasons begin with the name of their part.
     """
     components, error = _components(parts), _errors(parts)
     values = {name: part.value for name, part in parts.items() if part.value is not None}
@@ -161,13 +151,13 @@ def weighted_sum(
     return Reward(total, components=components)
 
 
-def _last_word(parts: Mapping[str, Reward]) -> Reward:
+def _ask(member: Environment, conversations: Conversations, env_infos: Infos, update: bool) -> list[Reward]:
+    return (member.rewards if update else member.evaluation_rewards)(conversations, env_infos)
+
+
+def _last(parts: Mapping[str, Reward]) -> Reward:
     *_, last = parts.values()
     return replace(last, components=_components(parts), error=_errors(parts) if last.value is None else None)
-
-
-def _weight(member: HybridMember) -> float:
-    return 1.0 if member.weight is None else member.weight
 
 
 def _components(parts: Mapping[str, Reward]) -> dict[str, float]:

@@ -1,45 +1,54 @@
 """`Environment`: message logs in, rewards out; what every RL loop calls and every kind of reward implements.
 
-    class LongestAnswer(Environment):
+    class LongestCompletion(Environment):
         name = "longest"
 
         def rewards(self, conversations, env_infos):
             return [Reward(float(len(c[-1]["content"]))) for c in conversations]
 
-    LongestAnswer().step([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]], [{}])
+    log = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    LongestCompletion().step([log], [{}])              # NeMo RL's signature
+    LongestCompletion().reward([log], [{}])            # the same as `Reward`s
+    LongestCompletion.remote()                         # a Ray actor with the same methods
 
-The signature is NeMo RL's. A reward that could not be had is NaN in `EnvironmentReturn.rewards`, with the reason in
-`metadata`, and `global_post_process_and_metrics` takes its sample out of the loss: it is never a number that trains.
+A missing reward is NaN in `EnvironmentReturn.rewards`, with the reason in `metadata`, and
+`global_post_process_and_metrics` takes its sample out of the loss: it is never a number that trains.
 
-Rewards may depend on those before, as with running statistics: `state_dict` has what a run must save then, a step that
-fails changes nothing of it, and `step(..., update=False)`, for validation, leaves it alone.
+Rewards may depend on earlier ones, as with running statistics. Then `state_dict` is the state that a run must save, a
+step that fails does not change it, and neither does `step(..., update=False)`, for validation.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import importlib
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from treeward.config.base import Strict
+from treeward.config.load import load_section
 from treeward.data.preference import Message
+from treeward.environments.actors import RayActor
 from treeward.errors import CheckpointError, DataError
 from treeward.scoring.score import Reward
 
 if TYPE_CHECKING:
     from treeward.environments.trl import TrlReward
 
-__all__ = ["DETAILS", "Environment", "EnvironmentReturn", "Reward", "conversation_of", "reward_metrics", "rewards_of"]
-__all__ += ["step_of", "undone_on_failure"]
+__all__ = ["DETAILS", "WHERE", "ConfiguredEnvironment", "Environment", "EnvironmentReturn", "Reward"]
+__all__ += ["conversation_of", "log_failures", "reward_metrics", "rewards_of", "undone_on_failure"]
 
 DETAILS = "reward_details"
-"""The key of `EnvironmentReturn.metadata[i]` under which there is more about the reward of sample i."""
+"""The key of `EnvironmentReturn.metadata[i]` with the details of the reward of sample i."""
+
+WHERE = "env_config"
+"""The name of an environment's section in errors; `registry` puts the section's full name in its place."""
 
 _KEYS_OF_LOOPS = frozenset(
     {
@@ -47,13 +56,15 @@ _KEYS_OF_LOOPS = frozenset(
         *("logprobs", "is_invalid_tool_call", "has_malformed_thinking"),
     }
 )
-"""What NeMo RL and others note in messages for themselves; whatever else a message has, a template may read."""
+"""Keys of messages that NeMo RL and other loops use for themselves; a template may read every other key."""
+
+logger = logging.getLogger(__name__)
 
 
 class EnvironmentReturn(NamedTuple):
-    """What a step gives for B samples; the fields and their order are NeMo RL's.
+    """The result of a step for B samples; the fields and their order are NeMo RL's.
 
-    `observations`: a message each, empty: nothing is added to the conversation. `metadata`: the sample's `env_info`
+    `observations`: an empty message each: nothing is added to the conversation. `metadata`: the sample's `env_info`
     and, under `reward_details`, `raw`, `components` and `error`. `rewards`: float32 (B,), NaN where there is none.
     `terminateds`: bool (B,), all true. `answers`: the text that was scored.
     """
@@ -66,8 +77,8 @@ class EnvironmentReturn(NamedTuple):
     answers: list[str | None]
 
 
-class Environment(abc.ABC):
-    """Something that rewards conversations. A kind of reward implements `rewards`; the rest is the same for all."""
+class Environment(RayActor, abc.ABC):
+    """Rewards conversations. A kind of reward implements `rewards`; the rest is the same for all."""
 
     name: str = "environment"
     """The prefix of its metrics."""
@@ -76,16 +87,31 @@ class Environment(abc.ABC):
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
-        """One `Reward` per conversation, in order. `env_infos`: what the data says of each, as `ground_truth`.
+        """One `Reward` per conversation, in order. `env_infos`: the data's other columns, as `ground_truth`.
 
-        A conversation that cannot be rewarded has the value None; what is wrong with the environment itself raises.
+        A conversation that cannot be rewarded has the value None; a fault of the environment itself raises.
         """
 
     def evaluation_rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
-        """`rewards` that leave the state as it is; to be implemented by an environment that has one."""
+        """`rewards` without a change of the state; an environment with a state implements it."""
         return self.rewards(conversations, env_infos)
+
+    def reward(
+        self,
+        message_logs: Sequence[Sequence[Mapping[str, Any]]],
+        env_infos: Sequence[Mapping[str, Any] | None],
+        *,
+        update: bool = True,
+    ) -> list[Reward]:
+        """One `Reward` per message log of a loop, in order; a batch may have any size.
+
+        Messages keep every key that a chat template may read; the loop's own keys (`token_ids`, tensors) are left out.
+        A log that is no list of messages has no reward. `update`: False in validation: its samples do not count in
+        running statistics. Raises `DataError` where there is not one `env_info`, or None, for each log.
+        """
+        return self._rewarded(self._samples(message_logs, env_infos), update)
 
     def step(
         self,
@@ -94,29 +120,13 @@ class Environment(abc.ABC):
         *,
         update: bool = True,
     ) -> EnvironmentReturn:
-        """Reward a batch of any size.
-
-        Messages keep every key that a chat template may read; what loops note in them (`token_ids`, tensors) is left
-        out. A log that is no list of messages has no reward. `update`: off in validation, whose samples then count in
-        no running statistics. Raises `DataError` where there is not one `env_info`, or None, for each log.
-        """
-        if len(message_logs) != len(env_infos):
-            raise DataError(
-                "there is not one env_info for each message log",
-                where=f"a step of {self.name}",
-                got=f"{len(message_logs)} message logs and {len(env_infos)} env_infos",
-                need="as many of one as of the other; {} or None for a sample of which nothing is known",
-            )
-        samples = [_sample(*sample) for sample in zip(message_logs, env_infos, strict=True)]
-        sound = [sample for sample in samples if sample.error is None]
-        reward = self.rewards if update else self.evaluation_rewards
-        found = reward([sample.conversation for sample in sound], [dict(sample.info) for sample in sound])
-        assert len(found) == len(sound)
-        following = iter(found)
-        rewards = [next(following) if one.error is None else Reward(None, error=one.error) for one in samples]
+        """`reward`, in the form of NeMo RL."""
+        samples = self._samples(message_logs, env_infos)
+        rewards = self._rewarded(samples, update)
+        details = [{"raw": one.raw, "components": dict(one.components), "error": one.error} for one in rewards]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""} for _ in rewards],
-            metadata=[one.info | {DETAILS: _details(reward)} for one, reward in zip(samples, rewards, strict=True)],
+            metadata=[one.info | {DETAILS: detail} for one, detail in zip(samples, details, strict=True)],
             next_stop_strings=[None] * len(rewards),
             rewards=torch.tensor([math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32),
             terminateds=torch.ones(len(rewards), dtype=torch.bool),
@@ -124,7 +134,7 @@ class Environment(abc.ABC):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """Take samples without a reward out of the loss, and sum up the others.
+        """Take samples without a reward out of the loss, and compute metrics of the others.
 
         `batch`: a mapping with `rewards` or `total_reward` (B,) and, where the loop has one, `loss_multiplier` (B,);
         returned with the multiplier 0 where there is no reward. The metrics are those of `reward_metrics`. Raises
@@ -141,18 +151,19 @@ class Environment(abc.ABC):
     def as_trl(self, *, name: str | None = None, columns: Mapping[str, str] | None = None) -> TrlReward:
         """This environment as one of the `reward_funcs` of TRL's trainers; see `TrlReward`.
 
-        `name`: what TRL logs it under. `columns`: for keys of `env_infos` the dataset's column, as
+        `name`: its name in TRL's log. `columns`: keys of `env_infos` to columns of the dataset, as
         `{"ground_truth": "answer"}`.
         """
-        adapter = importlib.import_module("treeward.environments.trl").TrlReward
-        return adapter(self, name=name, columns=columns)  # type: ignore[no-any-return]
+        from treeward.environments.trl import TrlReward
+
+        return TrlReward(self, name=name, columns=columns)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run must save to go on exactly, as JSON can hold it: empty where no reward depends on those before."""
+        """The state that an exact resume needs, for JSON: empty where no reward depends on earlier ones."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. Raises `CheckpointError` for that of another configuration."""
+        """Continue from `state_dict`. Raises `CheckpointError` for the state of another configuration."""
         if state:
             raise CheckpointError(
                 f"{self.name} has no state", got=sorted(state), need="the configuration that the run was started with"
@@ -160,17 +171,70 @@ class Environment(abc.ABC):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether rewards depend on those before, as with running statistics: then a run has one such object only."""
+        """Whether rewards depend on earlier ones, as with running statistics: a run then has one such object only."""
         return bool(self.state_dict())
 
     def shutdown(self) -> bool:
-        """Free what the environment holds: models, workers, connections. It can be called twice."""
+        """Free models, workers and connections. Safe to repeat."""
         return True
+
+    def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Mapping[str, Any] | None]) -> list[_Sample]:
+        if len(message_logs) != len(env_infos):
+            raise DataError(
+                "there is not one env_info for each message log",
+                where=f"a step of {self.name}",
+                got=f"{len(message_logs)} message logs and {len(env_infos)} env_infos",
+                need="one env_info per log; {} or None where there are no other columns",
+            )
+        return [_sample(*sample) for sample in zip(message_logs, env_infos, strict=True)]
+
+    def _rewarded(self, samples: Sequence[_Sample], update: bool) -> list[Reward]:
+        valid = [sample for sample in samples if sample.error is None]
+        method = self.rewards if update else self.evaluation_rewards
+        found = method([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
+        assert len(found) == len(valid)
+        following = iter(found)
+        return [next(following) if one.error is None else Reward(None, error=one.error) for one in samples]
+
+
+_Section = TypeVar("_Section", bound=Strict)
+
+
+class ConfiguredEnvironment(Environment, Generic[_Section]):
+    """An environment that is made from one section of the configuration: `config`, checked.
+
+    A subclass names its schema as `section`. Raises `ConfigError` for a section that is not valid; `remote` raises it
+    in the caller's process.
+    """
+
+    section: ClassVar[type[Strict]]
+
+    def __init__(self, env_config: Mapping[str, Any] | _Section) -> None:
+        self.config = cast(_Section, self._checked(env_config))
+
+    @classmethod
+    def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (cls._checked(*args), *args[1:]), kwargs
+
+    @classmethod
+    def _checked(cls, env_config: Mapping[str, Any] | Strict) -> Strict:
+        if isinstance(env_config, cls.section):
+            return env_config
+        assert isinstance(env_config, Mapping)
+        return load_section(cls.section, env_config, where=WHERE)
+
+
+def log_failures(name: str, rewards: Sequence[Reward]) -> None:
+    """One warning for all samples of a step without a reward."""
+    failed = [i for i, reward in enumerate(rewards) if reward.value is None]
+    if failed:
+        first = f"sample {failed[0]}: {rewards[failed[0]].error}"
+        logger.warning("%s: %d of %d samples have no reward; the first: %s", name, len(failed), len(rewards), first)
 
 
 def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
-    """Of rewards (B,), NaN where there is none: `<name>/num_samples`, `num_failed`, and of the others `mean_reward`,
-    `std_reward` (of the population), `min_reward`, `max_reward`.
+    """Metrics of rewards (B,), NaN where there is none: `<name>/num_samples` and `num_failed`; of the others
+    `mean_reward`, `std_reward` (of the population), `min_reward`, `max_reward`.
     """
     valid = rewards[torch.isfinite(rewards)]
     metrics = {"num_samples": float(len(rewards)), "num_failed": float(len(rewards) - len(valid))}
@@ -185,9 +249,9 @@ def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
 
 
 def conversation_of(log: Any, where: str | None = None) -> list[Message]:
-    """The messages of a message log, with what a chat template may read and without what loops note for themselves.
+    """The messages of a message log, without the keys that loops use for themselves.
 
-    Raises `DataError` for what is no list of messages.
+    Raises `DataError` for anything but a list of messages.
     """
     if isinstance(log, np.ndarray):
         log = log.tolist()  # as parquet has lists
@@ -217,22 +281,13 @@ def rewards_of(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def undone_on_failure(environment: Environment) -> Iterator[None]:
-    """What raises in here leaves the environment's state as it was, so that a step that is done again counts once."""
+    """Restore the environment's state after an exception, so that a step that is repeated counts once."""
     before = environment.state_dict()
     try:
         yield
     except BaseException:
         environment.load_state_dict(before)
         raise
-
-
-def step_of(environment: Environment | Any) -> Callable[..., EnvironmentReturn]:
-    """The `step` of an environment in this process, or of the Ray actor of one, waiting for its result."""
-    remote = getattr(environment.step, "remote", None)
-    if remote is None:
-        return environment.step
-    ray = importlib.import_module("ray")
-    return lambda message_logs, env_infos, **options: ray.get(remote(message_logs, env_infos, **options))
 
 
 class _Sample(NamedTuple):
@@ -257,14 +312,10 @@ def _message(message: Mapping[str, Any]) -> Message:
     kept: Message = {}
     for key, value in message.items():
         if isinstance(value, np.ndarray) and value.dtype == object:
-            value = value.tolist()  # a list that comes from parquet
+            value = value.tolist()  # a list from parquet
         if value is not None and key not in _KEYS_OF_LOOPS and not isinstance(value, Tensor | np.ndarray):
             kept[key] = value
     return kept
-
-
-def _details(reward: Reward) -> dict[str, Any]:
-    return {"raw": reward.raw, "components": dict(reward.components), "error": reward.error}
 
 
 def _text(conversation: Sequence[Message]) -> str | None:

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.async_calls import run_async
-from treeward.environments.configured import ConfiguredEnvironment, log_failures
-from treeward.environments.interface import Reward
-from treeward.environments.replies import NO_REPLY, message_text, plain, reply_text, transcript
+from treeward.environments.completions import NO_COMPLETION, completion_text, message_text, plain, transcript
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
 from treeward.errors import ModelError
 from treeward.http import ServerError
 from treeward.openai_client import check_openai, key_from, openai_client, post
@@ -88,12 +87,12 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     """
 
     name = "judge_env"
-    _section = JudgeEnvironmentConfig
+    section = JudgeEnvironmentConfig
 
-    def __init__(self, env_config: Mapping[str, Any] | JudgeEnvironmentConfig, *, where: str = "env_config") -> None:
-        super().__init__(env_config, where=where)
+    def __init__(self, env_config: Mapping[str, Any] | JudgeEnvironmentConfig) -> None:
+        super().__init__(env_config)
         check_openai()
-        self._key = key_from(self.config.api_key_env, where=where, field="api_key_env")
+        self._key = key_from(self.config.api_key_env, where=WHERE, field="api_key_env")
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
@@ -107,9 +106,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
 
     def _questions(self, conversation: Sequence[Message], info: Mapping[str, Any]) -> list[_Question] | str:
         """The questions about a sample; or why there are none."""
-        completion = reply_text(conversation)
+        completion = completion_text(conversation)
         if completion is None:
-            return NO_REPLY
+            return NO_COMPLETION
         texts = {"conversation": transcript(conversation[:-1])}
         if self.config.mode == "rating":
             questions = [self._question({**texts, "reply": completion}, swapped=False)]

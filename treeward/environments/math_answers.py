@@ -14,7 +14,6 @@ This module is what those processes import: it stays light.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import logging
 import multiprocessing
@@ -125,20 +124,22 @@ class MathChecker:
                     futures.append((i, self._pool.schedule(_compare, args=arguments, timeout=limit)))
         except (BrokenProcessPool, RuntimeError):  # pebble says with a RuntimeError that its pool has failed
             pass
-        process_expired = importlib.import_module("pebble").ProcessExpired
+        from pebble import ProcessExpired
+
         for i, future in futures:
             try:
                 verdicts[i] = _verdict(future.result())
             except TimeoutError:
                 verdicts[i] = MathVerdict(None, error=_ERRORS["timeout"])
-            except process_expired:
+            except ProcessExpired:
                 verdicts[i] = MathVerdict(None, error="the process that compared the answer died")
             except BrokenProcessPool:
                 continue
 
     def _start(self) -> Any:
-        pebble = importlib.import_module("pebble")
-        return pebble.ProcessPool(max_workers=self.workers, initializer=_prepare, context=_Context())
+        from pebble import ProcessPool
+
+        return ProcessPool(max_workers=self.workers, initializer=_prepare, context=_Context())
 
     def _stop(self) -> None:
         pool, self._pool = self._pool, None
@@ -168,7 +169,8 @@ class _OutOfTime(BaseException):
 def _prepare() -> None:
     """Do what takes a second the first time, so that no item's time is spent on it."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole replies
-    math_verify = importlib.import_module("math_verify")
+    import math_verify
+
     one, two = (math_verify.parse(text, parsing_timeout=None) for text in (r"\boxed{\frac{1}{2}}", "It is 0.5"))
     math_verify.verify(one, two, timeout_seconds=None)
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit
@@ -176,7 +178,7 @@ def _prepare() -> None:
 
 
 def _compare(golds: Sequence[str], reply: str, seconds: float) -> _Finding:
-    math_verify = importlib.import_module("math_verify")
+    import math_verify
 
     def parsed(text: str) -> list[Any]:
         # Without a limit, that is: their alarm would replace ours.

@@ -1,16 +1,15 @@
-"""`NemoRLEnvironment`: any environment as NeMo RL makes and calls one, with an answer to samples without a reward.
+"""`NemoRLEnvironment`: any environment as NeMo RL makes and calls one, with a rule for samples without a reward.
 
     from treeward.environments import nemo_rl
     nemo_rl.register("reward_model")           # before NeMo RL's run_grpo.py; env.reward_model stays as it is
 
-Environments have the signature of NeMo RL's loops as they are. What they cannot know is the loop: `total_reward` goes
-straight into baselines and advantages, whatever `loss_multiplier` says, so one NaN spoils its whole group and with it
-the update. Here a sample without a reward fails the step, or takes its group's mean, of which no policy gradient comes.
+Environments have the signature of NeMo RL's loops already. But the loop puts `total_reward` into baselines and
+advantages, whatever `loss_multiplier` is, so one NaN spoils its whole group and with it the update. Here a sample
+without a reward fails the step, or takes its group's mean, which gives no policy gradient.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,9 +21,9 @@ from torch import Tensor
 from treeward.config.base import Strict
 from treeward.config.load import load_section
 from treeward.data.preference import Message
-from treeward.environments.actors import RayActor
 from treeward.environments.interface import (
     DETAILS,
+    WHERE,
     Environment,
     EnvironmentReturn,
     Reward,
@@ -32,7 +31,7 @@ from treeward.environments.interface import (
     rewards_of,
     undone_on_failure,
 )
-from treeward.environments.registry import actor_options, environment_class, make_environment
+from treeward.environments.registry import check_section, make_environment
 from treeward.errors import ConfigError, DataError, ModelError
 
 __all__ = ["NemoRLConfig", "NemoRLEnvironment", "fill_with_group_means", "register"]
@@ -40,41 +39,39 @@ __all__ = ["NemoRLConfig", "NemoRLEnvironment", "fill_with_group_means", "regist
 logger = logging.getLogger(__name__)
 
 _SECTION = "nemo_rl"
-_WHERE = "env_config"
 
 
 class NemoRLConfig(Strict):
-    """The section `nemo_rl` of an environment's section: what only NeMo RL's loop needs to have settled."""
+    """The section `nemo_rl` of an environment's section: settings for NeMo RL's loop alone."""
 
     failed_samples: Literal["raise", "group_mean"] = "raise"
-    """A sample without a reward: `raise` stops the run and says why; `group_mean` gives it the mean of the other
-    completions of its prompt, and so the advantage 0. That needs another completion of the prompt with a reward in the
+    """A sample without a reward stops the run with the reason (`raise`), or gets the mean of the other completions of
+    its prompt, and so the advantage 0 (`group_mean`). That needs another completion of the prompt with a reward in the
     same step, or it raises: asynchronous rollouts of NeMo RL step one sample at a time."""
 
     observation: str = "\n"
-    """What the environment says at the end. Its tokens are not trained on; with no tokens at all, NeMo RL's
-    asynchronous rollouts fail over the type of an empty tensor."""
+    """The environment's last message. Its tokens are not trained on; without any token, NeMo RL's asynchronous rollouts
+    fail on the type of an empty tensor."""
 
 
-class NemoRLEnvironment(RayActor, Environment):
-    """The environment that a section of `env:` describes, for NeMo RL.
+class NemoRLEnvironment(Environment):
+    """The environment of a section of `env:`, for NeMo RL.
 
     `env_config`: the section; its key `type` names the kind, `reward_model` where it is absent, and `nemo_rl` is a
-    `NemoRLConfig`. Raises what the environment itself raises.
+    `NemoRLConfig`. Raises the errors of the environment itself.
     """
 
     def __init__(self, env_config: Mapping[str, Any]) -> None:
         self.config, kind, section = _split(env_config)
-        self.environment = make_environment(kind, section, where=_WHERE)
+        self.environment = make_environment(kind, section)
         self.name = self.environment.name
         self._num_filled = 0
 
     @classmethod
-    def prepare_remote(
-        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _, kind, section = _split(*args, **kwargs)
-        return args, kwargs, actor_options(environment_class(kind, where=_WHERE), section, where=_WHERE)
+        check_section(kind, section)
+        return args, kwargs
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
@@ -94,9 +91,9 @@ class NemoRLEnvironment(RayActor, Environment):
         *,
         update: bool = True,
     ) -> EnvironmentReturn:
-        """The environment's step, every reward finite. Raises `ModelError` where one cannot be had or filled in.
+        """The environment's step, every reward finite. Raises `ModelError` for a missing reward without a substitute.
 
-        `return_extracted_answer`: NeMo RL's evaluation passes it; `answers` are there in any case.
+        `return_extracted_answer`: an argument of NeMo RL's evaluation; `answers` are always there.
         """
         with undone_on_failure(self):
             result = self.environment.step(message_logs, env_infos, update=update)
@@ -167,8 +164,8 @@ class NemoRLEnvironment(RayActor, Environment):
 def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
     """Give each sample without a reward one that makes its group-relative advantage 0.
 
-    `rewards`: float32 (B,), NaN where there is none. `groups`: for each sample what it has in common with the others of
-    its prompt; None where that is not known. With the mean m of its group's n rewards, a sample has the advantage
+    `rewards`: float32 (B,), NaN where there is none. `groups`: the key of each sample's group; None where the group is
+    not known. With the mean m of its group's n rewards, a sample has the advantage
     m - mean = 0, whether the mean is of the group or of the others in it (leave-one-out). Theirs keep their signs and
     proportions: with leave-one-out, (1 + 1/n) (r - m) for what would be n/(n - 1) (r - m), and a standard deviation
     that is a little smaller.
@@ -188,15 +185,15 @@ def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor
 
 
 def register(name: str = "reward_model") -> None:
-    """Have NeMo RL make a `NemoRLEnvironment` for the section `env.<name>`, in place of what had that name.
+    """Make NeMo RL use a `NemoRLEnvironment` for the section `env.<name>`, in place of its own class.
 
     Call it in the process that runs NeMo RL's script, before it. treeward must be installed in the Python that Ray's
     workers run. Raises `ConfigError` where NeMo RL is not installed.
     """
     try:
-        environments = importlib.import_module("nemo_rl.environments.utils")
-        actors = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
-        executables = importlib.import_module("nemo_rl.distributed.virtual_cluster").PY_EXECUTABLES
+        from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+        from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
+        from nemo_rl.environments.utils import ENV_REGISTRY
     except ImportError as error:
         raise ConfigError(
             "NeMo RL is not installed",
@@ -205,17 +202,17 @@ def register(name: str = "reward_model") -> None:
             fix="run this in NeMo RL's own Python",
         ) from error
     path = f"{NemoRLEnvironment.__module__}.{NemoRLEnvironment.__qualname__}"
-    environments.ENV_REGISTRY[name] = {**environments.ENV_REGISTRY.get(name, {}), "actor_class_fqn": path}
-    actors.ACTOR_ENVIRONMENT_REGISTRY[path] = executables.SYSTEM
+    ENV_REGISTRY[name] = {**ENV_REGISTRY.get(name, {}), "actor_class_fqn": path}
+    ACTOR_ENVIRONMENT_REGISTRY[path] = PY_EXECUTABLES.SYSTEM
 
 
 def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, Any]]:
     section = dict(env_config)
-    config = load_section(NemoRLConfig, section.pop(_SECTION, None) or {}, where=f"{_WHERE}.{_SECTION}")
+    config = load_section(NemoRLConfig, section.pop(_SECTION, None) or {}, where=f"{WHERE}.{_SECTION}")
     if section.pop("enabled", True) is False:
         raise ConfigError(
             "this environment is switched off",
-            where=_WHERE,
+            where=WHERE,
             field="enabled",
             got="false",
             need="true",
@@ -225,7 +222,7 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
     if kind is None and "model_name" not in section:
         raise ConfigError(
             "the section does not say which kind of environment it is, and it is no reward model",
-            where=_WHERE,
+            where=WHERE,
             field="type",
             got=f"keys {', '.join(map(str, section)) or 'none'}",
             need="type: rules, judge, custom or hybrid, or a dotted path; or model_name, for a reward model",
@@ -234,18 +231,18 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
 
 
 def _groups(message_logs: Sequence[Sequence[Mapping[str, Any]]], failed: Sequence[int]) -> list[Hashable]:
-    """What each sample has in common with the other completions of its prompt: the messages before what was generated.
+    """The group of each sample: the messages before the generated ones, which completions of one prompt share.
 
-    Generated turns are those with `generation_logprobs`. Logs without any, as NeMo RL hands them over, end with the
-    only one: our steps end a sample. But where logs that begin alike then go on with other turns of the assistant, they
-    may as well be completions of several turns; a failed sample among them has the group None.
+    Generated messages have `generation_logprobs`. NeMo RL hands over logs without them; then the last message is the
+    only generated one, since a step ends a sample. But logs that begin alike and continue with different turns of the
+    assistant may be completions of several turns; a failed sample among them has the group None.
     """
     groups: list[Hashable] = []
     first_turns: list[Hashable] = []
     for log in message_logs:
         try:
             messages = conversation_of(log)
-        except DataError:  # nothing is known of what is no log
+        except DataError:  # no list of messages
             messages = []
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         generated = [i for i in turns if log[i].get("generation_logprobs") is not None]

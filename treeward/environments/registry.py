@@ -4,24 +4,26 @@
     make_environments({"reward_model": {...}, "format": {"type": "rules", "rule": "regex", "pattern": "</think>"}})
     register_environment("mine", MyEnvironment)          # or `type: my_package.MyEnvironment` in the section
 
-A class is imported when an environment of its kind is made.
+A new kind of environment is one file with its class, and a line in `_CLASSES`. The class is imported when an
+environment of its kind is made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from treeward.config.base import nearest_name
-from treeward.environments.actors import NO_RESTARTS, RayActor
-from treeward.environments.interface import Environment
+from treeward.environments.interface import WHERE, Environment
+from treeward.environments.remote import RemoteEnvironment
 from treeward.errors import ConfigError
 
-__all__ = ["actor_options", "environment_class", "make_environment", "make_environments", "make_named"]
+__all__ = ["check_section", "environment_class", "make_environment", "make_environments", "make_named"]
 __all__ += ["register_environment", "sections_of"]
 
 _CLASSES: dict[str, type[Environment] | str] = {
@@ -37,8 +39,7 @@ _CLASSES: dict[str, type[Environment] | str] = {
 def register_environment(name: str, cls: type[Environment]) -> None:
     """Make a class known by `name`; it is constructed with the section's mapping.
 
-    If its constructor has the keyword `where`, it is told what its errors should call the section. Raises `ConfigError`
-    for a name that is taken by another class, or something that is no `Environment`.
+    Raises `ConfigError` for the name of another class, and for a class that is no `Environment`.
     """
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError("not an environment", field=name, got=cls, need="a subclass of Environment")
@@ -48,18 +49,16 @@ def register_environment(name: str, cls: type[Environment]) -> None:
     _CLASSES[name] = cls
 
 
-def environment_class(kind: str, *, where: str | None = None) -> type[Environment]:
+def environment_class(kind: str) -> type[Environment]:
     """The class of a kind: a registered name, or a dotted path. Raises `ConfigError` with the nearest name."""
     known = _CLASSES.get(kind)
     if isinstance(known, type):
         return known
-    path = known or kind
-    module_name, _, attribute = path.rpartition(".")
+    module_name, _, attribute = (known or kind).rpartition(".")
     if not module_name:
         near = nearest_name(kind, _CLASSES)
         raise ConfigError(
             "there is no such kind of environment",
-            where=where,
             field="type",
             got=kind,
             need=f"{', '.join(sorted(_CLASSES))}, or the dotted path of a subclass of Environment",
@@ -70,7 +69,6 @@ def environment_class(kind: str, *, where: str | None = None) -> type[Environmen
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the module of the environment cannot be imported: {error}",
-            where=where,
             field="type",
             got=kind,
             need="module.Class, where the module is on Python's path",
@@ -81,7 +79,6 @@ def environment_class(kind: str, *, where: str | None = None) -> type[Environmen
         near = nearest_name(attribute, vars(module)) if cls is None else None
         raise ConfigError(
             f"{module_name} has no environment {attribute}",
-            where=where,
             field="type",
             got=kind,
             need="a subclass of treeward.environments.interface.Environment that implements rewards",
@@ -90,62 +87,45 @@ def environment_class(kind: str, *, where: str | None = None) -> type[Environmen
     return cls
 
 
-def make_environment(name: str, config: Mapping[str, Any], *, where: str | None = None) -> Environment:
+def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE) -> Environment:
     """One environment, in this process. `name`: its kind, unless `config` has a key `type`; `config`: its section.
 
-    `where`: what errors call the section. Raises `ConfigError` for a kind that does not exist, or a section that is
-    wrong.
+    `where`: the name of the section in errors. Raises `ConfigError` for an unknown kind, or a faulty section.
     """
-    section = dict(config)
-    kind = section.pop("type", None) or name
-    made: Any = environment_class(str(kind), where=where)
-    environment: Environment = made(section, **_told(made, where))
+    kind, section = _kind(name, config)
+    with _named(where):
+        made: Any = environment_class(kind)
+        environment: Environment = made(section)
     return environment
 
 
-def actor_options(cls: type[Environment], section: Mapping[str, Any], *, where: str | None = None) -> dict[str, Any]:
-    """Ray options of an actor in which an environment is made of `section`; runs where the actor is asked for.
-
-    Raises `ConfigError` for a section that is wrong.
-    """
-    if issubclass(cls, RayActor):
-        return cls.prepare_remote((section,), _told(cls, where))[2]
-    return {} if cls.state_dict is Environment.state_dict else dict(NO_RESTARTS)
+def check_section(name: str, config: Mapping[str, Any], *, where: str = WHERE) -> None:
+    """Raise `ConfigError` for a section that `make_environment` would refuse, without making the environment."""
+    kind, section = _kind(name, config)
+    with _named(where):
+        environment_class(kind).check_remote(section)
 
 
-def _told(cls: type[Environment], where: str | None) -> dict[str, Any]:
-    return {"where": where} if where is not None and "where" in inspect.signature(cls).parameters else {}
-
-
-def make_named(name: str, section: Mapping[str, Any], *, on_ray: bool = False) -> Environment | Any:
+def make_named(name: str, section: Mapping[str, Any], *, on_ray: bool = False) -> Environment:
     """The environment `env.<name>`, whose kind is its name unless the section says `type`.
 
-    `on_ray`: the handle of a Ray actor that holds it. Where the name is no kind, its metrics begin with `<name>_env/`.
+    `on_ray`: in a Ray actor. Where the name is no kind, its metrics begin with `<name>_env/`.
     """
     where = f"env.{name}"
-    if not on_ray:
-        environment = make_environment(name, section, where=where)
-        if name not in _CLASSES:
-            environment.name = f"{name}_env"
-        return environment
-    settings = dict(section)
-    cls = environment_class(str(settings.pop("type", None) or name), where=where)
-    if not issubclass(cls, RayActor):
-        raise ConfigError(
-            "this environment cannot be a Ray actor",
-            where=where,
-            field="type",
-            got=cls.__name__,
-            need="a class that is a RayActor too",
-            fix=f"class {cls.__name__}(RayActor, Environment), or leave it in this process",
-        )
-    return cls.remote(settings, **_told(cls, where))
+    if on_ray:
+        kind, settings = _kind(name, section)
+        with _named(where):
+            return RemoteEnvironment(f"{name}_env", environment_class(kind).remote(settings))
+    environment = make_environment(name, section, where=where)
+    if name not in _CLASSES:
+        environment.name = f"{name}_env"
+    return environment
 
 
 def sections_of(env_section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections of an `env:` section by name, resolved; those with `enabled: false` are left out.
+    """The sections of an `env:` section by name, resolved, without those with `enabled: false`.
 
-    Raises `ConfigError` for one that is no mapping.
+    Raises `ConfigError` for a section that is no mapping.
     """
     plain: Any = (
         OmegaConf.to_container(env_section, resolve=True) if isinstance(env_section, DictConfig) else env_section
@@ -163,9 +143,9 @@ def sections_of(env_section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
-    """The environments of an `env:` section, in this process, by name, as `sections_of` and `make_named` have them.
+    """The environments of an `env:` section, in this process, by name.
 
-    If one of them cannot be made, those that were are shut down.
+    If one of them cannot be made, the others are shut down.
     """
     environments: dict[str, Environment] = {}
     try:
@@ -176,3 +156,24 @@ def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
             environment.shutdown()
         raise
     return environments
+
+
+def _kind(name: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    section = dict(config)
+    return str(section.pop("type", None) or name), section
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """A `ConfigError` about the section carries the name `where`."""
+    try:
+        yield
+    except ConfigError as error:
+        inner = error.where or WHERE
+        if where == WHERE or not inner.startswith(WHERE):
+            raise
+        got = {} if error.got is None else {"got": error.got}
+        name = where + inner.removeprefix(WHERE)
+        raise ConfigError(
+            error.summary, where=name, field=error.field, need=error.need, fix=error.fix, **got
+        ) from error.__cause__

@@ -1,4 +1,7 @@
-"""`RemoteEnvironment`: an environment that lives in a Ray actor, as one in this process; Ray must be installed."""
+"""`RemoteEnvironment`: an environment in a Ray actor, with the methods of one in this process.
+
+RemoteEnvironment("rewards_env", ray.get_actor("rewards")).as_trl()
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
-
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import ModelError
 
-__all__ = ["RemoteEnvironment"]
+__all__ = ["RemoteEnvironment", "as_environment"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +21,10 @@ _SHUTDOWN_SECONDS = 30.0
 
 
 class RemoteEnvironment(Environment):
-    """The environment of an actor's `handle`. It raises what that environment raises."""
+    """The environment of an actor's `handle`, under a name of its own. It raises the errors of that environment."""
 
     def __init__(self, name: str, handle: Any) -> None:
-        self.name, self._handle = f"{name}_env", handle
+        self.name, self._handle = name, handle
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
@@ -43,16 +43,22 @@ class RemoteEnvironment(Environment):
         self._call("load_state_dict", state)
 
     def shutdown(self) -> bool:
-        """Free what the environment holds; an actor that does not answer is killed."""
+        """Free models and workers; an actor that does not answer is killed."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
         handle, self._handle = self._handle, None  # the actor ends with its last handle
         try:
             return handle is None or bool(ray.get(handle.shutdown.remote(), timeout=_SHUTDOWN_SECONDS))
         except (GetTimeoutError, RayActorError) as error:
-            logger.warning("%s did not shut down, and is killed: %s", self.name, str(error).splitlines()[:1])
+            logger.warning("%s did not shut down and is killed: %s", self.name, str(error).splitlines()[:1])
             ray.kill(handle)
             return False
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
         try:
             return ray.get(getattr(self._handle, method).remote(*arguments))
         except RayTaskError as error:
@@ -64,6 +70,11 @@ class RemoteEnvironment(Environment):
                 "the Ray actor of the environment is gone",
                 where=self.name,
                 got=str(error).splitlines()[0],
-                need="an actor that lives",
+                need="a living actor",
                 fix="look for the reason in Ray's logs, and resume the run",
             ) from error
+
+
+def as_environment(environment: Any, name: str = "environment") -> Environment:
+    """An environment as it is; the handle of a Ray actor as a `RemoteEnvironment`, under `name`."""
+    return environment if isinstance(environment, Environment) else RemoteEnvironment(name, environment)

@@ -21,10 +21,9 @@ import regex
 
 from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
 from treeward.data.preference import Message
-from treeward.environments.configured import ConfiguredEnvironment, log_failures
-from treeward.environments.interface import Reward
+from treeward.environments.completions import NO_COMPLETION, completion_text, plain
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
 from treeward.environments.math_answers import MathChecker, marked, number_text
-from treeward.environments.replies import NO_REPLY, plain, reply_text
 from treeward.errors import ConfigError
 
 __all__ = ["MathEnvironment", "RuleEnvironment"]
@@ -37,16 +36,16 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
     """Exact match, regular expression or mathematical equality; `RuleEnvironmentConfig` has the keys."""
 
     name = "rules_env"
-    _section = RuleEnvironmentConfig
+    section = RuleEnvironmentConfig
 
-    def __init__(self, env_config: Mapping[str, Any] | RuleEnvironmentConfig, *, where: str = "env_config") -> None:
-        super().__init__(env_config, where=where)
+    def __init__(self, env_config: Mapping[str, Any] | RuleEnvironmentConfig) -> None:
+        super().__init__(env_config)
         for field in ("extract", "pattern"):
             pattern = getattr(self.config, field)
             try:
                 regex.compile(pattern or "")
             except regex.error as error:
-                raise ConfigError(f"not a regular expression: {error}", where=where, field=field, got=pattern) from None
+                raise ConfigError(f"not a regular expression: {error}", where=WHERE, field=field, got=pattern) from None
         math = self.config.rule == "math"
         self._checker = (
             MathChecker(workers=self.config.workers, timeout_seconds=self.config.timeout_seconds) if math else None
@@ -93,9 +92,9 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
 
     def _read(self, conversation: Sequence[Message], info: Mapping[str, Any], patterns: _Patterns) -> _Answer | None:
         """The part of the reply that is the answer, and what it is held against; None where `extract` finds nothing."""
-        text = reply_text(conversation)
+        text = completion_text(conversation)
         if text is None:
-            raise _UndecidedError(NO_REPLY)
+            raise _UndecidedError(NO_COMPLETION)
         golds = (self.config.pattern,) if self.config.pattern is not None else _golds(info, self.config.answer_key)
         if self.config.extract is None:
             return _Answer(text, golds)
@@ -121,7 +120,7 @@ class MathEnvironment(RuleEnvironment):
     """The rule math, by the keys of NeMo RL's environment of that name; `MathEnvironmentConfig` has them."""
 
     name = "math_env"
-    _section = MathEnvironmentConfig
+    section = MathEnvironmentConfig
 
 
 class _Patterns:

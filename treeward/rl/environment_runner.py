@@ -270,7 +270,7 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     made: dict[str, Environment] = {}
     try:
         for name in everything:
-            made[name] = _made(name, sections[name], on_ray=name in grpo.environments_on_ray)
+            made[name] = make_named(name, sections[name], on_ray=name in grpo.environments_on_ray)
         return EnvironmentRunner(
             {name: made[name] for name in used},
             default,
@@ -306,15 +306,6 @@ def failure_summary(failures: Sequence[tuple[str, str]]) -> str:
         first.setdefault(reason, place)
     counts = Counter(reason for reason, _ in failures)
     return "; ".join(f"{count} x {reason} ({first[reason]})" for reason, count in counts.most_common(3))
-
-
-def _made(name: str, section: Mapping[str, Any], *, on_ray: bool) -> Environment:
-    made = make_named(name, section, on_ray=on_ray)
-    if isinstance(made, Environment):
-        return made
-    from treeward.environments.remote import RemoteEnvironment
-
-    return RemoteEnvironment(name, made)
 
 
 def _in_thread(work: Callable[[], Result], *, after: Future[Any] | None = None) -> Future[Result]:

@@ -22,7 +22,7 @@ from pydantic import ImportString, TypeAdapter, ValidationError
 
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
-from treeward.environments.replies import NO_REPLY, prompt_text, reply_text
+from treeward.environments.completions import NO_COMPLETION, completion_text, prompt_text
 from treeward.errors import ConfigError
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer
@@ -90,10 +90,10 @@ class CustomModel(ServedModel):
     def _item(self, asked: Conversation | RenderedText) -> Item:
         if isinstance(asked, RenderedText):
             return Item(None, 0, error=_TEXT_ONLY)
-        reply = reply_text(asked)
-        if reply is None:
-            return Item(None, 0, error=NO_REPLY)
-        return Item((prompt_text(asked[:-1]), reply), _ITEM_TOKENS)
+        completion = completion_text(asked)
+        if completion is None:
+            return Item(None, 0, error=NO_COMPLETION)
+        return Item((prompt_text(asked[:-1]), completion), _ITEM_TOKENS)
 
     def _one(self, prompt: str, response: str) -> Score:
         try:

@@ -1,8 +1,8 @@
 """The texts of a conversation, as rules, judges and functions read them.
 
-    reply_text([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])     # "4"
+    completion_text([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])     # "4"
 
-These are the raw texts of the messages; no chat template is applied.
+These are the raw texts of the messages, without a chat template.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from treeward.data.preference import Message
 
-__all__ = ["NO_REPLY", "message_text", "plain", "prompt_text", "reply_text", "transcript"]
+__all__ = ["NO_COMPLETION", "completion_text", "message_text", "plain", "prompt_text", "transcript"]
 
-NO_REPLY = "the conversation does not end with a text of the assistant"
+NO_COMPLETION = "the conversation does not end with a text of the assistant"
 
 
-def reply_text(conversation: Sequence[Message]) -> str | None:
+def completion_text(conversation: Sequence[Message]) -> str | None:
     """The text of the last message; None if it is not the assistant's, or is no text."""
     if not conversation or conversation[-1].get("role") != "assistant":
         return None
@@ -25,7 +25,7 @@ def reply_text(conversation: Sequence[Message]) -> str | None:
 
 
 def message_text(message: Mapping[str, Any]) -> str | None:
-    """The content of a message: text, or the text parts of a list of parts, joined; None if there is something else."""
+    """The content of a message: a text, or the joined texts of a list of parts; None for anything else."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -37,7 +37,7 @@ def message_text(message: Mapping[str, Any]) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A value of an `env_info` as Python's own: numbers and lists that parquet or a loop holds as arrays or tensors."""
+    """A value of an `env_info` as Python's own: arrays and tensors become lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -47,7 +47,7 @@ def transcript(messages: Sequence[Message]) -> str:
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
-    """The messages before a reply as one text: a single message of the user as it is, otherwise a transcript."""
+    """The messages before a completion as one text: a single message of the user as it is, otherwise a transcript."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return message_text(messages[0]) or ""
     return transcript(messages)
