@@ -1,4 +1,4 @@
-"""The prefixes of an answer are the conversations whose answer ends there, and share their tokens."""
+"""The prefixes of a completion are the conversations whose completion ends there, and share their tokens."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from transformers import PreTrainedTokenizerFast
 
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
-from treeward.scoring.prefixes import answer_prefixes
+from treeward.scoring.prefixes import completion_prefixes
 
-ANSWER = "Mix flour, water 数字 and 🙂 salt.\n\nThen rest it"
-QUESTION = {"role": "user", "content": "How do I bake bread?"}
-
-
-def chat(answer: str, *before: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*(before or (QUESTION,)), {"role": "assistant", "content": answer}]
+COMPLETION = "Mix flour, water 数字 and 🙂 salt.\n\nThen rest it"
+PROMPT = {"role": "user", "content": "How do I bake bread?"}
 
 
-def check(renderer: Renderer, answer: str = ANSWER) -> None:
+def chat(completion: str, *before: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*(before or (PROMPT,)), {"role": "assistant", "content": completion}]
+
+
+def check(renderer: Renderer, completion: str = COMPLETION) -> None:
     """All that holds for every template and tokenizer."""
-    prefixes = answer_prefixes(renderer, chat(answer))
+    prefixes = completion_prefixes(renderer, chat(completion))
     pieces = prefixes.pieces
-    assert prefixes.text == answer and "".join(piece.text for piece in pieces) == answer
+    assert prefixes.text == completion and "".join(piece.text for piece in pieces) == completion
     assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
-    assert all(piece.text == answer[piece.start : piece.end] for piece in pieces)
-    assert prefixes.until(len(pieces)) == renderer.encode(chat(answer))
-    assert prefixes.num_tokens == len(renderer.encode(chat(answer)))
-    ends_of_words = [n for n, piece in enumerate(pieces, start=1) if answer[piece.end : piece.end + 1] in (" ", "\n")]
+    assert all(piece.text == completion[piece.start : piece.end] for piece in pieces)
+    assert prefixes.until(len(pieces)) == renderer.encode(chat(completion))
+    assert prefixes.num_tokens == len(renderer.encode(chat(completion)))
+    ends_of_words = [
+        n for n, piece in enumerate(pieces, start=1) if completion[piece.end : piece.end + 1] in (" ", "\n")
+    ]
     compared = 0
     for n in ends_of_words:
-        cut = answer[: pieces[n - 1].end]
+        cut = completion[: pieces[n - 1].end]
         if cut == cut.strip():  # templates strip
             until = prefixes.until(n)
             ids = renderer.encode_texts([until])[0] if isinstance(until, str) else until
@@ -48,7 +50,7 @@ def check(renderer: Renderer, answer: str = ANSWER) -> None:
 def test_prefixes_are_the_conversations_that_end_there(name: str) -> None:
     renderer = family_renderer(name)
     try:
-        renderer.render(chat(ANSWER))
+        renderer.render(chat(COMPLETION))
     except DataError:
         pytest.skip("the template refuses the conversation")
     check(renderer)
@@ -87,7 +89,7 @@ def test_an_encoder_keeps_its_frame() -> None:
     renderer = Renderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
     assert renderer.kind == "encoder"
     check(renderer, "Mix flour, and then do bake bread, then do mix")
-    ids = answer_prefixes(renderer, chat("Mix flour")).until(1)
+    ids = completion_prefixes(renderer, chat("Mix flour")).until(1)
     assert ids[0] == 2 and ids[-1] == 3 and list(ids).count(3) == 1
 
 
@@ -96,7 +98,7 @@ def test_a_bos_is_there_once() -> None:
     for template in ("{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}", "{% for m in messages %}"
                      "{{ m.content }}|{% endfor %}"):  # fmt: skip
         renderer = Renderer(tokenizer, chat_template=template)
-        prefixes = answer_prefixes(renderer, chat("Yes, of course it is"))
+        prefixes = completion_prefixes(renderer, chat("Yes, of course it is"))
         for n in range(1, len(prefixes.pieces) + 1):
             ids = list(prefixes.until(n))
             assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
@@ -104,41 +106,43 @@ def test_a_bos_is_there_once() -> None:
 
 def test_tokens_of_one_character_are_one_piece() -> None:
     renderer = Renderer(byte_bpe((), None, "<|im_end|>"), chat_template=CHATML)
-    prefixes = answer_prefixes(renderer, chat("a🙃b"))
+    prefixes = completion_prefixes(renderer, chat("a🙃b"))
     assert [piece.text for piece in prefixes.pieces] == ["a", "🙃", "b"]
     assert prefixes.pieces[1].num_tokens - prefixes.pieces[0].num_tokens > 1
     assert prefixes.until(2) == renderer.encode(chat("a🙃"))
 
 
-def test_an_end_that_is_one_token_with_the_answer() -> None:
+def test_an_end_that_is_one_token_with_the_completion() -> None:
     tokenizer = byte_bpe((), None, "<|im_end|>")
     joined = max((t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii() and len(t) == 3), default="")
     assert joined, "a token of three letters"
-    # The template writes the last letters of the token, which so are the end of turn and the answer at once.
+    # The template writes the last letters of the token, which so are the end of turn and the completion at once.
     renderer = Renderer(tokenizer, chat_template="{% for m in messages %}{{ m.content }}" + joined[1:] + "{% endfor %}")
-    answer = f"flour and water {joined[0]}"
-    prefixes = answer_prefixes(renderer, chat(answer))
-    assert prefixes.text == answer and prefixes.end == joined[1:]
-    assert prefixes.until(len(prefixes.pieces)) == renderer.encode(chat(answer))
+    completion = f"flour and water {joined[0]}"
+    prefixes = completion_prefixes(renderer, chat(completion))
+    assert prefixes.text == completion and prefixes.end == joined[1:]
+    assert prefixes.until(len(prefixes.pieces)) == renderer.encode(chat(completion))
     for n, piece in enumerate(prefixes.pieces[:-1], start=1):
         text = prefixes.until(n)
-        assert isinstance(text, str) and renderer.encode_texts([text])[0] == renderer.encode(chat(answer[: piece.end]))
+        assert isinstance(text, str) and renderer.encode_texts([text])[0] == renderer.encode(
+            chat(completion[: piece.end])
+        )
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
 
 
-def test_what_the_template_strips_is_no_part_of_it() -> None:
+def test_stripped_text_is_no_part_of_the_completion() -> None:
     renderer = Renderer(byte_bpe(), chat_template=CHATML)
-    prefixes = answer_prefixes(renderer, chat("  an answer \n"))
-    assert prefixes.text == "an answer" and prefixes.end == "<|im_end|>\n"
-    assert prefixes.until(len(prefixes.pieces)) == renderer.encode(chat("  an answer \n"))
+    prefixes = completion_prefixes(renderer, chat("  a completion \n"))
+    assert prefixes.text == "a completion" and prefixes.end == "<|im_end|>\n"
+    assert prefixes.until(len(prefixes.pieces)) == renderer.encode(chat("  a completion \n"))
 
 
 def test_a_cut_context_is_cut_as_for_the_score() -> None:
     before = {"role": "user", "content": "How much flour do I need? " * 30}
     renderer = Renderer(byte_bpe(), chat_template=CHATML, max_length=120, truncation="truncate_left")
-    prefixes = answer_prefixes(renderer, chat("Two loaves of it.", before))
+    prefixes = completion_prefixes(renderer, chat("Two loaves of it.", before))
     fitted = renderer.fit(chat("Two loaves of it.", before))
     assert fitted is not None and fitted.truncated and prefixes.truncated
     assert prefixes.until(len(prefixes.pieces)) == fitted.token_ids
@@ -152,19 +156,19 @@ def test_a_cut_context_is_cut_as_for_the_score() -> None:
     [
         (chat(""), "no text"),
         (chat(" \n "), "no text"),
-        ([QUESTION], "no completion"),
+        ([PROMPT], "no completion"),
         ([], "messages"),
         (chat("flour " * 200), "too long"),
     ],
 )
-def test_what_cannot_be_gone_through_says_why(messages: Any, why: str) -> None:
+def test_conversations_without_prefixes(messages: Any, why: str) -> None:
     renderer = Renderer(byte_bpe(), chat_template=CHATML, max_length=120)
     with pytest.raises(DataError, match=why):
-        answer_prefixes(renderer, messages)
+        completion_prefixes(renderer, messages)
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "completion",
     [
         "Mix flour, water \u6570\u5b57 and \U0001f642 salt.\n\nThen rest it",
         "\U0001f469\u200d\U0001f692 \u0645\u0631",
@@ -172,9 +176,9 @@ def test_what_cannot_be_gone_through_says_why(messages: Any, why: str) -> None:
         "a",
     ],
 )
-def test_places_that_are_decoded_are_those_of_the_library(answer: str) -> None:
-    known = answer_prefixes(Renderer(byte_bpe(), chat_template=CHATML), chat(answer))
-    assert answer_prefixes(Renderer(in_python(byte_bpe()), chat_template=CHATML), chat(answer)) == known
+def test_decoded_offsets_equal_those_of_the_library(completion: str) -> None:
+    known = completion_prefixes(Renderer(byte_bpe(), chat_template=CHATML), chat(completion))
+    assert completion_prefixes(Renderer(in_python(byte_bpe()), chat_template=CHATML), chat(completion)) == known
 
 
 def test_a_decoder_may_change_spaces_case_and_accents() -> None:
@@ -182,13 +186,17 @@ def test_a_decoder_may_change_spaces_case_and_accents() -> None:
         plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
         return re.sub("(<[^>]*>)", r" \1 ", re.sub(" +", " ", plain.lower())).lstrip()
 
-    answer = "Bread  \u00dcn\u00efcode \ufb01ne, AND then rest it"
-    known = answer_prefixes(Renderer(byte_bpe(), chat_template=CHATML), chat(answer))
-    got = answer_prefixes(Renderer(in_python(byte_bpe(), changed), chat_template=CHATML), chat(answer))
-    assert (got.text, got.answer_ids, got.end_ids) == (answer, known.answer_ids, known.end_ids)
-    assert "".join(piece.text for piece in got.pieces) == answer
+    completion = "Bread  \u00dcn\u00efcode \ufb01ne, AND then rest it"
+    known = completion_prefixes(Renderer(byte_bpe(), chat_template=CHATML), chat(completion))
+    got = completion_prefixes(Renderer(in_python(byte_bpe(), changed), chat_template=CHATML), chat(completion))
+    assert (got.text, got.completion_ids, got.end_ids) == (completion, known.completion_ids, known.end_ids)
+    assert "".join(piece.text for piece in got.pieces) == completion
     ends = {piece.end: piece.num_tokens for piece in known.pieces}
-    words = [piece for piece in got.pieces if answer[piece.end : piece.end + 1] == " " and answer[piece.end - 1] != " "]
+    words = [
+        piece
+        for piece in got.pieces
+        if completion[piece.end : piece.end + 1] == " " and completion[piece.end - 1] != " "
+    ]
     assert len(words) >= 4 and [ends[piece.end] for piece in words] == [piece.num_tokens for piece in words]
 
 
@@ -198,4 +206,4 @@ def test_a_text_that_is_too_long_is_not_decoded() -> None:
 
     renderer = Renderer(in_python(byte_bpe(), never), chat_template=CHATML, max_length=120)
     with pytest.raises(DataError, match="too long to score"):
-        answer_prefixes(renderer, chat("flour " * 200))
+        completion_prefixes(renderer, chat("flour " * 200))

@@ -1,12 +1,12 @@
-"""`answer_prefixes`: the conversations that end after each token of an answer, for a score that is seen to develop.
+"""`completion_prefixes`: the conversations that end after each token of a completion, to show how its score develops.
 
-    prefixes = answer_prefixes(renderer, conversation)
-    prefixes.pieces[2].text                 # what the third token adds to the answer
+    prefixes = completion_prefixes(renderer, conversation)
+    prefixes.pieces[2].text                 # the text of the third token of the completion
     prefixes.until(3)                       # token ids: the context, three pieces, the end of turn
 
-Each of them is the conversation as if the answer had stopped there: the tokens of the whole conversation up to that
-place, then the tokens that the chat template writes after an answer, since a reward model reads a score nowhere else.
-The last is the whole conversation. They are branches of one tree: scored together, the answer is computed once.
+Each one is the conversation as if the completion had stopped there: the tokens of the whole conversation up to that
+place, then the tokens that the chat template writes after a completion, where a reward model reads the score. The last
+one is the whole conversation. They are branches of one tree: scored together, the completion is computed once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from treeward.scoring.scorer import check_conversation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["AnswerPrefixes", "Piece", "answer_prefixes"]
+__all__ = ["CompletionPrefixes", "Piece", "completion_prefixes"]
 
 _PROBES = range(0xE000, 0xF900)
-"""Private characters, which no template writes: one that a conversation does not have shows where its answer goes."""
+"""Private characters, which no template writes: one that the conversation lacks marks the place of the completion."""
 _MOST_TOKENS_OF_A_CHARACTER = 32
-"""More tokens than any tokenizer makes of what is one character to it; what takes more has gone astray."""
-_MARK = "\ufffd"  # what stands for bytes that are no character
+"""More than any tokenizer needs for one character; beyond it the tokens do not decode to the text."""
+_MARK = "\ufffd"  # the decoder's mark for an incomplete character
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token of an answer, or the few that make up one character: `AnswerPrefixes.text[start:end]`, in characters.
+    """A token of a completion, or several that form one character: `CompletionPrefixes.text[start:end]`, in characters.
 
-    `num_tokens`: tokens of the answer so far, this piece's included.
+    `num_tokens`: tokens of the completion up to here, including this piece.
     """
 
     text: str
@@ -49,47 +49,47 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerPrefixes:
-    """The answer as the template writes it (`text`), in pieces, and what the template writes after it (`end`).
+class CompletionPrefixes:
+    """The completion as the template writes it (`text`), in pieces, and the text that the template adds (`end`).
 
-    `prompt_ids`, `answer_ids` and `end_ids` are the tokens of the conversation, of which `num_tokens` are left after
-    truncation. A token that an answer and the end of turn share belongs to the answer.
+    `prompt_ids`, `completion_ids` and `end_ids` are the tokens of the conversation, `num_tokens` after truncation. A
+    token that the completion and the end of turn share belongs to the completion.
     """
 
     text: str
     end: str
     pieces: tuple[Piece, ...]
     prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
     truncated: bool = False
     prompt: str | None = None
-    """The text before the answer, where the answer's last token is one with the end of turn."""
+    """The text before the completion, where the completion's last token is part of the end of turn."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole conversation."""
-        return len(self.prompt_ids) + len(self.answer_ids) + len(self.end_ids)
+        return len(self.prompt_ids) + len(self.completion_ids) + len(self.end_ids)
 
     def until(self, num_pieces: int) -> str | list[int]:
-        """The conversation whose answer ends after so many pieces, from 1 to all: its tokens, as `Scorer.prepare_texts`
-        reads them, or its text, where its end has tokens of its own.
+        """The conversation whose completion ends after so many pieces, from 1 to all: its tokens, for
+        `Scorer.prepare_texts`, or its text, where the end has tokens of its own.
         """
         piece = self.pieces[num_pieces - 1]
         if self.prompt is not None and num_pieces < len(self.pieces):
             return self.prompt + self.text[: piece.end] + self.end
-        return [*self.prompt_ids, *self.answer_ids[: piece.num_tokens], *self.end_ids]
+        return [*self.prompt_ids, *self.completion_ids[: piece.num_tokens], *self.end_ids]
 
 
-def answer_prefixes(renderer: Renderer, conversation: Conversation) -> AnswerPrefixes:
-    """The prefixes of the last message of a conversation, which is an assistant's.
+def completion_prefixes(renderer: Renderer, conversation: Conversation) -> CompletionPrefixes:
+    """The prefixes of the last message of a conversation, which is the assistant's.
 
-    Raises `DataError` for a conversation that cannot be scored, for an answer without a text, and for a tokenizer that
-    neither says where its tokens lie nor decodes them to the text that they were made of.
+    Raises `DataError` for a conversation that cannot be scored, a completion without text, and a tokenizer that neither
+    has offsets nor decodes its tokens to the original text.
     """
     *context, last = check_conversation(conversation, "the conversation")
     text = renderer.render(conversation)
-    start, end = _place_of_answer(renderer, context, last, text)
+    start, end = _place_of_completion(renderer, context, last, text)
     whole = renderer.encode_texts([text])[0]
     fitted = renderer.fit(conversation, encoded=whole)
     if fitted is None:
@@ -98,31 +98,31 @@ def answer_prefixes(renderer: Renderer, conversation: Conversation) -> AnswerPre
     first = next((i for i, (_, stop) in enumerate(spans) if stop > start), len(spans))
     after = next((i for i in range(first, len(spans)) if spans[i][0] >= end), len(spans))
     if start >= end or first >= after:
-        raise DataError("there is no text in the answer to go through", got=last.get("content"))
+        raise DataError("the completion has no text", got=last.get("content"))
     begin = first + _added_in_front(renderer, raw, whole)
     rest = whole[begin:]
-    assert rest[: after - first] == raw[first:after], "the tokens with their places are those that are scored"
+    assert rest[: after - first] == raw[first:after], "the tokens with offsets are the scored ones"
     if fitted.token_ids[-len(rest) :] != rest:
-        raise DataError("the answer has other tokens once the context is cut", need="a shorter context")
+        raise DataError("the completion has other tokens once the context is cut", need="a shorter context")
     is_joined = spans[after - 1][1] > end
     if is_joined and fitted.truncated:
         raise DataError(
-            "the answer ends within a token of the end of turn, and the context is cut", need="a shorter context"
+            "the completion ends within a token of the end of turn, and the context is cut", need="a shorter context"
         )
-    return AnswerPrefixes(
+    return CompletionPrefixes(
         text=text[start:end],
         end=text[end:],
         pieces=_pieces(text[start:end], [(a - start, b - start) for a, b in spans[first:after]]),
         prompt_ids=tuple(fitted.token_ids[: -len(rest)]),
-        answer_ids=tuple(rest[: after - first]),
+        completion_ids=tuple(rest[: after - first]),
         end_ids=tuple(rest[after - first :]),
         truncated=fitted.truncated,
         prompt=text[:start] if is_joined else None,
     )
 
 
-def _place_of_answer(renderer: Renderer, context: Sequence[Message], last: Message, text: str) -> tuple[int, int]:
-    """Where a text differs from that of another answer: templates strip answers, and write around them."""
+def _place_of_completion(renderer: Renderer, context: Sequence[Message], last: Message, text: str) -> tuple[int, int]:
+    """The characters that change with the completion: templates strip completions, and write around them."""
     probe = next((chr(code) for code in _PROBES if chr(code) not in text), None)
     assert probe is not None, "a conversation with every private character"
     other = renderer.render([*context, {**last, "content": probe}])
@@ -131,7 +131,7 @@ def _place_of_answer(renderer: Renderer, context: Sequence[Message], last: Messa
 
 
 def _tokens(renderer: Renderer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of a text before the renderer frames them, and the characters that each stands for."""
+    """The tokens of a text without the renderer's special ones, and the characters of each."""
     tokenizer = renderer.tokenizer
     options = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
     if not tokenizer.is_fast:
@@ -142,32 +142,32 @@ def _tokens(renderer: Renderer, text: str) -> tuple[list[int], list[tuple[int, i
 
 
 def _places(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Of each token the characters that it stands for: what it adds to the tokens before it when they are decoded.
+    """The characters of each token: the text that it adds when the tokens are decoded one by one.
 
-    Tokens that are characters only together have the same place. Raises `DataError` where the tokens do not lead back
-    to the text, as with a token for all that is unknown.
+    Tokens that form a character together have the same place. Raises `DataError` where the decoded tokens differ from
+    the text, as with a token for unknown words.
     """
     places: list[tuple[int, int]] = []
-    # A decoder may treat the first token in a way of its own, so the last one that was read goes before the new ones.
+    # A decoder may treat the first token differently, so the last known one goes before the new ones.
     before, at = 0, 0
     for n in range(1, len(ids) + 1):
         read = len(places)
         known = _decode(tokenizer, ids[before:read])
         added = _decode(tokenizer, ids[before:n]).removeprefix(known)
-        # A part of a character is decoded to nothing, or to a mark in whose place the next token puts the character.
+        # A part of a character is decoded to nothing, or to a mark that the next token replaces.
         end = _end_of(text, at, added) if added else None
         if end is not None:
             places.extend([(at, end)] * (n - read))
             before, at = read, end
         elif not added and text[:at].endswith(_MARK) and _decode(tokenizer, ids[read:n]):
-            places.extend([places[-1]] * (n - read))  # the text has the mark itself, which its first byte was taken for
+            places.extend([places[-1]] * (n - read))  # the text itself has the mark
         elif n - read >= _MOST_TOKENS_OF_A_CHARACTER:
             break
     if len(places) < len(ids):
         raise DataError(
-            "the tokens of the model's tokenizer do not lead back to the text",
+            "the tokens of the model's tokenizer do not decode to the text",
             got=f"{_decode(tokenizer, ids[len(places) : len(places) + 4])!r} where the text is {text[at : at + 20]!r}",
-            need="a tokenizer that says where its tokens lie (tokenizer.json), or that decodes what it has encoded",
+            need="a tokenizer with offsets (tokenizer.json), or one that decodes its tokens to the text",
         )
     return places
 
@@ -177,7 +177,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def _end_of(text: str, at: int, added: str) -> int | None:
-    """Where `added` ends in the text, if it is what is there; spaces, case and accents may be the decoder's own."""
+    """The end of `added` in the text from `at`, or None; the decoder may change spaces, case and accents."""
     if text.startswith(added, at):
         return at + len(added)
     wanted = _folded(added)
@@ -195,7 +195,7 @@ def _folded(text: str) -> str:
 
 
 def _added_in_front(renderer: Renderer, raw: Sequence[int], framed: Sequence[int]) -> int:
-    """How many tokens more a framed row has at its beginning: one BOS, whether it had none, one or two."""
+    """The number of tokens that the renderer adds in front; it writes one BOS, whatever the text has."""
     tokenizer = renderer.tokenizer
     first = tokenizer.cls_token_id if renderer.kind == "encoder" else tokenizer.bos_token_id
     own = next((i for i, token in enumerate(raw) if token != first), len(raw))
@@ -203,7 +203,7 @@ def _added_in_front(renderer: Renderer, raw: Sequence[int], framed: Sequence[int
 
 
 def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
-    """The text cut where its tokens end. Tokens of one character are one piece: it is there with the last of them."""
+    """The text, cut at the ends of its tokens. Tokens of one character are one piece, which ends with the last one."""
     ends = [min(this[1], following[0]) for this, following in pairwise(spans)] + [len(text)]
     pieces: list[Piece] = []
     start = 0
@@ -211,7 +211,7 @@ def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
         if end > start:
             pieces.append(Piece(text[start:end], start, end, num_tokens))
             start = end
-    last = pieces[-1]  # a token without a character of its own belongs to the last piece
+    last = pieces[-1]  # a token without characters belongs to the last piece
     pieces[-1] = Piece(last.text, last.start, last.end, len(spans))
     return tuple(pieces)
 

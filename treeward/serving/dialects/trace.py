@@ -23,7 +23,7 @@ from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
 from treeward.errors import TreewardError
-from treeward.scoring.prefixes import AnswerPrefixes, answer_prefixes
+from treeward.scoring.prefixes import CompletionPrefixes, completion_prefixes
 from treeward.scoring.score import Reward
 from treeward.scoring.scorer import as_conversations
 from treeward.serving.api_error import APIError, in_words
@@ -103,7 +103,7 @@ async def trace(body: TraceBody, service: TheService, deadline: Deadline) -> JSO
     return JSON(to_json(model, prefixes, chosen, rewards[::-1]))
 
 
-def parse(body: TraceBody, model: ServedModel, max_characters: int) -> AnswerPrefixes:
+def parse(body: TraceBody, model: ServedModel, max_characters: int) -> CompletionPrefixes:
     """The beginnings of the completion. Raises `APIError` 422 for one that cannot be scored, or has no tokens."""
     if not model.scorers:
         raise APIError(422, "no_tokens", f"{model.name} reads whole messages, not tokens", param="model")
@@ -116,13 +116,13 @@ def parse(body: TraceBody, model: ServedModel, max_characters: int) -> AnswerPre
         conversation = as_conversations(context, [completion])[0]
         if too_long := check_length(conversation, max_characters):
             raise APIError(422, "cannot_be_scored", too_long, param="completion")
-        return answer_prefixes(model.scorer.renderer, conversation)
+        return completion_prefixes(model.scorer.renderer, conversation)
     except TreewardError as error:
         raise APIError(422, "cannot_be_scored", in_words(error), param="completion") from error
 
 
 def to_json(
-    model: ServedModel, prefixes: AnswerPrefixes, chosen: Sequence[int], rewards: Sequence[Reward]
+    model: ServedModel, prefixes: CompletionPrefixes, chosen: Sequence[int], rewards: Sequence[Reward]
 ) -> dict[str, Any]:
     """The response; `rewards` are those of the completion's first `chosen` pieces."""
     return {
@@ -146,8 +146,8 @@ def _evenly(num_pieces: int, most: int) -> list[int]:
     return [int(n) for n in np.linspace(1, num_pieces, most).round()]
 
 
-def _branches(prefixes: AnswerPrefixes, chosen: Sequence[int]) -> list[RenderedText]:
-    tree = hash((prefixes.prompt_ids, prefixes.answer_ids))
+def _branches(prefixes: CompletionPrefixes, chosen: Sequence[int]) -> list[RenderedText]:
+    tree = hash((prefixes.prompt_ids, prefixes.completion_ids))
     prompt_length = len(prefixes.prompt_ids)
     branches = []
     for n in chosen:
