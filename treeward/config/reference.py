@@ -48,7 +48,7 @@ are merged; a section with `_override_: true` replaces that of the other file.
 leading `*` in quotes. A misspelt key fails with the nearest name.
 
 **Checks.** The command checks packages, paths, names of datasets and the columns of the first row before it loads
-PyTorch, so that most mistakes show at once.
+PyTorch, so that most mistakes show at once. `train()` and `grpo()` check the packages.
 """
 
 _ENVIRONMENTS = """# Environments
