@@ -77,22 +77,30 @@ class Lengths(Environment):
 
 
 class Counting(Environment):
-    """Rewards by how many samples it has rewarded before; raises where a completion says so, after it has counted."""
+    """Rewards by how many samples it has rewarded; completions tell it to raise, or to wait for `go`."""
 
     name = "counting"
 
     def __init__(self) -> None:
-        self.count = 0
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.count = self.calls = self.at_once = self.most_at_once = 0
+        self.loaded_meanwhile = False
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
-        before = self.count
+        texts = {conversation[-1]["content"] for conversation in conversations}
+        self.calls += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
         self.count += len(conversations)
-        for conversation in conversations:
-            if conversation[-1]["content"] == "explode":
-                raise RuntimeError("out of luck")
-        return [Reward(float(before)) for _ in conversations]
+        self.begun.set()
+        if "explode" in texts:
+            raise RuntimeError("out of luck")
+        if "wait" in texts:
+            assert self.go.wait(NEVER)
+        self.at_once -= 1
+        return self.evaluation_rewards(conversations, env_infos)
 
     def evaluation_rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
@@ -103,46 +111,13 @@ class Counting(Environment):
         return {"count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
-
-
-class Hanging(Environment):
-    """Counts its samples and then waits for `go`, if the completions say "wait"; notes how many ask it at once."""
-
-    name = "hanging"
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.begun = threading.Event()
-        self.count = self.calls = self.at_once = self.most_at_once = 0
-        self.fails_to_load = self.loaded_meanwhile = False
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        self.calls += 1
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        self.count += len(conversations)
-        self.begun.set()
-        if any(conversation[-1]["content"] == "wait" for conversation in conversations):
-            assert self.go.wait(NEVER)
-        self.at_once -= 1
-        return [Reward(float(self.count)) for _ in conversations]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.fails_to_load:
-            raise OSError("no room")
         self.loaded_meanwhile |= self.at_once > 0
         self.count = state["count"]
 
 
 @pytest.fixture
-def hanging() -> Iterator[Hanging]:
-    environment = Hanging()
+def hanging() -> Iterator[Counting]:
+    environment = Counting()
     yield environment
     environment.go.set()
 
@@ -305,7 +280,7 @@ def test_an_environment_that_raises_for_once_is_masked_and_its_state_is_as_befor
     assert reasons_of(found) == {"counting: it raised RuntimeError: out of luck": 2}
     assert "Traceback" in caplog.text and metrics_of(found)["counting/num_failed"] == 2
     assert runner.state_dict() == {"counting": {"count": 2}, "toy": {}}
-    assert rows(runner.reward([group("a", "b")]).rewards_PG) == [[2, 2]]
+    assert rows(runner.reward([group("a", "b")]).rewards_PG) == [[4, 4]]
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ModelError, CheckpointError])
@@ -321,7 +296,7 @@ def test_an_environment_that_is_wrong_stops_the_run_and_no_state_has_changed(kin
     with pytest.raises(kind, match="the model is gone"):
         runner.reward([group("stop", "b")])
     assert runner.state_dict()["counting"] == {"count": 2}
-    assert rows(runner.reward([group("a", "b")]).rewards_PG) == [[2, 2]]
+    assert rows(runner.reward([group("a", "b")]).rewards_PG) == [[4, 4]]
 
 
 def test_validation_and_gold_leave_the_state() -> None:
@@ -344,7 +319,7 @@ def test_the_state_of_a_run_that_goes_on() -> None:
     state = first.state_dict()
     second = EnvironmentRunner({"counting": Counting(), "toy": Toy(length)}, {"counting": 1.0})
     second.load_state_dict(state)
-    assert rows(second.reward([group("a", "b")]).rewards_PG) == [[3, 3]] and state["counting"] == {"count": 3}
+    assert rows(second.reward([group("a", "b")]).rewards_PG) == [[5, 5]] and state["counting"] == {"count": 3}
     with pytest.raises(CheckpointError, match="not the state of these environments"):
         second.load_state_dict({"counting": {"count": 1}})
     assert second.shutdown() and second.shutdown()
@@ -355,7 +330,7 @@ def values(runner: EnvironmentRunner, *texts: str, timeout: float) -> list[float
     return [None if math.isnan(v) else v for v in runner.reward([group(*texts)]).rewards_PG[0].tolist()]
 
 
-def test_late_completions_are_dropped_and_undone(hanging: Hanging, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_completions_are_dropped_and_undone(hanging: Counting, caplog: pytest.LogCaptureFixture) -> None:
     runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0})
     assert values(runner, "a", "b", timeout=NEVER) == [2, 2]
     with caplog.at_level(logging.WARNING):
@@ -369,7 +344,7 @@ def test_late_completions_are_dropped_and_undone(hanging: Hanging, caplog: pytes
     assert runner.state_dict() == {"hanging": {"count": 3}} == {"hanging": hanging.state_dict()}
 
 
-def test_a_question_that_was_given_up_before_it_began_is_never_asked(hanging: Hanging) -> None:
+def test_a_question_that_was_given_up_before_it_began_is_never_asked(hanging: Counting) -> None:
     runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0})
     values(runner, "wait", timeout=SOON)
     assert hanging.begun.wait(NEVER)
@@ -379,8 +354,8 @@ def test_a_question_that_was_given_up_before_it_began_is_never_asked(hanging: Ha
     assert hanging.calls == 2
 
 
-def test_the_others_keep_their_rewards(hanging: Hanging) -> None:
-    quick = Hanging()
+def test_the_others_keep_their_rewards(hanging: Counting) -> None:
+    quick = Counting()
     runner = EnvironmentRunner({"hanging": hanging, "quick": quick}, {"hanging": 1.0}, timeout_seconds=1.0)
     chosen = CompletionGroup(
         Prompt(({"role": "user", "content": "?"},), {"environment": "quick"}), (1,), group("x").completions
@@ -392,7 +367,7 @@ def test_the_others_keep_their_rewards(hanging: Hanging) -> None:
     assert runner.state_dict() == {"hanging": {"count": 0}, "quick": {"count": 1}}
 
 
-def test_a_state_that_is_loaded_meanwhile_is_what_it_goes_on_from(hanging: Hanging) -> None:
+def test_a_state_that_is_loaded_meanwhile_is_what_it_goes_on_from(hanging: Counting) -> None:
     runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0})
     values(runner, "wait", timeout=SOON)
     assert hanging.begun.wait(NEVER)
