@@ -20,7 +20,6 @@ from treeward.model.loading import ensure_pad_token, load_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.model.stored import hash_of_all, read_stored
 from treeward.scoring.golden import GOLDEN_CONVERSATIONS, head_labels, sign_folder, tokenizer_sha256, weighted_heads
-from treeward.scoring.scorer import Scorer
 
 BOS_TEMPLATE = "{{ '<|system|>' }}{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token }}{% endfor %}"
 
@@ -139,17 +138,6 @@ def test_signing_leaves_no_trace(tiny_tokenizer: Any, tmp_path: Path) -> None:
             assert torch.equal(parameter, before[name][0]) and torch.equal(parameter.grad, before[name][1])
             assert parameter.requires_grad and not parameter.is_inference()
     assert torch.equal(model(batch), scores)
-
-
-def test_a_folder_of_others(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Without a contract and without the model in memory: what the folder itself says."""
-    model, renderer, first = exported(tmp_path, tiny_tokenizer)
-    contract = sign_folder(tmp_path)
-    assert [example.score for example in contract.golden] == pytest.approx([e.score for e in first.golden], abs=1e-6)
-    assert contract.rendering == first.rendering and contract.weights == first.weights
-    like = first.model_copy(update={"rendering": first.rendering.model_copy(update={"max_length": 60})})
-    assert sign_folder(tmp_path, like=like).rendering.max_length == 60
-    assert Scorer.load(tmp_path, device="cpu").renderer.max_length == 60
 
 
 @pytest.mark.parametrize("where", ["config", "tokenizer"])

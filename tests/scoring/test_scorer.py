@@ -326,12 +326,6 @@ def test_what_was_cut_has_the_score_that_training_gives_it(make_scorer: Any, tmp
     )
 
 
-def test_nothing_gives_nothing(make_scorer: Any) -> None:
-    assert make_scorer().score([]) == [] and make_scorer().score_tokens([]) == []
-    with pytest.raises(ValueError):
-        make_scorer().score(CHATS, where=["one"])
-
-
 def test_a_template_that_ends_otherwise_than_in_training_is_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
     hf, tokenizer = tiny_model("llama"), copy.deepcopy(tiny_tokenizer)
     renderer = Renderer(tokenizer)
