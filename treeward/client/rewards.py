@@ -26,7 +26,6 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_validator
 
 from treeward.data.preference import check_messages
 from treeward.errors import ConfigError, DataError
@@ -53,33 +52,13 @@ class _Item:
     num_bytes: int
 
 
-class _Row(BaseModel):
+@dataclass(frozen=True, slots=True)
+class _Row:
     """A row of the server's reply: the reward, the score behind it, and the reason why either is missing."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    index: int
-    score: FiniteFloat | None
-    reward: FiniteFloat | None
-    num_tokens: int
-    truncated: bool
-    heads: list[FiniteFloat] = []
-    members: list[FiniteFloat] = []
+    reward: float | None
+    score: Score
     error: str | None = None
-
-    @model_validator(mode="after")
-    def _has_score_or_error(self) -> _Row:
-        if (self.score is None or self.reward is None) and self.error is None:
-            raise ValueError("there is no score, and no error that says why")
-        return self
-
-    def as_score(self) -> Score:
-        error = self.error if self.score is None else None
-        return Score(self.score, self.num_tokens, self.truncated, tuple(self.heads), tuple(self.members), error)
-
-
-class _Answer(BaseModel):
-    data: list[_Row]
 
 
 class AsyncRewardClient:
@@ -127,7 +106,7 @@ class AsyncRewardClient:
         `on_error="mask"` its score is None, and `Score.error` says why. Raises `DataError` for a malformed one.
         """
         rows = await self._rows(conversations, {"shaped": False}, where, on_error)
-        return [row.as_score() for row in rows]
+        return [row.score for row in rows]
 
     async def score_completions(
         self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
@@ -142,7 +121,7 @@ class AsyncRewardClient:
         _num_bytes(check_messages(context, "context", None, may_be_empty=True), "context")
         names = [f"completion {i}" for i in range(len(ends))]
         rows = await self._rows(ends, {"shaped": False, "context": context}, names, on_error)
-        return [row.as_score() for row in rows]
+        return [row.score for row in rows]
 
     async def rewards(
         self,
@@ -211,7 +190,7 @@ class AsyncRewardClient:
             async with slots:
                 reply = await self._connection.post("/v1/rewards", self._body(batch, fields), until=until)
             for item, row in zip(batch, _read(reply, len(batch)), strict=True):
-                if on_error == "raise" and (row.reward if fields["shaped"] else row.score) is None:
+                if on_error == "raise" and (row.reward if fields["shaped"] else row.score.score) is None:
                     raise reply.error(f"{item.name} has no score", got=row.error)
                 rows[item.place] = row
 
@@ -344,7 +323,7 @@ def _items(
             if on_error == "raise":
                 raise
             why = " ".join(str(error).split())
-            failed[i] = _Row(index=i, score=None, reward=None, num_tokens=0, truncated=False, error=why)
+            failed[i] = _Row(None, Score(None, error=why), why)
         else:
             yield _Item(i, name, messages, reference, size)
 
@@ -359,12 +338,24 @@ def _num_bytes(value: Any, name: str) -> int:
 
 def _read(reply: Reply, number: int) -> list[_Row]:
     """The rows of the reply: as many as were sent, each with finite numbers or a reason."""
+    data = reply.json.get("data") if isinstance(reply.json, dict) else None
+    if not isinstance(data, list) or len(data) != number:
+        got = f"{len(data)} rows" if isinstance(data, list) else data
+        raise reply.error("the reply cannot be read", field="data", got=got, need=f"{number} rows")
+    return [_read_row(reply, row, place) for place, row in enumerate(data)]
+
+
+def _read_row(reply: Reply, row: Any, place: int) -> _Row:
     try:
-        rows = _Answer.model_validate(reply.json).data
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or None
-        raise reply.error("the reply cannot be read", field=field, got=first["input"], need=first["msg"]) from error
-    if [row.index for row in rows] != list(range(number)):
-        raise reply.error("the reply has other rows", field="data", got=f"{len(rows)} rows", need=f"{number} in order")
-    return rows
+        score, reward, error = row["score"], row["reward"], row["error"]
+        heads, members = tuple(row.get("heads", ())), tuple(row.get("members", ()))
+        numbers = [value for value in (score, reward, *heads, *members) if value is not None]
+        if row["index"] != place or not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
+            raise ValueError(f"row {place} has another index, or no finite numbers")
+        if (score is None or reward is None) and not isinstance(error, str):
+            raise ValueError(f"row {place} has no score and no error that says why")
+        why = error if score is None else None
+        return _Row(reward, Score(score, int(row["num_tokens"]), bool(row["truncated"]), heads, members, why), error)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        need = f"a score, or why there is none: {problem}"
+        raise reply.error("the reply cannot be read", field=f"data[{place}]", got=row, need=need) from problem
