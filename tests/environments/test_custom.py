@@ -112,8 +112,8 @@ def rewards_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def chat(reply: Any, *earlier: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*earlier, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": reply}]
+def chat(completion: Any, *earlier: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*earlier, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": completion}]
 
 
 def step(function: str, chats: list[Any], infos: list[Any], **config: Any) -> EnvironmentReturn:

@@ -38,12 +38,12 @@ def functions(tmp_path: Path) -> str:
     return str(file)
 
 
-def chat(reply: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": reply}]
+def chat(completion: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": completion}]
 
 
-def step(config: dict[str, Any], replies: list[str], infos: list[dict[str, Any]]) -> EnvironmentReturn:
-    return HybridEnvironment(config).step([chat(reply) for reply in replies], infos)
+def step(config: dict[str, Any], completions: list[str], infos: list[dict[str, Any]]) -> EnvironmentReturn:
+    return HybridEnvironment(config).step([chat(completion) for completion in completions], infos)
 
 
 def values(result: EnvironmentReturn) -> list[float | None]:
@@ -57,7 +57,7 @@ INFOS = [
     {"told": 1.0},
     {},
 ]
-REPLIES = ["4"] * 5
+COMPLETIONS = ["4"] * 5
 
 
 def weighted(functions: str, **changes: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def weighted(functions: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_weighted(functions: str) -> None:
-    result = step(weighted(functions), REPLIES, INFOS)
+    result = step(weighted(functions), COMPLETIONS, INFOS)
     assert values(result) == [3.5, -2.0, None, None, None]
     details = [metadata[DETAILS] for metadata in result.metadata]
     assert details[0]["components"] == {"rules": 1, "rules/correct": 1, "rules/answered": 1, "told": 0.5}
@@ -78,7 +78,7 @@ def test_weighted(functions: str) -> None:
 
 
 def test_weights_of_members_that_say_nothing_go_to_the_others(functions: str) -> None:
-    result = step(weighted(functions, missing="renormalise"), REPLIES, INFOS)
+    result = step(weighted(functions, missing="renormalise"), COMPLETIONS, INFOS)
     assert values(result) == [3.5, -2.0, 4.0, 4.0, None]
 
 
@@ -111,7 +111,7 @@ def test_fallback(functions: str, fallback_on: list[str], want: list[Any], asked
     import sys
 
     environment = HybridEnvironment(fallback(functions, fallback_on=fallback_on))
-    result = environment.step([chat(reply) for reply in "abcde"], SECOND)
+    result = environment.step([chat(completion) for completion in "abcde"], SECOND)
     assert values(result) == want
     assert sys.modules["treeward_custom_members"].asked == asked
     assert result.metadata[0][DETAILS]["components"]["check"] == 1
@@ -120,7 +120,7 @@ def test_fallback(functions: str, fallback_on: list[str], want: list[Any], asked
 def test_a_hybrid_in_a_hybrid_and_no_samples(functions: str) -> None:
     inner = weighted(functions) | {"type": "hybrid"}
     config = {"members": {"inner": inner, "told": {"type": "custom", "function": f"{functions}:told", "weight": -1}}}
-    assert values(step(config, REPLIES[:1], INFOS[:1])) == [3.0]
+    assert values(step(config, COMPLETIONS[:1], INFOS[:1])) == [3.0]
     assert step(config, [], []).rewards.shape == (0,)
 
 
@@ -181,7 +181,7 @@ class Counting(Environment):
 
 
 class Broken(Environment):
-    """Raises for a reply that says so."""
+    """Raises for a completion that says so."""
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         pass

@@ -39,12 +39,12 @@ class Lengths(Environment):
 
     def _reward(self, length: int, info: Mapping[str, Any]) -> Reward:
         if not length:
-            return Reward(None, error="the reply is empty")
+            return Reward(None, error="the completion is empty")
         return Reward(length - info.get("minus", 0.0), Score(float(length)), components={"length": float(length)})
 
 
-def chat(reply: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": reply}]
+def chat(completion: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": completion}]
 
 
 def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
@@ -60,7 +60,7 @@ def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
     assert metadata[0] == {
         "minus": 1.5, "id": 7, DETAILS: {"raw": 4.0, "components": {"length": 4.0}, "error": None},
     }  # fmt: skip
-    assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "the reply is empty"}}
+    assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "the completion is empty"}}
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 33])

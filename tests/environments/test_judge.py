@@ -169,7 +169,7 @@ def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: Endpoint)
     endpoint.answer = lambda request: "Well, it depends."
     result = judge(endpoint).step([chat("4")], [{}])
     assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 4
-    assert errors(result) == ["the judge gave no verdict, also when it was asked again"]
+    assert errors(result) == ["the judge gave no verdict, also after a reminder"]
 
 
 def test_a_message_that_was_cut_off_is_no_verdict(endpoint: Endpoint) -> None:
@@ -264,7 +264,7 @@ def test_a_request_that_is_refused_costs_its_sample_unless_a_setting_is_to_blame
         assert errors(result) == ["judge: the server refuses the request: 400: Too much.", None][: len(logs)]
     for param, settings in (("temperature", {}), ("top_k", {"extra_body": {"top_k": 5}})):
         refuse(param)
-        with pytest.raises(ModelError, match=r"does not take such requests(?s:.)*Too much."):
+        with pytest.raises(ModelError, match=r"refuses the requests(?s:.)*Too much."):
             judge(endpoint, **settings).step([chat("long"), chat("4")], [{}, {}])
     refuse("temperature")
     result = judge(endpoint, temperature=None).step([chat("long"), chat("4")], [{}, {}])  # it is not sent

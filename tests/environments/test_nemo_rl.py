@@ -26,7 +26,7 @@ from treeward.errors import ConfigError, ModelError
 
 
 class Lengths(Environment):
-    """A registered kind by its dotted path: the length of the reply, none for one that says "fail"."""
+    """A registered kind by its dotted path: the length of the completion, none for one that says "fail"."""
 
     name = "lengths"
 
@@ -36,8 +36,8 @@ class Lengths(Environment):
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
-        replies = [str(conversation[-1]["content"]) for conversation in conversations]
-        return [Reward(None, error="it says fail") if "fail" in r else Reward(float(len(r))) for r in replies]
+        completions = [str(conversation[-1]["content"]) for conversation in conversations]
+        return [Reward(None, error="it says fail") if "fail" in r else Reward(float(len(r))) for r in completions]
 
 
 LENGTHS = f"{__name__}.Lengths"
@@ -48,10 +48,15 @@ def lengths(**own: Any) -> NemoRLEnvironment:
     return NemoRLEnvironment({"type": LENGTHS, "nemo_rl": own})
 
 
-def log(reply: str, prompt: str = "Hi") -> list[dict[str, Any]]:
+def log(completion: str, prompt: str = "Hi") -> list[dict[str, Any]]:
     return [
         {"role": "user", "content": prompt, "token_ids": torch.tensor([1, 2])},
-        {"role": "assistant", "content": reply, "token_ids": torch.tensor([3]), "generation_logprobs": torch.zeros(1)},
+        {
+            "role": "assistant",
+            "content": completion,
+            "token_ids": torch.tensor([3]),
+            "generation_logprobs": torch.zeros(1),
+        },
     ]
 
 
@@ -158,13 +163,13 @@ def test_steps_without_failures_are_the_environments_own() -> None:
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_the_group_mean_is_no_policy_gradient(leave_one_out: bool) -> None:
     prompts = ["a", "b", "a", "a", "b", "a", "c", "c"]
-    replies = ["x" * 3, "fail", "x" * 7, "fail", "xx", "fail", "x", "fail"]
+    completions = ["x" * 3, "fail", "x" * 7, "fail", "xx", "fail", "x", "fail"]
     environment = lengths(failed_samples="group_mean")
-    logs = [log(reply, prompt) for reply, prompt in zip(replies, prompts, strict=True)]
+    logs = [log(completion, prompt) for completion, prompt in zip(completions, prompts, strict=True)]
     rewards = environment.step(logs, [{}] * 8).rewards
     assert rewards.isfinite().all()
     advantages = leave_one_out_advantages(prompts, rewards, leave_one_out=leave_one_out)
-    failed = torch.tensor(["fail" in reply for reply in replies])
+    failed = torch.tensor(["fail" in completion for completion in completions])
     assert advantages[failed].abs().max() < 1e-6
     assert advantages[0] < -1e-3 and advantages[2] > 1e-3
     assert advantages[0] == pytest.approx(-float(advantages[2]))  # each as far from the mean of the two as the other
@@ -213,22 +218,22 @@ def turns(*texts: str, marked: tuple[int, ...] = ()) -> list[dict[str, Any]]:
     return log
 
 
-REPLIES = ("xx", "fail", "xxxx")
+COMPLETIONS = ("xx", "fail", "xxxx")
 
 
 def test_turns_of_the_assistant_may_belong_to_the_prompt() -> None:
-    logs = [turns(first, "Yes?", "Q", reply) for first in ("Hi", "Bye") for reply in REPLIES]
+    logs = [turns(first, "Yes?", "Q", completion) for first in ("Hi", "Bye") for completion in COMPLETIONS]
     logs[3][-1]["content"] = "x" * 20
     rewards = lengths(failed_samples="group_mean").step(logs, [{}] * 6).rewards
     assert rewards.tolist() == [2.0, 3.0, 4.0, 20.0, 12.0, 4.0]
-    marked = [turns("Hi", told, "Q", reply, marked=(3,)) for told in ("Yes?", "No.") for reply in REPLIES]
+    marked = [turns("Hi", told, "Q", completion, marked=(3,)) for told in ("Yes?", "No.") for completion in COMPLETIONS]
     marked[3][-1]["content"] = "x" * 20
     rewards = lengths(failed_samples="group_mean").step(marked, [{}] * 6).rewards
     assert rewards.tolist() == [2.0, 3.0, 4.0, 20.0, 12.0, 4.0]
 
 
 def test_completions_of_several_turns_are_of_one_group() -> None:
-    logs = [turns("Hi", f"Turn {reply}", "Q", reply, marked=(1, 3)) for reply in REPLIES]
+    logs = [turns("Hi", f"Turn {completion}", "Q", completion, marked=(1, 3)) for completion in COMPLETIONS]
     logs.append(turns("Hi", "x" * 9, marked=(1,)))  # ended sooner
     rewards = lengths(failed_samples="group_mean").step(logs, [{}] * 4).rewards
     assert rewards.tolist() == [2.0, 5.0, 4.0, 9.0]
@@ -237,7 +242,7 @@ def test_completions_of_several_turns_are_of_one_group() -> None:
 def test_where_the_prompt_ends_is_not_guessed() -> None:
     """Two prompts, or one with generated turns of its own each: by the messages alone they are the same."""
     environment = lengths(failed_samples="group_mean")
-    logs = [turns("Hi", told, "Q", reply) for told in ("Yes?", "No.") for reply in REPLIES]
+    logs = [turns("Hi", told, "Q", completion) for told in ("Yes?", "No.") for completion in COMPLETIONS]
     with pytest.raises(ModelError, match="generation_logprobs in generated messages"):
         environment.step(logs, [{}] * 6)
     assert environment.step([each for each in logs if each[-1]["content"] != "fail"], [{}] * 4).rewards.isfinite().all()

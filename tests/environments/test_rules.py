@@ -14,14 +14,14 @@ from treeward.environments.rules import RuleEnvironment
 from treeward.errors import ConfigError
 
 
-def chat(reply: Any, question: str = "?") -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+def chat(completion: Any, question: str = "?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
 
 
 def step(config: dict[str, Any], *samples: tuple[Any, Any]) -> EnvironmentReturn:
     environment = RuleEnvironment(config)
     try:
-        return environment.step([chat(reply) for reply, _ in samples], [info for _, info in samples])
+        return environment.step([chat(completion) for completion, _ in samples], [info for _, info in samples])
     finally:
         environment.shutdown()
 
@@ -53,12 +53,12 @@ def test_exact_match() -> None:
 
 def test_the_part_that_is_the_answer_is_the_last_one_that_matches() -> None:
     config = {"rule": "exact_match", "extract": r"Answer: (\w+)|#### (\w+)"}
-    reply = "Answer: 3? No. Answer: 4"
-    assert rewards(config, (reply, truth("4")), (reply, truth("3")), ("#### 4", truth("4"))) == [1, 0, 1]
+    completion = "Answer: 3? No. Answer: 4"
+    assert rewards(config, (completion, truth("4")), (completion, truth("3")), ("#### 4", truth("4"))) == [1, 0, 1]
     nothing = step(config, ("4", truth("4")))
     assert nothing.rewards.tolist() == [0]
     assert nothing.metadata[0][DETAILS]["components"] == {"correct": 0, "answered": 0}
-    assert step(config, (reply, truth("3"))).metadata[0][DETAILS]["components"] == {"correct": 0, "answered": 1}
+    assert step(config, (completion, truth("3"))).metadata[0][DETAILS]["components"] == {"correct": 0, "answered": 1}
     assert rewards({"rule": "exact_match", "extract": r"\d+"}, ("1 or 2", truth("2"))) == [1]  # no group: all of it
 
 
@@ -119,20 +119,18 @@ def test_a_pattern_that_runs_out_of_time_again_and_again_is_left_alone() -> None
         result = environment.step(logs, infos)
         errors = [metadata[DETAILS]["error"] for metadata in result.metadata]
         assert errors[:3] == [f"the pattern {evil!r} took more than 0.1 seconds"] * 3
-        assert all(
-            "for 3 samples of the step, and is not tried any more" in error for error in [*errors[3:6], errors[7]]
-        )
+        assert all("for 3 samples of the step, and is not tried again" in error for error in [*errors[3:6], errors[7]])
         assert result.rewards[6] == 1  # another pattern
     extracting = {"rule": "exact_match", "extract": r"(a|aa)+$", "timeout_seconds": 0.1}
     result = step(extracting, *[(text, truth("a"))] * 4)
-    assert "not tried any more" in result.metadata[3][DETAILS]["error"]
+    assert "not tried again" in result.metadata[3][DETAILS]["error"]
 
 
 def test_ground_truths_as_arrays_and_tensors() -> None:
     values = [np.int64(4), np.float32(4.5), np.array("4"), np.array(["3", "4"], dtype=object), np.array([3, 4]),
               np.float64(4.5), torch.tensor(4), [np.int32(5), "4"]]  # fmt: skip
-    replies = ["4", "4.5", "4", "4", "4", "4.5", "4", "4"]
-    assert rewards({"rule": "exact_match"}, *zip(replies, map(truth, values), strict=True)) == [1] * 8
+    completions = ["4", "4.5", "4", "4", "4", "4.5", "4", "4"]
+    assert rewards({"rule": "exact_match"}, *zip(completions, map(truth, values), strict=True)) == [1] * 8
     result = step({"rule": "exact_match"}, ("True", truth(np.bool_(True))), ("4", truth(np.array([]))))
     assert [metadata[DETAILS]["error"] for metadata in result.metadata] == [
         "ground_truth is of type bool, not text or a number", "ground_truth is empty",

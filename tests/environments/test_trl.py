@@ -12,32 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treeward.data.preference import Message
-from treeward.data.rendering import Renderer
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.environments.trl import TrlReward
 from treeward.errors import ConfigError
-from treeward.model.export import export_model
-from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
 
-@pytest.fixture(scope="module")
-def reward_model_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "final"
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    renderer = Renderer(tokenizer)
-    export_model(RewardModel(tiny_model("llama")), tokenizer, folder, rendering=renderer.settings)
-    return folder
-
-
 class Lengths(Environment):
-    """The length of the reply, less `ground_truth`; a reply that says "fail" has no reward."""
+    """The length of the completion, less `ground_truth`; a completion that says "fail" has no reward."""
 
     name = "lengths"
 
@@ -50,10 +37,10 @@ class Lengths(Environment):
         self.seen += [(list(c), dict(info)) for c, info in zip(conversations, env_infos, strict=True)]
         return [self._reward(c[-1]["content"], info) for c, info in zip(conversations, env_infos, strict=True)]
 
-    def _reward(self, reply: str, info: Mapping[str, Any]) -> Reward:
-        if "fail" in reply:
+    def _reward(self, completion: str, info: Mapping[str, Any]) -> Reward:
+        if "fail" in completion:
             return Reward(None, error="it says fail")
-        return Reward(len(reply) - info.get("ground_truth", 0.0), score=Score(float(len(reply))))
+        return Reward(len(completion) - info.get("ground_truth", 0.0), score=Score(float(len(completion))))
 
 
 def user(text: str) -> list[dict[str, Any]]:
@@ -212,12 +199,10 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def test_trl_trains_on_the_rewards_of_the_environment(
-    reward_model_folder: Path, policy_tokenizer: Any, tmp_path: Path
-) -> None:
-    environment = RewardModelEnvironment({"model_name": str(reward_model_folder), "precision": "float32"})
+def test_trl_trains_on_the_rewards_of_the_environment(folder: str, policy_tokenizer: Any, tmp_path: Path) -> None:
+    environment = RewardModelEnvironment({"model_name": folder, "precision": "float32"})
     trainer, recorder = train_with_grpo(environment.as_trl(), policy_tokenizer, tmp_path)
-    scorer = Scorer.load(reward_model_folder, device="cpu")
+    scorer = Scorer.load(folder, device="cpu")
     want = [[score.score for score in scorer.score(step)] for step in recorder.steps]
     assert len(want) == 2 and all(len(step) == 4 for step in want)
     assert logged(trainer, "rewards/reward_model_env/mean") == pytest.approx(
@@ -233,7 +218,7 @@ def test_trl_trains_on_the_rewards_of_the_environment(
 
 
 class Halves(Lengths):
-    """Every other reply has no reward, the others their length."""
+    """Every other completion has no reward, the others their length."""
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]

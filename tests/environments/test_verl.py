@@ -7,7 +7,6 @@ manager (a sample in a thread of an executor), reward loop (a coroutine for each
 from __future__ import annotations
 
 import asyncio
-import copy
 import importlib.util
 import math
 import pickle
@@ -21,45 +20,32 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from families import tiny_model
 from omegaconf import OmegaConf
 
 import treeward.environments.verl as verl
 from treeward.data.preference import Message
-from treeward.data.rendering import Renderer
 from treeward.environments import source
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.environments.source import RewardSource
 from treeward.environments.trl import TrlReward
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.model.export import export_model
-from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
 PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
-REPLIES = ["Paris.", "Paris, of course.", "I do not know.", "Lyon?"]
+COMPLETIONS = ["Paris.", "Paris, of course.", "I do not know.", "Lyon?"]
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "final"
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    renderer = Renderer(tokenizer, max_length=60)
-    export_model(RewardModel(tiny_model("qwen3")), tokenizer, path, rendering=renderer.settings)
-    return path
-
-
-@pytest.fixture(scope="module")
-def kwargs(folder: Path) -> dict[str, Any]:
-    section = {"type": "reward_model", "model_name": str(folder), "precision": "float32", "max_model_len": 60}
+def kwargs(folder: str) -> dict[str, Any]:
+    section = {"type": "reward_model", "model_name": folder, "precision": "float32", "max_model_len": 60}
     return {"environment": section}
 
 
 @pytest.fixture(scope="module")
-def want(folder: Path) -> list[Any]:
-    scores = Scorer.load(folder, device="cpu").score_completions(PROMPT, REPLIES)
+def want(folder: str) -> list[Any]:
+    scores = Scorer.load(folder, device="cpu").score_completions(PROMPT, COMPLETIONS)
     return [pytest.approx(score.score, abs=1e-5) for score in scores]
 
 
@@ -73,22 +59,24 @@ def as_verl_loads(path: Path, name: str, reward_kwargs: Mapping[str, Any]) -> An
     return partial(getattr(module, name), **reward_kwargs)
 
 
-def sample(reply: str, **extra: Any) -> dict[str, Any]:
-    return {"data_source": "facts", "solution_str": reply, "ground_truth": "Paris", "extra_info": extra}
+def sample(completion: str, **extra: Any) -> dict[str, Any]:
+    return {"data_source": "facts", "solution_str": completion, "ground_truth": "Paris", "extra_info": extra}
 
 
 def test_it_is_loaded_by_path_and_called_in_threads(kwargs: dict[str, Any], want: list[Any]) -> None:
     settings = OmegaConf.create({"root": kwargs}).root
     score = as_verl_loads(Path(verl.__file__), "compute_score", dict(settings))
     with ThreadPoolExecutor(4) as threads:
-        calls = [threads.submit(score, **sample(reply, prompt=PROMPT, num_turns=None)) for reply in REPLIES]
+        calls = [
+            threads.submit(score, **sample(completion, prompt=PROMPT, num_turns=None)) for completion in COMPLETIONS
+        ]
         results = [call.result() for call in calls]
     assert [result["score"] for result in results] == want
     assert results == [{"score": result["score"], "raw": result["score"]} for result in results]
     # A second load of the file, as for validation, shares the model.
     before = dict(source._SOURCES)
     again = as_verl_loads(Path(verl.__file__), "compute_score", dict(settings))
-    assert again(**sample(REPLIES[0], prompt=PROMPT))["score"] == want[0]
+    assert again(**sample(COMPLETIONS[0], prompt=PROMPT))["score"] == want[0]
     assert dict(source._SOURCES) == before  # the very same objects
 
 
@@ -97,7 +85,7 @@ def test_the_reward_loop_awaits_it(kwargs: dict[str, Any], want: list[Any]) -> N
     assert asyncio.iscoroutinefunction(score.func)
 
     async def worker() -> list[Any]:
-        return await asyncio.gather(*(score(**sample(reply, prompt=PROMPT)) for reply in REPLIES))
+        return await asyncio.gather(*(score(**sample(completion, prompt=PROMPT)) for completion in COMPLETIONS))
 
     assert [result["score"] for result in asyncio.run(worker())] == want
 
@@ -105,18 +93,18 @@ def test_the_reward_loop_awaits_it(kwargs: dict[str, Any], want: list[Any]) -> N
 def test_the_batch_manager_gets_a_list(kwargs: dict[str, Any], want: list[Any]) -> None:
     results = verl.compute_scores(
         data_sources=np.array(["facts"] * 4, dtype=object),
-        solution_strs=REPLIES,
+        solution_strs=COMPLETIONS,
         ground_truths=[None] * 4,
-        extra_infos=np.array([{"prompt": np.array(PROMPT, dtype=object)} for _ in REPLIES], dtype=object),
+        extra_infos=np.array([{"prompt": np.array(PROMPT, dtype=object)} for _ in COMPLETIONS], dtype=object),
         **kwargs,
     )
     assert [result["score"] for result in results] == want
     assert verl.compute_scores([], [], [], **kwargs) == []
 
 
-def test_a_model_is_enough(folder: Path, want: list[Any]) -> None:
-    result = verl.compute_score(**sample(REPLIES[0], prompt=PROMPT), model=str(folder))
-    exact = Scorer.load(folder, device="cpu").score_completions(PROMPT, REPLIES[:1])[0].score
+def test_a_model_is_enough(folder: str, want: list[Any]) -> None:
+    result = verl.compute_score(**sample(COMPLETIONS[0], prompt=PROMPT), model=folder)
+    exact = Scorer.load(folder, device="cpu").score_completions(PROMPT, COMPLETIONS[:1])[0].score
     assert exact is not None
     assert result["score"] == pytest.approx(exact, abs=0.05)  # in bfloat16, as an environment's default is
 
@@ -134,7 +122,7 @@ def test_a_model_is_enough(folder: Path, want: list[Any]) -> None:
     ],
 )
 def test_where_the_prompt_may_be(extra: dict[str, Any], kwargs: dict[str, Any], want: list[Any]) -> None:
-    assert verl.compute_score(**sample(REPLIES[1], **extra), **kwargs)["score"] == want[1]
+    assert verl.compute_score(**sample(COMPLETIONS[1], **extra), **kwargs)["score"] == want[1]
 
 
 def test_without_a_prompt_it_says_how_to_give_one(kwargs: dict[str, Any]) -> None:
@@ -151,7 +139,7 @@ def test_a_reward_that_cannot_be_had_raises_or_is_nan(kwargs: dict[str, Any], wa
     with pytest.raises(DataError, match=r"data_source facts: a completion has no reward: .*60"):
         verl.compute_score(**sample(long, prompt=PROMPT), **kwargs)
     results = verl.compute_scores(
-        ["facts"] * 2, [long, REPLIES[0]], ["", ""], [{"prompt": PROMPT}] * 2, on_failure="nan", **kwargs
+        ["facts"] * 2, [long, COMPLETIONS[0]], ["", ""], [{"prompt": PROMPT}] * 2, on_failure="nan", **kwargs
     )
     assert math.isnan(results[0]["score"]) and results[1]["score"] == want[0]
     assert results[0].keys() == results[1].keys()
@@ -174,13 +162,16 @@ def test_settings_that_are_wrong(settings: dict[str, Any], message: str) -> None
 
 def test_what_verl_adds_for_its_own_reward_model_is_ignored(kwargs: dict[str, Any], want: list[Any]) -> None:
     result = verl.compute_score(
-        **sample(REPLIES[2], prompt=PROMPT), reward_router_address="host:1", reward_model_tokenizer=object(), **kwargs
+        **sample(COMPLETIONS[2], prompt=PROMPT),
+        reward_router_address="host:1",
+        reward_model_tokenizer=object(),
+        **kwargs,
     )
     assert result["score"] == want[2]
 
 
 class Gate(Environment):
-    """Rewards a reply by its length, once its gate is open; notes what it was asked together."""
+    """Rewards a completion by its length, once its gate is open; notes what it was asked together."""
 
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
@@ -194,17 +185,17 @@ class Gate(Environment):
         self.infos += env_infos
         self.entered.set()
         assert self.open.wait(30)
-        if any("explode" in reply for reply in self.steps[-1]):
+        if any("explode" in completion for completion in self.steps[-1]):
             raise ConfigError("this environment is broken")
-        if any("exit" in reply for reply in self.steps[-1]):
+        if any("exit" in completion for completion in self.steps[-1]):
             raise {"exit": SystemExit(3), "exit loop": asyncio.CancelledError(), "exit next": StopIteration()}[
                 self.steps[-1][0]
             ]
-        return [Reward(float(len(reply)), components={"n": 1.0}) for reply in self.steps[-1]]
+        return [Reward(float(len(completion)), components={"n": 1.0}) for completion in self.steps[-1]]
 
 
-def ask(gate: RewardSource, *replies: str) -> list[Any]:
-    return [gate.submit([{"role": "assistant", "content": reply}], {}) for reply in replies]
+def ask(gate: RewardSource, *completions: str) -> list[Any]:
+    return [gate.submit([{"role": "assistant", "content": completion}], {}) for completion in completions]
 
 
 def test_what_is_asked_during_a_step_is_the_next_step() -> None:
@@ -228,15 +219,15 @@ def test_an_environment_that_fails_fails_those_that_asked_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "name"), [("exit", "SystemExit"), ("exit loop", "CancelledError"), ("exit next", "StopIteration")]
+    ("completion", "name"), [("exit", "SystemExit"), ("exit loop", "CancelledError"), ("exit next", "StopIteration")]
 )
-def test_an_environment_that_exits_fails_those_that_asked_and_goes_on(reply: str, name: str) -> None:
+def test_an_environment_that_exits_fails_those_that_asked_and_goes_on(completion: str, name: str) -> None:
     environment = Gate()
     environment.open.set()
     asked = RewardSource(environment)
 
     async def ask_in_a_loop() -> Any:
-        return await asyncio.wait_for(asyncio.wrap_future(ask(asked, reply)[0]), 30)
+        return await asyncio.wait_for(asyncio.wrap_future(ask(asked, completion)[0]), 30)
 
     with pytest.raises(ModelError, match=name):
         asyncio.run(ask_in_a_loop())
@@ -310,7 +301,7 @@ def actor(kwargs: dict[str, Any], ray: Any) -> Any:
 
 
 def test_a_run_can_share_an_actor(actor: Any, want: list[Any]) -> None:
-    results = verl.compute_scores(["facts"] * 4, REPLIES, [None] * 4, [{"prompt": PROMPT}] * 4, actor="rewards")
+    results = verl.compute_scores(["facts"] * 4, COMPLETIONS, [None] * 4, [{"prompt": PROMPT}] * 4, actor="rewards")
     assert [result["score"] for result in results] == want
     with pytest.raises(ConfigError, match=r"no Ray actor of this name(?s:.)*reward(?s:.)*options"):
         verl.compute_score(**sample("x", prompt=PROMPT), actor="reward")
@@ -318,7 +309,7 @@ def test_a_run_can_share_an_actor(actor: Any, want: list[Any]) -> None:
 
 def test_trl_can_be_rewarded_by_an_actor(actor: Any, want: list[Any]) -> None:
     reward = pickle.loads(pickle.dumps(TrlReward(actor, name="mine")))
-    assert reward([PROMPT] * 4, [[{"role": "assistant", "content": reply}] for reply in REPLIES]) == want
+    assert reward([PROMPT] * 4, [[{"role": "assistant", "content": completion}] for completion in COMPLETIONS]) == want
     assert reward.__name__ == "mine" and TrlReward(actor).__name__ == "environment"
 
 

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def run_async(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """What the coroutine returns, or raises; it runs in an event loop and a thread of its own.
+    """The result of the coroutine, which runs in an event loop and a thread of its own; its exceptions are raised.
 
     If the caller is interrupted, the coroutine is cancelled.
     """

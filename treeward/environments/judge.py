@@ -8,7 +8,7 @@ position (Zheng et al. 2023, arXiv 2306.05685, section 3.4): a judge that always
 `inconsistent` is 1.
 
 A completion may imitate a verdict. So the texts stand between tags with a random number, only the judge's own message
-is read, and its last verdict counts. Without a verdict a sample has no reward.
+is parsed, and its last verdict counts. A sample without a verdict has no reward.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     """A language model as judge; `JudgeEnvironmentConfig` has the keys.
 
     Raises `ConfigError` where the package openai or the key is missing, and `ModelError` in a step where the endpoint
-    refuses the key, the model, or what every request asks for.
+    refuses the key, the model, or every request.
     """
 
     name = "judge_env"
@@ -105,7 +105,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         return rewards
 
     def _questions(self, conversation: Sequence[Message], info: Mapping[str, Any]) -> list[_Question] | str:
-        """The questions about a sample; or why there are none."""
+        """The prompts for the judge about a sample, or why there are none."""
         completion = completion_text(conversation)
         if completion is None:
             return NO_COMPLETION
@@ -123,7 +123,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             ]
         longest = max(len(question.text) for question in questions)
         if longest > self.config.max_characters:
-            return f"the question to the judge has {longest} characters, max_characters is {self.config.max_characters}"
+            return f"the prompt of the judge has {longest} characters, max_characters is {self.config.max_characters}"
         return questions
 
     def _question(self, texts: Mapping[str, str], *, swapped: bool) -> _Question:
@@ -134,7 +134,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             name = match[1]
             return f"<{name} {nonce}>\n{texts[name]}\n</{name} {nonce}>" if name in texts else match[0]
 
-        # In one pass: a placeholder in a completion is a part of the completion.
+        # In one pass: a placeholder in a completion is part of the completion.
         return _Question(_PLACEHOLDER.sub(between_tags, self.config.template or built_in), swapped)
 
     async def _judge_all(self, samples: Sequence[Sequence[_Question]]) -> list[Reward]:
@@ -207,10 +207,10 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
                 return 1.0 - verdict if question.swapped else verdict
             said = [{"role": "assistant", "content": text}] if text else []
             messages = [*messages, *said, {"role": "user", "content": _REMINDERS[self.config.mode]}]
-        return _NoVerdict("the judge gave no verdict, also when it was asked again")
+        return _NoVerdict("the judge gave no verdict, also after a reminder")
 
     async def _message(self, client: AsyncOpenAI, messages: Sequence[Mapping[str, str]]) -> str:
-        """The judge's message; empty if it was cut off, or is no text. Raises `ServerError`."""
+        """The judge's message; empty if it is truncated or no text. Raises `ServerError`."""
         seconds = self.config.timeout_seconds * (self.config.max_retries + 1)
         body = {**self._settings, "messages": messages}
         reply = await post(client, "/chat/completions", body, total_seconds=seconds)
@@ -251,7 +251,7 @@ class _Question(NamedTuple):
 
 
 class _NoVerdict(NamedTuple):
-    """Why one sample cannot be judged. `status`, `param`: of the endpoint's refusal."""
+    """The reason for a sample without a verdict. `status`, `param`: of the endpoint's refusal."""
 
     reason: str
     status: int | None = None
@@ -260,7 +260,7 @@ class _NoVerdict(NamedTuple):
 
 _REFUSED: Mapping[int, tuple[str, str | None, str]] = {
     400: (
-        "the judge's endpoint does not take such requests",
+        "the judge's endpoint refuses the requests",
         None,
         "settings that it knows: model, temperature and max_tokens (null: not sent), extra_body, system_prompt",
     ),
@@ -275,7 +275,7 @@ _REFUSED: Mapping[int, tuple[str, str | None, str]] = {
 
 
 def _references(value: Any) -> list[str]:
-    """Reference answers: a text, or a list of texts and message lists, of which the last message is the answer."""
+    """Reference completions: a text, or a list of texts and message lists, whose last message is the completion."""
     value = plain(value)
     values = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
     texts = []

@@ -1,14 +1,14 @@
-r"""`MathChecker`: whether a reply's answer is mathematically the same as a ground truth.
+r"""`MathChecker`: whether a completion's answer is mathematically equal to a ground truth.
 
     with MathChecker() as checker:
         checker.check([(["1/2"], r"So it is \boxed{0.5}."), (["1/2"], "I do not know.")])    # correct, wrong
 
-math-verify extracts the answer from the reply (in `\boxed{}`, after "the answer is", else the last expression), parses
-it (LaTeX, fractions, percentages, units, sets, intervals, matrices) and compares it by algebra. Algebra can take for
-ever or fill the memory, and math-verify's own timeouts work in a main thread only. So it runs in processes of its own:
-each item has a time limit, at first by an alarm inside the process, then by the end of the process.
+math-verify extracts the answer from the completion (in `\boxed{}`, after "the answer is", else the last expression),
+parses it (LaTeX, fractions, percentages, units, sets, intervals, matrices) and compares it by algebra. Algebra can take
+for ever or fill the memory, and math-verify's own timeouts work in a main thread only. So it runs in processes of its
+own: each item has a time limit, first by an alarm inside the process, then by the end of the process.
 
-This module is what those processes import: it stays light.
+Those processes import this module: it stays light.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ERRORS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class MathVerdict:
-    """`correct`: None if it could not be found out, and `error` says why. `parsed`: the reply has an answer at all."""
+    """`correct`: None if it is not known, and `error` says why. `parsed`: the completion has an answer."""
 
     correct: bool | None
     parsed: bool = True
@@ -60,7 +60,7 @@ class MathVerdict:
 
 
 class MathChecker:
-    """Processes that compare answers; they start with the first comparison and end with `close`.
+    """Compares answers in processes, which start with the first comparison and end with `close`.
 
     `timeout_seconds`: for one item. Raises `ConfigError` where math-verify or pebble is not installed.
     """
@@ -85,10 +85,10 @@ class MathChecker:
         self.close()
 
     def check(self, items: Sequence[tuple[Sequence[str], str]]) -> list[MathVerdict]:
-        """Compare each (accepted ground truths, reply), in order; one of the ground truths is enough.
+        """Compare each (accepted ground truths, completion), in order; one equal ground truth is enough.
 
-        Whole ground truths may be bare (`1/2`, `50%`) or marked as mathematics (`$...$`, `\\boxed{...}`). Processes
-        that die are replaced. Raises `ModelError` if they die again and again whatever they do.
+        Ground truths may be bare (`1/2`, `50%`) or marked as mathematics (`$...$`, `\\boxed{...}`). Processes that die
+        are replaced. Raises `ModelError` if they keep dying.
         """
         with self._lock:
             verdicts: list[MathVerdict | None] = [None] * len(items)
@@ -97,13 +97,13 @@ class MathChecker:
                 finished = [verdict for verdict in verdicts if verdict is not None]
                 if len(finished) == len(items):
                     return finished
-                logger.warning("the processes of the math rule broke down; they are started again")
+                logger.warning("the processes of the math rule died; they are started again")
                 self._stop()
         raise ModelError(
             "the processes of the math rule do not stay alive",
-            got=f"{_MOST_POOLS} pools that broke down",
+            got=f"{_MOST_POOLS} pools that died",
             need="room for processes and memory",
-            fix="see what they wrote to stderr; fewer workers need less memory",
+            fix="read their messages on stderr; fewer workers need less memory",
         )
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class MathChecker:
             self._stop()
 
     def _check_open(self, items: Sequence[tuple[Sequence[str], str]], verdicts: list[MathVerdict | None]) -> None:
-        """Fill in the verdicts that are still None, as far as one pool lives."""
+        """Fill in the verdicts that are still None, until the pool dies."""
         futures: list[tuple[int, Future[_Finding]]] = []
         try:
             if self._pool is None and items:
@@ -167,8 +167,8 @@ class _OutOfTime(BaseException):
 
 
 def _prepare() -> None:
-    """Do what takes a second the first time, so that no item's time is spent on it."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole replies
+    """Import and warm up, which takes a second, outside the time limit of the first item."""
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
     import math_verify
 
     one, two = (math_verify.parse(text, parsing_timeout=None) for text in (r"\boxed{\frac{1}{2}}", "It is 0.5"))
@@ -181,7 +181,7 @@ def _compare(golds: Sequence[str], reply: str, seconds: float) -> _Finding:
     import math_verify
 
     def parsed(text: str) -> list[Any]:
-        # Without a limit, that is: their alarm would replace ours.
+        # No limit here: math-verify's alarm would replace ours.
         found: list[Any] = math_verify.parse(text, parsing_timeout=None)
         return found
 
@@ -204,7 +204,7 @@ def _compare(golds: Sequence[str], reply: str, seconds: float) -> _Finding:
 
 
 def marked(text: str) -> str:
-    """A bare ground truth is marked as mathematics as a whole, or else only its last number would be read."""
+    """A bare ground truth, marked as mathematics as a whole: otherwise only its last number would be read."""
     return text if any(mark in text for mark in _MATHEMATICS) else f"\\boxed{{{text}}}"
 
 

@@ -133,12 +133,12 @@ class NemoRLEnvironment(Environment):
             return result.rewards
         filled = result.rewards
         need = "a reward for every sample"
-        fix = "mend what the reason names; failed_samples: group_mean gives such samples the advantage 0"
+        fix = "correct the sample; failed_samples: group_mean gives such samples the advantage 0"
         if self.config.failed_samples == "group_mean":
             groups = _groups(message_logs, failed)
             filled = fill_with_group_means(result.rewards, groups)
             need = "another completion of its prompt, in the same step, that has a reward"
-            fix = "mend what the reason names"
+            fix = "correct the sample"
             if any(groups[i] is None for i in failed):
                 need += "; and generation_logprobs in generated messages, where prompts have assistant messages too"
         left = (~torch.isfinite(filled)).nonzero().flatten().tolist()

@@ -1,14 +1,13 @@
-r"""`RuleEnvironment`: rewards by a rule, for answers that can be checked.
+r"""`RuleEnvironment`: rewards by a rule, for completions with an answer that can be checked.
 
     RuleEnvironment({"rule": "math"}).step(
         [[{"role": "user", "content": "1/4 + 1/4?"}, {"role": "assistant", "content": r"It is \boxed{0.5}."}]],
         [{"ground_truth": "1/2"}],
     ).rewards                                                                                        # tensor([1.])
 
-The components `correct` and `answered` (an answer was found in the reply at all) are 0 or 1. A sample without a ground
-truth, or whose ground truth or pattern is faulty, has no reward. Patterns from data can backtrack for ever: they are
-matched by the package `regex`, with a time limit, and one that has reached it a few times is left alone for the rest of
-the step.
+The components `correct` and `answered` (the completion has an answer) are 0 or 1. A sample without a ground truth, or
+with a faulty ground truth or pattern, has no reward. Patterns from data can backtrack for ever: the package `regex`
+matches them with a time limit, and after a few timeouts in a step a pattern is not tried again.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from treeward.errors import ConfigError
 __all__ = ["MathEnvironment", "RuleEnvironment"]
 
 _MOST_TIMEOUTS = 3
-"""How often a pattern may run out of time in a step before it is not tried any more."""
+"""Timeouts of a pattern in a step before it is not tried again."""
 
 
 class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
@@ -91,7 +90,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         return Reward(value, components={"correct": float(correct), "answered": float(answered)})
 
     def _read(self, conversation: Sequence[Message], info: Mapping[str, Any], patterns: _Patterns) -> _Answer | None:
-        """The part of the reply that is the answer, and what it is held against; None where `extract` finds nothing."""
+        """The answer in the completion, and its ground truths; None where `extract` finds nothing."""
         text = completion_text(conversation)
         if text is None:
             raise _UndecidedError(NO_COMPLETION)
@@ -117,14 +116,14 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
 
 
 class MathEnvironment(RuleEnvironment):
-    """The rule math, by the keys of NeMo RL's environment of that name; `MathEnvironmentConfig` has them."""
+    """The rule math with the keys of NeMo RL's environment of that name: `MathEnvironmentConfig`."""
 
     name = "math_env"
     section = MathEnvironmentConfig
 
 
 class _Patterns:
-    """The patterns of one step, each with a time limit for a text, and for how often it may be reached."""
+    """The patterns of one step, with a time limit per text and a limit on timeouts."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._seconds = timeout_seconds
@@ -150,7 +149,7 @@ class _Patterns:
         if self._timeouts[pattern] >= _MOST_TIMEOUTS:
             raise _UndecidedError(
                 f"the pattern {pattern!r} took more than {self._seconds:g} seconds for {_MOST_TIMEOUTS} samples of the "
-                "step, and is not tried any more"
+                "step, and is not tried again"
             )
 
     def _out_of_time(self, pattern: str) -> _UndecidedError:
@@ -164,11 +163,11 @@ class _Answer(NamedTuple):
 
 
 class _UndecidedError(Exception):
-    """The rule cannot say whether this sample is right."""
+    """The rule cannot decide on this sample."""
 
 
 def _golds(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
-    """The accepted answers of a sample, as texts."""
+    """The ground truths of a sample, as texts."""
     key = next((key for key in keys if info.get(key) is not None), None)
     if key is None:
         raise _UndecidedError(f"the sample has no {' or '.join(keys)}")

@@ -1,14 +1,14 @@
-"""verl's `compute_score`: verl loads this file by its path or as a package, and rewards come from treeward.
+"""verl's `compute_score`: verl loads this file by its path or as a package, and gets rewards from treeward.
 
     reward.custom_reward_function.path=pkg://treeward.environments.verl
     reward.custom_reward_function.name=compute_score
     +reward.custom_reward_function.reward_kwargs.model=results/rm/final
 
 The other `reward_kwargs` are those of `RewardSourceConfig`: an `environment`, or the `actor` that a run shares. verl
-does not pass the prompt on, so the data has it in `extra_info`, under `prompt` (messages, or the text of one); whatever
-else is there, `ground_truth` and `data_source` are the environment's `env_info`.
+does not pass the prompt on, so the data has it in `extra_info`, under `prompt` (messages, or the text of one); the rest
+of `extra_info`, `ground_truth` and `data_source` are the environment's `env_info`.
 
-verl knows no missing reward. NaN makes the gradient of its mini-batch NaN, and verl then drops that whole update; 0
+verl has no missing rewards. NaN makes the gradient of the mini-batch NaN, and verl then drops that whole update; 0
 would train. So a completion without a reward raises, unless `on_failure` is `nan`.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["compute_score", "compute_score_async", "compute_scores"]
 
 _PROMPT_KEYS = ("prompt", "messages", "raw_prompt", "question")
 _FROM_VERL = ("reward_router_address", "reward_model_tokenizer")
-"""What verl adds to the arguments where it serves a reward model of its own; ours is not that one."""
+"""Arguments that verl adds for a reward model of its own; this module does not use it."""
 
 
 def compute_score(
@@ -40,8 +40,8 @@ def compute_score(
 ) -> dict[str, float]:
     """The reward of one completion: `{"score": shaped, "raw": before shaping}`.
 
-    verl's reward managers call it from several threads; they share one model, and calls that come together are one
-    step. Raises `DataError` for a sample without a prompt, and for a reward that could not be had.
+    verl's reward managers call it from several threads; they share one model, and simultaneous calls are one step.
+    Raises `DataError` for a sample without a prompt, and for a missing reward.
     """
     future, config = _submit(data_source, solution_str, ground_truth, extra_info, reward_kwargs)
     return _score(future.result(), config, data_source)
@@ -54,8 +54,8 @@ async def compute_score_async(
     extra_info: Mapping[str, Any] | None = None,
     **reward_kwargs: Any,
 ) -> dict[str, float]:
-    """`compute_score` for verl's reward loop: a worker asks for all of its samples at once, so steps are larger."""
-    # Where the model is not loaded yet, loading it must not hold up the loop.
+    """`compute_score` for verl's reward loop: a worker sends all of its samples at once, so steps are larger."""
+    # The first call loads the model, which must not block the loop.
     future, config = await asyncio.to_thread(
         _submit, data_source, solution_str, ground_truth, extra_info, reward_kwargs
     )
@@ -69,7 +69,7 @@ def compute_scores(
     extra_infos: Iterable[Mapping[str, Any] | None] | None = None,
     **reward_kwargs: Any,
 ) -> list[dict[str, float]]:
-    """The rewards of B completions, in order: what verl's `batch` reward manager calls."""
+    """The rewards of B completions, in order, for verl's `batch` reward manager."""
     infos = [None] * len(solution_strs) if extra_infos is None else list(extra_infos)
     samples = list(zip(data_sources, solution_strs, ground_truths, infos, strict=True))
     asked = [(*_submit(*sample, reward_kwargs), sample[0]) for sample in samples]
@@ -93,7 +93,7 @@ def _submit(
 
 
 def _reads_prompts(config: RewardSourceConfig) -> bool:
-    """A rule looks at the answer alone."""
+    """A rule reads only the completion."""
     return config.environment is None or config.environment.get("type") != "rules"
 
 
@@ -133,5 +133,5 @@ def _score(reward: Reward, config: RewardSourceConfig, data_source: str) -> dict
     raise DataError(
         f"a completion has no reward: {reward.error}",
         where=f"data_source {data_source}",
-        fix="mend what the reason names, or set reward_kwargs.on_failure=nan: verl then drops the updates it is in",
+        fix="correct the sample, or set reward_kwargs.on_failure=nan: verl then drops the update",
     )
