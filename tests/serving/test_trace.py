@@ -209,4 +209,4 @@ def test_tokens_that_do_not_lead_back_are_refused_in_words(
     scorer.renderer = Renderer(astray, chat_template=renderer.chat_template, max_length=renderer.max_length)
     client = asgi_client(close_later([ServedModel("astray", scorer)]))
     got = client.post("/v1/rewards/trace", json={"context": CONTEXT, "completion": "No egg"})
-    assert got.status_code == 422 and "do not lead back to the text" in got.json()["error"]["message"], got.text
+    assert got.status_code == 422 and "do not decode to the text" in got.json()["error"]["message"], got.text
