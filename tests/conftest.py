@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the shared data folder is not here (TREEWARD_SHARED_DATA names it)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Any]:
+    """One Ray session with two CPUs for all tests of a process."""
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

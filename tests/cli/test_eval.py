@@ -184,7 +184,7 @@ def test_models_without_an_ensemble_are_evaluated_one_by_one_with_the_same_shapi
     ("words", "message"),
     [
         (["MODEL", "--shaping", "{normalize_rewards: true, running: true}"], "order of the rows"),
-        (["MODEL", "--shaping", "{reference: par}"], "reference answers, and there are none"),
+        (["MODEL", "--shaping", "{reference: par}"], "reference completions, and there are none"),
         (["MODEL", "--shaping", "contract"], "no reward shaping"),
         (["MODEL", "--shaping", "{length_penalti: {}}"], "did you mean length_penalty"),
         (["MODEL", "--ensemble", "wrost"], "worst"),

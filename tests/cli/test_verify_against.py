@@ -389,12 +389,12 @@ def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest
     ("words", "message"),
     [
         (["--against", "localhost:8000"], "no address of a server"),
-        (["--against", "http://x", "--write"], "--write and --against do not go together"),
+        (["--against", "http://x", "--write"], "it and --against do not go together"),
         (["--against", "http://x", "--timeout", "0"], "--timeout"),
         (["--against", "http://x", "--body", "no"], "--body"),
         (["--against", "http://x", "--dialect", "tei", "--send", "tokens"], "tei is not sent tokens"),
-        (["--dialect", "vllm"], "--against URL --dialect"),
-        (["--model", "m"], "--against URL --model"),
+        (["--dialect", "vllm"], "--dialect: the option has no meaning here"),
+        (["--model", "m"], "it needs --against URL"),
     ],
 )
 def test_mistakes(words: list[str], message: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ through Ray, plain transformers; alone and in a crowd; whole and cut. All say th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,16 +57,6 @@ def trained(request: Any, tiny_run: Callable[..., Any], tmp_path: Path) -> tuple
     assert outcome.model_folder is not None
     measured = outcome.validation["one"]
     return outcome.model_folder, [measured["chosen_rewards"], measured["rejected_rewards"]]
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-        yield ray
-        ray.shutdown()
 
 
 def test_one_conversation_has_one_score(

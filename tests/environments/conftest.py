@@ -1,27 +1,15 @@
-"""One Ray session and one small reward model for all tests of environments."""
+"""One small reward model for all tests of environments."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from families import tiny_model
 
 from treeward.data.rendering import Renderer
-
-
-@pytest.fixture(scope="package")
-def ray() -> Iterator[Any]:
-    """Ray with two CPUs."""
-    ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-        yield ray
-        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

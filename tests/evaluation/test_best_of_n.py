@@ -467,7 +467,7 @@ def test_every_shape_of_row(row: dict[str, Any]) -> None:
         ({"responses": ["4."]}, "one prompt and one list"),
         ({"prompt": "?", "messages": [USER], "responses": ["4."]}, "one prompt and one list"),
         ({"prompt": "?", "responses": ["4."], "completions": ["4."]}, "one prompt and one list"),
-        ({"prompt": "?", "responses": "4."}, "not a list of answers"),
+        ({"prompt": "?", "responses": "4."}, "not a list of completions"),
         ({"text": "?"}, "nothing to score"),
     ],
 )

@@ -270,10 +270,8 @@ def _load_table(path: str, split: str | None, subset: str | None) -> tuple[Any, 
         fix = "check path, subset and split; write a saved dataset again with save_to_disk"
         if not is_local:
             summary, need = "no such file, and the hub does not give it", "a local path, or a hub dataset"
-            fix = (
-                "check name, subset, split and network; offline, give a copy as data_path; a private or gated dataset "
-            )
-            fix += "needs HF_TOKEN"
+            fix = "check name, subset, split and network; offline, give a local copy instead of the name; "
+            fix += "a private or gated dataset needs HF_TOKEN"
         raise DataError(summary, where=path, got=f"{type(error).__name__}: {error}", need=need, fix=fix) from error
     if isinstance(loaded, Mapping):
         if split is None and len(loaded) > 1:

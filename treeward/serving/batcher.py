@@ -273,10 +273,10 @@ class Batcher:
                 if not request.num_missing:
                     self._end(request)
                     complete.append(request)
+        for name, score in wanted:  # counted before anyone hears of it
+            self.metrics.score(name, score.score, by_server=isinstance(score, FailedScore))
         for request in complete:
             _tell(request, lambda future, scores=request.scores: future.set_result(scores))  # type: ignore[misc]
-        for name, score in wanted:
-            self.metrics.score(name, score.score, by_server=isinstance(score, FailedScore))
 
 
 def _tell(request: PendingRequest, what: Callable[[asyncio.Future[list[Score]]], None]) -> None:

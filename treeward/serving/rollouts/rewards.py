@@ -95,7 +95,7 @@ async def remote_rewards(
             [row] = reply.json["data"]
             heads, members = tuple(row.get("heads", ())), tuple(row.get("members", ()))
             score = Score(row["score"], row["num_tokens"], row["truncated"], heads=heads, members=members)
-            return Reward(row["reward"], score, row["error"])
+            return Reward(row["reward"], score, error=row["error"])
         except (KeyError, TypeError, ValueError) as error:
             raise reply.error("this is no answer of treeward serve", got=reply.json) from error
 
