@@ -111,7 +111,8 @@ def run_schemathesis(app: Any, route: str, num_examples: int) -> None:
         try:
             conforms()
         except Unsatisfiable:
-            assert mode is GenerationMode.NEGATIVE  # a union that takes any object has no wrong bodies of its type
+            # Its two bodies are `oneOf` in the schema: hardly any body conforms to one of them alone.
+            assert route == "/classify"
 
 
 def run_mutations(client: Any, document: Any, route: str, num_examples: int) -> None:
