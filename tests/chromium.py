@@ -63,7 +63,7 @@ def visiting(browser: Any, page_file: Path) -> Iterator[Visit]:
     yield open_page
     for context in contexts:
         context.close()
-    assert said == []
+    assert said == [], said
     assert all(url.startswith(("file://", "data:,", "blob:")) and url.endswith((".html", "data:,")) for url in asked), (
         asked
     )
