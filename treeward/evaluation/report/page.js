@@ -11,7 +11,7 @@ async function draw(holder) {
   if (!data || !holder.checkVisibility()) return;
   const spec = { ...readJson(data), description: holder.getAttribute("aria-label") };
   if (!holder.closest(".kind-bars")) spec.height = Math.min(spec.height, Math.max(240, 0.75 * holder.clientWidth));
-  const options = { mode: "vega-lite", renderer: "svg", ast: true, actions: false, logLevel: vega.Error, config: readJson(document.getElementById("theme-of-charts")) };
+  const options = { mode: "vega-lite", renderer: "svg", ast: true, actions: false, logLevel: 1, config: readJson(document.getElementById("theme-of-charts")) };
   const { view } = await vegaEmbed(holder, spec, options);
   holder.querySelector("svg").setAttribute("aria-hidden", "true"); // the figure has a description
   view.addEventListener("click", (event, item) => item?.datum?.id !== undefined && openExample(item.datum, holder.dataset.source));
