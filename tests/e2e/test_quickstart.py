@@ -58,7 +58,7 @@ def check_report(folder: Path, accuracies: dict[str, float], shown: str) -> None
     controlled = length["length_controlled"]["length_controlled_accuracy"]
     assert controlled["high"] < accuracies["plain"]
     longer, shorter = (length["length_controlled"][f"accuracy_{name}_right"]["value"] for name in ("longer", "shorter"))
-    page, said = (folder / "report.html").read_text(encoding="utf-8"), "It likes longer replies too much"
+    page, said = (folder / "report.html").read_text(encoding="utf-8"), "It likes longer completions too much"
     assert said in page and f"On length_controlled: {said}: right in {longer:.1%}" in shown
     for text in (f"{longer:.1%}", f"{shorter:.1%}", f"{controlled['value']:.1%}"):
         assert text in page and shown.count(text) >= 2  # in the sentence, and in the table at the end

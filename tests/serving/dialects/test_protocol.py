@@ -83,7 +83,7 @@ def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
     ("body", "what"),
     [
         ({}, "input or messages"),
-        ([], "input or messages"),
+        ([], "valid dictionary"),
         ({"input": None, "text": None}, "input or messages"),
         ({"input": "a", "text": "a"}, "not of both"),
         ({"input": "a", "messages": CHATS[0]}, "either input or messages"),

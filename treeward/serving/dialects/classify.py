@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter
-from fastapi import Body as BodyParameter
-from pydantic import Discriminator, Tag
 
+from treeward.serving.api_error import APIError
 from treeward.serving.dialects import sglang, vllm
 from treeward.serving.dialects.bodies import JSONRoute, warning_headers
 from treeward.serving.dialects.sglang import ClassifiedTexts, SglangBody
@@ -25,22 +24,8 @@ __all__ = ["router"]
 router = APIRouter(tags=["vllm", "sglang"], route_class=JSONRoute)
 
 
-def _dialect(body: Any) -> str | None:
-    given = {key for key, value in body.items() if value is not None} if isinstance(body, dict) else set()
-    spoken = [
-        name for name, keys in (("vllm", {"input", "messages"}), ("sglang", {"text", "input_ids"})) if given & keys
-    ]
-    return spoken[0] if len(spoken) == 1 else None
-
-
-_Body = Annotated[
-    Annotated[VllmBody, Tag("vllm")] | Annotated[SglangBody, Tag("sglang")],
-    Discriminator(
-        _dialect,
-        custom_error_type="invalid_request",
-        custom_error_message="the body must have input or messages (vLLM), or text or input_ids (SGLang), not of both",
-    ),
-]
+class ClassifyBody(VllmBody, SglangBody):
+    """`input` or `messages` as vLLM reads them, or `text` or `input_ids` as SGLang does."""
 
 
 @router.post(
@@ -48,15 +33,14 @@ _Body = Annotated[
     summary="vLLM and SGLang: scores as classes",
     response_model=ClassifyResponse | ClassifiedTexts,
 )
-async def classify(body: Annotated[_Body, BodyParameter()], service: TheService, deadline: Deadline) -> JSON:
-    if isinstance(body, VllmBody):
-        model = service.model(body.model)
-        asked: Sequence[Any] = vllm.parse(body, model)
-        rewards = await service.rewards(model, asked, deadline=deadline)
-        content: Any = vllm.classify_json(body, model, rewards)
-    else:
-        model = sglang.model_of(service, body.model)
-        asked = sglang.parse(body)
-        rewards = await service.rewards(model, asked, deadline=deadline)
-        content = sglang.classify_json(body, rewards)
+async def classify(body: ClassifyBody, service: TheService, deadline: Deadline) -> JSON:
+    is_vllm = body.input is not None or body.messages is not None
+    is_sglang = body.text is not None or body.input_ids is not None
+    if is_vllm == is_sglang:
+        message = "the body must have input or messages (vLLM), or text or input_ids (SGLang), not of both"
+        raise APIError(422, "invalid_request", message)
+    model = service.model(body.model) if is_vllm else sglang.model_of(service, body.model)
+    asked: Sequence[Any] = vllm.parse(body, model) if is_vllm else sglang.parse(body)
+    rewards = await service.rewards(model, asked, deadline=deadline)
+    content: Any = vllm.classify_json(body, model, rewards) if is_vllm else sglang.classify_json(body, rewards)
     return JSON(content, headers=warning_headers(service, model, asked))
