@@ -61,6 +61,43 @@ def tiny_tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
+def signed_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`signed_model(seed=3, max_length=96)`: the folder of a small exported reward model with its scoring contract.
+
+    Each is made once in a session (a second or two) and shared: read it, score with it, serve it, and copy it with
+    `shutil.copytree` before a change. It is a llama with random weights and `tiny_tokenizer`.
+    """
+    from functools import cache
+
+    from signed import write_signed_model
+
+    @cache
+    def make(seed: int, max_length: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"reward-model-{seed}-{max_length}")
+        return write_signed_model(folder, tiny_tokenizer, seed=seed, max_length=max_length)
+
+    return lambda seed=3, max_length=96: make(seed, max_length)
+
+
+@pytest.fixture(scope="session")
+def model_folder(signed_model: Callable[..., Path]) -> Path:
+    """The folder of an exported reward model that reads 96 tokens, shared: copy it before a change."""
+    return signed_model()
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small causal language model (a llama of 256 positions), shared: copy it before a change."""
+    from families import causal_model
+
+    folder = tmp_path_factory.mktemp("policy")
+    vocabulary, end = len(tiny_tokenizer), tiny_tokenizer.eos_token_id
+    causal_model("llama", vocab_size=vocabulary, eos_token_id=end, max_position_embeddings=256).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def real_chats() -> list[Any]:
     """Preferences of short real conversations: some of the bundled data and, where they are, some of HH harmless."""
     from itertools import islice

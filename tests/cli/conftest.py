@@ -1,4 +1,4 @@
-"""What tests of the command line share: a reward model of a folder, and a function that writes rows."""
+"""What tests of the command line share: a function that writes rows."""
 
 from __future__ import annotations
 
@@ -8,23 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def model_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported reward model with random weights that reads 96 tokens."""
-    from treeward.data.rendering import Renderer
-    from treeward.model.export import export_model
-    from treeward.model.loading import build_reward_model
-    from treeward.scoring.golden import sign_folder
-
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    loaded = build_reward_model({"model_type": "llama", **fields}, tiny_tokenizer, seed=3)
-    folder = tmp_path_factory.mktemp("model")
-    renderer = Renderer(tiny_tokenizer, max_length=96)
-    export_model(loaded.model, tiny_tokenizer, folder, rendering=renderer.settings)
-    sign_folder(folder, model=loaded.model, renderer=renderer)
-    return folder
 
 
 @pytest.fixture
