@@ -1,4 +1,4 @@
-"""The whole story in a minute on two cores: train on the bundled data, look at the results, score answers.
+"""The whole story in a minute on two cores: train on the bundled data, look at the results, score completions.
 
 python examples/quickstart.py
 
@@ -7,6 +7,7 @@ It may be run again: a run that was stopped goes on, and a finished one only sho
 
 import json
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,19 @@ METRICS = Path("logs/quickstart/metrics.jsonl")
 CHOSEN_BY, CONTROLLED = "validation-plain/accuracy", "validation-length_controlled/accuracy"
 
 CONTEXT = [{"role": "user", "content": "What is the capital of France? Put the answer in square brackets."}]
-ANSWERS = [
+COMPLETIONS = [
     "Sure! The capital of France is [Paris].",
     "Sure! The capital of France is Paris.",
     "Sure! The capital of France is [Milan].",
     "What a silly question. The capital of France is [Paris].",
 ]
 
-WORDS = """
-An example (or comparison) is a prompt with two or more replies (or answers); a pair is two of them of which one is
-better. Accuracy is over pairs.
-"""
-
 BIAS = """
-Each answer's true quality is known (right or wrong, in the format, courteous), and a good model ranks by it.
+The true quality of each completion is known (right or wrong, in the format, courteous), and a good model ranks by it.
 {ranking}
 
-It has also learnt a bias that the data has on purpose: in training the better answer is usually the longer one. How
-often it is right where the better answer is ...
+The model has also learnt a bias that the data has on purpose: in training the better completion is usually the longer
+one. A pair is two completions of one prompt, one of them better; the accuracy on the pairs whose better completion is
 """
 
 NEXT = """
@@ -50,7 +46,7 @@ has the intervals, the calibration, the style bias, what rewriting does to the s
 {chosen}
 
 Next (the commands are in .venv/bin; `source .venv/bin/activate` puts them on your path):
-  treeward score {model} --data FILE.jsonl        score your own answers
+  treeward score {model} --data FILE.jsonl        score your own completions
   treeward verify {model}                         does it score here as it did there
   treeward eval {model} --data FILE.jsonl --output results/eval
                                                             the same report on your own prompt, chosen, rejected
@@ -61,6 +57,11 @@ Next (the commands are in .venv/bin; `source .venv/bin/activate` puts them on yo
   treeward train --config examples/configs/rm.yaml          a 1B model on HelpSteer3 (needs a GPU)
 """
 
+RANKED = [
+    Column("completion"),
+    Column("score", format=".2f"),
+    Column("quality", title="true quality", format=".2f"),
+]
 LENGTH = [
     Column("set", title="validation set"),
     Column("accuracy_longer_right", title="the longer", format=".1%"),
@@ -73,31 +74,25 @@ def run() -> int:
     code = main(["train", "--config", str(CONFIG)])
     if code != 0:
         return code
-    scores = Scorer.load(MODEL).score_completions(CONTEXT, ANSWERS)
+    scores = Scorer.load(MODEL).score_completions(CONTEXT, COMPLETIONS)
     rows = [
-        {"answer": answer, "score": score.score, "quality": gold_quality(CONTEXT, answer)}
-        for answer, score in zip(ANSWERS, scores, strict=True)
+        {"completion": completion, "score": score.score, "quality": gold_quality(CONTEXT, completion)}
+        for completion, score in zip(COMPLETIONS, scores, strict=True)
     ]
-    columns = [Column("answer"), Column("score", format=".2f"), Column("quality", title="true quality", format=".2f")]
-    sys.stdout.write(f"\n{CONTEXT[0]['content']}\n\n{results_table(rows, columns)}\n")
-    sys.stdout.write(WORDS)
+    sys.stdout.write(f"\n{CONTEXT[0]['content']}\n\n{results_table(rows, RANKED)}\n")
     sys.stdout.write(f"{BIAS.format(ranking=ranking(rows))}\n{results_table(length_bias(), LENGTH)}\n")
     sys.stdout.write(NEXT.format(model=MODEL, report=REPORT, chosen=chosen()))
     return 0
 
 
 def ranking(rows: list[dict[str, Any]]) -> str:
-    """In which of these answers the score is not in the order of the quality."""
-    by_quality = sorted(rows, key=lambda row: -row["quality"])
-    for better in by_quality:
-        for worse in by_quality[::-1]:
-            if better["quality"] > worse["quality"] and better["score"] < worse["score"]:
-                return (
-                    f"This one does not here: `{better['answer']}`\nhas quality {better['quality']:.2f} and scores "
-                    f"{better['score']:.2f}, less than `{worse['answer']}`\nwith quality {worse['quality']:.2f} and "
-                    f"{worse['score']:.2f}."
-                )
-    return "This one does so here."
+    """Two completions whose scores are in the wrong order, if there are any."""
+    pairs = combinations(sorted(rows, key=lambda row: -row["quality"]), 2)
+    wrong = [(a, b) for a, b in pairs if a["quality"] > b["quality"] and a["score"] < b["score"]]
+    if not wrong:
+        return "This model does, here."
+    shown = [f"`{row['completion']}`\nhas quality {row['quality']:.2f} and scores {row['score']:.2f}" for row in wrong[0]]
+    return f"This model does not: {shown[0]}, but\n{shown[1]}."
 
 
 def chosen() -> str:
