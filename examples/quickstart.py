@@ -91,7 +91,9 @@ def ranking(rows: list[dict[str, Any]]) -> str:
     wrong = [(a, b) for a, b in pairs if a["quality"] > b["quality"] and a["score"] < b["score"]]
     if not wrong:
         return "This model does, here."
-    shown = [f"`{row['completion']}`\nhas quality {row['quality']:.2f} and scores {row['score']:.2f}" for row in wrong[0]]
+    shown = [
+        f"`{row['completion']}`\nhas quality {row['quality']:.2f} and scores {row['score']:.2f}" for row in wrong[0]
+    ]
     return f"This model does not: {shown[0]}, but\n{shown[1]}."
 
 
