@@ -9,9 +9,11 @@ traceback and exits with code 2. Anything else that is raised is a fault of tree
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError", "shown"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError", "nearest_name", "shown"]
 
 _UNSET: Any = object()
 _LONGEST_VALUE = 200
@@ -73,6 +75,13 @@ def shown(value: Any) -> str:
     """A value in one line of at most about 200 characters; in quotes where nobody would see that it is there."""
     text = value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that `name` was probably meant to be, or None if nothing comes close."""
+    by_lower_case = {candidate.lower(): candidate for candidate in names}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
+    return by_lower_case[close[0]] if close else None
 
 
 def _rebuild(cls: type[TreewardError], state: dict[str, Any], args: tuple[Any, ...]) -> TreewardError:

@@ -501,7 +501,7 @@ def test_a_prompt_file_is_applied_once(custom: str, tmp_path: Path) -> None:
     ("name", "more", "words"),
     [
         ("Oold", {}, "did you mean .*Old"),
-        ("function", {}, "no class function"),
+        ("function", {}, "not a class"),
         ("Old", {"kwargs": {"wordy": 1}}, "wordy"),
         ("WithPath", {}, "missing a required argument: 'train_data_path'"),
         ("Closed", {"data_path": "x"}, "takes no data_path"),

@@ -271,10 +271,10 @@ def test_by_module_path(rewards_file: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("function", "config", "message"),
     [
-        ("batch", {}, "not the path of a function"),
+        ("batch", {}, "not the path of a class or function"),
         ("no_such_module_here:f", {}, "cannot be imported"),
         ("no/such/file.py:f", {}, "does not exist"),
-        ("{file}:bach", {}, "did you mean batch"),
+        ("{file}:bach", {}, "did you mean .*:batch"),
         ("{file}:CONSTANT", {}, "not a function or class"),
         ("{file}:Mute", {}, "no method that scores"),
         ("builtins:print", {}, "fit no known signature"),

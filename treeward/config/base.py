@@ -15,7 +15,6 @@ appears in `docs/config.md` and in error messages:
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -34,7 +33,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from treeward.config.elsewhere import KEYS_ELSEWHERE, VALUES_ELSEWHERE, command_of
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -146,13 +145,6 @@ def _is_off(value: Any) -> bool:
     if isinstance(value, Mapping):
         return _is_off(value["enabled"]) if "enabled" in value else all(map(_is_off, value.values()))
     return value in (None, False, 0, -1, "", [], ())
-
-
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `name` was probably meant to be, or None if nothing comes close."""
-    by_lower_case = {candidate.lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
-    return by_lower_case[close[0]] if close else None
 
 
 def sections(annotation: Any) -> Iterator[type[Strict]]:

@@ -24,7 +24,6 @@ once, and not by the class.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from typing import Any, TypeVar
 from treeward.config.base import nearest_name
 from treeward.config.data import SetConfig
 from treeward.errors import ConfigError
+from treeward.user_code import import_object
 
 __all__ = ["Registry", "construct", "rows_of", "task_name_of"]
 
@@ -72,28 +72,14 @@ class Registry:
         if name in self.classes:
             return self.classes[name]
         if "." in name.strip("."):
-            return _import_class(name)
+            cls = import_object(name, field="dataset_name")
+            if isinstance(cls, type):
+                return cls
+            raise ConfigError("this is not a class", field="dataset_name", got=name, need="the path of a class")
         near = nearest_name(name, self.classes)
         need = f"one of {', '.join(self.classes)}, or the dotted path of a class, as {self._example}"
         summary, fix = f"there is no such name among the {self._what}", f"did you mean {near}?" if near else None
         raise ConfigError(summary, field="dataset_name", got=name, need=need, fix=fix)
-
-
-def _import_class(path: str) -> Any:
-    module_name, _, attribute = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        summary = f"the module of the dataset cannot be imported: {error}"
-        need = "module.Class, where the module is installed or its folder is in PYTHONPATH"
-        raise ConfigError(summary, field="dataset_name", got=path, need=need) from error
-    cls = getattr(module, attribute, None)
-    if not isinstance(cls, type):
-        near = nearest_name(attribute, vars(module))
-        need = f"a class in {getattr(module, '__file__', None) or module_name}"
-        fix = f"did you mean {module_name}.{near}?" if near else None
-        raise ConfigError(f"the module has no class {attribute}", field="dataset_name", got=path, need=need, fix=fix)
-    return cls
 
 
 def construct(cls: Any, config: SetConfig) -> Any:

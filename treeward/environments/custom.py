@@ -24,23 +24,19 @@ be async.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import logging
 import math
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from treeward.config.base import nearest_name
 from treeward.config.reward_environments import CustomEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.async_calls import run_async
 from treeward.environments.completions import NO_COMPLETION, completion_text, prompt_text
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
 from treeward.errors import ConfigError
+from treeward.user_code import import_object
 
 __all__ = ["CustomEnvironment"]
 
@@ -130,7 +126,7 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
     def __init__(self, env_config: Mapping[str, Any] | CustomEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self._function = _import(self.config.function)
+        self._function = import_object(self.config.function, where=WHERE, field="function")
         self._kwargs = dict(self.config.kwargs)
         if isinstance(self._function, type):
             self._function, self._kwargs = _method(self._function, self._kwargs, self.config.function), {}
@@ -286,49 +282,6 @@ def _number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _import(path: str) -> Any:
-    """The object at `package.module:name`, `package.module.name` or `path/to/file.py:name`."""
-    module_path, colon, name = path.rpartition(":")
-    if not colon:
-        module_path, _, name = path.rpartition(".")
-    if not module_path or not name:
-        need = "package.module:name, package.module.name or path/to/file.py:name"
-        raise ConfigError("not the path of a function", where=WHERE, field="function", got=path, need=need)
-    module = _import_file(module_path, path) if module_path.endswith(".py") else _import_module(module_path, path)
-    if not hasattr(module, name):
-        near = nearest_name(name, vars(module))
-        fix = f"did you mean {near}?" if near else None
-        raise ConfigError(f"there is no {name} in {module_path}", where=WHERE, field="function", got=path, fix=fix)
-    return getattr(module, name)
-
-
-def _import_file(file: str, path: str) -> Any:
-    resolved = Path(file).expanduser().resolve()
-    if not resolved.is_file():
-        need = f"a file {resolved}"
-        raise ConfigError("the file of the function does not exist", where=WHERE, field="function", got=path, need=need)
-    spec = importlib.util.spec_from_file_location(f"treeward_custom_{resolved.stem}", resolved)
-    assert spec is not None and spec.loader is not None  # the name ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _import_module(name: str, path: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the module of the function cannot be imported: {error}",
-            where=WHERE,
-            field="function",
-            got=path,
-            need="package.module:name, where the module is on Python's path, or path/to/file.py:name",
-            fix="install it, or set PYTHONPATH to the folder that holds it",
-        ) from error
 
 
 def _method(cls: type, kwargs: Mapping[str, Any], path: str) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ environment of its kind is made.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from treeward.config.base import nearest_name
 from treeward.environments.interface import WHERE, Environment
 from treeward.environments.remote import RemoteEnvironment
 from treeward.errors import ConfigError
+from treeward.user_code import import_object
 
 __all__ = ["check_section", "environment_class", "make_environment", "make_environments", "make_named"]
 __all__ += ["register_environment", "sections_of"]
@@ -54,8 +54,8 @@ def environment_class(kind: str) -> type[Environment]:
     known = _CLASSES.get(kind)
     if isinstance(known, type):
         return known
-    module_name, _, attribute = (known or kind).rpartition(".")
-    if not module_name:
+    path = known or kind
+    if "." not in path:
         near = nearest_name(kind, _CLASSES)
         raise ConfigError(
             "there is no such kind of environment",
@@ -64,26 +64,10 @@ def environment_class(kind: str) -> type[Environment]:
             need=f"{', '.join(sorted(_CLASSES))}, or the dotted path of a subclass of Environment",
             fix=f"did you mean {near}?" if near else "say with `type` which kind it is",
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the module of the environment cannot be imported: {error}",
-            field="type",
-            got=kind,
-            need="module.Class, where the module is on Python's path",
-            fix="install it, or set PYTHONPATH to the folder that holds it",
-        ) from error
-    cls = getattr(module, attribute, None)
+    cls = import_object(path, field="type")
     if not (isinstance(cls, type) and issubclass(cls, Environment)) or inspect.isabstract(cls):
-        near = nearest_name(attribute, vars(module)) if cls is None else None
-        raise ConfigError(
-            f"{module_name} has no environment {attribute}",
-            field="type",
-            got=kind,
-            need="a subclass of treeward.environments.interface.Environment that implements rewards",
-            fix=f"did you mean {module_name}.{near}?" if near else None,
-        )
+        need = "a subclass of treeward.environments.interface.Environment that implements rewards"
+        raise ConfigError("this is not an environment", field="type", got=kind, need=need)
     return cls
 
 

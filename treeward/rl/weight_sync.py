@@ -9,15 +9,14 @@ A function is called with the policy and the version, and returns when the serve
 
 from __future__ import annotations
 
-import importlib
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from treeward.errors import ConfigError
 from treeward.model.policy_model import PolicyModel
+from treeward.user_code import import_object
 
 __all__ = ["FolderSync", "WeightSync", "sync_function"]
 
@@ -69,14 +68,5 @@ class FolderSync:
 
 def sync_function(path: str) -> WeightSync:
     """The function at a dotted path. Raises `ConfigError` if there is none."""
-    module, _, name = path.rpartition(".")
-    try:
-        found: WeightSync = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "there is no such function to give a server its weights",
-            field="weight_sync",
-            got=f"{path}: {error}",
-            need="none, folder, or module.function, called with the policy and the version",
-        ) from error
+    found: WeightSync = import_object(path, field="weight_sync")
     return found

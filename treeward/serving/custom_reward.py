@@ -18,8 +18,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ImportString, TypeAdapter, ValidationError
-
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.environments.completions import NO_COMPLETION, completion_text, prompt_text
@@ -29,6 +27,7 @@ from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.models import Item, ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.user_code import import_object
 
 __all__ = ["CustomModel"]
 
@@ -111,16 +110,7 @@ def _score(value: Any) -> Score:
 
 
 def _import(path: str) -> Any:
-    try:
-        found = TypeAdapter(ImportString[Any]).validate_python(path)
-    except ValidationError as error:
-        raise ConfigError(
-            f"the reward class cannot be imported: {error.errors()[0]['msg']}",
-            field="reward_class",
-            got=path,
-            need="my_module:MyReward, where the module is on Python's path",
-            fix="install the module, or set PYTHONPATH to the folder that holds it",
-        ) from error
+    found = import_object(path, field="reward_class")
     methods = [getattr(found, name) for name in ("score", "score_batch") if callable(getattr(found, name, None))]
     if not isinstance(found, type) or not methods or any(map(inspect.iscoroutinefunction, methods)):
         raise ConfigError(

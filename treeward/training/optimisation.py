@@ -6,10 +6,8 @@ scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=1000
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError
+from treeward.user_code import import_object
 
 __all__ = ["build_optimizer", "build_scheduler", "learning_rate_factor"]
 
@@ -24,7 +23,7 @@ __all__ = ["build_optimizer", "build_scheduler", "learning_rate_factor"]
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimiser over the model's trainable parameters. Raises `ConfigError` for a class or arguments that fail."""
     where = "policy.optimizer"
-    optimizer_class = _import(config.name, where)
+    optimizer_class = import_object(config.name, where=where, field="name")
     kwargs = dict(config.kwargs)
     if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and not kwargs.keys() & {"fused", "foreach"}:
         kwargs["fused"] = True  # one kernel for all parameters: several times faster, on a CPU too
@@ -58,7 +57,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *
     for i, entry in enumerate(config.schedulers):
         where = f"policy.scheduler[{i}]"
         try:
-            scheduler = _import(entry.name, where)(optimizer, **entry.kwargs)
+            scheduler = import_object(entry.name, where=where, field="name")(optimizer, **entry.kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{entry.name} does not take these arguments", where=f"{where}.kwargs", got=f"{entry.kwargs}: {error}"
@@ -92,13 +91,3 @@ def learning_rate_factor(config: NamedScheduleConfig, step: int, total_steps: in
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     falling = 1 - progress if config.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * falling
-
-
-def _import(path: str, where: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            "there is no such class", where=f"{where}.name", got=path, need="a dotted path that can be imported"
-        ) from error
