@@ -241,7 +241,7 @@ def test_tulu3(tmp_path: Path) -> None:
 def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def load_dataset(path: str, name: str | None = None, *, split: str | None, streaming: bool) -> Any:
+    def load_dataset(path: str, name: str | None = None, *, split: str | None) -> Any:
         calls.append((path, name, split))
         return datasets.Dataset.from_list([steer(-1 if split == "train" else 1)])
 

@@ -66,15 +66,16 @@ _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 _name = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("packed", ["", ".gz"])
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FILES = [*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in ("parquet", "arrow", "feather"))]
+
+
+@pytest.mark.parametrize("kind", FILES)
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=st.lists(_name, min_size=1, max_size=3, unique=True), data=st.data())
-def test_round_trip(tmp_path: Path, kind: str, packed: str, names: list[str], data: st.DataObject) -> None:
+def test_round_trip(tmp_path: Path, kind: str, names: list[str], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.fixed_dictionaries({name: _text for name in names}), min_size=1, max_size=5))
-    path = write(tmp_path / f"rows.{kind}{packed}", rows)
-    assert values(path) == rows
-    assert values(path, split="train") == rows
+    path = write(tmp_path / f"rows.{kind}", rows)
+    assert values(path) == values(path, split="train") == rows
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow", "feather"])
@@ -135,32 +136,23 @@ def test_stream_of_text_and_bytes() -> None:
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', ":2", ["not JSON", "column"]),
         ("a.jsonl", b'{"a": 1}\n\n[{"a": 1}]\n', ":3", ["not an object", ".json"]),
-        ("a.jsonl", b'{"a": 1}\n"text"\n', ":2", ["not an object"]),
-        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", ":1", ["not usable JSON"]),
-        ("a.jsonl", b"[" * 200_000, ":1", ["not usable JSON"]),
+        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", ":1", ["not JSON"]),
+        ("a.jsonl", b"[" * 200_000, ":1", ["not JSON"]),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2", ["UTF-8", "0xff at position 8"]),
-        ("a.jsonl", '{"a": 1}'.encode("utf-16"), ":1", ["UTF-16"]),
         ("a.jsonl", gzip.compress(b'{"a": 1}', mtime=0), ":1", ["add .gz"]),
-        ("a.jsonl", b"", "", ["no rows"]),
         ("a.jsonl", b"\n \n", "", ["no rows"]),
-        ("a.jsonl.gz", gzip.compress(os.urandom(3000).hex().encode())[:-100], ":1", ["ends too early"]),
-        ("a.jsonl.gz", b'{"a": 1}', ":1", ["not valid gzip", "remove .gz"]),
+        ("a.jsonl.gz", gzip.compress(os.urandom(3000).hex().encode())[:-100], ":1", ["gzip file is damaged"]),
+        ("a.jsonl.gz", b'{"a": 1}', ":1", ["gzip file is damaged", "remove .gz"]),
         ("a.json", b'[{"a": 1},\n {"a": }]', ":2", ["not JSON"]),
         ("a.json", b'[{"a": 1}, 3]', ":row 2", ["not an object"]),
         ("a.json", b'{"a":\n 1}', "", ["no list of rows", "['a']"]),
-        ("a.json", b"", "", ["no rows"]),
         ("a.json", b"[]", "", ["no rows"]),
-        ("a.json", b'{"a": "\xff"}', ":1", ["UTF-8"]),
-        ("a.csv", b"a,b\n1,2\n3\n", ":3", ["too few", "a, b"]),
-        ("a.csv", b"a,b\n1,2,3\n", ":2", ["too many"]),
+        ("a.csv", b"a,b\n1,2\n3\n", ":3", ["does not fit", "a, b"]),
         ("a.csv", b'a,b\n1,2\n"open,2\n3,4\n', ":3", ["not valid CSV"]),
-        ("a.csv", b"a,a\n1,2\n", ":1", ["same name"]),
         ("a.csv", b"a,b\n", "", ["no rows"]),
         ("a.csv", b"a,b\n1,\xe9\n", ":2", ["UTF-8"]),
         ("a.parquet", b"PAR1nonsense", ":row 1", ["cannot be read"]),
         ("a.arrow", b"nonsense", ":row 1", ["cannot be read"]),
-        ("a.arrow", b"", ":row 1", ["cannot be read"]),
-        ("a.parquet.gz", gzip.compress(os.urandom(3000))[:-100], ":", ["ends too early"]),
         ("a.txt", b"x", "", ["kind of file", ".parquet"]),
         ("a", b"x", "", ["kind of file", "missing"]),
     ],
@@ -169,7 +161,7 @@ def test_bad_files(tmp_path: Path, name: str, raw: bytes, where: str, words: lis
     path = tmp_path / name
     path.write_bytes(raw)
     error = refused(path)
-    assert error.where == f"{path}{where}" or (where == ":" and str(error.where).startswith(f"{path}:"))
+    assert error.where == f"{path}{where}"
     for word in words:
         assert word in str(error)
 
@@ -216,12 +208,10 @@ def test_folder_whose_names_say_splits(tmp_path: Path) -> None:
 
 def test_bad_folders(tmp_path: Path) -> None:
     assert "no data" in str(refused(tmp_path))
+    (tmp_path / "README.txt").write_text("x")
+    assert "kind of file" in str(refused(tmp_path))
     write(tmp_path / "a.jsonl", ROWS)
     assert "no split" in str(refused(tmp_path, split="validation"))
-    write(tmp_path / "a.jsonl.gz", ROWS)
-    assert "packed and unpacked" in str(refused(tmp_path))
-    write(tmp_path / "a.parquet", ROWS)
-    assert "several kinds" in str(refused(tmp_path))
 
 
 # --- datasets: saved, local, hub -------------------------------------------------------------------------------------
@@ -233,7 +223,6 @@ def test_saved_dataset(tmp_path: Path) -> None:
     assert values(tmp_path / "one") == [rows[2], rows[0]]
     assert {type(row["score"]) for row in values(tmp_path / "one")} == {float}  # and not numpy's
     assert values(tmp_path / "one", split="train") == [rows[2], rows[0]]
-    assert "no split" in str(refused(tmp_path / "one", split="validation"))
     assert next(read_rows(str(tmp_path / "one"))).where == f"{tmp_path / 'one'}:row 1"
     shard = next((tmp_path / "one").glob("*.arrow"))
     assert values(shard) == [rows[2], rows[0]]
@@ -246,7 +235,6 @@ def test_saved_dataset_dict(tmp_path: Path) -> None:
     assert [row.where for row in read_rows(str(tmp_path), split="validation")] == [f"{tmp_path}[validation]:row 1"]
     assert refused(tmp_path).got == "train, validation"
     assert refused(tmp_path, split="valid").fix == "did you mean validation?"
-    assert refused(tmp_path, subset="x").field == "subset"
     next((tmp_path / "train").glob("*.arrow")).write_bytes(b"")
     assert "cannot be read" in str(refused(tmp_path, split="train"))
 
@@ -282,20 +270,19 @@ def test_local_copy_of_a_hub_dataset(hub_copy: Path) -> None:
 def test_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def load_dataset(path: str, name: str | None = None, *, split: str | None, streaming: bool) -> Any:
-        calls.append((path, name, split, streaming))
+    def load_dataset(path: str, name: str | None = None, *, split: str | None) -> Any:
+        calls.append((path, name, split))
         parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
         return parts[split] if split else datasets.DatasetDict(parts)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = list(read_rows("org/preferences", split="train", subset="b"))
-    assert calls == [("org/preferences", "b", "train", False)]
+    assert calls == [("org/preferences", "b", "train")]
     assert [row.values for row in rows] == ROWS
     assert [row.where for row in rows] == ["org/preferences[train]:row 1", "org/preferences[train]:row 2"]
     assert refused("org/preferences").got == "train, test"
     digests = {fingerprint("org/preferences", split=s, subset=b) for s in ("train", "test") for b in (None, "b")}
     assert len(digests) == 4
-    assert fingerprint("org/preferences", split="test") in digests
 
 
 def test_hub_failure_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,47 +1,41 @@
-"""Rows from where data lies: a file, a folder of files, a glob, a saved `datasets` folder, or the Hugging Face hub.
+"""Rows from where data lies: a file, a folder, a glob, a saved `datasets` folder, or the Hugging Face hub.
 
     for row in read_rows("train.jsonl.gz"):
         row.values, row.where        # {"prompt": ..., "chosen": ...}, "train.jsonl.gz:17"
 
 A row is an object with string keys; its place is the line of a text file, else the number of the row, both from 1.
-Kinds of files, by suffix, each also with `.gz`:
+Kinds of files by suffix; those of text are also read with `.gz`:
 
     .jsonl .ndjson    an object per line; blank lines are skipped and still counted
     .json             a list of objects, or an object with that list under "data" or "rows", or lines as above
     .csv .tsv         a header line, then cells; every cell stays a string
-    .parquet          one row group after another
+    .parquet          one part after another
     .arrow .feather   Arrow IPC, the file format as well as the stream that `datasets` writes
 
-Text is UTF-8. Text files are read by line here and not by `datasets`, whose Arrow tables hold neither line numbers nor
-`content` that is text in one row and a list in the next. Memory does not grow with the file, but `.json` files and
-gzipped `.parquet` and `.arrow` files are read whole.
-
-A folder is one that `save_to_disk` wrote, or files of one kind (read in the order of their names; names such as
-`validation.jsonl` say their split), or a copy of a dataset on the hub. `datasets.load_dataset` reads the hub
-(`org/name`) and such copies; code from the hub is never run.
+`datasets` finds the files and splits of a folder, and reads the hub (`org/name`) and what `save_to_disk` wrote; code
+from the hub is never run. Local files are read here, because its Arrow tables hold neither line numbers nor `content`
+that is text in one row and a list in the next. Memory does not grow with the file; only `.json` files are read whole.
 """
 
 from __future__ import annotations
 
 import csv
-import difflib
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from treeward.errors import DataError
+from treeward.errors import DataError, nearest_name
 
 __all__ = ["KINDS", "Row", "file_suffix", "fingerprint", "read_file", "read_jsonl_stream", "read_rows"]
 
-# Suffix -> what the file holds.
 KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -52,14 +46,8 @@ KINDS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-# Files that `datasets` and the hub keep beside the data under a data suffix.
-_NOT_DATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-# The words by which file names say their split; the same that `datasets` looks for.
-_SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
+"""The suffix of a file -> what it holds."""
+
 _ROWS_PER_BATCH = 1024
 _LONGEST_CELL_CHARACTERS = 2**31 - 1
 
@@ -75,17 +63,16 @@ class Row:
 def read_rows(path: str, *, split: str | None = None, subset: str | None = None) -> Iterator[Row]:
     """The rows of a file, a folder, a glob, a saved dataset or a hub dataset (`org/name`), in order.
 
-    A file is a single split: `split` may be None, "train" (what `datasets` calls any lone file) or the split that the
-    file's own name says, as in `validation.jsonl`. In a folder `split` selects the files so named. `subset` is the
-    configuration name of a hub dataset. The path is looked up at once, the rows are read as they are asked for.
+    A file is a single split: `split` may be None, "train" (what `datasets` calls any lone file) or a part of its name,
+    as in `validation.jsonl`. In a folder `split` selects the files so named. `subset` is the configuration name of a
+    hub dataset. The path is looked up at once, the rows are read as they are asked for.
 
     Raises `DataError` naming the file and line for a missing or empty file, an ambiguous or unknown split, text that
     is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects.
     """
-    files = _plain_files(path, split, subset)
-    if files is not None:
-        return _at_least_one((row for file in files for row in read_file(file)), path)
-    table, label = _load_table(path, split, subset)
+    files, table, label = _locate(path, split, subset)
+    if files:
+        return _at_least_one(itertools.chain.from_iterable(map(read_file, files)), path)
     # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
     rows = (Row(values, f"{label}:row {i}") for i, values in enumerate(table.with_format(None), 1))
     return _at_least_one(rows, path)
@@ -112,24 +99,20 @@ def file_suffix(path: str) -> str:
 def fingerprint(path: str, *, split: str | None = None, subset: str | None = None) -> str:
     """A hex digest (128 bits) that changes when the content does.
 
-    Local data: of the bytes of its files, and in a folder of their names; the hub: of the name, the split, the subset
-    and the fingerprint that `datasets` gives the table. Raises `DataError` as `read_rows` does.
+    Files: of their bytes, and of several files their names; saved datasets and the hub: of the name, the split, the
+    subset and the fingerprint that `datasets` gives the table. Raises `DataError` as `read_rows` does.
     """
     digest = hashlib.blake2b(digest_size=16)
-    files = _plain_files(path, split, subset)
-    if files is None and os.path.isdir(path):
-        files = tuple(sorted(str(file) for file in Path(path).rglob("[!.]*") if file.is_file()))
-        digest.update(json.dumps([split, subset]).encode())
-    elif files is None:
-        table, label = _load_table(path, split, subset)
-        digest.update(json.dumps([label, subset, table._fingerprint]).encode())
-    for file in files or ():
-        # A file that is moved or renamed alone is the same data; in a folder names say order and split.
-        name = None if file == path else os.path.relpath(file, path if os.path.isdir(path) else os.path.dirname(path))
+    files, table, label = _locate(path, split, subset)
+    for file in files:
+        # A file that is moved or renamed alone is the same data; of several the names say the order.
+        name = None if len(files) == 1 else os.path.relpath(file, path)
         digest.update(json.dumps([name, os.path.getsize(file)]).encode())
         with open(file, "rb") as stream:
             while part := stream.read(1 << 20):
                 digest.update(part)
+    if not files:
+        digest.update(json.dumps([label, subset, table._fingerprint]).encode())
     return digest.hexdigest()
 
 
@@ -145,86 +128,90 @@ def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
 # --- from a path to files or a table ---------------------------------------------------------------------------------
 
 
-def _plain_files(path: str, split: str | None, subset: str | None) -> tuple[str, ...] | None:
-    """The files of one kind that the path means; None where `datasets` must read it."""
+def _locate(path: str, split: str | None, subset: str | None) -> tuple[tuple[str, ...], Any, str]:
+    """The files that the path means; or none, and a `datasets.Dataset` with its name in errors."""
     if os.path.isdir(path):
-        return _files_of_folder(path, split, subset)
-    files: tuple[str, ...] = (path,) if os.path.exists(path) else ()
+        is_saved = any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json"))
+        if is_saved:
+            return (), *_table(path, split, subset)
+        chosen, _ = _chosen_split(_files_of_splits(path, subset), path, split)
+        return _known_kinds(sorted(chosen)), None, path
+    files = [path] if os.path.exists(path) else []
     if not files and glob.has_magic(path):
-        files = tuple(sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file)))
+        files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
     if not files and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) and file_suffix(path) not in KINDS:
-        return None
+        return (), *_table(path, split, subset)
     if not files:
         raise _missing(path)
-    _check_kinds(files, path)
     if subset is not None:
-        raise DataError(
-            "a file has no subset", where=path, field="subset", got=subset, need="null", fix="remove subset"
-        )
-    if split not in (None, "train") and {_split_in_name(file) for file in files} != {split}:
+        fix = "remove subset"
+        raise DataError("a file has no subset", where=path, field="subset", got=subset, need="null", fix=fix)
+    if split not in (None, "train") and not all(str(split) in os.path.basename(file) for file in files):
         need = "no split: a file is one split, whatever it is for"
         raise DataError(f"a file has no split {split!r}", where=path, field="split", got=split, need=need)
-    return files
+    return _known_kinds(files), None, path
 
 
-def _files_of_folder(folder: str, split: str | None, subset: str | None) -> tuple[str, ...] | None:
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
-    files = [os.path.join(folder, name) for name in names if _is_data(name)]
-    nested = not files and any(_is_data(name) for _, _, names in os.walk(folder) for name in names)
-    if subset is not None or nested or _is_saved(folder) or _has_hub_card(folder):
-        return None
-    if not files:
-        got, need = ", ".join(names) or "no file", f"files that end in {', '.join(KINDS)}, or a folder of save_to_disk"
-        raise DataError("the folder holds no data", where=folder, got=got, need=need)
-    _check_kinds(files, folder)
-    splits = {file: _split_in_name(file) for file in files}
-    named = sorted({name for name in splits.values() if name is not None})
-    if split is None and len(named) > 1:
-        raise _ambiguous(folder, named)
-    if split is None or (split == "train" and not named):
-        return tuple(files)
-    if split not in named:
-        raise _no_such_split(folder, split, named or ["train"])
-    return tuple(file for file in files if splits[file] == split)
+def _files_of_splits(folder: str, subset: str | None) -> Mapping[str, list[str]]:
+    """The files of a folder by split, as `datasets` reads their names, or a README like those on the hub."""
+    import datasets
+
+    try:
+        return dict(datasets.load_dataset_builder(folder, subset).config.data_files or {})
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        summary, need = "the folder holds no data that can be read", f"files that end in {', '.join(KINDS)}"
+        got = f"{type(error).__name__}: {error}"
+        raise DataError(summary, where=folder, got=got, need=need, fix="check path and subset") from error
 
 
-def _is_data(name: str) -> bool:
-    return file_suffix(name) in KINDS and name not in _NOT_DATA and not name.startswith((".", "_"))
+def _table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
+    """A `datasets.Dataset`, saved or of the hub, and its name in errors."""
+    import datasets
+
+    try:
+        if os.path.isdir(path):
+            loaded = datasets.load_from_disk(path)
+        else:
+            loaded = datasets.load_dataset(path, subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # Arrow's errors are ValueErrors
+        need = "a folder that save_to_disk wrote, or a hub dataset"
+        fix = "check path, subset, split and network; offline, give a local copy instead of the name; a private or "
+        fix += "gated dataset needs HF_TOKEN"
+        got = f"{type(error).__name__}: {error}"
+        raise DataError("the dataset cannot be read", where=path, got=got, need=need, fix=fix) from error
+    if not isinstance(loaded, Mapping):  # the hub gave the split that was asked for
+        return (loaded, path) if os.path.isdir(path) else (loaded, f"{path}[{split}]")
+    table, name = _chosen_split(loaded, path, split)
+    return table, f"{path}[{name}]"
 
 
-def _is_saved(folder: str) -> bool:
-    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
-    names = set(os.listdir(folder))
-    return "dataset_dict.json" in names or {"state.json", "dataset_info.json"} <= names
-
-
-def _has_hub_card(folder: str) -> bool:
-    """Whether a README like those on the hub says which files belong to which split."""
-    card = Path(folder, "README.md")
-    text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
-    return text.startswith("---") and re.search(r"^configs:", text.split("\n---", 1)[0], re.MULTILINE) is not None
-
-
-def _split_in_name(file: str) -> str | None:
-    words = re.split(r"[^a-z]+", os.path.basename(file).lower())
-    return next((split for split, names in _SPLIT_WORDS.items() if set(names) & set(words)), None)
-
-
-def _check_kinds(files: Sequence[str], where: str) -> None:
-    unknown = next((file for file in files if file_suffix(file) not in KINDS), None)
-    if unknown is not None:
-        got, need = f"the suffix {os.path.splitext(unknown)[1] or 'is missing'}", f"{', '.join(KINDS)}, each also .gz"
-        raise DataError("the kind of file is not known", where=unknown, got=got, need=need)
-    kinds = {KINDS[file_suffix(file)]: os.path.basename(file) for file in files}
-    twice = None if len(kinds) > 1 else next((file for file in files if f"{file}.gz" in files), None)
-    if twice is not None or len(kinds) > 1:
+def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tuple[Any, str]:
+    """What the splits have under `split`, or the only one, and its name."""
+    names = [str(name) for name in splits]
+    if split is None and len(names) > 1:
+        fix = f"add split: {'train' if 'train' in names else names[0]}"
+        summary, got = "there are several splits and none is chosen", ", ".join(names)
+        raise DataError(summary, where=path, field="split", got=got, need="one of them", fix=fix)
+    chosen = names[0] if split is None else split
+    if chosen not in names:
+        near = nearest_name(chosen, names)
         raise DataError(
-            "a file is there twice, packed and unpacked" if twice else "the files are of several kinds",
-            where=where,
-            got=f"{twice} and {twice}.gz" if twice else ", ".join(kinds.values()),
-            need="files of one kind, and each row once",
-            fix=f"remove one of them, or choose with a pattern, as *{file_suffix(files[0])}",
+            f"there is no split {split!r}",
+            where=path,
+            field="split",
+            got=split,
+            need=f"one of {', '.join(names)}",
+            fix=f"did you mean {near}?" if near else None,
         )
+    return splits[chosen], chosen
+
+
+def _known_kinds(files: Iterable[str]) -> tuple[str, ...]:
+    for file in files:
+        if file_suffix(file) not in KINDS:
+            got, need = f"the suffix {os.path.splitext(file)[1] or 'is missing'}", f"one of {', '.join(KINDS)}"
+            raise DataError("the kind of file is not known", where=file, got=got, need=need)
+    return tuple(files)
 
 
 def _missing(path: str) -> DataError:
@@ -233,59 +220,10 @@ def _missing(path: str) -> DataError:
         return DataError("no file fits the pattern", where=path, need="at least one file", fix="check the path")
     if not os.path.isdir(folder):
         return DataError("there is no such file, and no such folder", where=path, got=folder, fix="check the path")
-    near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=3)
-    near = [os.path.join(os.path.dirname(path), name) for name in near]
+    near = nearest_name(os.path.basename(path), os.listdir(folder))
     need = "a file, a folder, a pattern such as data/*.jsonl, or a hub name such as org/name"
-    fix = f"did you mean {' or '.join(near)}?" if near else "check the path"
+    fix = f"did you mean {os.path.join(os.path.dirname(path), near)}?" if near else "check the path"
     return DataError("there is no such file", where=path, need=need, fix=fix)
-
-
-def _ambiguous(path: str, splits: Sequence[str]) -> DataError:
-    got, fix = ", ".join(splits), f"add split: {'train' if 'train' in splits else splits[0]}"
-    summary = "there are several splits and none is chosen"
-    return DataError(summary, where=path, field="split", got=got, need="one of them", fix=fix)
-
-
-def _no_such_split(path: str, split: str, splits: Sequence[str]) -> DataError:
-    near, need = difflib.get_close_matches(split, splits, n=1), f"one of {', '.join(splits)}"
-    fix = f"did you mean {near[0]}?" if near else None
-    return DataError(f"there is no split {split!r}", where=path, field="split", got=split, need=need, fix=fix)
-
-
-def _load_table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
-    """A `datasets.Dataset`, and its name in errors."""
-    import datasets
-
-    is_local, is_saved = os.path.isdir(path), os.path.isdir(path) and _is_saved(path)
-    if is_saved and subset is not None:
-        raise DataError("a saved dataset has no subset", where=path, field="subset", got=subset, fix="remove subset")
-    try:
-        loaded = (
-            datasets.load_from_disk(path)
-            if is_saved
-            else datasets.load_dataset(path, subset, split=split, streaming=False)
-        )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # Arrow's errors are ValueErrors
-        summary, need = "the folder cannot be read as a dataset", "a folder that the datasets library can read"
-        fix = "check path, subset and split; write a saved dataset again with save_to_disk"
-        if not is_local:
-            summary, need = "no such file, and the hub does not give it", "a local path, or a hub dataset"
-            fix = "check name, subset, split and network; offline, give a local copy instead of the name; "
-            fix += "a private or gated dataset needs HF_TOKEN"
-        raise DataError(summary, where=path, got=f"{type(error).__name__}: {error}", need=need, fix=fix) from error
-    if isinstance(loaded, Mapping):
-        if split is None and len(loaded) > 1:
-            raise _ambiguous(path, list(loaded))
-        chosen = next(iter(loaded)) if split is None else split
-        if chosen not in loaded:
-            raise _no_such_split(path, chosen, list(loaded))
-        return loaded[chosen], f"{path}[{chosen}]"
-    if is_saved:
-        own = str(loaded.split or "train")
-        if split not in (None, "train", own):
-            raise _no_such_split(path, str(split), [own])
-        return loaded, path
-    return loaded, f"{path}[{split}]"
 
 
 # --- text, line by line ----------------------------------------------------------------------------------------------
@@ -302,8 +240,9 @@ def read_jsonl_stream(lines: Iterable[bytes | str], name: str) -> Iterator[Row]:
         if text:
             try:
                 value = json.loads(text)  # NaN and Infinity become floats, which the formats refuse
-            except (ValueError, RecursionError) as error:
-                raise _json_error(error, where, "one complete JSON object", text) from error
+            except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets too deep
+                need, fix = "one complete JSON object", "mend or remove the line"
+                raise DataError(f"the line is not JSON: {error}", where=where, got=text, need=need, fix=fix) from error
             yield Row(_as_object(value, where), where)
 
 
@@ -316,11 +255,8 @@ def _lines(path: str) -> Iterator[bytes]:
                 number += 1
                 yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        is_cut = isinstance(error, EOFError)
-        summary = "the gzip file ends too early" if is_cut else "the file is not valid gzip"
-        fix = "copy it again" if is_cut else "copy it again, or remove .gz from its name"
-        where = f"{path}:{number + 1}"
-        raise DataError(summary, where=where, got=str(error), need="a complete gzip file", fix=fix) from error
+        where, fix = f"{path}:{number + 1}", "copy the file again, or remove .gz from its name"
+        raise DataError("the gzip file is damaged", where=where, got=str(error), need="gzip data", fix=fix) from error
 
 
 def _texts(path: str) -> Iterator[str]:
@@ -333,11 +269,8 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte 0x{raw[error.start]:02x} at position {error.start + 1} of the line"
-        fix = "save the file as UTF-8, or mend the line"
-        if raw.startswith(b"\x1f\x8b"):
-            found, fix = "gzip data", "add .gz to the name of the file"
-        elif raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-            found, fix = "UTF-16", "save the file as UTF-8"
+        is_gzip = raw.startswith(b"\x1f\x8b")
+        fix = "add .gz to the name of the file" if is_gzip else "save the file as UTF-8, or mend the line"
         raise DataError("the text is not UTF-8", where=where, got=found, need="UTF-8", fix=fix) from error
 
 
@@ -349,8 +282,8 @@ def _json_rows(path: str) -> Iterator[Row]:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # an object per line
             yield from read_jsonl_stream(_lines(path), path)
             return
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise _json_error(error, f"{path}:{line}", "a list of objects, or an object per line") from error
+        where = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
+        raise DataError(f"the file is not JSON: {error}", where=where, need="a list of objects") from error
     if isinstance(value, dict):
         lists = [value[key] for key in ("data", "rows") if isinstance(value.get(key), list)]
         is_row = not lists and "\n" not in text.strip()
@@ -362,15 +295,6 @@ def _json_rows(path: str) -> Iterator[Row]:
     for number, item in enumerate(value, 1):
         where = f"{path}:row {number}"
         yield Row(_as_object(item, where), where)
-
-
-def _json_error(error: Exception, where: str, need: str, text: str | None = None) -> DataError:
-    summary = "not usable JSON"  # a number of thousands of digits, or brackets thousands deep
-    if isinstance(error, json.JSONDecodeError):
-        summary = f"not JSON: {error.msg} at column {error.colno}"
-    got = text if text is not None and "not JSON" in summary else str(error)
-    fix = "mend or remove the line; a file with one value over many lines should be called .json"
-    return DataError(summary, where=where, got=got, need=need, fix=fix)
 
 
 def _as_object(value: Any, where: str) -> dict[str, Any]:
@@ -396,13 +320,10 @@ def _csv_rows(path: str, kind: str) -> Iterator[Row]:
             raise DataError(f"the row is not valid CSV: {error}", where=where, need=need) from error
         if cells and not header:
             header = cells
-            if twice := sorted({name for name in header if header.count(name) > 1}):
-                raise DataError("two columns have the same name", where=where, got=", ".join(twice))
         elif cells and len(cells) != len(header):
-            summary = f"the row has too {'many' if len(cells) > len(header) else 'few'} cells"
             got, need = f"{len(cells)} cells", f"{len(header)}: {', '.join(header)}"
             fix = "put cells that hold the separator or a line break in double quotes"
-            raise DataError(summary, where=where, got=got, need=need, fix=fix)
+            raise DataError("the row does not fit the header", where=where, got=got, need=need, fix=fix)
         elif cells:
             yield Row(dict(zip(header, cells, strict=True)), where)
 
@@ -415,32 +336,24 @@ def _arrow_rows(path: str, kind: str) -> Iterator[Row]:
 
     number = 0
     try:
-        # These files are read from the end, so a gzipped one is unpacked first.
-        is_packed = path.lower().endswith(".gz")
-        source = arrow.BufferReader(b"".join(_lines(path))) if is_packed else arrow.memory_map(path)
-        for batch in _parquet_batches(source) if kind == "parquet" else _ipc_batches(source):
-            # A whole file may be one batch: rows become Python objects a slice at a time.
-            for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
-                for values in batch.slice(start, _ROWS_PER_BATCH).to_pylist():
-                    number += 1
-                    yield Row(values, f"{path}:row {number}")
+        for batch in _batches(path, kind):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(values, f"{path}:row {number}")
     except (arrow.ArrowException, OSError) as error:
         where, got = f"{path}:row {number + 1}", f"{type(error).__name__}: {error}"
         raise DataError("the file cannot be read", where=where, got=got, need=f"a complete {kind} file") from error
 
 
-def _parquet_batches(source: Any) -> Iterator[Any]:
+def _batches(path: str, kind: str) -> Iterator[Any]:
+    """Parts of a table, of few rows each; the file is memory-mapped."""
+    from pyarrow import ipc, memory_map
     from pyarrow.parquet import ParquetFile
 
-    return iter(ParquetFile(source).iter_batches(batch_size=_ROWS_PER_BATCH))
-
-
-def _ipc_batches(source: Any) -> Iterator[Any]:
-    from pyarrow import ipc
-
+    source = memory_map(path)
+    if kind == "parquet":
+        return iter(ParquetFile(source).iter_batches(batch_size=_ROWS_PER_BATCH))
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
-    if not is_file:
-        return iter(ipc.open_stream(source))
-    reader = ipc.open_file(source)
-    return (reader.get_batch(i) for i in range(reader.num_record_batches))
+    reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+    return iter(reader.read_all().to_batches(max_chunksize=_ROWS_PER_BATCH))
