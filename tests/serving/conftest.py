@@ -58,7 +58,7 @@ def make_service(served_folder: Path, loaded_model: ServedModel) -> Iterator[Cal
 
 @pytest.fixture
 def service(make_service: Callable[..., Service]) -> Service:
-    """A service of `tiny` with the default settings."""
+    """A service of `tiny` with the default settings, for a test that counts or changes it."""
     return make_service()
 
 
@@ -81,9 +81,22 @@ def asgi_client() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def client(service: Service, asgi_client: Callable[..., Any]) -> Any:
+def own_client(service: Service, asgi_client: Callable[..., Any]) -> Any:
     """A client of `service`."""
     return asgi_client(service)
+
+
+@pytest.fixture(scope="session")
+def client(loaded_model: ServedModel) -> Iterator[Any]:
+    """A client of a service of `tiny` that all tests share."""
+    from starlette.testclient import TestClient
+
+    from treeward.serving.app import create_app
+
+    service = Service([loaded_model], ServerConfig(models=(ServedModelConfig(model="tiny"),)))
+    with TestClient(create_app(service), raise_server_exceptions=False) as shared:
+        yield shared
+    service.close()
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from treeward.scoring.score import Score
 from treeward.serving import logs
 from treeward.serving.api_error import in_words
 from treeward.serving.app import create_app
-from treeward.serving.models import Item, ServedModel, check_length
+from treeward.serving.models import ServedModel, check_length
 from treeward.serving.playground.routes import OPEN_PATHS
 from treeward.serving.run import _check_tls, make_server
 from treeward.serving.service import Service
@@ -113,7 +113,7 @@ def test_limits_on_what_a_request_holds(make_service: Callable[..., Service], as
 def test_a_small_body_does_not_become_a_large_thing(client: Any) -> None:
     body = {"context": [{"role": "user", "content": ""}] * 10_000, "completions": [""] * 4000}
     assert error(client.post("/v1/rewards", json=body)) == (413, "too_many_messages")
-    assert check_length([{"role": "user", "content": ""}] * 100, 5000) is not None
+    assert check_length([{"role": "user", "content": ""}] * 200, 5000) is not None
     assert check_length([{"role": "user", "content": "a" * 4900}], 5000) is None
 
 
@@ -144,13 +144,13 @@ def test_a_template_that_fails_is_a_clear_error(
     assert rows[0]["score"] is not None and rows[1]["score"] is None
 
 
-def test_routes_and_methods_that_are_not_there(client: Any, service: Service) -> None:
-    assert error(client.get("/v2/rewards")) == (404, "not_found")
-    assert error(client.post("/" + "x" * 5000))[0] == 404
-    response = client.get("/v1/rewards")
+def test_routes_and_methods_that_are_not_there(own_client: Any, service: Service) -> None:
+    assert error(own_client.get("/v2/rewards")) == (404, "not_found")
+    assert error(own_client.post("/" + "x" * 5000))[0] == 404
+    response = own_client.get("/v1/rewards")
     assert error(response) == (405, "method_not_allowed") and response.headers["allow"] == "POST"
     for path in ("/", "/health", "/v1/models"):
-        assert client.head(path).status_code == 200 and client.head(path).content == b""
+        assert own_client.head(path).status_code == 200 and own_client.head(path).content == b""
     labels = {"handler": "/v1/rewards", "method": "GET", "status": "405"}
     assert counted(service, "http_requests_total", **labels) == 1
 
@@ -189,14 +189,16 @@ def test_an_error_in_one_line_shows_what_is_empty() -> None:
     assert in_words(found) == "output[0]: role: a message has no role; got ''; need a name; give one"
 
 
-def test_a_failure_in_a_route_has_the_same_form(client: Any, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_a_route_has_the_same_form(
+    own_client: Any, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service, "rewards", lambda *_, **__: 1 / 0)
-    response = ask(client)
+    response = ask(own_client)
     assert error(response) == (500, "internal_error") and "ZeroDivisionError" not in response.text
 
 
 def test_a_model_that_gives_nan_for_one_conversation(
-    client: Any, service: Service, loaded_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+    own_client: Any, service: Service, loaded_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     score = loaded_model.score
     long = [*CHAT[:1], {"role": "assistant", "content": "It is five, I think."}]
@@ -207,9 +209,9 @@ def test_a_model_that_gives_nan_for_one_conversation(
         return [Score(float("nan")) if item.num_tokens == num_tokens else one for item, one in scores]
 
     monkeypatch.setattr(loaded_model, "score", nan_for_five)
-    response = ask(client, conversations=[CHAT, long])
+    response = ask(own_client, conversations=[CHAT, long])
     assert error(response) == (500, "scoring_failed") and "conversation 1" in response.text
-    masked = ask(client, conversations=[CHAT, long], on_error="mask").json()["data"]
+    masked = ask(own_client, conversations=[CHAT, long], on_error="mask").json()["data"]
     assert masked[0]["score"] is not None and masked[1]["score"] is None and "nan" in masked[1]["error"]
     assert counted(service, "failures_total", fault="server", model="tiny") == 2
 
@@ -399,29 +401,30 @@ def test_an_error_of_memory_forgets_the_prompts(
     assert cache.num_bytes == 0
 
 
-def test_items_of_one_prompt_cost_what_they_add(loaded_model: ServedModel) -> None:
-    item = Item(None, 100, 80, prompt=12345)
-    assert (loaded_model.cost(item, set()), loaded_model.cost(item, {12345})) == (100, 20)
+def test_items_of_one_prompt_cost_what_they_add(loaded_model: ServedModel, conversations: Any) -> None:
+    one, other, *_ = loaded_model.prepare(conversations)
+    assert loaded_model.cost(one, None) <= one.num_tokens
+    assert loaded_model.cost(other, one) <= other.num_tokens - one.prepared.prompt_length + 1
 
 
-def test_health_and_the_models(client: Any, service: Service, loaded_model: ServedModel) -> None:
-    assert client.get("/health").json() == {"status": "ok"}
-    assert client.get("/ready").json() == {"status": "ready", "models": ["tiny"]}
-    [listed] = client.get("/v1/models").json()["data"]
+def test_health_and_the_models(own_client: Any, service: Service, loaded_model: ServedModel) -> None:
+    assert own_client.get("/health").json() == {"status": "ok"}
+    assert own_client.get("/ready").json() == {"status": "ready", "models": ["tiny"]}
+    [listed] = own_client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["max_model_len"]) == ("tiny", 160)
     assert listed["contract"] == loaded_model.contract_sha256
     service.batcher.close()  # its threads have ended
     for path in ("/health", "/ready"):
-        got = client.get(path)
+        got = own_client.get(path)
         assert got.status_code == 503 and got.json()["status"] == "failed"
 
 
-def test_metrics(client: Any, service: Service, conversations: Any, loaded_model: ServedModel) -> None:
+def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_model: ServedModel) -> None:
     before = loaded_model.num_computed_tokens
     body = {"conversations": conversations}
-    scores = [row["score"] for row in client.post("/v1/rewards", json=body).json()["data"]]
-    ask(client, conversations=[CHAT[:1]])
-    families = list(text_string_to_metric_families(client.get("/metrics").text))
+    scores = [row["score"] for row in own_client.post("/v1/rewards", json=body).json()["data"]]
+    ask(own_client, conversations=[CHAT[:1]])
+    families = list(text_string_to_metric_families(own_client.get("/metrics").text))
     samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
     tiny = (("model", "tiny"),)
     for status in ("200", "422"):

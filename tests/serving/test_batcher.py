@@ -49,7 +49,7 @@ class FakeModel:
             wrong = self.fail_to_prepare.get(number)
             if isinstance(wrong, BaseException):
                 raise wrong
-            items.append(Item((prompt, number), TOKENS, 8, hash(prompt), error=wrong))
+            items.append(Item((prompt, number), TOKENS, prompt=hash(prompt), error=wrong))
         self.prepared += [number for _, number in asked]
         return items
 
@@ -66,8 +66,8 @@ class FakeModel:
             scores.append(given if isinstance(given, Score) else Score(given, TOKENS))
         return scores
 
-    def cost(self, item: Item, prompts: set[int]) -> int:
-        return item.num_tokens - (item.shared_tokens if item.prompt in prompts else 0)
+    def cost(self, item: Item, like: Item | None) -> int:
+        return item.num_tokens - (0 if like is None else 8)
 
 
 def make_batcher(**settings: Any) -> Batcher:
@@ -94,8 +94,7 @@ def run(model: FakeModel) -> Callable[..., Any]:
             finally:
                 model.gate.set()
                 await asyncio.to_thread(batcher.close)
-                assert batcher.num_queued == 0 and batcher._ready_tokens == 0 and not batcher._open
-                assert not batcher._new and not batcher._ready
+                assert batcher.num_queued == 0 and not batcher._open and not batcher._ready
 
         return asyncio.run(whole())
 
@@ -161,46 +160,20 @@ def test_queued_conversations_go_in_one_batch(run: Any, model: FakeModel, score:
 
 
 @pytest.mark.parametrize("tokens_a_batch", [BATCH, TOKENS], ids=["20 in a batch", "one in a batch"])
-def test_a_large_request_does_not_hold_up_a_small_one(
-    run: Any, model: FakeModel, score: Any, tokens_a_batch: int
-) -> None:
-    tickets = threading.Semaphore(0)
-    plain = model.score
-    model.score = lambda items: tickets.acquire() and plain(items)  # type: ignore[method-assign, return-value]
-
+def test_large_and_small_requests_take_turns(run: Any, model: FakeModel, score: Any, tokens_a_batch: int) -> None:
     async def story(batcher: Batcher) -> None:
-        def is_far_ahead() -> bool:
-            return -1 in model.prepared or batcher._ready_tokens >= 32 * tokens_a_batch
-
-        large = asyncio.create_task(score(batcher, conversations(range(4096))))
-        await until(is_far_ahead)
-        small = asyncio.create_task(score(batcher, conversations([-1])))
-        while not small.done():
-            await until(is_far_ahead)
-            enough = len(model.batches) + 1
-            tickets.release()
-            await until(lambda enough=enough: len(model.batches) >= enough)  # type: ignore[misc]
-        large.cancel()
-        tickets.release(500)
+        first = await blocked(batcher, model, score)
+        large = asyncio.create_task(score(batcher, conversations(range(1, 401))))
+        await until(lambda: 64 in model.prepared)
+        small = [asyncio.create_task(score(batcher, conversations([-10 - i]))) for i in range(20)]
+        await until(lambda: -29 in model.prepared)
+        model.gate.set()
+        await asyncio.gather(first, large, *small)
 
     run(story, batch_tokens=tokens_a_batch)
-    assert next(i for i, batch in enumerate(model.batches) if -1 in batch) <= 9  # a turn is 8
-
-
-def test_a_stream_of_small_requests_does_not_hold_up_a_large_one(run: Any, model: FakeModel, score: Any) -> None:
-    async def story(batcher: Batcher) -> None:
-        large = asyncio.create_task(score(batcher, conversations(range(100))))
-
-        async def ask_without_end(i: int) -> None:
-            while not large.done():
-                await score(batcher, conversations([-i]))
-
-        await asyncio.gather(large, *(ask_without_end(i) for i in range(1, 101)))
-
-    run(story)
-    last = max(i for i, batch in enumerate(model.batches) if any(number >= 0 for number in batch))
-    # at least every second batch has a turn of the oldest request, of 8
-    assert last <= 2 * math.ceil(100 / 8) + 4
+    order = [number for batch in model.batches for number in batch][1:]
+    assert order.index(-10) <= 8  # a turn is 8
+    assert set(order[:48]) >= {-10 - i for i in range(20)} | set(range(1, 9))
 
 
 def test_another_model_has_its_turn(run: Any, model: FakeModel, score: Any) -> None:
@@ -236,20 +209,6 @@ def test_one_prompt_of_several_requests_is_in_one_batch(run: Any, model: FakeMod
     run(story, batch_tokens=48)
     prompts = [{number % 4 for number in batch} for batch in model.batches[1:]]
     assert len(prompts) == 2 and all(len(of_batch) == 2 for of_batch in prompts)
-
-
-def test_tokens_are_made_only_some_batches_ahead(run: Any, model: FakeModel, score: Any) -> None:
-    async def story(batcher: Batcher) -> int:
-        first = await blocked(batcher, model, score)
-        large = asyncio.create_task(score(batcher, conversations(range(4096))))
-        await until(lambda: batcher._ready_tokens >= 32 * BATCH)
-        ahead = len(model.prepared)
-        model.gate.set()
-        assert await large == list(range(4096))
-        await first
-        return ahead
-
-    assert 32 * 20 <= run(story) <= 2 * 32 * 20 + 64
 
 
 def test_a_full_queue_refuses_and_a_large_request_is_taken_alone(run: Any, model: FakeModel, score: Any) -> None:
@@ -372,13 +331,6 @@ def test_a_conversation_that_cannot_be_tokenized_fails_alone(
     assert says in scores[3].error and isinstance(scores[3], FailedScore) == by_server
 
 
-def test_a_wrong_number_of_scores_is_no_score(run: Any, model: FakeModel) -> None:
-    model.score = lambda items: [Score(1.0)] * (len(items) + 1)  # type: ignore[method-assign]
-    scores = run(lambda batcher: batcher.score(model, conversations([1, 2])))
-    assert [one.score for one in scores] == [None, None]
-    assert "2 results for 1 conversations" in scores[0].error
-
-
 def test_a_model_that_fails_at_everything_is_not_alive(run: Any, model: FakeModel, score: Any) -> None:
     async def story(batcher: Batcher) -> None:
         model.fail = {2: RuntimeError("this one only")}
@@ -435,7 +387,7 @@ def test_a_prompt_is_computed_once_for_all_requests(loaded_model: ServedModel) -
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         for completion in ("A.", "B.", "C.")
     ]
-    shared = loaded_model.prepare(chats)[0].shared_tokens
+    shared = loaded_model.prepare(chats)[0].prepared.prompt_length
     assert shared >= 32
     batcher = make_batcher(batch_tokens=4096)
     computed = []

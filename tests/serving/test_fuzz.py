@@ -1,10 +1,12 @@
-"""The server against its own OpenAPI description, and against bodies that no description foresees."""
+"""The server against its own OpenAPI description, and against bodies that no description foresees.
+
+TREEWARD_FUZZ_EXAMPLES=200 looks for longer.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -15,9 +17,6 @@ from hypothesis import strategies as st
 from schemathesis import checks
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks as openapi_checks
-
-from treeward.serving.app import create_app
-from treeward.serving.service import Service
 
 ROUTES = {  # with what a client might send, and where in it something else may stand
     "/v1/rewards": {"conversations": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]},
@@ -57,7 +56,7 @@ SETTINGS: dict[str, Any] = {
     "suppress_health_check": list(HealthCheck),
     "phases": [Phase.explicit, Phase.generate, Phase.shrink],
 }
-QUICK, LONG = 8, 200
+EXAMPLES = int(os.environ.get("TREEWARD_FUZZ_EXAMPLES", "8"))
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -66,9 +65,9 @@ json_values = st.recursive(
 )
 
 
-@pytest.fixture
-def app(make_service: Callable[..., Service]) -> Any:
-    return create_app(make_service(max_body_bytes=100_000, access_log=False))
+@pytest.fixture(scope="module")
+def app(client: Any) -> Any:
+    return client.app
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -96,13 +95,13 @@ def check_documented(document: Any, route: str, response: Any) -> None:
     jsonschema.validate(response.json(), {**schema, "components": document["components"]})
 
 
-def run_schemathesis(app: Any, route: str, num_examples: int) -> None:
+def run_schemathesis(app: Any, route: str) -> None:
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
     operation = schema[route]["POST"]
     for mode in GenerationMode:
 
         @seed(1)
-        @settings(max_examples=num_examples, **SETTINGS)
+        @settings(max_examples=EXAMPLES, **SETTINGS)
         @given(case=operation.as_strategy(generation_mode=mode))
         def conforms(case: Any) -> None:
             case.call_and_validate(checks=CHECKS)
@@ -110,17 +109,17 @@ def run_schemathesis(app: Any, route: str, num_examples: int) -> None:
         conforms()
 
 
-def run_mutations(client: Any, document: Any, route: str, num_examples: int) -> None:
+def run_mutations(client: Any, document: Any, route: str) -> None:
     body = ROUTES[route]
 
     @seed(2)
-    @settings(max_examples=num_examples, **SETTINGS)
+    @settings(max_examples=EXAMPLES, **SETTINGS)
     @given(where=st.sampled_from(places(body)), by=json_values)
     def answers(where: Any, by: Any) -> None:
         check_documented(document, route, client.post(route, content=json.dumps(replaced(body, where, by))))
 
     @seed(3)
-    @settings(max_examples=num_examples, **SETTINGS)
+    @settings(max_examples=EXAMPLES, **SETTINGS)
     @given(start=st.integers(0, 60), noise=st.binary(max_size=12), kind=st.sampled_from(["application/json", "x/y"]))
     def answers_noise(start: int, noise: bytes, kind: str) -> None:
         content = json.dumps(body).encode()
@@ -133,28 +132,18 @@ def run_mutations(client: Any, document: Any, route: str, num_examples: int) -> 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_server_is_as_it_describes_itself(route: str, app: Any) -> None:
-    run_schemathesis(app, route, QUICK)
+    run_schemathesis(app, route)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_whatever_is_sent_gets_a_documented_answer(route: str, service: Service, asgi_client: Any) -> None:
-    client = asgi_client(service)
+def test_whatever_is_sent_gets_a_documented_answer(route: str, client: Any) -> None:
     document = client.get("/openapi.json").json()
     check_documented(document, route, client.post(route, json=ROUTES[route]))
     assert client.post(route, json=ROUTES[route]).status_code == 200
-    run_mutations(client, document, route, QUICK)
+    run_mutations(client, document, route)
     for hostile in (b"", b"null", b"[" * 100_000, b'{"a":' * 50_000, b'"\\ud800"', b"\xff\xfe", b'{"input":1e999}'):
         check_documented(document, route, client.post(route, content=hostile))
     assert client.post(route, json=ROUTES[route]).status_code == 200
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("route", ROUTES)
-def test_the_server_is_as_it_describes_itself_for_long(route: str, app: Any, asgi_client: Any) -> None:
-    num_examples = int(os.environ.get("TREEWARD_FUZZ_EXAMPLES", LONG))
-    run_schemathesis(app, route, num_examples)
-    client = asgi_client(app.state.service)
-    run_mutations(client, client.get("/openapi.json").json(), route, num_examples)
 
 
 def test_every_status_has_its_schema(app: Any) -> None:

@@ -116,8 +116,8 @@ class ServerConfig(Strict):
     max_conversations: PositiveInt = 4096
     """Most conversations in one request; more get 413."""
     max_conversation_characters: PositiveInt = 1_000_000
-    """Most characters of one conversation, or token ids where a client sends these; each message counts as 64 more, and
-    a part of a message as 16. A longer conversation is refused before it is tokenized."""
+    """Most characters of one conversation as it is printed, or token ids where a client sends these. A longer
+    conversation is refused before it is tokenized."""
     deadline_seconds: PositiveFloat = 120.0
     """Time limit of a request, from its first byte; beyond it 504, and its conversations are dropped from the queue. A
     request may ask for less in the header X-Deadline-Seconds."""

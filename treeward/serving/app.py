@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, cast
 
-import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_fastapi_instrumentator import Instrumentator
@@ -104,27 +103,20 @@ def create_app(service: Service, *, token: str | None = None, allowed_hosts: Col
     return app
 
 
-def _response(request: Request, error: APIError) -> Response:
-    return error_response(error, request.scope, request.app.state.service)
-
-
 async def _api_error(request: Request, error: Exception) -> Response:
-    return _response(request, cast("APIError", error))
+    return error_response(cast("APIError", error), request.scope, request.app.state.service)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     message = "the server failed; its log has the details, under the id of this request"
-    return _response(request, APIError(500, "internal_error", message))
+    return await _api_error(request, APIError(500, "internal_error", message))
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    shown = request.url.path if len(request.url.path) <= 100 else f"{request.url.path[:100]}..."
-    codes = {
-        404: ("not_found", f"there is nothing at {shown}"),
-        405: ("method_not_allowed", f"{shown} is not for {request.method}"),
-    }
-    response = _response(request, APIError(error.status_code, *codes.get(error.status_code, ("error", error.detail))))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
+    message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+    response = await _api_error(request, APIError(error.status_code, code, message))
     response.headers.update(error.headers or {})
     return response
 
@@ -135,10 +127,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         # NeMo Gym's own servers say 422 to a body that is no JSON.
         status = 422 if request.url.path.endswith(nemo_gym.PATHS) else 400
-        return _response(request, APIError(status, "invalid_json", f"the body is no JSON: {first['ctx']['error']}"))
-    path = [*first["loc"][1:], *filter(None, [first.get("ctx", {}).get("key")])]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    got = orjson.dumps(first["input"], default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-    shown = got if len(got) <= 200 else f"{got[:200]}... ({len(got)} characters)"
-    message = f"{field or 'the body'}: {first['msg']}; got {shown}"
-    return _response(request, APIError(422, "invalid_request", message, param=field or None))
+        return await _api_error(
+            request, APIError(status, "invalid_json", f"the body is no JSON: {first['ctx']['error']}")
+        )
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:]).lstrip(".")[:100]
+    message = f"{field or 'the body'}: {first['msg']}; got {first['input']!r:.200}"
+    return await _api_error(request, APIError(422, "invalid_request", message, param=field or None))

@@ -1,11 +1,12 @@
-"""`Batcher`: conversations of many requests, scored in common batches by two threads beside the event loop.
+"""`Batcher`: conversations of many requests, scored in common batches by a thread beside the event loop.
 
     batcher = Batcher(config, metrics)
     scores = await batcher.score(served_model, conversations, deadline=time.monotonic() + 30)
 
-One thread tokenizes new conversations. The other takes what is ready, up to a budget of tokens, and scores it: nothing
-waits for a batch to fill. Requests take turns (`RequestQueue`). Conversations with one prompt are batched together,
-and each is scored as if it were alone: one that fails does not fail others.
+One thread tokenizes, the next conversations of each request in turn. Another takes what is ready, up to a budget of
+tokens, and scores it: nothing waits for a batch to fill. Requests and models take turns in both, so a large request
+does not hold up a small one. Conversations with one prompt are batched together, and each is scored as if it were
+alone: one that fails does not fail others.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 from treeward.config.server import ServerConfig
@@ -28,7 +31,6 @@ from treeward.serving.api_error import APIError, in_words
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import Item, ServedModel, check_length
 from treeward.serving.rendered_text import RenderedText
-from treeward.serving.request_queue import TURN, PendingRequest, RequestQueue
 
 __all__ = ["Batcher", "FailedScore"]
 
@@ -37,14 +39,32 @@ logger = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 _Result = TypeVar("_Result")
 
+_TURN = 8
+"""Conversations of one request that are taken before the next request has its turn."""
+_WINDOW = 512
+"""Requests that are looked at for one batch, so its cost does not grow with the queue."""
 _TOKENIZED_AT_ONCE = 64
-_BATCHES_AHEAD = 32
-"""Conversations are tokenized for about so many batches ahead: tokens need more memory than text."""
+"""Conversations of one request that are tokenized before those of the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedScore(Score):
     """A missing score that is the server's fault, not the conversation's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """The conversations of one request: `ready` are tokenized, with their place in `scores`.
+
+    `is_over`: it is complete, or nobody waits for it any more.
+    """
+
+    model: ServedModel
+    scores: list[Score | None]
+    future: asyncio.Future[list[Score]]
+    num_missing: int
+    ready: deque[tuple[int, Item]] = field(default_factory=deque)
+    is_over: bool = False
 
 
 class Batcher:
@@ -55,25 +75,20 @@ class Batcher:
         self.num_queued = 0
         """Conversations that were accepted and have no score yet."""
         self._lock = threading.Condition()
-        self._new = RequestQueue(lambda request: request.num_prepared)
-        self._ready = RequestQueue(lambda request: request.num_taken)
-        self._open: set[PendingRequest] = set()
-        self._ready_tokens = 0
+        self._open: set[_Request] = set()
+        self._ready: OrderedDict[_Request, None] = OrderedDict()  # requests with tokenized conversations, by turn
         self._closed = False
         self._per_second = 0.0
         self._last_good: dict[str, Item] = {}
         self._broken: set[str] = set()
-        self._threads = [
-            threading.Thread(target=self._run, args=(step,), name=f"treeward-{name}", daemon=True)
-            for name, step in (("tokenize", self._tokenize_some), ("score", self._score_some))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="treeward-tokenize")
+        self._scoring = threading.Thread(target=self._run, name="treeward-score", daemon=True)
+        self._scoring.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether both threads run, and no model fails at what it has scored before."""
-        return not self._broken and all(thread.is_alive() for thread in self._threads)
+        """Whether the scoring thread runs, and no model fails at what it has scored before."""
+        return not self._broken and self._scoring.is_alive()
 
     @property
     def seconds_of_queue(self) -> float:
@@ -90,13 +105,15 @@ class Batcher:
         """
         if not conversations:
             return []
-        number = len(conversations)
-        future: asyncio.Future[list[Score]] = asyncio.get_running_loop().create_future()
-        request = PendingRequest(model, conversations, future, [None] * number, num_missing=number)
+        number, loop = len(conversations), asyncio.get_running_loop()
+        request = _Request(model, [None] * number, loop.create_future(), num_missing=number)
         self._accept(request)
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
-                return await future
+                for start in range(0, number, _TOKENIZED_AT_ONCE):
+                    part = conversations[start : start + _TOKENIZED_AT_ONCE]
+                    await loop.run_in_executor(self._tokenizing, self._tokenize, request, start, part)
+                return await request.future
         except TimeoutError as error:
             message = f"not scored in time: {request.num_missing} of {number} conversations were not scored yet"
             raise APIError(504, "deadline_exceeded", message, retry_after=self.seconds_of_queue) from error
@@ -104,102 +121,71 @@ class Batcher:
             self._forget(request)
 
     def close(self, *, join_seconds: float = 20.0) -> None:
-        """Stop the threads; what was not scored is refused with 503. Waits so long for a batch that is being scored."""
-        error = APIError(503, "shutting_down", "the server has shut down before this was scored", retry_after=5)
+        """Stop scoring; what was not scored is refused with 503. Waits so long for a batch that is being scored."""
         with self._lock:
             self._closed = True
             left = list(self._open)
             self._lock.notify_all()
         for request in left:
             self._forget(request)
-            _tell(request, lambda future: future.set_exception(error))
-        end = time.monotonic() + join_seconds
-        for thread in self._threads:  # one inside the model when the interpreter ends could bring it down
-            thread.join(max(end - time.monotonic(), 0.0))
+            _tell(request, lambda future: future.set_exception(_shut_down()))
+        # A thread inside the model when the interpreter ends could bring it down.
+        self._scoring.join(join_seconds)
 
-    def _accept(self, request: PendingRequest) -> None:
+    def _accept(self, request: _Request) -> None:
         with self._lock:
             if self._closed:
-                raise APIError(503, "shutting_down", "the server is shutting down", retry_after=5)
+                raise _shut_down()
             limit = self.config.max_queued
             if self.num_queued and self.num_queued + request.num_missing > limit:
                 message = f"{self.num_queued} conversations are waiting, and at most {limit} may"
                 raise APIError(429, "queue_full", message, retry_after=self.seconds_of_queue)
             self.num_queued += request.num_missing
             self._open.add(request)
-            self._new.add(request)
-            self._lock.notify_all()
 
-    def _forget(self, request: PendingRequest) -> None:
+    def _forget(self, request: _Request) -> None:
         """Drop what has no score yet; a complete request has nothing to drop."""
         with self._lock:
             if request.is_over:
                 return
             self._end(request)
             self.num_queued -= request.num_missing
-            self._lock.notify_all()
         self.metrics.forgotten.labels(request.model.name).inc(request.num_missing)
 
-    def _end(self, request: PendingRequest) -> None:
+    def _end(self, request: _Request) -> None:
         request.is_over = True
         self._open.discard(request)
-        self._new.discard(request)
-        self._ready.discard(request)
-        self._ready_tokens -= sum(item.num_tokens for _, item in request.ready)
+        self._ready.pop(request, None)
         request.ready.clear()
 
-    def _run(self, step: Callable[[], None]) -> None:
-        while not self._closed:
-            try:
-                step()
-            except BaseException:  # a thread that dies would leave every request hanging
-                logger.exception("A scoring thread failed and goes on.")
-                time.sleep(0.1)
-
-    def _tokenize_some(self) -> None:
-        with self._lock:
-            self._lock.wait_for(lambda: self._closed or self._new.any(self._has_room))
-            taken = self._take_new()
-        if not taken:
+    def _tokenize(self, request: _Request, start: int, part: Sequence[Conversation | RenderedText]) -> None:
+        """Make the next conversations of a request ready to be scored. In the tokenizing thread."""
+        if request.is_over:
             return
-        model, limit = taken[0][0].model, self.config.max_conversation_characters
-        too_long = [check_length(request.conversations[i], limit) for request, i in taken]
-        short = [request.conversations[i] for (request, i), error in zip(taken, too_long, strict=True) if error is None]
-        prepared = iter(_isolated(model.prepare, short) if short else [])
-        failed: list[tuple[PendingRequest, int, Score]] = []
+        too_long = [check_length(one, self.config.max_conversation_characters) for one in part]
+        short = [one for one, error in zip(part, too_long, strict=True) if error is None]
+        prepared = iter(_isolated(request.model.prepare, short) if short else [])
+        failed: list[tuple[_Request, int, Score]] = []
         with self._lock:
-            for (request, i), error in zip(taken, too_long, strict=True):
-                item = next(prepared) if error is None else Score(None, error=error)
-                if isinstance(item, Item) and item.error is not None:
-                    item = Score(None, item.num_tokens, error=item.error)
-                if isinstance(item, Score):
+            for i, error in enumerate(too_long, start):
+                item = next(prepared) if error is None else Item(None, 0, error=error)
+                if isinstance(item, FailedScore):
                     failed.append((request, i, item))
+                elif item.error is not None:
+                    failed.append((request, i, Score(None, item.num_tokens, error=item.error)))
                 elif not request.is_over:
                     request.ready.append((i, item))
-                    self._ready_tokens += item.num_tokens
-                    self._ready.add(request)
+                    self._ready[request] = None
             self._lock.notify_all()
         self._settle(failed)
 
-    def _has_room(self, request: PendingRequest) -> bool:
-        """Whether more may be tokenized: twice as much for a request that has nothing ready, so it need not wait."""
-        limit = _BATCHES_AHEAD * self.config.batch_tokens
-        return self._ready_tokens < (limit if request.ready else 2 * limit)
-
-    def _take_new(self) -> list[tuple[PendingRequest, int]]:
-        """The conversations of one model that are tokenized next, as their request and their place in it."""
-        taken: list[tuple[PendingRequest, int]] = []
-        queue = deque(self._new.next_requests(self._has_room))
-        while queue and len(taken) < _TOKENIZED_AT_ONCE:
-            request = queue.popleft()
-            start = request.num_prepared
-            request.num_prepared = min(start + TURN, len(request.conversations))
-            taken += [(request, i) for i in range(start, request.num_prepared)]
-            if request.num_prepared == len(request.conversations):
-                self._new.discard(request)
-            else:
-                queue.append(request)
-        return taken
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._score_some()
+            except BaseException:  # a thread that dies would leave every request hanging
+                logger.exception("The scoring thread failed and goes on.")
+                time.sleep(0.1)
 
     def _score_some(self) -> None:
         with self._lock:
@@ -217,69 +203,69 @@ class Batcher:
         self.metrics.batch(model.name, sum(item.num_tokens for item in items), computed, seconds)
         self._check_model(model, items, scores)
 
-    def _take_batch(self) -> list[tuple[PendingRequest, int, Item]]:
-        """What one forward pass holds: of one model, a few conversations of each request in turn."""
-        queue = deque(_prompts_together(self._ready.next_requests()))
-        batch: list[tuple[PendingRequest, int, Item]] = []
-        prompts: set[int] = set()
+    def _take_batch(self) -> list[tuple[_Request, int, Item]]:
+        """What one forward pass holds: of the model whose turn it is, a few conversations of each request."""
+        model = next(iter(self._ready)).model if self._ready else None
+        queue = deque(_prompts_together([one for one in islice(self._ready, _WINDOW) if one.model is model]))
+        batch: list[tuple[_Request, int, Item]] = []
+        of_prompt: dict[int, Item] = {}
         used, is_full = 0, False
         while queue and not is_full:
             request = queue.popleft()
-            for _ in range(min(TURN, len(request.ready))):
+            for _ in range(min(_TURN, len(request.ready))):
                 i, item = request.ready[0]
-                cost = request.model.cost(item, prompts)
+                cost = request.model.cost(item, of_prompt.get(item.prompt))
                 if batch and used + cost > self.config.batch_tokens:
                     is_full = True
                     break
                 request.ready.popleft()
-                request.num_taken += 1
-                self._ready_tokens -= item.num_tokens
-                prompts.add(item.prompt)
+                of_prompt[item.prompt] = item
                 used += cost
                 batch.append((request, i, item))
             if request.ready:
                 queue.append(request)
+                self._ready.move_to_end(request)
             else:
-                self._ready.discard(request)
-        self._lock.notify_all()  # there is room for more tokens
+                del self._ready[request]
         return batch
 
     def _check_model(self, model: ServedModel, items: Sequence[Item], scores: Sequence[Score]) -> None:
         """If nothing of a batch could be scored, see whether the model still scores what it has scored before."""
         good = next((item for item, one in zip(items, scores, strict=True) if not isinstance(one, FailedScore)), None)
-        last = self._last_good.get(model.name)
-        if good is None and last is not None:
-            if isinstance(_isolated(model.score, [last])[0], FailedScore):
+        if good is None:
+            good = self._last_good.get(model.name)
+            if good is None:
+                return
+            if isinstance(_isolated(model.score, [good])[0], FailedScore):
                 logger.error("%s fails at what it has scored before: it is broken.", model.name)
                 self._broken.add(model.name)
                 return
-            good = last
-        if good is not None:
-            self._last_good[model.name] = good
-            self._broken.discard(model.name)
+        self._last_good[model.name] = good
+        self._broken.discard(model.name)
 
-    def _settle(self, scored: Sequence[tuple[PendingRequest, int, Score]]) -> None:
+    def _settle(self, scored: Sequence[tuple[_Request, int, Score]]) -> None:
         """Hand scores to their requests; those that are complete wake up."""
-        complete: list[PendingRequest] = []
-        wanted: list[tuple[str, Score]] = []
+        complete: list[_Request] = []
         with self._lock:
             for request, i, score in scored:
                 if request.is_over:
                     continue
-                wanted.append((request.model.name, score))
+                self.metrics.score(request.model.name, score.score, by_server=isinstance(score, FailedScore))
                 request.scores[i] = score
                 request.num_missing -= 1
                 self.num_queued -= 1
                 if not request.num_missing:
                     self._end(request)
                     complete.append(request)
-        for name, score in wanted:  # counted before anyone hears of it
-            self.metrics.score(name, score.score, by_server=isinstance(score, FailedScore))
         for request in complete:
             _tell(request, lambda future, scores=request.scores: future.set_result(scores))  # type: ignore[misc]
 
 
-def _tell(request: PendingRequest, what: Callable[[asyncio.Future[list[Score]]], None]) -> None:
+def _shut_down() -> APIError:
+    return APIError(503, "shutting_down", "the server is shutting down", retry_after=5)
+
+
+def _tell(request: _Request, what: Callable[[asyncio.Future[list[Score]]], None]) -> None:
     """Do something with a request's future in its event loop, where alone it is allowed."""
 
     def wake() -> None:
@@ -290,12 +276,11 @@ def _tell(request: PendingRequest, what: Callable[[asyncio.Future[list[Score]]],
         request.future.get_loop().call_soon_threadsafe(wake)
 
 
-def _prompts_together(requests: Sequence[PendingRequest]) -> list[PendingRequest]:
+def _prompts_together(requests: Sequence[_Request]) -> list[_Request]:
     """The same requests; those whose next conversation has the prompt of an earlier one's come right after it."""
-    groups: dict[object, list[PendingRequest]] = {}
+    groups: dict[int, list[_Request]] = {}
     for request in requests:
-        item = request.ready[0][1]
-        groups.setdefault(item.prompt if item.shared_tokens else request, []).append(request)
+        groups.setdefault(request.ready[0][1].prompt, []).append(request)
     return [request for group in groups.values() for request in group]
 
 
@@ -311,9 +296,8 @@ def _isolated(
     """What the function makes of all values; if it fails, of each half, until what fails is alone."""
     try:
         results = function(values)
-        if len(results) == len(values):
-            return list(results)
-        error = f"the server failed: {len(results)} results for {len(values)} conversations"
+        assert len(results) == len(values), f"{len(results)} results for {len(values)} conversations"
+        return list(results)
     except TreewardError as problem:
         error = in_words(problem)
     except BaseException as problem:  # a panic in a library's native code is no Exception

@@ -45,7 +45,6 @@ class CustomModel(ServedModel):
     def __init__(self, name: str, reward: Any, *, shaper: Shaper | None = None) -> None:
         self.name, self.reward, self.shaper = name, reward, shaper
         self.contracts, self.members = (), ()
-        self.odd_texts_are_logged = False
 
     @classmethod
     def load(cls, config: ServedModelConfig, server: ServerConfig) -> CustomModel:

@@ -10,7 +10,6 @@ one too many in memory, ends the work when the client goes away, and writes the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import re
@@ -84,7 +83,7 @@ class RequestLimits:
         method = scope["method"]
         if method == "HEAD":  # the connection leaves out the body of the response
             scope["method"] = "GET"
-        status = 499  # the client has gone, unless something is answered
+        status, body = 499, b""  # the client has gone, unless something is answered
 
         async def respond(message: Message) -> None:
             nonlocal status
@@ -93,7 +92,6 @@ class RequestLimits:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        body = b""
         try:
             self._check_headers(scope, headers)
             if method == "POST":
@@ -114,18 +112,17 @@ class RequestLimits:
             if self.config.access_log:
                 milliseconds = 1000 * (time.monotonic() - started)
                 extra = {"request_id": request_id, "bytes": len(body), "error": state.get("error")}
-                words = "%s %s %s %.1f ms"
                 shown = {key: value for key, value in extra.items() if value is not None}
-                logger.info(words, method, scope["path"], status, milliseconds, extra=shown)
+                logger.info("%s %s %s %.1f ms", method, scope["path"], status, milliseconds, extra=shown)
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         if self._token is not None and scope["path"] not in _OPEN_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not given.strip():
-                raise APIError(401, "unauthorized", "this server asks for a token: send Authorization: Bearer TOKEN")
             # in constant time: how long a wrong token takes says nothing of the right one
-            if not hmac.compare_digest(given.strip().encode("latin-1"), self._token):
-                raise APIError(401, "unauthorized", "the bearer token that was sent is not this server's")
+            is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._token)
+            if scheme.lower() != "bearer" or not is_right:
+                message = "this server asks for its token: send Authorization: Bearer TOKEN"
+                raise APIError(401, "unauthorized", message)
         if (seconds := headers.get("x-deadline-seconds")) is not None:
             if not re.fullmatch(r"\d+(\.\d*)?", seconds, re.ASCII):
                 message = f"X-Deadline-Seconds: got {seconds[:40]!r}, need a number of seconds, as 2.5"
@@ -138,28 +135,26 @@ class RequestLimits:
 
     async def _read(self, receive: Receive) -> bytes:
         """The body, which counts as held from now on. Raises `APIError`: 408 too slow, 413 too large, 429 too many."""
-        parts: list[bytes] = []
-        size, is_whole = 0, False
+        body, is_whole = bytearray(), False
         try:
             async with asyncio.timeout(self.config.body_seconds):
                 while not is_whole:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise APIError(499, "client_disconnected", "the client went away")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
+                    body += message.get("body", b"")
                     is_whole = not message.get("more_body", False)
-                    if size > self.config.max_body_bytes:
+                    if len(body) > self.config.max_body_bytes:
                         raise self._too_large()
         except TimeoutError as error:
             seconds = self.config.body_seconds
             raise APIError(408, "body_timeout", f"the body did not arrive within {seconds:g} seconds") from error
         limit = self.config.max_queued_bytes
-        if self._held_bytes and self._held_bytes + size > limit:
+        if self._held_bytes and self._held_bytes + len(body) > limit:
             held = f"{self._held_bytes} bytes of requests are held, and at most {limit} may be"
             raise APIError(429, "memory_full", held, retry_after=self.service.batcher.seconds_of_queue)
-        self._held_bytes += size
-        return b"".join(parts)
+        self._held_bytes += len(body)
+        return bytes(body)
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Let the application answer; cancel it when the client goes away before the response begins."""
@@ -181,12 +176,8 @@ class RequestLimits:
         client = asyncio.ensure_future(receive())  # ends when the client leaves, or has its response
         try:
             await asyncio.wait({work, client}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not has_begun:
-                work.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await work
-                return
-            await work
+            if work.done() or has_begun:
+                await work
         finally:
             work.cancel()
             client.cancel()

@@ -39,11 +39,6 @@ class ServerMetrics:
         )
         self.tokens = self._counter("tokens", "Tokens of the conversations that were scored, as plain rows.", "model")
         self.computed = self._counter("computed_tokens", "Tokens that went through the model, after sharing.", "model")
-        self.odd_texts = self._counter(
-            "odd_texts",
-            "Requests with rendered texts that do not begin or end as the model's conversations do.",
-            "model",
-        )
         self.batches = self._counter("batches", "Batches that were scored.", "model")
         self.fill = Histogram(
             "treeward_batch_fill_ratio",

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,57 +23,43 @@ import torch
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.data.rendering import Renderer
 from treeward.model.contract import ScoringContract, read_contract
-from treeward.model.prefix_cache import MIN_PREFIX_TOKENS
 from treeward.model.pretrained import DTYPES
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import load_shaper
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Prepared, Scorer
 from treeward.scoring.shaping import Shaper
-from treeward.serving.rendered_text import Branch, Ending, RenderedText
+from treeward.serving.rendered_text import Ending, RenderedText
+from treeward.tree.token_tree import common_prefix_length
 
 __all__ = ["Item", "ServedModel", "check_length"]
 
-_MESSAGE_CHARACTERS, _PART_CHARACTERS = 64, 16
-_MOST_KNOWN_PROMPTS = 4096
+_NO_IDS = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Item:
     """A conversation that is ready to be scored.
 
-    `num_tokens`: what it costs alone; `shared_tokens` of them it has in common with the items of the same `prompt`.
-    `error`: why it cannot be scored.
+    `num_tokens`: what it costs alone. `ids`: its tokens, for the first member of an ensemble; those of one `prompt` are
+    batched together. `error`: why it cannot be scored.
     """
 
     prepared: Any
     num_tokens: int
-    shared_tokens: int = 0
+    ids: np.ndarray = field(default_factory=lambda: _NO_IDS)
     prompt: int = 0
     error: str | None = None
 
 
 def check_length(asked: Conversation | RenderedText, limit: int) -> str | None:
-    """Why a conversation is too long to be tokenized, or None.
-
-    Each message counts as 64 characters more, and every part of one as 16, so a long list of empty messages is long
-    too. The time that this takes is bounded by the limit.
-    """
-    total, left = 0, [asked.text if isinstance(asked, RenderedText) else asked]
-    while left and total <= limit:
-        part: Any = left.pop()
-        if isinstance(part, str) or (isinstance(part, Sequence) and len(part) and isinstance(part[0], int)):
-            total += len(part)
-        elif isinstance(part, Mapping | Sequence):
-            total += (_MESSAGE_CHARACTERS if part is asked else _PART_CHARACTERS) * len(part)
-            if total <= limit:
-                left.extend(part.values() if isinstance(part, Mapping) else part)
-    if total <= limit:
-        return None
-    return (
-        f"the conversation is too long: at most {limit} characters (or token ids) are read, and each message counts as "
-        f"{_MESSAGE_CHARACTERS} more (max_conversation_characters)"
-    )
+    """Why a conversation is too long to be tokenized, or None. It is measured as it would be printed."""
+    try:
+        if len(asked.text if isinstance(asked, RenderedText) else str(asked)) <= limit:
+            return None
+    except RecursionError:
+        return "the conversation is nested too deep"
+    return f"the conversation is too long: at most {limit} characters, or token ids (max_conversation_characters)"
 
 
 class ServedModel:
@@ -90,8 +76,6 @@ class ServedModel:
     ) -> None:
         self.name, self.scorer, self.shaper = name, scorer, shaper
         self.contracts, self.members = tuple(contracts), tuple(members)
-        self.odd_texts_are_logged = False
-        self._known_prompts: OrderedDict[int, None] = OrderedDict()
 
     @classmethod
     def load(cls, config: ServedModelConfig, server: ServerConfig) -> ServedModel:
@@ -201,25 +185,19 @@ class ServedModel:
         Raises what the model raises. If it has run out of memory, cached prompts are dropped first.
         """
         try:
-            scores = self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
+            return self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
         except (torch.OutOfMemoryError, MemoryError):
             self._free_memory()
             raise
-        if all(scorer.prefix_cache is not None and scorer.model.layout == "tree" for scorer in self.scorers):
-            for item in items:
-                self._known_prompts[item.prompt] = None
-                self._known_prompts.move_to_end(item.prompt)
-            while len(self._known_prompts) > _MOST_KNOWN_PROMPTS:
-                self._known_prompts.popitem(last=False)
-        return scores
 
-    def cost(self, item: Item, prompts: Container[int]) -> int:
-        """About how many tokens an item adds to a batch that has these prompts.
-
-        Where a prompt has left the cache this is too low, and the scorer makes two passes of the batch.
-        """
-        cached = item.shared_tokens >= MIN_PREFIX_TOKENS and item.prompt in self._known_prompts
-        return item.num_tokens - (item.shared_tokens if cached or item.prompt in prompts else 0)
+    def cost(self, item: Item, like: Item | None) -> int:
+        """About how many tokens an item adds to a batch that has one `like` it: those that are not known already."""
+        if not len(item.ids):
+            return item.num_tokens
+        cache = self.scorers[0].prefix_cache
+        cached = 0 if cache is None else cache.match(item.ids)
+        shared = 0 if like is None else common_prefix_length(item.ids, like.ids)
+        return math.ceil(item.num_tokens * (1 - max(cached, shared) / len(item.ids)))
 
     @property
     def num_computed_tokens(self) -> int:
@@ -227,7 +205,6 @@ class ServedModel:
         return sum(scorer.num_computed_tokens for scorer in self.scorers)
 
     def _free_memory(self) -> None:
-        self._known_prompts.clear()
         for scorer in self.scorers:
             if scorer.prefix_cache is not None:
                 scorer.prefix_cache.clear()
@@ -239,19 +216,18 @@ class ServedModel:
             error = "the models of this ensemble render conversations in different ways: send messages, not text"
             return [Item(None, 0, error=error) for _ in texts]
         prepared: Sequence[Prepared | tuple[Prepared, ...]] = self.scorer.prepare_texts([one.text for one in texts])
-        return [_item(one, text.branch) for one, text in zip(prepared, texts, strict=True)]
+        return [_item(one, text.prompt_length) for one, text in zip(prepared, texts, strict=True)]
 
 
-def _item(prepared: Prepared | tuple[Prepared, ...], branch: Branch | None = None) -> Item:
+def _item(prepared: Prepared | tuple[Prepared, ...], prompt_length: int | None = None) -> Item:
     parts = (prepared,) if isinstance(prepared, Prepared) else prepared
-    if branch is not None:
-        parts = tuple(replace(part, prompt_length=branch.prompt_length) for part in parts)
-    first = parts[0]
-    prompt = np.asarray(first.ids[: first.prompt_length] if first.ids is not None else [], dtype=np.int32)
+    if prompt_length is not None:
+        parts = tuple(replace(part, prompt_length=prompt_length) for part in parts)
+    ids = np.asarray(parts[0].ids or [], dtype=np.int32)
     return Item(
         parts[0] if isinstance(prepared, Prepared) else parts,
         sum(part.num_tokens for part in parts),
-        sum(part.prompt_length if branch is None else branch.shared_tokens for part in parts),
-        hash(prompt.tobytes()) if branch is None else branch.tree,
+        ids,
+        hash(ids[: parts[0].prompt_length].tobytes()),
         next((part.error for part in parts if part.error is not None), None),
     )

@@ -32,13 +32,13 @@ Deadline = Annotated[float, Depends(_deadline)]
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/health", summary="Whether the process answers and its scoring threads run")
+@router.get("/health", summary="Whether the process answers and its models score")
 async def health(service: TheService) -> JSON:
     is_alive = service.batcher.is_alive
     return JSON({"status": "ok" if is_alive else "failed"}, 200 if is_alive else 503)
 
 
-@router.get("/ready", summary="Whether requests are accepted: the models are loaded, and keep their contracts")
+@router.get("/ready", summary="Whether requests are accepted")
 async def ready(service: TheService) -> JSON:
     is_alive = service.batcher.is_alive
     body = {"status": "ready" if is_alive else "failed", "models": list(service.models)}

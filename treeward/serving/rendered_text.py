@@ -18,9 +18,8 @@ from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 
-__all__ = ["Branch", "Ending", "RenderedText"]
+__all__ = ["Ending", "RenderedText"]
 
-_SHOWN = 16
 _COMPLETIONS = "Romam.", "Quo vadis"
 _PROMPTS: tuple[list[Message], ...] = (
     [{"role": "user", "content": "Quo vadis?"}],
@@ -29,24 +28,15 @@ _PROMPTS: tuple[list[Message], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """Where token ids branch off the longest of their `tree`, which comes first in the request.
-
-    `shared_tokens`: how many they have in common; `prompt_length`: tokens that later requests may have too.
-    """
-
-    tree: int
-    shared_tokens: int
-    prompt_length: int
-
-
-@dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A whole conversation as text or token ids. `completion`: the text of its last message, if it is known."""
+    """A whole conversation as text or token ids. `completion`: the text of its last message, if it is known.
+
+    `prompt_length`: how many of the token ids other texts may begin with too, if it is known.
+    """
 
     text: str | Sequence[int]
     completion: str | None = None
-    branch: Branch | None = None
+    prompt_length: int | None = None
 
     @property
     def messages(self) -> list[Message] | None:
@@ -93,13 +83,13 @@ class Ending:
         return cls()
 
     def warning(self, texts: Sequence[str | Sequence[int]]) -> str | None:
-        """Which texts, or token ids, do not end or begin as the model's conversations do; None if all of them do."""
-        said = []
-        if cut := [i for i, text in enumerate(texts) if self._is_cut(text)]:
-            end = ascii(self.text) if self.text else f"the tokens {list(self.ids)}"
-            said.append(f"{_which(cut, texts)} not end with {end}, as this model's conversations do")
-        if begun := [i for i, text in enumerate(texts) if self._begins_otherwise(text)]:
-            said.append(f"{_which(begun, texts)} not begin with exactly one token {self.first_id}, as they do")
+        """How many texts, or token ids, do not end or begin as the model's conversations do; None for none."""
+        cut = sum(map(self._is_cut, texts))
+        begun = sum(map(self._begins_otherwise, texts))
+        end = ascii(self.text) if self.text else f"the tokens {list(self.ids)}"
+        said = [f"{cut} of {len(texts)} texts do not end with {end}, as this model's conversations do"] if cut else []
+        if begun:
+            said.append(f"{begun} of {len(texts)} texts do not begin with exactly one token {self.first_id}")
         return "; ".join(said) or None
 
     def completed(self, generated: str) -> str:
@@ -143,11 +133,6 @@ class Ending:
         if isinstance(text, str) or self.first_id is None:
             return False
         return text[0] != self.first_id or list(text[1:2]) == [self.first_id]
-
-
-def _which(indices: Sequence[int], texts: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, indices[:_SHOWN])) + (", ..." if len(indices) > _SHOWN else "")
-    return f"{len(indices)} of {len(texts)} texts ({shown}) do{'es' if len(indices) == 1 else ''}"
 
 
 def _common_end(a: Sequence[Any], b: Sequence[Any]) -> Any:

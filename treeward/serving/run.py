@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import ssl
@@ -81,7 +80,6 @@ def serve(config: ServerConfig) -> int:
     _check_tls(config)
     with contextlib.closing(_bind(config)) as listener:
         service = make_service(config)
-        _allow_many_connections()
         host, port = listener.getsockname()[:2]
         scheme = "https" if config.tls_certificate else "http"
         address = f"[{host}]" if ":" in host else host
@@ -147,18 +145,9 @@ def _bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _allow_many_connections() -> None:
-    """Every connection needs a file descriptor, and the usual limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _token(config: ServerConfig) -> str | None:
-    if config.token_env is None:
-        return None
-    token = os.environ.get(config.token_env, "").strip()
-    if not token:
+    token = None if config.token_env is None else os.environ.get(config.token_env, "").strip()
+    if token == "":
         raise ConfigError(
             "the bearer token is not there",
             field="token_env",
@@ -173,9 +162,8 @@ def _check_tls(config: ServerConfig) -> None:
         return
     try:
         # With a password, so that a key that has one fails here and does not ask on the terminal.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(config.tls_certificate, config.tls_key, password="")
-    except (OSError, ssl.SSLError) as error:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, password="")
+    except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
             "the TLS files cannot be used",
             field="tls_certificate, tls_key",

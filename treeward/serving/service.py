@@ -28,8 +28,6 @@ from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["Service"]
 
-_LONGEST_NAME = 100
-
 
 class Service:
     """The models, the batcher that scores with them, and what the server counts."""
@@ -58,8 +56,7 @@ class Service:
         found = self.models.get(name)
         found = found or next((one for one in self.models.values() if list(one.members) == [name]), None)
         if found is None:
-            shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
-            message = f"no model is called {shown!r}; here are: {', '.join(self.models)}"
+            message = f"no model is called {name[:100]!r}; here are: {', '.join(self.models)}"
             raise APIError(404, "model_not_found", message, param="model")
         return found
 
@@ -81,7 +78,11 @@ class Service:
         the server failed. With "mask" its value is None and `error` says why.
         """
         numbers = [len(one) if isinstance(one, list) else 1 for one in reference_answers or ()]
-        self._check_number(len(asked) + (sum(numbers) if model.reference_key is not None else 0))
+        number = len(asked) + (sum(numbers) if model.reference_key is not None else 0)
+        if number > self.config.max_conversations:
+            limit = self.config.max_conversations
+            message = f"{number} conversations in one request, with their references; at most {limit}"
+            raise APIError(413, "too_many_conversations", message)
         if model.shaper is None or not shaped:
             scores = await self.batcher.score(model, asked, deadline=deadline)
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
@@ -95,12 +96,6 @@ class Service:
         """Stop the threads."""
         self.batcher.close()
         self._shaping.shutdown(wait=False, cancel_futures=True)
-
-    def _check_number(self, num_conversations: int) -> None:
-        limit = self.config.max_conversations
-        if num_conversations > limit:
-            message = f"{num_conversations} conversations in one request, with their references; at most {limit}"
-            raise APIError(413, "too_many_conversations", message)
 
     async def _shaped(
         self,

@@ -151,8 +151,8 @@ def test_no_reward_is_the_masked_form(client: Any, output: list[Any], why: str) 
     assert answer == body
 
 
-def test_a_server_that_does_not_score_in_time_masks_too(client: Any, service: Any) -> None:
-    reply = client.post("/verify", json=rollout(), headers={"X-Deadline-Seconds": "0"})
+def test_a_server_that_does_not_score_in_time_masks_too(own_client: Any, service: Any) -> None:
+    reply = own_client.post("/verify", json=rollout(), headers={"X-Deadline-Seconds": "0"})
     assert reply.status_code == 200
     assert reply.json()["mask_sample"] is True and "not scored in time" in reply.json()["failure_reason"]
     registry = service.metrics.registry

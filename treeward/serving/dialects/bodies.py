@@ -9,8 +9,6 @@ router = APIRouter(route_class=JSONRoute)
 from __future__ import annotations
 
 import base64
-import difflib
-import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any, NotRequired
@@ -18,45 +16,20 @@ from typing import Annotated, Any, NotRequired
 import numpy as np
 import orjson
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.scoring.score import Conversation
+from treeward.scoring.score import Conversation, Reward
+from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.service import Service
 
-__all__ = [
-    "Body",
-    "Chat",
-    "JSONRoute",
-    "ModelName",
-    "OwnBody",
-    "Strings",
-    "Texts",
-    "TokenIds",
-    "as_list",
-    "base64_floats",
-    "described",
-    "sigmoid",
-    "warning_headers",
-]
-
-logger = logging.getLogger(__name__)
-
-_OTHER_WORDS = {
-    "prompt": ("context",),
-    "prompts": ("context",),
-    "messages": ("conversations", "context"),
-    "response": ("completions", "completion"),
-    "responses": ("completions", "completion"),
-    "answers": ("completions", "completion"),
-}
-"""What other servers call the keys of our own dialect."""
-_SHOWN = 60
+__all__ = ["Body", "Chat", "JSONRoute", "ModelName", "OwnBody", "Strings", "Texts", "TokenIds", "answer", "as_list"]
+__all__ += ["base64_floats", "described", "sigmoid"]
 
 
 class JSONRoute(APIRoute):
@@ -79,6 +52,22 @@ class _Request(Request):
         return self._json
 
 
+async def answer(
+    service: Service,
+    model: ServedModel,
+    asked: Sequence[Conversation | RenderedText],
+    deadline: float,
+    to_json: Callable[[list[Reward]], Any],
+) -> JSON:
+    """The response to a request for the rewards of all that is asked, in the form that `to_json` gives them.
+
+    The header `X-Treeward-Warning` says which rendered texts end otherwise than the model's conversations.
+    """
+    rewards = await service.rewards(model, asked, deadline=deadline)
+    warning = model.ending.warning([one.text for one in asked if isinstance(one, RenderedText)])
+    return JSON(to_json(rewards), headers={"X-Treeward-Warning": warning} if warning else None)
+
+
 class Body(BaseModel):
     """What a client sends, in the types that are documented; keys that a dialect does not know are ignored."""
 
@@ -89,20 +78,6 @@ class OwnBody(Body):
     """What a client of our own dialect sends: an ignored key would be a conversation scored without a part of it."""
 
     model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, value: Any) -> Any:
-        known = list(cls.model_fields)
-        unknown = next((key for key in value if key not in known), None) if isinstance(value, dict) else None
-        if unknown is None:
-            return value
-        others = [name for name in _OTHER_WORDS.get(unknown.lower(), ()) if name in known]
-        near = others or difflib.get_close_matches(unknown.lower(), known, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        shown = unknown if len(unknown) <= _SHOWN else f"{unknown[:_SHOWN]}..."
-        message = f"there is no such key; {meant}It would be one of {', '.join(known)}"
-        raise PydanticCustomError("unknown_key", "{message}", {"message": message, "key": shown})
 
 
 class ContentPart(TypedDict):
@@ -161,26 +136,6 @@ def as_list(texts: str | Sequence[Any]) -> list[Any]:
     """Each text, or token ids, of what a client sent."""
     is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
     return [texts] if is_one else list(texts)
-
-
-def warning_headers(
-    service: Service, model: ServedModel, asked: Sequence[Conversation | RenderedText]
-) -> dict[str, str]:
-    """The header `X-Treeward-Warning` where rendered texts end otherwise than the model's conversations.
-
-    They are counted too, and the log has the first of each model.
-    """
-    texts = [one.text for one in asked if isinstance(one, RenderedText)]
-    warning = model.ending.warning(texts)
-    if warning is None:
-        return {}
-    counter = service.metrics.odd_texts.labels(model.name)
-    if not model.odd_texts_are_logged:
-        model.odd_texts_are_logged = True
-        words = "%s: %s. They are scored all the same, but not as in training; treeward_odd_texts_total counts them."
-        logger.warning(words, model.name, warning)
-    counter.inc()
-    return {"X-Treeward-Warning": warning}
 
 
 def sigmoid(value: float) -> float:

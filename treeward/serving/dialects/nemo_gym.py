@@ -3,6 +3,10 @@
 {"responses_create_params": {"input": "2 + 2?"}, "response": {"output": [{"type": "message", ...}]}, "any": "thing"}
 -> the same body, byte for byte, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated": false at its end
 
+Further keys are added where they apply: `reward_score` (the model's own score, where shaping makes the reward of it),
+`reward_components` (that score, and the values of members and heads, each at the top level too), and `reward_passed`
+for a row with a `reward_threshold`.
+
 A conversation without a reward gets a 200 and NeMo Gym's form of a failure: reward 0.0, `mask_sample` true,
 `failure_reason`. The row then stays out of the metrics and is tried again on resume; any other status would end the
 whole collection. A body that is no rollout gets 422.
@@ -17,7 +21,7 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, Path
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -72,30 +76,6 @@ class VerifyBody(Body):
     """`reward_passed` says whether the reward is at least this."""
 
 
-class VerifyResponse(Body):
-    """The rollout as it was sent, with its reward."""
-
-    model_config = ConfigDict(extra="allow")
-    reward: float
-    """The reward; 0.0 where `mask_sample` is true, and then it is no reward."""
-    reward_score: float | None = None
-    """The model's own score, where the reward is made of it by shaping."""
-    reward_components: dict[str, float] | None = None
-    """The score, the members' and the heads' values where there are several; each at the top level too."""
-    reward_num_tokens: int | None = None
-    """Tokens of the conversation."""
-    reward_truncated: bool | None = None
-    """Whether some of the oldest messages were cut."""
-    reward_passed: bool | None = None
-    """Whether the reward reaches the row's `reward_threshold`."""
-    mask_sample: bool | None = None
-    """True where there is no reward."""
-    failure_kind: str | None = None
-    """`verifier_error` where there is no reward."""
-    failure_reason: str | None = None
-    """Why."""
-
-
 class SeedSessionBody(Body):
     """A row, or the start of an episode."""
 
@@ -117,15 +97,7 @@ class AggregateBody(Body):
     """What `/verify` has answered."""
 
 
-class AggregateResponse(Body):
-    """Statistics, as `mean/reward`."""
-
-    group_level_metrics: list[dict[str, Any]]
-    agent_metrics: dict[str, Any]
-    key_metrics: dict[str, Any]
-
-
-@_of_rollouts.post("/verify", summary="The reward of a rollout", response_model=VerifyResponse)
+@_of_rollouts.post("/verify", summary="The reward of a rollout", response_model=None)
 async def verify(body: VerifyBody, request: Request, service: TheService, deadline: Deadline) -> Response:
     model = service.model(None)
     content, given = await request.body(), await request.json()
@@ -158,7 +130,7 @@ async def close_session(body: CloseSessionBody) -> JSON:
     return JSON({"resources_session_id": body.resources_session_id})
 
 
-@router.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=AggregateResponse)
+@router.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=None)
 def aggregate(body: AggregateBody) -> JSON:  # no coroutine: it takes long, in a thread
     return JSON(aggregate_metrics(body.verify_responses))
 

@@ -5,21 +5,20 @@
 
 A query is what a policy generated, so padding around it is taken away, and white space that the model's template writes
 after the end of turn is added, as OpenRLHF's own server makes every query end with EOS. What follows the prompt is the
-completion, by which shaping measures length. `labels` are ignored. The model is the first, or that of the URL:
-/get_reward?model=careful.
+completion, by which shaping measures length. Where shaping makes other rewards of the scores, `extra_logs` has these.
+`labels` are ignored. The model is the first, or that of the URL: /get_reward?model=careful.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NotRequired
+from typing import Any
 
 from fastapi import APIRouter
-from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, as_list, warning_headers
+from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, answer, as_list
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.operations import Deadline, TheService
@@ -41,20 +40,10 @@ class RewardBody(Body):
     """Reference answers, which are not read."""
 
 
-class RewardResponse(TypedDict):
-    """One number for each query, in order. `extra_logs`: the raw scores, where shaping makes other rewards of them."""
-
-    rewards: list[float]
-    scores: list[float]
-    extra_logs: NotRequired[dict[str, list[float]]]
-
-
-@router.post("/get_reward", summary="OpenRLHF: rewards of queries", response_model=RewardResponse)
+@router.post("/get_reward", summary="OpenRLHF: rewards of queries", response_model=None)
 async def get_reward(body: RewardBody, service: TheService, deadline: Deadline, model: ModelName = None) -> JSON:
     served = service.model(model)
-    asked = parse(body, served)
-    rewards = await service.rewards(served, asked, deadline=deadline)
-    return JSON(to_json(served, rewards), headers=warning_headers(service, served, asked))
+    return await answer(service, served, parse(body, served), deadline, lambda rewards: to_json(served, rewards))
 
 
 def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:

@@ -61,20 +61,17 @@ class RewardRow(TypedDict):
     members: NotRequired[list[float]]
 
 
-class RewardsUsage(TypedDict):
-    """Tokens of the conversations, as plain rows."""
-
-    total_tokens: int
-
-
 class RewardsResponse(TypedDict):
-    """One row for each conversation, in order. `contract`: the hash of the model's scoring contract, if it has one."""
+    """One row for each conversation, in order. `contract`: the hash of the model's scoring contract, if it has one.
+
+    `usage`: `total_tokens` of the conversations, as plain rows.
+    """
 
     object: Literal["list"]
     model: str
     contract: str | None
     data: list[RewardRow]
-    usage: RewardsUsage
+    usage: dict[str, int]
 
 
 @router.post("/v1/rewards", summary="Scores and rewards of conversations", response_model=RewardsResponse)
@@ -93,15 +90,11 @@ async def rewards(body: RewardsBody, service: TheService, deadline: Deadline) ->
 
 def parse(body: RewardsBody) -> list[Any]:
     """The conversations of a body. Raises `APIError` 422 for too few keys or too many, and 413."""
-    if (body.conversations is None) == (body.completions is None):
-        raise APIError(422, "invalid_request", "give either conversations, or completions with their context")
-    if body.conversations is not None:
-        if body.context is not None:
-            message = "context: conversations are whole; a context is for completions"
-            raise APIError(422, "invalid_request", message, param="context")
-        conversations: list[Any] = list(body.conversations)
-    else:
-        conversations = _continued(body)
+    given = (body.conversations is None, body.context is None, body.completions is None)
+    if given not in ((False, True, True), (True, False, False)):
+        message = "give either conversations, or completions with their context ([] where they continue nothing)"
+        raise APIError(422, "invalid_request", message, param="context")
+    conversations: list[Any] = list(body.conversations or ()) or _continued(body)
     references = body.reference_answers
     if references is not None and len(references) != len(conversations):
         message = f"reference_answers: {len(references)} of them for {len(conversations)} conversations"
@@ -121,16 +114,14 @@ def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> dict[str, Any]:
 
 
 def _continued(body: RewardsBody) -> list[Any]:
-    if body.context is None:
-        message = "context: give what the completions continue, or [] where they continue nothing"
-        raise APIError(422, "invalid_request", message, param="context")
+    context = body.context or []
     ends: list[list[Any]] = [
         [{"role": "assistant", "content": one}] if isinstance(one, str) else list(one) for one in body.completions or ()
     ]
-    if (len(body.context) + 1) * len(ends) > _MOST_MESSAGES:  # a small body would become a large thing
-        message = f"{len(ends)} completions of {len(body.context)} messages; at most {_MOST_MESSAGES} messages in all"
+    if (len(context) + 1) * len(ends) > _MOST_MESSAGES:  # a small body would become a large thing
+        message = f"{len(ends)} completions of {len(context)} messages; at most {_MOST_MESSAGES} messages in all"
         raise APIError(413, "too_many_messages", message, param="completions")
-    return [[*body.context, *end] for end in ends]
+    return [[*context, *end] for end in ends]
 
 
 def _row(index: int, reward: Reward) -> dict[str, Any]:

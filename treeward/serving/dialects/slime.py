@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 
-from treeward.scoring.score import Conversation, Reward
-from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, described, warning_headers
+from treeward.scoring.score import Conversation
+from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, answer, described
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.operations import Deadline, TheService
@@ -36,12 +36,10 @@ class SampleBody(Body):
     """The reference answer, which is not read."""
 
 
-@router.post("/slime", summary="slime: the reward of a sample", response_model=float)
+@router.post("/slime", summary="slime: the reward of a sample", response_model=None)
 async def slime(body: SampleBody, service: TheService, deadline: Deadline, model: ModelName = None) -> JSON:
     served = service.model(model)
-    asked = [parse(body, served)]
-    rewards = await service.rewards(served, asked, deadline=deadline)
-    return JSON(to_json(rewards[0]), headers=warning_headers(service, served, asked))
+    return await answer(service, served, [parse(body, served)], deadline, lambda rewards: rewards[0].value)
 
 
 def parse(body: SampleBody, model: ServedModel) -> Conversation | RenderedText:
@@ -52,8 +50,3 @@ def parse(body: SampleBody, model: ServedModel) -> Conversation | RenderedText:
         return RenderedText(ending.completed(body.prompt + body.response), completion)
     messages: list[Any] = [*body.prompt, {"role": "assistant", "content": completion}]
     return messages
-
-
-def to_json(reward: Reward) -> float | None:
-    """The bare number."""
-    return reward.value

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, sigmoid, warning_headers
+from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, answer, sigmoid
 from treeward.serving.limits import JSON
 from treeward.serving.operations import Deadline, TheService
 from treeward.serving.rendered_text import RenderedText
@@ -62,13 +62,6 @@ class PredictBody(Body):
     """Changes nothing: a text that is too long is refused."""
 
 
-class Prediction(TypedDict):
-    """The score of a text."""
-
-    score: float
-    label: str
-
-
 class PredictError(TypedDict):
     """Why there are no scores: TEI's `error` and `error_type`, and what other dialects have."""
 
@@ -82,14 +75,12 @@ class PredictError(TypedDict):
 @router.post(
     "/predict",
     summary="Text Embeddings Inference: scores as predictions",
-    response_model=list[Prediction] | list[list[Prediction]],
+    response_model=None,
     responses={status: {"model": PredictError} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)},
 )
 async def predict(body: PredictBody, service: TheService, deadline: Deadline, model: ModelName = None) -> JSON:
     served = service.model(model)
-    asked = parse(body)
-    rewards = await service.rewards(served, asked, deadline=deadline)
-    return JSON(to_json(body, rewards), headers=warning_headers(service, served, asked))
+    return await answer(service, served, parse(body), deadline, lambda rewards: to_json(body, rewards))
 
 
 def parse(body: PredictBody) -> list[RenderedText]:

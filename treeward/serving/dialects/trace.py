@@ -6,9 +6,10 @@
     "points": [{"tokens": 1, "score": -0.5}, {"tokens": 2, "score": -0.25}, ...],
     "num_tokens": 21, "truncated": false, "usage": {"total_tokens": 21}}
 
-A point is the score of the conversation up to there with the end of turn that the model's chat template writes: the
-score that the model would give if the completion stopped. The last point is the score of the completion. Scores are
-raw, whatever shaping the model is served with.
+A point is the score of the conversation up to there with the end of turn that the model's chat template writes (`end`):
+the score that the model would give if the completion stopped. The last point is the score of the completion. Scores are
+raw, whatever shaping the model is served with. A token has its place in `text` in code points; tokens that make up one
+character are one. `truncated`: the context was cut, as for the completion's own score.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import numpy as np
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
-from typing_extensions import TypedDict
 
 from treeward.errors import TreewardError
 from treeward.scoring.prefixes import CompletionPrefixes, completion_prefixes
@@ -31,7 +31,7 @@ from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel, check_length
 from treeward.serving.operations import Deadline, TheService
-from treeward.serving.rendered_text import Branch, RenderedText
+from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["router"]
 
@@ -51,55 +51,14 @@ class TraceBody(OwnBody):
     """Most points; of more tokens as many are chosen, at equal distances, the last always among them."""
 
 
-class TraceToken(TypedDict):
-    """A token of the completion, or the few that make up one character: `text[start:end]`, in code points."""
-
-    text: str
-    start: int
-    end: int
-
-
-class TracePoint(TypedDict):
-    """The score if the completion ended after so many of `tokens`."""
-
-    tokens: int
-    score: float
-
-
-class TraceUsage(TypedDict):
-    """Tokens of the whole conversation."""
-
-    total_tokens: int
-
-
-class Trace(TypedDict):
-    """The completion as the chat template writes it, what the template writes after it (`end`), and the scores.
-
-    `num_tokens`: of the whole conversation. `truncated`: the context was cut, as for the completion's own score.
-    """
-
-    object: str
-    model: str
-    contract: str | None
-    text: str
-    end: str
-    tokens: list[TraceToken]
-    points: list[TracePoint]
-    num_tokens: int
-    truncated: bool
-    usage: TraceUsage
-
-
-@router.post(
-    "/v1/rewards/trace", summary="The score of a completion as it develops over its tokens", response_model=Trace
-)
+@router.post("/v1/rewards/trace", summary="The score of a completion as it develops", response_model=None)
 async def trace(body: TraceBody, service: TheService, deadline: Deadline) -> JSON:
     model = service.model(body.model)
     prefixes = await run_in_threadpool(parse, body, model, service.config.max_conversation_characters)
     chosen = _evenly(len(prefixes.pieces), min(body.max_points, service.config.max_conversations))
-    # Longest first: the others are its branches, and cost only their ends.
-    branches = _branches(prefixes, chosen[::-1])
-    rewards = await service.rewards(model, branches, deadline=deadline, shaped=False)
+    # Longest first, so that the others have their beginnings in common with it.
+    texts = [_text(prefixes, n) for n in chosen[::-1]]
+    rewards = await service.rewards(model, texts, deadline=deadline, shaped=False)
     return JSON(to_json(model, prefixes, chosen, rewards[::-1]))
 
 
@@ -146,12 +105,6 @@ def _evenly(num_pieces: int, most: int) -> list[int]:
     return [int(n) for n in np.linspace(1, num_pieces, most).round()]
 
 
-def _branches(prefixes: CompletionPrefixes, chosen: Sequence[int]) -> list[RenderedText]:
-    tree = hash((prefixes.prompt_ids, prefixes.completion_ids))
-    prompt_length = len(prefixes.prompt_ids)
-    branches = []
-    for n in chosen:
-        branch = Branch(tree, prompt_length + prefixes.pieces[n - 1].num_tokens, prompt_length)
-        text = prefixes.until(n)
-        branches.append(RenderedText(text, branch=None if isinstance(text, str) else branch))
-    return branches
+def _text(prefixes: CompletionPrefixes, num_pieces: int) -> RenderedText:
+    text = prefixes.until(num_pieces)
+    return RenderedText(text, prompt_length=None if isinstance(text, str) else len(prefixes.prompt_ids))

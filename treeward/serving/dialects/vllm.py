@@ -6,7 +6,7 @@
 
 Scores are raw unless the request says `use_activation: true` (or `activation` or `softmax`, as older versions call it):
 then they are sigmoids, which are vLLM's own default for a classifier with one label. Nothing is cut here:
-`truncate_prompt_tokens` is the most tokens that are accepted. The route `/classify` is in `classify.py`.
+`truncate_prompt_tokens` is the most tokens that are accepted. The route `/classify` is in `sglang.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from uuid import uuid4
 
 from fastapi import APIRouter
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
@@ -28,17 +27,17 @@ from treeward.serving.dialects.bodies import (
     JSONRoute,
     ModelName,
     Texts,
+    answer,
     as_list,
     base64_floats,
     sigmoid,
-    warning_headers,
 )
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.operations import Deadline, TheService
 from treeward.serving.rendered_text import RenderedText
 
-__all__ = ["ClassifyResponse", "VllmBody", "classify_json", "parse", "router"]
+__all__ = ["VllmBody", "classify_json", "parse", "router"]
 
 router = APIRouter(tags=["vllm"], route_class=JSONRoute)
 
@@ -84,57 +83,12 @@ class PoolingBody(VllmBody):
     """Of base64; native is little."""
 
 
-class Usage(TypedDict):
-    """Tokens of the conversations, as plain rows."""
-
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-
-
-class ClassifyRow(TypedDict):
-    """`probs`: the score."""
-
-    index: int
-    label: str
-    probs: list[float]
-    num_classes: int
-
-
-class PoolingRow(TypedDict):
-    """`data`: the score, or base64 of it."""
-
-    index: int
-    object: Literal["pooling"]
-    data: list[float] | str
-
-
-class _Response(TypedDict):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    usage: Usage
-
-
-class ClassifyResponse(_Response):
-    """One row for each text, in order."""
-
-    data: list[ClassifyRow]
-
-
-class PoolingResponse(_Response):
-    """One row for each text, in order."""
-
-    data: list[PoolingRow]
-
-
-@router.post("/pooling", summary="vLLM: scores as pooled data", response_model=PoolingResponse)
+@router.post("/pooling", summary="vLLM: scores as pooled data", response_model=None)
 async def pooling(body: PoolingBody, service: TheService, deadline: Deadline) -> JSON:
     model = service.model(body.model)
-    asked = parse(body, model)
-    rewards = await service.rewards(model, asked, deadline=deadline)
-    return JSON(pooling_json(body, model, rewards), headers=warning_headers(service, model, asked))
+    return await answer(
+        service, model, parse(body, model), deadline, lambda rewards: pooling_json(body, model, rewards)
+    )
 
 
 def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedText]:
@@ -152,10 +106,8 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
     }
     for field, is_wrong in wrong.items():
         if is_wrong:
-            message = (
-                f"{field}: the conversation would not be scored as in training; leave it out, or send text as input"
-            )
-            raise APIError(422, "invalid_request", message, param=field)
+            why = "the conversation would not be scored as in training; leave it out, or send text as input"
+            raise APIError(422, "invalid_request", f"{field}: {why}", param=field)
     conversation: list[Any] = list(body.messages)
     return [conversation]
 
@@ -183,11 +135,8 @@ def _values(body: VllmBody, rewards: Sequence[Reward]) -> list[float]:
     most = body.truncate_prompt_tokens
     for i, reward in enumerate(rewards):
         if most is not None and 0 <= most < reward.score.num_tokens:
-            message = (
-                f"conversation {i}: {reward.score.num_tokens} tokens, more than truncate_prompt_tokens ({most}); it is "
-                "not cut, for that would change its score"
-            )
-            raise APIError(422, "cannot_be_scored", message, param="truncate_prompt_tokens")
+            why = f"{reward.score.num_tokens} tokens, and cutting it to truncate_prompt_tokens would change its score"
+            raise APIError(422, "cannot_be_scored", f"conversation {i}: {why}", param="truncate_prompt_tokens")
     values = [reward.value for reward in rewards if reward.value is not None]
     asked = (body.use_activation, body.activation, body.softmax)
     is_sigmoid = next((one for one in asked if one is not None), False)
