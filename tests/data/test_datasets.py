@@ -18,15 +18,9 @@ from hypothesis import strategies as st
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import (
-    BinaryPreferenceDataset,
-    HelpSteer3,
-    HelpSteer3Dataset,
-    HHTranscripts,
     PreferenceDataset,
     RowDataset,
     TaskDataSpec,
-    Tulu3Preference,
-    Tulu3PreferenceDataset,
     open_dataset,
     register_dataset,
 )
@@ -235,7 +229,6 @@ def test_helpsteer3_refuses_other_grades(tmp_path: Path, grade: Any) -> None:
 def test_tulu3(tmp_path: Path) -> None:
     row = {"prompt": "another text", "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]}
     assert shape(parse(tmp_path, "Tulu3Preference", row)) == PLAIN
-    assert HelpSteer3Dataset is HelpSteer3 and Tulu3PreferenceDataset is Tulu3Preference
 
 
 def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,13 +240,11 @@ def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     ((train, where),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3"))
-    ((held, _),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3", name="default"))
+    ((held, _),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3Dataset", name="default", split="validation"))
     assert calls == [("nvidia/HelpSteer3", "preference", "train"), ("nvidia/HelpSteer3", "preference", "validation")]
     assert where == "nvidia/HelpSteer3[train]:row 1"
     assert (train.completions[0].messages[0], held.completions[0].messages[0]) == (assistant("one"), assistant("two"))
-    assert set(HelpSteer3().formatted_ds) == {"train", "validation"}
-    assert HelpSteer3().formatted_ds["validation"][0]["completions"][0]["completion"] == [assistant("two")]
-    with pytest.raises(ConfigError, match="no data of its own for validation"):
+    with pytest.raises(ConfigError, match="does not say its split"):
         open_dataset(DatasetConfig(dataset_name="Tulu3Preference", name="default"))
     calls.clear()
     list(open_dataset(DatasetConfig(dataset_name="HelpSteer3", data_path="me/copy", split="x", subset="y")))
@@ -344,9 +335,6 @@ def test_prompt_files(tmp_path: Path) -> None:
     filled = user("Answer in \\boxed{}: 2 + 2?")
     assert list(preference.context) == [{"role": "system", "content": "Be brief."}, *CONTEXT[:2], filled]
     assert preference.completions[0].messages == (assistant("{4}"),)
-    dataset = BinaryPreferenceDataset(path, **files)
-    assert dataset.formatted_ds["train"][0]["context"] == CONTEXT
-    assert dataset.task_spec == TaskDataSpec("BinaryPreferenceDataset", **files)
     before = open_dataset(config).fingerprint
     (tmp_path / "system.txt").write_text("Be long.")
     assert open_dataset(config).fingerprint != before
@@ -365,22 +353,12 @@ def test_bad_templates(tmp_path: Path, text: str) -> None:
 
 
 def test_classes_offer_the_contract(tmp_path: Path) -> None:
-    train = write_jsonl(tmp_path / "a.jsonl", rank_row(), rank_row("vier"))
-    held = write_jsonl(tmp_path / "b.jsonl", rank_row("quatre"))
-    dataset = PreferenceDataset(train, held, "train", None)
-    assert set(dataset.formatted_ds) == {"train", "validation"}
-    rows = dataset.formatted_ds["train"]
-    assert len(rows) == 2 and rows[1]["completions"][0] == {"rank": 0, "completion": [assistant("vier")]}
-    assert list(rows) == [rows[0], rows[-1]] == rows[:]
-    assert dataset.formatted_ds["validation"][0] == rank_row("quatre", task_name="PreferenceDataset")
-    assert dataset.task_spec.task_name == dataset.task_name == "PreferenceDataset"
-    assert list(dataset.dataset) == list(rows)
-    assert list(PreferenceDataset(data_path=train, split="train").dataset) == list(rows)
-    assert HHTranscripts().task_name == "HHTranscripts"
+    path = write_jsonl(tmp_path / "a.jsonl", rank_row(), rank_row("vier"))
+    dataset = PreferenceDataset(DatasetConfig(data_path=path))
+    assert dataset.formatted_ds["train"][1] == rank_row("vier", task_name="PreferenceDataset")
+    assert dataset.task_spec == TaskDataSpec("PreferenceDataset")
     with pytest.raises(ConfigError, match="needs a path"):
-        PreferenceDataset()
-    with pytest.raises(ConfigError, match="contradict"):
-        PreferenceDataset(train, data_path=held)
+        open_dataset(DatasetConfig.model_construct(dataset_name="PreferenceDataset"))
 
 
 def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
@@ -511,7 +489,7 @@ def test_a_prompt_file_is_applied_once(custom: str, tmp_path: Path) -> None:
         ("Old", {"split": "none"}, "no rows for none"),
         ("NoRows", {}, "offers no rows"),
         ("NoTask", {}, "no task name"),
-        ("NotDict", {}, "not a dict"),
+        ("NotDict", {}, "offers no rows"),
         ("OneShot", {}, "again and again"),
     ],
 )

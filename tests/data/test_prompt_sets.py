@@ -312,12 +312,12 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
         (
             "PromptDataset",
             {"prompt": [{"role": "system", "content": "Be kind."}]},
-            "asks nothing(.|\n)*got:   roles sys",
+            "asks nothing(.|\n)*got:   .*system",
         ),
         (
             "PromptDataset",
             {"messages": [{"role": "system", "content": "Be kind."}, assistant("2")]},
-            "the prompt asks nothing(.|\n)*got:   roles system",
+            "the prompt asks nothing(.|\n)*got:   .*system",
         ),
         ("PromptDataset", {"prompt": [user("1"), assistant("2")]}, "ends with a message of the assistant"),
         ("PromptDataset", {"messages": [assistant("2")]}, "nothing comes before the completion(.|\n)*field: messages"),
@@ -331,7 +331,7 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
         ("ResponseDataset", {"inputs": "2?", "output": "2"}, "the row has no input(.|\n)*is it inputs"),
         ("ResponseDataset", {"input": "2?"}, "the row has no output(.|\n)*PromptDataset"),
         ("ResponseDataset", {"input": "2?", "output": True}, "output is no answer"),
-        ("OpenMathInstruct-2", {"problem": 3, "expected_answer": "3"}, "a problem is not text(.|\n)*field: problem"),
+        ("OpenMathInstruct-2", {"problem": 3, "expected_answer": "3"}, "neither text nor(.|\n)*field: problem"),
         ("OpenMathInstruct-2", {"problem": "3?", "expected_answer": None}, "no expected_answer(.|\n)*got:   null"),
         ("OpenMathInstruct-2", {"messages": [user("3?")]}, "the row has no ground_truth"),
     ],
@@ -398,7 +398,7 @@ def test_classes_by_dotted_path(tmp_path: Path) -> None:
         texts("Answered")
     with pytest.raises(DataError, match="a row is not an object"):
         texts("Texts")
-    with pytest.raises(ConfigError, match="has no class Contrac"):
+    with pytest.raises(ConfigError, match="has no Contrac"):
         texts("Contrac")
 
 

@@ -73,6 +73,7 @@ PROMPTS = DataForm(
     own_splits={
         "OpenMathInstruct-2": {None: None},
         "DeepScaler": {None: None},
+        "AIME2024": {None: "train", "default": "train"},
         "Bundled": {None: "train", "default": "validation"},
     },
     foreign_keys=("repeat", "download_dir"),

@@ -13,10 +13,8 @@ A dataset says how its rows are parsed, and may bring its own data:
         def to_preference(self, row: Row) -> Preference:
             return preference_from_dict(convert(row.values), where=row.where, task_name=self.task_name)
 
-The config may also name a class by its dotted path, which then needs no base class: see `treeward.data.registry`.
-
-The `prompt_file` and `system_prompt_file` of a config (see `treeward.data.prompt_files`) apply to the stream of any
-dataset, not to `formatted_ds`, which is the data as it lies.
+The config may also name a class by its dotted path, which then needs no base class: see `treeward.data.registry`. The
+`prompt_file` and `system_prompt_file` of a config apply to the stream of any dataset.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import logging
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -46,26 +44,12 @@ from treeward.data.preference import (
     preference_to_dict,
 )
 from treeward.data.prompt_files import PromptFiles
-from treeward.data.registry import Registry, construct, rows_of, task_name_of
-from treeward.data.sources import Row, fingerprint, read_rows
+from treeward.data.registry import Registry, RowSource, construct, rows_of
+from treeward.data.sources import Row, fingerprint
 from treeward.data.synthetic.bundled import bundled_path
 from treeward.errors import ConfigError, DataError
 
-__all__ = [
-    "BinaryPreferenceDataset",
-    "Bundled",
-    "HHTranscripts",
-    "HelpSteer3",
-    "HelpSteer3Dataset",
-    "PreferenceDataset",
-    "PreferenceStream",
-    "RowDataset",
-    "TaskDataSpec",
-    "Tulu3Preference",
-    "Tulu3PreferenceDataset",
-    "open_dataset",
-    "register_dataset",
-]
+__all__ = ["PreferenceStream", "RowDataset", "TaskDataSpec", "open_dataset", "register_dataset"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +72,7 @@ class TaskDataSpec:
     system_prompt_file: str | None = None
 
 
+@dataclass(frozen=True)
 class PreferenceStream:
     """Preferences with the places they come from; iterating again starts over.
 
@@ -95,17 +80,16 @@ class PreferenceStream:
     is parsed.
     """
 
-    def __init__(
-        self, name: str, read: Callable[[], Iterable[tuple[Preference, str]]], fingerprint: Callable[[], str]
-    ) -> None:
-        self.name, self._read, self._fingerprint = name, read, fingerprint
+    name: str
+    read: Callable[[], Iterable[tuple[Preference, str]]]
+    digest: Callable[[], str]
 
     @cached_property
     def fingerprint(self) -> str:
-        return self._fingerprint()
+        return self.digest()
 
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
-        return iter(self._read())
+        return iter(self.read())
 
 
 def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
@@ -119,23 +103,135 @@ def open_dataset(config: DatasetConfig) -> PreferenceStream:
     Raises `ConfigError` for an unknown name (with the nearest one), a class that cannot be imported or constructed, or
     one without the attributes of a dataset; `DataError` for data that is not there. Rows are checked as they come.
     """
-    dataset = construct(_DATASETS.find(config.dataset_name), config)
-    if isinstance(dataset, RowDataset):
-        # Only validation sets have a name; without path and split, the dataset's own validation split is meant.
-        is_own_validation = config.name is not None and config.data_path is None and config.split is None
-        stream = dataset.stream("validation" if is_own_validation else "train")
-    else:
-        stream = _stream_of_object(dataset, config)
+    cls = _DATASETS.find(config.dataset_name)
+    stream = cls(config).stream() if issubclass(cls, RowDataset) else _stream_of_object(construct(cls, config), config)
     if not config.non_contextual_answer:
         return stream
     digest = f"{stream.fingerprint}+non-contextual 1"
     return PreferenceStream(stream.name, lambda: _with_non_contextual(stream), lambda: digest)
 
 
+# --- datasets of rows ------------------------------------------------------------------------------------------------
+
+
+class RowDataset(RowSource):
+    """A dataset that parses the rows of a file, folder or hub dataset: `to_preference` is all that a subclass needs."""
+
+    parsing_version: ClassVar[int] = 1
+    """Part of the fingerprint: raised when `to_preference` gives something else for the same row."""
+
+    def to_preference(self, row: Row) -> Preference:
+        """Parse one row; raises `DataError` naming `row.where`."""
+        raise NotImplementedError
+
+    @property
+    def task_name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def task_spec(self) -> TaskDataSpec:
+        return TaskDataSpec(self.task_name, self.config.prompt_file, self.config.system_prompt_file)
+
+    @cached_property
+    def formatted_ds(self) -> dict[str, list[dict[str, Any]]]:
+        """The rows in the rank format, under the split's name."""
+        return {self.split or "train": [preference_to_dict(each) for each, _ in self._parsed()]}
+
+    def stream(self) -> PreferenceStream:
+        """The preferences with their places."""
+        files = PromptFiles.load(self.config.prompt_file, self.config.system_prompt_file)
+
+        def digest() -> str:
+            cls, config = type(self), self.config
+            return _digest(
+                fingerprint(self.path, split=self.split, subset=self.subset),
+                f"{cls.__module__}.{cls.__qualname__} {cls.parsing_version}",
+                _source_text(cls),
+                json.dumps([config.prompt_key, config.chosen_key, config.rejected_key]),
+                self.task_name,
+                repr(files),
+            )
+
+        return PreferenceStream(self.name, lambda: _completed(self._parsed(), files, self.name), digest)
+
+    def _parsed(self) -> Iterator[tuple[Preference, str]]:
+        return ((self.to_preference(row), row.where) for row in self.rows())
+
+
+@register_dataset("PreferenceDataset")
+class PreferenceDataset(RowDataset):
+    """Rows in the rank format: `context`, `completions` with ranks, optionally scores, `margin` and `task_name`."""
+
+    def to_preference(self, row: Row) -> Preference:
+        return preference_from_dict(row.values, where=row.where, task_name=self.task_name)
+
+
+@register_dataset("BinaryPreferenceDataset")
+class BinaryPreferenceDataset(RowDataset):
+    """Rows of a prompt, a chosen and a rejected completion, under keys that may be named; see `from_binary_row`."""
+
+    def to_preference(self, row: Row) -> Preference:
+        keys = {key: getattr(self.config, key) for key in ("prompt_key", "chosen_key", "rejected_key")}
+        return from_binary_row(row.values, row.where, task_name=self.task_name, **keys)
+
+
+@register_dataset("HelpSteer3", "HelpSteer3Dataset")
+class HelpSteer3(RowDataset):
+    """nvidia/HelpSteer3, or a copy of it: two responses and a grade from -3 to 3, where 0 is a tie."""
+
+    hub_path, hub_subset = "nvidia/HelpSteer3", "preference"
+
+    def to_preference(self, row: Row) -> Preference:
+        return from_helpsteer3_row(row.values, row.where, task_name=self.task_name)
+
+
+@register_dataset("Tulu3Preference", "Tulu3PreferenceDataset")
+class Tulu3Preference(RowDataset):
+    """The preference mixture of Tulu 3 8B, or a copy of it: chosen and rejected are whole conversations."""
+
+    hub_path = "allenai/llama-3.1-tulu-3-8b-preference-mixture"
+
+    def to_preference(self, row: Row) -> Preference:
+        return from_binary_row(row.values, row.where, prompt_key=None, task_name=self.task_name)
+
+
+@register_dataset("HHTranscripts", "hh-rlhf")
+class HHTranscripts(RowDataset):
+    """Anthropic/hh-rlhf, or data like it: transcripts of Human and Assistant; see `preference.parse_transcript`."""
+
+    hub_path = "Anthropic/hh-rlhf"
+
+    def to_preference(self, row: Row) -> Preference:
+        return from_transcripts(row.values, row.where, task_name=self.task_name)
+
+
+@register_dataset("Bundled")
+class Bundled(PreferenceDataset):
+    """The generated data that comes with treeward: splits `train`, `validation` and `length_controlled`.
+
+    The true quality of its completions is known: `treeward.data.synthetic.gold_quality`.
+    """
+
+    hub_path = "Bundled"
+
+    def __init__(self, config: DatasetConfig) -> None:
+        super().__init__(config)
+        if config.data_path is not None:
+            raise ConfigError("the bundled data has its own path", field="data_path", got=config.data_path, need="none")
+        self.path, self.split = str(bundled_path(self.split or "train")), None
+
+
+# --- objects of classes by dotted path -------------------------------------------------------------------------------
+
+
 def _stream_of_object(dataset: Any, config: DatasetConfig) -> PreferenceStream:
-    """The rows in the rank format of an object of a class by dotted path."""
     rows, name = rows_of(dataset, config)
-    task_name, files = task_name_of(dataset, config.dataset_name), PromptFiles.of_object(dataset, config)
+    spec = getattr(dataset, "task_spec", None)
+    task_name = getattr(spec, "task_name", None) or getattr(dataset, "task_name", None)
+    if not isinstance(task_name, str):
+        need = 'task_spec = TaskDataSpec(task_name="..."), or an attribute task_name'
+        raise ConfigError(f"{config.dataset_name} has no task name", field="dataset_name", got=task_name, need=need)
+    files = PromptFiles.of_object(dataset, config)
 
     def parse() -> Iterator[tuple[Preference, str]]:
         where = ""
@@ -223,196 +319,6 @@ def _roles(preference: Preference) -> tuple[str | None, list[str]]:
     """The role that a completion follows, and those of its own messages."""
     before = preference.context[-1]["role"] if preference.context else None
     return before, [message["role"] for message in preference.completions[0].messages]
-
-
-# --- datasets whose rows come from sources.py ------------------------------------------------------------------------
-
-
-class RowDataset:
-    """A dataset that parses the rows of a file, folder or hub dataset: `to_preference` is all that a subclass needs.
-
-    `train_data_path` (or `data_path`) and `val_data_path` are paths for `sources.read_rows`, with their splits; without
-    a path the dataset's own `hub_path` is read. `formatted_ds` maps "train", and "validation" if there is such data, to
-    rows in the rank format; they are read when first used.
-    """
-
-    hub_path: ClassVar[str | None] = None
-    hub_subset: ClassVar[str | None] = None
-    hub_splits: ClassVar[Mapping[str, str]] = {"train": "train"}
-    """The splits on the hub for "train" and "validation", which are read without a path."""
-    parsing_version: ClassVar[int] = 1
-    """Part of the fingerprint: raised when `to_preference` gives something else for the same row."""
-
-    def __init__(
-        self,
-        train_data_path: str | None = None,
-        val_data_path: str | None = None,
-        train_split: str | None = None,
-        val_split: str | None = None,
-        *,
-        data_path: str | None = None,
-        split: str | None = None,
-        subset: str | None = None,
-        prompt_file: str | None = None,
-        system_prompt_file: str | None = None,
-    ) -> None:
-        path = _either(train_data_path, data_path, "train_data_path", "data_path")
-        own_split = _either(train_split, split, "train_split", "split")
-        self.task_spec = TaskDataSpec(type(self).__name__, prompt_file, system_prompt_file)
-        self._files = PromptFiles.load(prompt_file, system_prompt_file)
-        self._sources: dict[str, tuple[str, str | None, str | None]] = {}
-        if path is not None:
-            self._sources["train"] = (path, own_split, subset)
-        elif self.hub_path is not None:
-            for role, hub_split in self.hub_splits.items():
-                chosen = own_split if role == "train" else val_split
-                self._sources[role] = (self.hub_path, chosen or hub_split, subset or self.hub_subset)
-        else:
-            summary, need = f"{type(self).__name__} needs a path", "a file, a folder or a hub name"
-            raise ConfigError(summary, field="data_path", need=need)
-        if val_data_path is not None or (val_split is not None and path is not None):
-            self._sources["validation"] = (val_data_path or str(path), val_split, subset)
-
-    def to_preference(self, row: Row) -> Preference:
-        """Parse one row; raises `DataError` naming `row.where`."""
-        raise NotImplementedError
-
-    @property
-    def task_name(self) -> str:
-        return self.task_spec.task_name
-
-    @cached_property
-    def formatted_ds(self) -> dict[str, list[dict[str, Any]]]:
-        """Rows in the rank format, by "train" and "validation"."""
-        return {role: [preference_to_dict(each) for each, _ in self._parse(role)] for role in self._sources}
-
-    @property
-    def dataset(self) -> list[dict[str, Any]]:
-        return self.formatted_ds["train"]
-
-    def stream(self, role: str) -> PreferenceStream:
-        """The preferences of "train" or "validation"."""
-        if role not in self._sources:
-            summary, got = (
-                f"{type(self).__name__} has no data of its own for {role}",
-                f"only {', '.join(self._sources)}",
-            )
-            raise ConfigError(summary, field="split", got=got, need="data_path, or the split to use")
-        path, split, subset = self._sources[role]
-        name = path if split is None else f"{path}[{split}]"
-        cls = type(self)
-
-        def digest() -> str:
-            return _digest(
-                fingerprint(path, split=split, subset=subset),
-                f"{cls.__module__}.{cls.__qualname__} {cls.parsing_version}",
-                _source_text(cls),
-                json.dumps(self.settings(), sort_keys=True),
-                self.task_name,
-                repr(self._files),
-            )
-
-        return PreferenceStream(name, lambda: _completed(self._parse(role), self._files, name), digest)
-
-    def settings(self) -> Mapping[str, Any]:
-        """Other settings that decide how a row is parsed; part of the fingerprint."""
-        return {}
-
-    def _parse(self, role: str) -> Iterator[tuple[Preference, str]]:
-        path, split, subset = self._sources[role]
-        return ((self.to_preference(row), row.where) for row in read_rows(path, split=split, subset=subset))
-
-
-@register_dataset("PreferenceDataset")
-class PreferenceDataset(RowDataset):
-    """Rows in the rank format: `context`, `completions` with ranks, optionally scores, `margin` and `task_name`."""
-
-    def to_preference(self, row: Row) -> Preference:
-        return preference_from_dict(row.values, where=row.where, task_name=self.task_name)
-
-
-@register_dataset("BinaryPreferenceDataset")
-class BinaryPreferenceDataset(RowDataset):
-    """Rows of a prompt, a chosen and a rejected completion, under keys that may be named; see `from_binary_row`."""
-
-    def __init__(
-        self,
-        train_data_path: str | None = None,
-        val_data_path: str | None = None,
-        prompt_key: str = "prompt",
-        chosen_key: str = "chosen",
-        rejected_key: str = "rejected",
-        train_split: str | None = None,
-        val_split: str | None = None,
-        *,
-        prompt_file: str | None = None,
-        system_prompt_file: str | None = None,
-        **source: str | None,
-    ) -> None:
-        files = {"prompt_file": prompt_file, "system_prompt_file": system_prompt_file}
-        super().__init__(train_data_path, val_data_path, train_split, val_split, **source, **files)
-        self._keys = {"prompt_key": prompt_key, "chosen_key": chosen_key, "rejected_key": rejected_key}
-
-    def to_preference(self, row: Row) -> Preference:
-        return from_binary_row(row.values, row.where, task_name=self.task_name, **self._keys)
-
-    def settings(self) -> Mapping[str, Any]:
-        return self._keys
-
-
-@register_dataset("HelpSteer3", "HelpSteer3Dataset")
-class HelpSteer3(RowDataset):
-    """nvidia/HelpSteer3, or a copy of it: two responses and a grade from -3 to 3, where 0 is a tie."""
-
-    hub_path = "nvidia/HelpSteer3"
-    hub_subset = "preference"
-    hub_splits: ClassVar[Mapping[str, str]] = {"train": "train", "validation": "validation"}
-
-    def to_preference(self, row: Row) -> Preference:
-        return from_helpsteer3_row(row.values, row.where, task_name=self.task_name)
-
-
-@register_dataset("Tulu3Preference", "Tulu3PreferenceDataset")
-class Tulu3Preference(RowDataset):
-    """The preference mixture of Tulu 3 8B, or a copy of it: chosen and rejected are whole conversations."""
-
-    hub_path = "allenai/llama-3.1-tulu-3-8b-preference-mixture"
-
-    def to_preference(self, row: Row) -> Preference:
-        return from_binary_row(row.values, row.where, prompt_key=None, task_name=self.task_name)
-
-
-@register_dataset("HHTranscripts", "hh-rlhf")
-class HHTranscripts(RowDataset):
-    """Anthropic/hh-rlhf, or data like it: transcripts of Human and Assistant; see `preference.parse_transcript`."""
-
-    hub_path = "Anthropic/hh-rlhf"
-    hub_splits: ClassVar[Mapping[str, str]] = {"train": "train", "validation": "test"}
-
-    def to_preference(self, row: Row) -> Preference:
-        return from_transcripts(row.values, row.where, task_name=self.task_name)
-
-
-@register_dataset("Bundled")
-class Bundled(PreferenceDataset):
-    """The generated data that comes with treeward: splits `train`, `validation` and `length_controlled`.
-
-    The true quality of its completions is known: `treeward.data.synthetic.gold_quality`.
-    """
-
-    def __init__(self, split: str = "train", *, prompt_file: str | None = None, system_prompt_file: str | None = None):
-        super().__init__(str(bundled_path(split)), prompt_file=prompt_file, system_prompt_file=system_prompt_file)
-
-
-HelpSteer3Dataset = HelpSteer3
-Tulu3PreferenceDataset = Tulu3Preference
-
-
-def _either(first: str | None, second: str | None, first_name: str, second_name: str) -> str | None:
-    if first is not None and second is not None and first != second:
-        summary, got = f"{first_name} and {second_name} contradict each other", f"{first!r} and {second!r}"
-        raise ConfigError(summary, field=first_name, got=got, need="one of the two")
-    return first if first is not None else second
 
 
 def _source_text(cls: type[Any]) -> str:

@@ -30,10 +30,14 @@ class PromptFiles:
     @classmethod
     def load(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
         """Read the files; raises `ConfigError` for one that cannot be read and for a template without its one `{}`."""
-        template = None if prompt_file is None else _read_text(prompt_file, "prompt_file")
-        system = None if system_prompt_file is None else _read_text(system_prompt_file, "system_prompt_file")
-        if template is not None:
-            _check_template(template, str(prompt_file))
+        template, system = _text(prompt_file, "prompt_file"), _text(system_prompt_file, "system_prompt_file")
+        try:
+            places = [name for _, name, _, _ in string.Formatter().parse(template or "{}") if name is not None]
+        except ValueError as error:
+            places = [str(error)]
+        if places not in ([""], ["0"]):
+            need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
+            raise ConfigError("prompt_file is not a template", where=prompt_file, field="prompt_file", need=need)
         return cls(template, system)
 
     @classmethod
@@ -43,44 +47,30 @@ class PromptFiles:
         keys = ("prompt_file", "system_prompt_file")
         return cls.load(*(getattr(config, key) or getattr(spec, key, None) for key in keys))
 
-    def complete(self, messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
+    def complete(self, messages: tuple[Message, ...], where: str | None) -> tuple[Message, ...]:
         """The messages of a prompt, completed; raises `DataError` if there is no user message for a template."""
         if self.template is not None:
-            users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-            if not users:
+            last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+            if last is None:
                 got = f"roles {[message['role'] for message in messages]}"
                 summary, need = "the context has no user message for prompt_file", "a user message, or no prompt_file"
                 raise DataError(summary, where=where, field="context", got=got, need=need)
-            message = messages[users[-1]]
-            filled = message | {"content": self._fill(message["content"], self.template)}
-            messages = (*messages[: users[-1]], filled, *messages[users[-1] + 1 :])
+            filled = messages[last] | {"content": _filled(messages[last]["content"], self.template)}
+            messages = (*messages[:last], filled, *messages[last + 1 :])
         if self.system is not None and not any(message["role"] == "system" for message in messages):
             messages = ({"role": "system", "content": self.system}, *messages)
         return messages
 
-    def _fill(self, content: Any, template: str) -> Any:
-        if isinstance(content, str):
-            return template.format(content)
-        return [
-            {**part, "text": template.format(part["text"])} if part.get("type") == "text" else part for part in content
-        ]
+
+def _filled(content: Any, template: str) -> Any:
+    if isinstance(content, str):
+        return template.format(content)
+    return [{**part, "text": template.format(part["text"])} if part.get("type") == "text" else part for part in content]
 
 
-def _read_text(path: str, field: str) -> str:
+def _text(path: str | None, field: str) -> str | None:
     try:
-        return Path(path).read_text("utf-8")
+        return None if path is None else Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         got = f"{path}: {error}"
         raise ConfigError(f"{field} cannot be read", field=field, got=got, need="a text file in UTF-8") from error
-
-
-def _check_template(template: str, path: str) -> None:
-    try:
-        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        problem = f"{len(fields)} places: {fields}"
-    except ValueError as error:
-        fields, problem = [], str(error)
-    if fields not in ([""], ["0"]):
-        need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
-        summary = "prompt_file is not a template with one {}"
-        raise ConfigError(summary, where=path, field="prompt_file", got=problem, need=need)

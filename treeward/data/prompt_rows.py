@@ -22,7 +22,8 @@ from treeward.errors import DataError
 
 __all__ = ["Prompt", "check_prompt", "from_prompt_row", "from_response_row", "math_hf_data_processor"]
 
-_PROMPT_KEYS = ("responses_create_params", "messages", "prompt", "context")
+_REQUEST = "responses_create_params"
+_PROMPT_KEYS = (_REQUEST, "messages", "prompt", "context")
 _ENVIRONMENT_KEYS = ("environment", "env_name")
 
 
@@ -50,11 +51,10 @@ def from_prompt_row(
     reference answer. `environment` or `env_name` is the environment. The entries of verl's `extra_info`, and every
     other column with a value, are in `info` under their own names.
     """
-    given = {key: value for key, value in values.items() if value is not None}
-    key = _prompt_key(values, where) if prompt_key is None else prompt_key
+    key = prompt_key or _prompt_key(values, where)
     value = required(values, key, where, "the key of the prompt, which input_key names")
-    info, reference = _columns(given, key), None
-    if key == "responses_create_params":
+    info, reference = _columns(values, key), None
+    if key == _REQUEST:
         messages, kept = _messages_of_request(value, where)
         info |= kept
     else:
@@ -64,15 +64,15 @@ def from_prompt_row(
     if answer_key is not None:
         info["ground_truth"] = required(values, answer_key, where, "the key of the answer, which output_key names")
     elif "ground_truth" not in info:
-        verl = given.get("reward_model")
+        verl = values.get("reward_model")
         truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
         if truth is None and reference is not None:
             truth = last_text([reference])
         if truth is not None:
             info["ground_truth"] = truth
-    if reference is not None and "reference_answers" not in info:
+    if reference is not None:
         text = reference.get("content")
-        info["reference_answers"] = [text if isinstance(text, str) else [reference]]
+        info.setdefault("reference_answers", [text if isinstance(text, str) else [reference]])
     return Prompt(check_prompt(messages, key, where), info, where)
 
 
@@ -86,10 +86,10 @@ def from_response_row(
     """
     if values.get(input_key) is None and values.get("messages") is not None:
         return from_prompt_row(values, where, prompt_key="messages")
-    given = {key: value for key, value in values.items() if value is not None}
     question = required(values, input_key, where, "a question: input_key names the key that holds it")
     messages = check_prompt(as_messages(question, input_key, "user", where), input_key, where)
-    info = {key: value for key, value in _columns(given, input_key).items() if key != output_key}
+    info = _columns(values, input_key)
+    info.pop(output_key, None)
     need = "an answer: output_key names the key that holds it; for rows without one use dataset_name: PromptDataset"
     info["ground_truth"] = answer = _truth(required(values, output_key, where, need), output_key, where)
     if isinstance(answer, str):
@@ -115,9 +115,7 @@ def math_hf_data_processor(
         messages, truth = read.messages, required(read.info, "ground_truth", where, "a last message with the answer")
     else:
         problem = required(values, problem_key, where, "the text of a problem")
-        if not isinstance(problem, str):
-            raise DataError("a problem is not text", where=where, field=problem_key, got=problem, need="a text")
-        messages = check_prompt(({"role": "user", "content": problem},), problem_key, where)
+        messages = check_prompt(as_messages(problem, problem_key, "user", where), problem_key, where)
         truth = _truth(required(values, answer_key, where, "the expected answer"), answer_key, where)
     return Prompt(messages if prompts is None else prompts.complete(messages, where), {"ground_truth": truth}, where)
 
@@ -128,70 +126,63 @@ def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> 
     Instructions (`system`, `developer`) alone ask nothing.
     """
     given: Any = messages  # a dataset's own code may have made it
+    problem, need = None, "a conversation that ends with a question"
     if isinstance(given, str) or not all(isinstance(one, Mapping) and "role" in one for one in given):
-        need = '{"role": ..., "content": ...}'
-        raise DataError("the prompt is not messages", where=where, field=field, got=messages, need=need)
-    roles = [str(message["role"]) for message in messages]
-    got: Any = "roles " + " > ".join(roles)
-    content = messages[-1].get("content") if messages else None
-    if not messages:
-        summary, got, need = "nothing comes before the completion", "no message but one of the assistant", "a prompt"
-    elif roles[-1] == "assistant":
-        summary = "the prompt ends with a message of the assistant"
-        need = "a conversation that ends with a question; given as messages, its last message is the reference answer"
-    elif set(roles) <= {"system", "developer"}:
-        summary, need = "the prompt asks nothing", "a message of the user"
-    elif not content or (isinstance(content, str) and not content.strip()):
-        summary, got, need = "the prompt asks nothing", content, "a text"
-    else:
+        problem, need = "the prompt is not messages", '{"role": ..., "content": ...}'
+    elif not messages:
+        problem = "nothing comes before the completion"
+    elif messages[-1]["role"] == "assistant":
+        problem = "the prompt ends with a message of the assistant"
+    elif {message["role"] for message in messages} <= {"system", "developer"}:
+        problem, need = "the prompt asks nothing", "a message of the user"
+    elif not (content := messages[-1].get("content")) or (isinstance(content, str) and not content.strip()):
+        problem, need = "the prompt asks nothing", "a text"
+    if problem is None:
         return tuple(messages)
-    raise DataError(summary, where=where, field=field, got=got, need=need, fix="mend or remove the row")
+    got = given if isinstance(given, str) else list(messages)
+    raise DataError(problem, where=where, field=field, got=got, need=need, fix="mend or remove the row")
 
 
 def _prompt_key(values: Mapping[str, Any], where: str) -> str:
     found = [key for key in _PROMPT_KEYS if values.get(key) is not None]
-    if found[:1] == ["responses_create_params"] or len(found) == 1:
+    if found[:1] == [_REQUEST] or len(found) == 1:
         return found[0]
-    empty = [key for key in _PROMPT_KEYS if key in values]
     if found:
         need = "one of them, which input_key names"
         raise DataError("the row has several prompts", where=where, got=" and ".join(found), need=need)
-    keys = sorted(str(key) for key, value in values.items() if value is not None)
+    empty = [key for key in _PROMPT_KEYS if key in values]
     raise DataError(
         "the row asks nothing",
         where=where,
         field=empty[0] if empty else None,
-        got=", ".join(f"{key}: null" for key in empty) or f"keys {keys}",
+        got=", ".join(f"{key}: null" for key in empty) or f"keys {sorted(map(str, values))}",
         need=f"one of {', '.join(_PROMPT_KEYS)}",
-        fix="set input_key to the key of the prompt, or remove the row; for questions with answers use dataset_name: "
-        "ResponseDataset",
+        fix="set input_key to the key of the prompt; for questions with answers use dataset_name: ResponseDataset",
     )
 
 
 def _messages_of_request(request: Any, where: str) -> tuple[tuple[Message, ...], dict[str, Any]]:
     """The messages, and the request's other settings (its tools, its temperature) under its own name."""
-    field = "responses_create_params"
     if not isinstance(request, Mapping):
-        raise DataError("the request is not an object", where=where, field=field, got=request, need='{"input": ...}')
+        raise DataError("the request is not an object", where=where, field=_REQUEST, got=request, need='{"input": ...}')
     try:
         messages = messages_of_input(request)
     except DataError as error:
-        named = f"{field}.{error.field}" if error.field else field
+        named = f"{_REQUEST}.{error.field}" if error.field else _REQUEST
         raise DataError(error.summary, where=where, field=named, got=error.got, need=error.need) from error
     rest = {key: value for key, value in request.items() if key not in ("input", "instructions") and value is not None}
-    return tuple(messages), {field: rest} if rest else {}
+    return tuple(messages), {_REQUEST: rest} if rest else {}
 
 
-def _columns(given: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
-    """The row's columns beside its prompt."""
-    own = {key: value for key, value in given.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS, "extra_info")}
-    chosen = next((given[key] for key in _ENVIRONMENT_KEYS if key in given), None)
-    if chosen is not None:
-        own["environment"] = chosen
+def _columns(values: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
+    """The row's columns that have a value, beside its prompt."""
+    given = {key: value for key, value in values.items() if value is not None}
     extra = given.get("extra_info")
-    if isinstance(extra, Mapping):
-        return {key: value for key, value in extra.items() if value is not None} | own
-    return own if extra is None else own | {"extra_info": extra}
+    columns = dict(extra) if isinstance(extra, Mapping) else {} if extra is None else {"extra_info": extra}
+    columns |= {key: v for key, v in given.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS, "extra_info")}
+    chosen = next((given[key] for key in _ENVIRONMENT_KEYS if key in given), None)
+    columns |= {} if chosen is None else {"environment": chosen}
+    return {key: value for key, value in columns.items() if value is not None}
 
 
 def _truth(value: Any, key: str, where: str) -> Any:

@@ -36,8 +36,8 @@ from treeward.config.base import nearest_name
 from treeward.config.data import PromptSetConfig
 from treeward.data.prompt_files import PromptFiles
 from treeward.data.prompt_rows import Prompt, check_prompt, from_prompt_row, from_response_row, math_hf_data_processor
-from treeward.data.registry import Registry, construct, rows_of
-from treeward.data.sources import Row, read_rows
+from treeward.data.registry import Registry, RowSource, construct, rows_of
+from treeward.data.sources import Row
 from treeward.data.synthetic.bundled import best_completions
 from treeward.data.synthetic.bundled import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
@@ -134,33 +134,15 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
 # --- datasets by name ------------------------------------------------------------------------------------------------
 
 
-class RowPrompts:
+class RowPrompts(RowSource):
     """A dataset that reads the rows of a file, folder or hub dataset: `to_prompt` is all that a subclass needs."""
-
-    hub_path: ClassVar[str | None] = None
-    hub_split: ClassVar[str | None] = "train"
-
-    def __init__(self, config: PromptSetConfig) -> None:
-        self.config = config
-        path = config.data_path or self.hub_path
-        if path is None:
-            summary, need = f"{config.dataset_name} needs a path", "a file, a folder or a hub name"
-            raise ConfigError(summary, field="data_path", need=need)
-        self.path: str = path
-        self.split = config.split or (self.hub_split if config.data_path is None else None)
-
-    @property
-    def name(self) -> str:
-        """For messages: the path and split."""
-        return self.path if self.split is None else f"{self.path}[{self.split}]"
 
     def to_prompt(self, row: Row) -> Prompt:
         """Read one row; raises `DataError` naming `row.where`."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Prompt]:
-        for row in read_rows(self.path, split=self.split, subset=self.config.subset):
-            yield self.to_prompt(row)
+        return map(self.to_prompt, self.rows())
 
 
 @register_prompt_dataset("PromptDataset")
@@ -222,15 +204,10 @@ class BundledPrompts(RowPrompts):
 
     hub_path = "Bundled"
 
-    def __init__(self, config: PromptSetConfig) -> None:
-        super().__init__(config)
-        if config.data_path is not None:
-            raise ConfigError("the bundled data has its own path", field="data_path", got=config.data_path, need="none")
-        if config.split is None and config.name is not None and config.part is None:
-            need = "train, validation or length_controlled"
-            raise ConfigError("a named set of the bundled data does not say its split", field="split", need=need)
-
     def __iter__(self) -> Iterator[Prompt]:
+        if self.config.data_path is not None:
+            got = self.config.data_path
+            raise ConfigError("the bundled data has its own path", field="data_path", got=got, need="none")
         split = self.split or "train"
         pairs = zip(bundled_prompts(split), best_completions(split), strict=True)
         for number, (messages, answers) in enumerate(pairs, 1):
@@ -262,8 +239,8 @@ def _as_prompt(row: Any, where: str) -> Prompt:
 
 
 def _completed(prompt: Prompt, files: PromptFiles) -> Prompt:
-    messages = files.complete(check_prompt(prompt.messages, "messages", prompt.where), prompt.where or "")
-    return prompt if messages is prompt.messages else replace(prompt, messages=messages)
+    messages = files.complete(check_prompt(prompt.messages, "messages", prompt.where), prompt.where)
+    return replace(prompt, messages=messages)
 
 
 def _with_environment(prompt: Prompt, default: Any, known: Collection[str] | None) -> Prompt:
@@ -301,10 +278,7 @@ def _warn_of_tools(prompts: Sequence[Prompt], name: str) -> None:
     if with_tools:
         logger.warning(
             "%s: %d of %d rows have tools (the first is %s); the policy does not see them",
-            name,
-            len(with_tools),
-            len(prompts),
-            with_tools[0].where,
+            *(name, len(with_tools), len(prompts), with_tools[0].where),
         )
 
 

@@ -1,9 +1,9 @@
-"""Datasets by name or by dotted path: the one way from `dataset_name` in a config to an object with rows.
+"""Datasets by name or by dotted path: the one way from `dataset_name` in a config to rows.
 
     datasets = Registry("datasets", example="my_module.MyDataset")
 
     @datasets.register("HelpSteer3", "HelpSteer3Dataset")
-    class HelpSteer3: ...
+    class HelpSteer3(RowSource): ...
 
     datasets.find("HelpSteer3")                   # or the dotted path of any class
 
@@ -16,30 +16,63 @@ A class by dotted path needs to know nothing of this package:
             self.task_spec = TaskDataSpec(task_name="mine")
 
 NeMo RL's guide describes this contract; its newer form, `dataset` (the rows) and `task_name`, works too. The
-constructor gets `kwargs` of the config, and those of `data_path` (or `train_data_path`), `split` (or `train_split`),
-`subset`, `prompt_key`, `chosen_key`, `rejected_key` (for prompts `input_key` and `output_key`), `prompt_file` and
-`system_prompt_file` that its signature names (the first three also by `**kwargs`). The prompt files are applied here,
-once, and not by the class.
+constructor gets `kwargs` of the config, and those of its other keys that its signature names: `data_path` (or
+`train_data_path`), `split` (or `train_split`), `subset`, `prompt_key`, `chosen_key`, `rejected_key` (for prompts
+`input_key`, `output_key`), `prompt_file`, `system_prompt_file`. The prompt files are applied here, not by the class.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from treeward.config.base import nearest_name
 from treeward.config.data import SetConfig
-from treeward.errors import ConfigError
+from treeward.data.sources import Row, read_rows
+from treeward.errors import ConfigError, nearest_name
 from treeward.user_code import import_object
 
-__all__ = ["Registry", "construct", "rows_of", "task_name_of"]
+__all__ = ["Registry", "RowSource", "construct", "rows_of"]
 
 _OTHER_ARGUMENTS = (
     *("prompt_key", "chosen_key", "rejected_key", "input_key", "output_key"),
     *("prompt_file", "system_prompt_file"),
 )
 _Class = TypeVar("_Class", bound=type[Any])
+
+
+class RowSource:
+    """What every dataset of rows has: the rows of a file, a folder or a hub dataset, as a config names them.
+
+    A subclass may bring its own data: `hub_path` is read where the config has no `data_path`.
+    """
+
+    hub_path: ClassVar[str | None] = None
+    hub_subset: ClassVar[str | None] = None
+    hub_split: ClassVar[str | None] = "train"
+
+    def __init__(self, config: SetConfig) -> None:
+        self.config: Any = config
+        path = config.data_path or self.hub_path
+        if path is None:
+            summary, need = f"{config.dataset_name} needs a path", "a file, a folder or a hub name"
+            raise ConfigError(summary, field="data_path", need=need)
+        self.path: str = path
+        self.split, self.subset = config.split, config.subset
+        if config.data_path is None:
+            if config.name is not None and config.split is None and getattr(config, "part", None) is None:
+                summary = f"a named set of {config.dataset_name} does not say its split"
+                raise ConfigError(summary, field="split", got="null", need="a split of the dataset")
+            self.split, self.subset = config.split or self.hub_split, config.subset or self.hub_subset
+
+    @property
+    def name(self) -> str:
+        """For messages: the path and split."""
+        return self.path if self.split is None else f"{self.path}[{self.split}]"
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, from the beginning."""
+        return read_rows(self.path, split=self.split, subset=self.subset)
 
 
 class Registry:
@@ -58,8 +91,8 @@ class Registry:
 
         def register(cls: _Class) -> _Class:
             for each in (name, *aliases):
-                known = self.classes.get(each)
-                if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                known = self.classes.get(each, cls)
+                if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
                     summary, need = f"two {self._what} have the same name", "another name for one"
                     raise ConfigError(summary, field="dataset_name", got=each, need=need)
                 self.classes[each] = cls
@@ -71,11 +104,11 @@ class Registry:
         """The class of a name or a dotted path. Raises `ConfigError` with the nearest name."""
         if name in self.classes:
             return self.classes[name]
-        if "." in name.strip("."):
+        if "." in name:
             cls = import_object(name, field="dataset_name")
-            if isinstance(cls, type):
-                return cls
-            raise ConfigError("this is not a class", field="dataset_name", got=name, need="the path of a class")
+            if not isinstance(cls, type):
+                raise ConfigError("this is not a class", field="dataset_name", got=name, need="the path of a class")
+            return cls
         near = nearest_name(name, self.classes)
         need = f"one of {', '.join(self.classes)}, or the dotted path of a class, as {self._example}"
         summary, fix = f"there is no such name among the {self._what}", f"did you mean {near}?" if near else None
@@ -88,13 +121,13 @@ def construct(cls: Any, config: SetConfig) -> Any:
     Raises `ConfigError` for arguments that are missing, unknown, or of no use to the class.
     """
     signature = inspect.signature(cls)
-    takes_any = _takes_any(signature)
     arguments: dict[str, Any] = {}
     for names in (("data_path", "train_data_path"), ("subset",), ("split", "train_split")):
         value = getattr(config, names[0])
         if value is None or set(names) & set(config.kwargs):
             continue
-        accepted = next((name for name in names if name in signature.parameters), names[0] if takes_any else None)
+        first = names[0] if _takes_any(signature) else None
+        accepted = next((name for name in names if name in signature.parameters), first)
         if accepted is not None:
             arguments[accepted] = value
         elif names[0] != "split":  # a split may also be a key of formatted_ds
@@ -109,8 +142,7 @@ def construct(cls: Any, config: SetConfig) -> Any:
         signature.bind(**arguments)
     except TypeError as error:
         summary, need = f"{config.dataset_name} cannot be constructed: {error}", f"{cls.__name__}{signature}"
-        got = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
-        raise ConfigError(summary, field="kwargs", got=got, need=need) from error
+        raise ConfigError(summary, field="kwargs", got=arguments, need=need) from error
     return cls(**arguments)
 
 
@@ -123,7 +155,7 @@ def rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     name = label = config.dataset_name
     signature = inspect.signature(type(dataset))
     reads_split = _takes_any(signature) or bool({"split", "train_split"} & signature.parameters.keys())
-    rows = getattr(dataset, "formatted_ds", None)
+    rows: Any = getattr(dataset, "formatted_ds", None)
     if isinstance(rows, Mapping):
         # A class that was given a path has read that one, as its training data.
         # Prompts that are held out of the training data are read from there too.
@@ -136,31 +168,15 @@ def rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
         if rows is None:
             got, need = f"formatted_ds with {', '.join(splits)}", f"{key}, or split: a key of formatted_ds"
             raise ConfigError(f"{name} has no rows for {key}", field="split", got=got, need=need)
-    elif rows is None and hasattr(dataset, "dataset"):
-        rows = dataset.dataset
+    else:
+        rows = getattr(dataset, "dataset", None) if rows is None else None
         if config.split is not None and not reads_split:
             need = "a parameter split of the class, or no split"
             raise ConfigError(f"{name} takes no split", field="split", got=config.split, need=need)
-    else:
-        summary = f"{name} offers no rows" if rows is None else f"formatted_ds of {name} is not a dict"
-        got = f"an object of {type(dataset).__name__}, formatted_ds: {type(rows).__name__}"
-        need = 'formatted_ds: {"train": rows, ...} and task_spec: TaskDataSpec'
-        raise ConfigError(summary, field="dataset_name", got=got, need=need)
     if not isinstance(rows, Iterable) or isinstance(rows, Iterator | str | bytes | Mapping):
-        summary, need = f"the rows of {name} cannot be read again and again", "a list, or what __iter__ starts over"
-        raise ConfigError(summary, field="dataset_name", got=type(rows).__name__, need=need)
+        need = 'formatted_ds: {"train": rows, ...} or dataset: rows, where rows can be read again and again'
+        raise ConfigError(f"{name} offers no rows", field="dataset_name", got=type(rows).__name__, need=need)
     return rows, label
-
-
-def task_name_of(dataset: Any, name: str) -> str:
-    """The task name of an object with `task_spec` or `task_name`. Raises `ConfigError` where it has none."""
-    spec = getattr(dataset, "task_spec", None)
-    task_name = getattr(spec, "task_name", None) or getattr(dataset, "task_name", None)
-    if not isinstance(task_name, str):
-        got = "no task_spec" if spec is None else f"task_spec {spec!r}"
-        need = 'task_spec = TaskDataSpec(task_name="..."), or an attribute task_name'
-        raise ConfigError(f"{name} has no task name", field="dataset_name", got=got, need=need)
-    return task_name
 
 
 def _takes_any(signature: inspect.Signature) -> bool:
