@@ -1,11 +1,10 @@
-"""A small signed reward model in a folder."""
+"""Small signed reward models in folders."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
-
-__all__ = ["write_signed_model"]
 
 
 def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: int) -> Path:
@@ -21,3 +20,24 @@ def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: i
     export_model(loaded.model, tokenizer, folder, rendering=renderer.settings)
     sign_folder(folder, model=loaded.model, renderer=renderer)
     return folder
+
+
+def signed(folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, **rendering: Any) -> Any:
+    """Export a Hugging Face classifier and sign the folder: the `RewardModel`, its `Renderer` and the contract.
+
+    `rendering`: of the renderer, which has a copy of the tokenizer with a padding token that ends nothing.
+    """
+    import torch
+
+    from treeward.data.rendering import Renderer
+    from treeward.model.export import export_model
+    from treeward.model.loading import ensure_pad_token
+    from treeward.model.reward_model import RewardModel
+    from treeward.scoring.golden import sign_folder
+
+    tokenizer = copy.deepcopy(tokenizer)
+    ensure_pad_token(hf, tokenizer)
+    model = RewardModel(hf, layout="encoder" if hasattr(hf, "classifier") else "tree")
+    renderer = Renderer(tokenizer, **rendering)
+    export_model(model, tokenizer, folder, rendering=renderer.settings, dtype=dtype or torch.float32)
+    return model, renderer, sign_folder(folder, model=model, renderer=renderer)

@@ -47,40 +47,25 @@ def contract_of(**changes: Any) -> ScoringContract:
     return ScoringContract.model_validate(fields | changes)
 
 
-def written(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / CONTRACT_FILE).read_text(encoding="utf-8"))
-    return content
-
-
 def test_what_is_written_is_read(tmp_path: Path) -> None:
+    assert read_contract(tmp_path) is None and read_contract("someone/on-the-hub") is None
     contract = contract_of()
     path = write_contract(contract, tmp_path)
     assert path == tmp_path / CONTRACT_FILE and read_contract(tmp_path) == contract == read_contract(str(tmp_path))
     assert "é" in path.read_text(encoding="utf-8")
     assert (stat.S_IMODE(path.stat().st_mode) & 0o044) == 0o044  # others may read the model, so this too
-    assert read_contract(tmp_path).sha256 == contract.sha256  # type: ignore[union-attr]
-    assert contract.model_copy(update={"treeward_version": "0.2"}).sha256 != contract.sha256
-
-
-def test_writing_replaces_at_one_moment(tmp_path: Path) -> None:
-    first = write_contract(contract_of(), tmp_path).read_bytes()
-    opened = (tmp_path / CONTRACT_FILE).open("rb")  # as someone who reads while it is replaced
-    write_contract(contract_of(treeward_version="0.2"), tmp_path)
-    with opened:
-        assert opened.read() == first
-    assert written(tmp_path)["treeward_version"] == "0.2"
-    assert [file.name for file in tmp_path.iterdir()] == [CONTRACT_FILE]
-
-
-def test_a_model_without_one(tmp_path: Path) -> None:
-    assert read_contract(tmp_path) is None and read_contract("someone/on-the-hub") is None
+    other = contract.model_copy(update={"treeward_version": "0.2"})
+    assert other.sha256 != contract.sha256 == contract_of().sha256
+    write_contract(other, tmp_path)
+    assert read_contract(tmp_path) == other and [file.name for file in tmp_path.iterdir()] == [CONTRACT_FILE]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "damaged"),
-        ("[2]", "damaged(?s:.*)a list, not an object"),
+        ("[2]", "damaged"),
+        ("{}", "damaged"),
         ('{"version": 99}', "another version(?s:.*)field: version(?s:.*)99(?s:.*)need:  2(?s:.*)--write --force"),
     ],
 )
@@ -96,13 +81,11 @@ def test_files_that_are_no_contract(text: str, message: str, tmp_path: Path) -> 
         (["golden", 0, "score"], "high", r"golden\.0\.score"),
         (["rendering", "chat_template"], TEMPLATE + " ", "rendering(?s:.*)do not belong together"),
         (["activation"], "sigmoid", "activation"),
-        (["weights", "sha256"], "3" * 64, "weights(?s:.*)cover all num_tensors tensors, or none"),
         (["unknown"], 1, "unknown"),
     ],
 )
 def test_a_field_that_is_wrong_is_named(path: list[Any], value: Any, field: str, tmp_path: Path) -> None:
-    write_contract(contract_of(), tmp_path)
-    content = written(tmp_path)
+    content = json.loads(write_contract(contract_of(), tmp_path).read_text(encoding="utf-8"))
     owner: Any = content
     for step in path[:-1]:
         owner = owner[step]

@@ -112,7 +112,7 @@ def test_missing_folders_are_refused(tmp_path: Path, save: Callable[..., Path]) 
         load_reward_model(tmp_path / "empty")
     folder = tmp_path / "no-tokenizer"
     tiny_model("llama").save_pretrained(folder)
-    with pytest.raises(ModelError, match=r"no tokenizer(?s:.*)policy.tokenizer.name"):
+    with pytest.raises(ModelError, match=r"tokenizer cannot be loaded(?s:.*)policy.tokenizer.name"):
         load_reward_model(folder)
 
 
@@ -237,7 +237,7 @@ def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "model type is missing"),
+        ({}, "no such model type"),
         ({"model_type": "lama"}, "no such model type(?s:.*)did you mean llama"),
         ({**LLAMA, "hiden_size": 64}, "llama has no such field(?s:.*)hiden_size(?s:.*)did you mean hidden_size"),
         ({**LLAMA, "vocab_size": 10}, "follows from the tokenizer(?s:.*)vocab_size"),
@@ -275,11 +275,8 @@ def test_bfloat16_keeps_the_head_alone_in_float32(family: str, save: Any) -> Non
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_reward_model])
-def test_a_hub_that_does_not_answer_is_named_as_the_cause(load: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "treeward"), pytest.raises(ModelError) as raised:
+def test_a_hub_that_cannot_be_reached(load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "treeward"), pytest.raises(ModelError, match=r"HF_HUB_OFFLINE") as raised:
         load("org/no-such-model")  # tests are offline
-    assert "the hub does not answer" in raised.value.summary and "HF_HUB_OFFLINE" in str(raised.value)
-    assert "policy.tokenizer.name" not in str(raised.value) and "outgoing traffic has been disabled" in str(
-        raised.value.got
-    )
+    assert "couldn't connect" in str(raised.value) and "policy.tokenizer.name" not in str(raised.value)
     assert "Looking for the" in caplog.text and "org/no-such-model on the hub" in caplog.text

@@ -4,106 +4,88 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import plain_scores, tiny_model
+from signed import signed
 from transformers import AutoTokenizer
 
-from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
-from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract, text_sha256
-from treeward.model.export import export_model
-from treeward.model.loading import ensure_pad_token, load_reward_model
-from treeward.model.reward_model import RewardModel
+from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
+from treeward.model.loading import load_reward_model
 from treeward.model.stored import hash_of_all, read_stored
 from treeward.scoring.golden import GOLDEN_CONVERSATIONS, head_labels, sign_folder, tokenizer_sha256, weighted_heads
 
 BOS_TEMPLATE = "{{ '<|system|>' }}{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token }}{% endfor %}"
 
 
-def exported(
-    folder: Path, tokenizer: Any, family: str = "llama", *, dtype: torch.dtype = torch.float32, **settings: Any
-) -> tuple[RewardModel, Renderer, ScoringContract]:
-    hf, tokenizer = tiny_model(family), copy.deepcopy(tokenizer)
-    ensure_pad_token(hf, tokenizer)
-    model = RewardModel(hf, layout="encoder" if hasattr(hf, "classifier") else "tree")
-    renderer = Renderer(tokenizer, **settings)
-    export_model(model, tokenizer, folder, rendering=renderer.settings, dtype=dtype)
-    return model, renderer, sign_folder(folder, model=model, renderer=renderer)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bert"])
+@pytest.mark.parametrize("family", ["gemma2", "bert"])
 def test_golden_scores_are_those_of_plain_rows(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model, renderer, contract = exported(tmp_path, tiny_tokenizer, family)
+    model, renderer, contract = signed(tmp_path, tiny_tokenizer, tiny_model(family))
     assert contract == read_contract(tmp_path)
     assert [example.name for example in contract.golden] == list(GOLDEN_CONVERSATIONS)
     for example in contract.golden:
-        assert renderer.encode(example.messages) == example.token_ids
+        assert renderer.encode(example.messages) == example.token_ids and example.heads == [example.score]
     with torch.no_grad():
         want = plain_scores(model.hf, [example.token_ids for example in contract.golden]).tolist()
     assert [example.score for example in contract.golden] == pytest.approx(want, abs=1e-5)
-    assert all(example.heads == [example.score] for example in contract.golden)
     assert contract.read.plain_transformers
     assert contract.read.position == ("pooled" if family == "bert" else "last token")
-    if family != "bert":
-        with torch.no_grad():
-            early = plain_scores(model.hf, [example.token_ids[:-1] for example in contract.golden]).tolist()
-        assert [example.mistakes["read_before_end"] for example in contract.golden] == pytest.approx(early, abs=1e-5)
 
 
 def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    kwargs = {"tone": "!"}
-    _, renderer, contract = exported(
-        tmp_path, tiny_tokenizer, max_length=200, truncation="truncate_left", chat_template_kwargs=kwargs
-    )
+    settings = {"max_length": 200, "truncation": "truncate_left", "chat_template_kwargs": {"tone": "!"}}
+    model, renderer, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), **settings)
     own = contract.rendering
     assert own.chat_template_sha256 == text_sha256((tmp_path / "chat_template.jinja").read_text(encoding="utf-8"))
-    assert (own.max_length, own.truncation, own.chat_template_kwargs) == (200, "truncate_left", kwargs)
+    assert own.model_dump(include=set(settings)) == settings
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert own.pad_token_id == config["pad_token_id"] and own.eos_token_id == renderer.tokenizer.eos_token_id
     assert contract.read.token == "eos" and contract.problem_type == config["problem_type"] == "regression"
     assert (contract.dtypes.weights, contract.dtypes.head, contract.dtypes.compute) == ("float32",) * 3
     assert contract.weights.architecture == "LlamaForSequenceClassification"
-    assert contract.weights.num_parameters == sum(p.numel() for p in load_reward_model(tmp_path).model.parameters())
+    assert contract.weights.num_parameters == sum(p.numel() for p in model.parameters())
     assert "long completion" not in {example.name for example in contract.golden}  # of more than 200 tokens
     assert all(len(example.token_ids) <= 200 for example in contract.golden)
+    # every tensor is hashed; of a checkpoint the head alone
+    hashes = read_stored(tmp_path).hashes()
+    assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(hashes)
+    assert contract.weights.tensors == {name: digest[:12] for name, digest in hashes.items()}
+    assert contract.weights.sha256 == hash_of_all(hashes)
+    of_checkpoint = sign_folder(tmp_path, model=model, renderer=renderer, may_be_broken=True).weights
+    assert of_checkpoint.sha256 is None and of_checkpoint.tensors == {}
+    assert of_checkpoint.head_sha256 == contract.weights.head_sha256
+    # the tokenizer's hash survives saving, loading, and calls that leave padding behind
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    loaded(["a", "a longer text"], padding=True, truncation=True, max_length=4)
+    assert tokenizer_sha256(loaded) == own.tokenizer_sha256 == tokenizer_sha256(renderer.tokenizer)
+    loaded.add_tokens(["quux"])
+    assert tokenizer_sha256(loaded) != own.tokenizer_sha256
 
 
 def test_a_frame_and_its_mistakes(tiny_tokenizer: Any, tmp_path: Path) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.bos_token = "<|system|>"
-    hf = tiny_model("llama", bos_token_id=tokenizer.bos_token_id)
-    model, renderer = RewardModel(hf), Renderer(tokenizer, chat_template=BOS_TEMPLATE)
-    export_model(model, tokenizer, tmp_path, rendering=renderer.settings)
-    contract = sign_folder(tmp_path, model=model, renderer=renderer)
-    assert contract.rendering.frame == "bos" and contract.rendering.bos_token_id == tokenizer.bos_token_id
+    bos = tokenizer.bos_token_id
+    hf = tiny_model("llama", bos_token_id=bos)
+    _, _, contract = signed(tmp_path, tokenizer, hf, chat_template=BOS_TEMPLATE)
+    assert contract.rendering.frame == "bos" and contract.rendering.bos_token_id == bos
     for example in contract.golden:
-        rows = [[tokenizer.bos_token_id, *example.token_ids], example.token_ids[1:]]
+        rows = [[bos, *example.token_ids], example.token_ids[1:], example.token_ids[:-1]]
         with torch.no_grad():
             want = plain_scores(hf, rows).tolist()
-        assert [example.mistakes["two_bos"], example.mistakes["no_bos"]] == pytest.approx(want, abs=1e-5)
+        got = [example.mistakes[mistake] for mistake in ("two_bos", "no_bos", "read_before_end")]
+        assert got == pytest.approx(want, abs=1e-5)
 
 
-def test_of_rounded_weights_the_rounded_ones_are_scored(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model, _, contract = exported(tmp_path, tiny_tokenizer, dtype=torch.bfloat16)
-    assert (contract.dtypes.weights, contract.dtypes.head) == ("bfloat16", "float32")
-    rows = [example.token_ids for example in contract.golden]
-    of_rounded = load_reward_model(tmp_path, dtype=torch.float32).model.score_tokens(rows)[:, 0]
-    in_memory = model.score_tokens(rows)[:, 0]
-    golden = torch.tensor([example.score for example in contract.golden])
-    assert torch.allclose(golden, of_rounded, atol=1e-6) and not torch.allclose(golden, in_memory, atol=1e-4)
-    # Rounding the weights is no more than the tolerance of bfloat16, and far more than that of float32.
-    off = float((in_memory - golden).abs().max())
-    assert contract.tolerance.bfloat16 > off > 10 * contract.tolerance.float32
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """float32: packed, alone, as dense trees. bfloat16: weights and arithmetic."""
-    model, _, contract = exported(tmp_path, tiny_tokenizer, family)
+    """float32: packed, alone, as dense trees. bfloat16: weights and arithmetic. The rounded weights are the signed."""
+    model, renderer, contract = signed(tmp_path, tiny_tokenizer, tiny_model(family))
     rows = [example.token_ids for example in contract.golden]
     golden = torch.tensor([example.score for example in contract.golden])
     alone = torch.cat([model.score_tokens([row])[:, 0] for row in rows])
@@ -115,104 +97,83 @@ def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenize
     off = float((rounded - golden).abs().max())
     assert 20 * contract.tolerance.float32 < off <= contract.tolerance.bfloat16
 
+    _, _, small = signed(tmp_path / "small", renderer.tokenizer, model.hf, dtype=torch.bfloat16)
+    assert (small.dtypes.weights, small.dtypes.head) == ("bfloat16", "float32")
+    of_rounded = load_reward_model(tmp_path / "small", dtype=torch.float32).model.score_tokens(rows)[:, 0]
+    in_file = torch.tensor([example.score for example in small.golden])
+    assert torch.allclose(in_file, of_rounded, atol=1e-6)
+    assert small.tolerance.bfloat16 > float((in_file - golden).abs().max()) > 10 * small.tolerance.float32
+
 
 def test_signing_leaves_no_trace(tiny_tokenizer: Any, tmp_path: Path) -> None:
     """In the middle of training, under autocast, with gradients that are waiting."""
-    model, renderer, first = exported(tmp_path, tiny_tokenizer)
+    model, renderer, first = signed(tmp_path, tiny_tokenizer, tiny_model("llama"))
     model.train()
-    model.hf.model.norm.eval()  # someone may have frozen a part
     model.compute_dtype = torch.bfloat16
     batch = model.make_batch([[renderer.encode(messages) for messages in GOLDEN_CONVERSATIONS.values()]])
     model(batch).sum().backward()
     scores = model(batch).detach()
-    before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None}
-    modes = {name: module.training for name, module in model.named_modules()}
+    before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
     config, random, counted = copy.deepcopy(model.hf.config.to_dict()), torch.get_rng_state(), model.num_row_tokens
     again = sign_folder(tmp_path, model=model, renderer=renderer)
     assert again == first == read_contract(tmp_path)
-    assert modes == {name: module.training for name, module in model.named_modules()} and not all(modes.values())
+    assert all(module.training for module in model.modules())
     assert model.compute_dtype == torch.bfloat16 and model.hf.config.to_dict() == config
     assert torch.equal(torch.get_rng_state(), random) and model.num_row_tokens == counted
     for name, parameter in model.named_parameters():
-        if name in before:
-            assert torch.equal(parameter, before[name][0]) and torch.equal(parameter.grad, before[name][1])
-            assert parameter.requires_grad and not parameter.is_inference()
+        assert torch.equal(parameter, before[name][0]) and torch.equal(parameter.grad, before[name][1])
+        assert parameter.requires_grad and not parameter.is_inference()
     assert torch.equal(model(batch), scores)
 
 
 @pytest.mark.parametrize("where", ["config", "tokenizer"])
-def test_padding_that_plain_transformers_would_read_is_known(where: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_padding_that_plain_transformers_would_read_is_known(
+    where: str, model_folder: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     """A model of the hub that pads with its end of text: its contract does not promise what is not so."""
-    exported(tmp_path, tiny_tokenizer)
-    edit(tmp_path / "config.json", pad_token_id=tiny_tokenizer.eos_token_id)
+    folder, end = Path(shutil.copytree(model_folder, tmp_path / "model")), tiny_tokenizer.eos_token_id
+    edits: dict[str, dict[str, Any]] = {"config.json": {"pad_token_id": end}}
     if where == "tokenizer":
-        edit(tmp_path / "tokenizer_config.json", pad_token=tiny_tokenizer.eos_token)
-    contract = sign_folder(tmp_path)
+        edits["tokenizer_config.json"] = {"pad_token": tiny_tokenizer.eos_token}
+    for file, values in edits.items():
+        content = json.loads((folder / file).read_text(encoding="utf-8"))
+        (folder / file).write_text(json.dumps(content | values), encoding="utf-8")
+    contract = sign_folder(folder)
     assert not contract.read.plain_transformers
-    assert contract.rendering.pad_token_id == tiny_tokenizer.eos_token_id
+    assert contract.rendering.pad_token_id == end
 
 
 def test_a_template_that_refuses_all(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Training is not ended by it; the log says that nothing can be replayed."""
     refuses = "{% if messages|length < 9 %}{{ raise_exception('too short') }}{% endif %}{{ messages[0].content }}"
-    _, _, contract = exported(tmp_path, tiny_tokenizer, chat_template=refuses)
+    _, _, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), chat_template=refuses)
     assert contract.golden == [] and "refuses every golden conversation" in caplog.text
 
 
-def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model, renderer, _ = exported(tmp_path, tiny_tokenizer)
-    with torch.no_grad():
-        model.head.weight[0, 0] = torch.nan
-    with pytest.raises(ModelError, match="not finite(?s:.*)golden conversation 'question'"):
-        sign_folder(tmp_path, model=model, renderer=renderer)
-    before = (tmp_path / CONTRACT_FILE).read_bytes()
-    with pytest.raises(ModelError):
-        sign_folder(tmp_path, model=model, renderer=renderer)
-    assert (tmp_path / CONTRACT_FILE).read_bytes() == before
-
-
-def test_a_checkpoint_of_broken_weights_is_kept(
-    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What ends the run is its next step, which has the better message."""
-    model, renderer, first = exported(tmp_path, tiny_tokenizer)
+def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are refused; of a checkpoint, whose next step has the better message, the other conversations are kept."""
+    model, renderer, first = signed(tmp_path, tiny_tokenizer, tiny_model("llama"))
     *others, long = first.golden
     rare = min(set(long.token_ids).difference(*(example.token_ids for example in others)))
     with torch.no_grad():
         model.hf.get_input_embeddings().weight[rare] = torch.inf
+    before = (tmp_path / CONTRACT_FILE).read_bytes()
+    with pytest.raises(ModelError, match="not finite(?s:.*)golden conversation 'long completion'"):
+        sign_folder(tmp_path, model=model, renderer=renderer)
+    assert (tmp_path / CONTRACT_FILE).read_bytes() == before
     contract = sign_folder(tmp_path, model=model, renderer=renderer, may_be_broken=True)
     assert [one.score for one in contract.golden] == pytest.approx([one.score for one in others], abs=1e-5)
     assert "no finite score to 1 of 10" in caplog.text
 
 
-def test_the_tokenizer_keeps_its_hash(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """After saving, loading, and calls that leave padding behind; another vocabulary has another hash."""
-    _, renderer, contract = exported(tmp_path, tiny_tokenizer)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    loaded(["a", "a longer text"], padding=True, truncation=True, max_length=4)
-    assert tokenizer_sha256(loaded) == contract.rendering.tokenizer_sha256 == tokenizer_sha256(renderer.tokenizer)
-    loaded.add_tokens(["quux"])
-    assert tokenizer_sha256(loaded) != contract.rendering.tokenizer_sha256
-
-
-def test_every_tensor_of_an_export_is_hashed(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model, renderer, contract = exported(tmp_path, tiny_tokenizer)
-    hashes = read_stored(tmp_path).hashes()
-    assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(hashes)
-    assert contract.weights.tensors == {name: digest[:12] for name, digest in hashes.items()}
-    assert contract.weights.sha256 == hash_of_all(hashes)
-    of_checkpoint = sign_folder(tmp_path, model=model, renderer=renderer, may_be_broken=True).weights
-    assert of_checkpoint.sha256 is None and of_checkpoint.tensors == {}
-    assert of_checkpoint.head_sha256 == contract.weights.head_sha256
-
-
 def test_several_labels(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     labels = ["helpful", "brief", "polite"]
-    hf, tokenizer = tiny_model("llama", num_labels=3), copy.deepcopy(tiny_tokenizer)
+    hf = tiny_model("llama", num_labels=3)
     hf.config.id2label = dict(enumerate(labels))
-    ensure_pad_token(hf, tokenizer)
-    model, renderer = RewardModel(hf), Renderer(tokenizer)
-    export_model(model, tokenizer, tmp_path, rendering=renderer.settings)
+    _, _, first = signed(tmp_path, tiny_tokenizer, hf)
+    assert [head.weight for head in first.heads] == [1.0, 0.0, 0.0]
+    assert "helpful, brief, polite" in caplog.text and "'helpful' alone" in caplog.text
+    caplog.clear()
     assert head_labels(tmp_path) == labels
     silent = sign_folder(tmp_path, heads=weighted_heads(labels, {"polite": -2.0, "helpful": 1.0}))
     assert not caplog.text
@@ -220,17 +181,9 @@ def test_several_labels(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogC
     for example in silent.golden:
         assert example.score == pytest.approx(example.heads[0] - 2 * example.heads[2])
     assert weighted_heads(labels, [1.0, 0.0, -2.0]) == silent.heads
-    first = sign_folder(tmp_path, model=model, renderer=renderer)
-    assert [head.weight for head in first.heads] == [1.0, 0.0, 0.0]
-    assert "helpful, brief, polite" in caplog.text and "'helpful' alone" in caplog.text
 
 
 @pytest.mark.parametrize("weights", [{"c": 1.0}, [1.0], [0.0, 0.0], [1.0, float("nan")]])
 def test_weights_that_do_not_fit_the_labels(weights: Any) -> None:
     with pytest.raises(ConfigError, match="labels a, b"):
         weighted_heads(["a", "b"], weights)
-
-
-def edit(file: Path, **values: Any) -> None:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(content | values), encoding="utf-8")

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from families import tiny_model
 from safetensors.torch import load_file, save_file
+from signed import signed
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -21,25 +23,15 @@ from transformers import AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract, write_contract
-from treeward.model.export import export_model
-from treeward.model.loading import ensure_pad_token
-from treeward.model.reward_model import RewardModel
 from treeward.scoring.diagnosis import PARTS
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.verification import Verification, verify
-from treeward.training.train import train
 
 
-def export(
-    folder: Path, tokenizer: Any, family: str = "llama", *, seed: int = 0, template: str | None = None, **options: Any
-) -> Path:
-    hf, tokenizer = tiny_model(family, seed=seed), copy.deepcopy(tokenizer)
+def export(folder: Path, tokenizer: Any, family: str = "llama", *, template: str | None = None, **options: Any) -> Path:
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.bos_token = "<|system|>"  # a token that the template below does not write
-    ensure_pad_token(hf, tokenizer)
-    model = RewardModel(hf, layout="encoder" if hasattr(hf, "classifier") else "tree")
-    renderer = Renderer(tokenizer, chat_template=template or TEMPLATE)
-    export_model(model, tokenizer, folder, rendering=renderer.settings, **options)
-    sign_folder(folder, model=model, renderer=renderer)
+    signed(folder, tokenizer, tiny_model(family), chat_template=template or TEMPLATE, **options)
     return folder
 
 
@@ -83,12 +75,8 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def in_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
-    tensors.update({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()})
-
-
-def through_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
-    tensors.update({name: tensor.to(torch.bfloat16).float() for name, tensor in tensors.items()})
+def rounded(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> None:
+    tensors.update({name: tensor.to(torch.bfloat16).to(dtype) for name, tensor in tensors.items()})
 
 
 def add_to(name: str, amount: float) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -97,10 +85,6 @@ def add_to(name: str, amount: float) -> Callable[[dict[str, torch.Tensor]], None
         tensors[name].view(-1)[0] += amount
 
     return change
-
-
-def times(name: str, factor: float) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda tensors: tensors.update({name: tensors[name] * factor})
 
 
 def replace_unused_rows(folder: Path) -> None:
@@ -175,10 +159,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: edit(f / "config.json", pad_token_id=None), "read position", "config.json pads with another token",
     ),
     "saved in bfloat16": (
-        lambda f: change_weights(f, in_bfloat16), "precision", "backbone.*another number format got bfloat16 need floa",
+        lambda f: change_weights(f, partial(rounded, torch.bfloat16)), "precision",
+        "backbone.*another number format got bfloat16 need floa",
     ),
     "rounded to bfloat16": (
-        lambda f: change_weights(f, through_bfloat16), "precision", "coarser number format.*: the weights were rounded",
+        lambda f: change_weights(f, partial(rounded, torch.float32)), "precision",
+        "coarser number format.*: the weights were rounded",
     ),
     "head in bfloat16": (
         lambda f: change_weights(f, lambda t: t.update({"score.weight": t["score.weight"].to(torch.bfloat16)})),
@@ -195,10 +181,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "head changed a little": (
         lambda f: change_weights(f, add_to("score.weight", 1e-6)), "weights",
-        "others: score.weight; the golden scores are equal all the same got other bytes in score.weight",
+        "others: score.weight; the golden scores are still equal got other bytes in score.weight",
     ),
     "rows of the embedding that no golden conversation has": (
-        replace_unused_rows, "weights", "others: model.embed_tokens.weight; the golden scores are equal all the same",
+        replace_unused_rows, "weights", "others: model.embed_tokens.weight; the golden scores are still equal",
     ),
     "a tensor of the backbone changed": (
         lambda f: change_weights(f, add_to(UP, 3.0)), "weights", f"1 of 21 tensors are others: {UP} got",
@@ -268,7 +254,7 @@ def test_a_quick_verification_hashes_the_head_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize(("factor", "name", "quick"), [(2.0, "score.weight", False), (-1.0, "model.norm.weight", True)])
 def test_no_activation_is_blamed_for_weights(factor: float, name: str, quick: bool, folder: Path) -> None:
-    change_weights(folder, times(name, factor))
+    change_weights(folder, lambda tensors: tensors.update({name: tensors[name] * factor}))
     result = check(folder, quick=quick)
     assert [one.part for one in result.checks if one.state == "differs"] == ["weights"], result.checks
 
@@ -286,9 +272,9 @@ def test_the_same_weights_with_other_scores(folder: Path) -> None:
     (scaled,) = expect([one.score / 2 + 1 for one in contract.golden])
     assert scaled.part == "activation" and "2 x score" in scaled.summary
     (other,) = expect([one.score + 0.3 * (-1) ** i for i, one in enumerate(contract.golden)])
-    assert other.part == "weights" and "every tensor is the contract's, and the scores are others" in other.summary
+    assert other.part == "weights" and "the scores are others, and every tensor is the contract's" in other.summary
     (coarse,) = expect([one.score + 1e-4 * (-1) ** i for i, one in enumerate(contract.golden)])
-    assert coarse.part == "precision" and "this machine computes in a coarser format" in coarse.summary
+    assert coarse.part == "precision"
 
 
 def test_the_template_is_gone_that_treeward_would_take_anyway(tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -301,9 +287,7 @@ def test_the_template_is_gone_that_treeward_would_take_anyway(tiny_tokenizer: An
     assert check(folder).equal
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("gemma2", torch.float32), ("bert", torch.float32), ("mistral", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("family", "dtype"), [("bert", torch.float32), ("gemma2", torch.bfloat16)])
 def test_exports_of_families_are_equal(family: str, dtype: torch.dtype, tiny_tokenizer: Any, tmp_path: Path) -> None:
     folder = export(tmp_path / "model", tiny_tokenizer, family, dtype=dtype)
     for computed_in in (torch.float32, torch.bfloat16):
@@ -321,15 +305,6 @@ def test_a_small_change_of_the_backbone_is_no_rounding(folder: Path) -> None:
     assert first is not None and first.part == "weights" and UP in first.summary
     assert check(folder, dtype=torch.bfloat16, quick=True).equal  # which cannot tell
     assert not check(folder, dtype=torch.bfloat16).equal
-
-
-def test_several_parts_differ(folder: Path) -> None:
-    """The first is the headline, the others are listed too."""
-    pad_with_eos("config.json")(folder)
-    change_weights(folder, add_to("score.weight", 0.5))
-    result = check(folder)
-    assert [one.part for one in result.checks if one.state == "differs"] == ["read position", "weights"]
-    assert result.first_difference is not None and result.first_difference.part == "read position"
 
 
 def test_no_golden_scores(folder: Path) -> None:
@@ -350,19 +325,3 @@ def test_there_is_no_model(name: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="no (such )?model"):
         verify(tmp_path / name if name in ("nowhere", "empty") else name)
-
-
-def test_verifying_a_checkpoint(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
-    """What training saves and exports is equal, in both number formats."""
-    outcome = train(tiny_run("checkpointing.export_dtype=bfloat16"), show_progress=False)
-    assert outcome.model_folder is not None
-    final = read_contract(outcome.model_folder)
-    assert final is not None and final.dtypes.weights == "bfloat16"
-    assert check(outcome.model_folder).equal
-    steps = sorted((tmp_path / "checkpoints").glob("step_*"))
-    assert steps and final.weights.tensors
-    for step in steps:
-        result = check(step / "model")
-        assert result.equal and result.num_tensors == 0
-    with pytest.raises(ModelError, match="the model is inside it"):
-        check(steps[0])

@@ -1,11 +1,13 @@
-"""Checks before the first step, for mistakes that would otherwise train a model that cannot score.
+"""A model against plain transformers: can it share prefixes, and does it give the values of plain rows?
 
-    check_before_training(model, comparisons, tokenizer)
+    layout = choose_layout(hf, "tree")                      # tried on the model itself; there is no list of families
+    check_before_training(model, conversations_as_token_ids, tokenizer)
     check_policy(policy, prompts_as_token_ids)
-    check_positions(model, 4096)
 
-Each of these has happened in some toolkit with every test passing: a head with two labels, a head that was never saved,
-a score that was read at padding.
+Each mistake that is looked for has happened in some toolkit with every test passing: a head with two labels, a head
+that was never saved, a score that was read at padding.
+
+Shapes: S sequences, H heads.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +26,105 @@ from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel, head_name
-from treeward.model.wrapped import WrappedModel
+from treeward.model.wrapped import Layout, WrappedModel
+from treeward.tree.batch import TreeBatch
 from treeward.tree.token_tree import TokenIds
 
-__all__ = ["check_before_training", "check_policy", "check_positions", "check_tokenizer_survives"]
+logger = logging.getLogger(__name__)
+
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest accepted difference of hidden states, relative to their largest value. Rounding stays a factor of ten below,
+and a token that sees one token too many lies far above."""
 
 _PROBE_TEXTS = (
     "Don't they're  12,345.67 words?\n\n\tdef f(x): return x  ",
     "e\u0301tude Übermaß 谢谢 علم \u212b ﬁne 👩‍🔬 …",
 )
 
-logger = logging.getLogger(__name__)
+
+@torch.no_grad()
+def plain_values(model: RewardModel, sequences: Sequence[TokenIds], pad_token_id: int | None = None) -> Tensor:
+    """The values that plain transformers gives, (S, H): one row at a time, the score read at its last token.
+
+    With `pad_token_id` all rows together, padded on the right, and read where transformers reads them.
+    """
+    configs, head = (model.hf.config, model.hf.config.get_text_config()), model.head
+    before = [config.pad_token_id for config in configs]
+    options = {} if model.layout == "encoder" else {"use_cache": False}
+    # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch refuses.
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0].to(next(head.parameters()).dtype),))
+    rows = [[int(token) for token in sequence] for sequence in sequences]
+    width = max(map(len, rows), default=0)
+    values = [torch.empty(0, model.num_heads)]
+    try:
+        for config in configs:
+            config.pad_token_id = pad_token_id
+        for batch in [[row] for row in rows] if pad_token_id is None else [rows] if rows else []:
+            width = max(map(len, batch))
+            ids = [[*row, *[pad_token_id or 0] * (width - len(row))] for row in batch]
+            mask = [[1] * len(row) + [0] * (width - len(row)) for row in batch]
+            with model.plain_attention():
+                logits = model.hf(
+                    input_ids=torch.tensor(ids, device=model.device),
+                    attention_mask=torch.tensor(mask, device=model.device),
+                    **options,
+                ).logits
+            values.append(logits.float().cpu())
+    finally:
+        hook.remove()
+        for config, pad in zip(configs, before, strict=True):
+            config.pad_token_id = pad
+    return torch.cat(values)
+
+
+def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
+    """How to run a sequence classifier when `policy.attention` is `requested`.
+
+    A tree falls back to rows, and says so, where the model cannot share a prefix. Raises `ModelError` where not even
+    rows give the scores of plain transformers.
+    """
+    if head_name(hf) != "score":
+        return "encoder"
+    if not getattr(hf, "made_by_treeward", False):
+        _check_scores(RewardModel(hf, layout="rows"), _probe_sequences(hf))
+    return tree_or_rows(hf, requested)
+
+
+def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
+    """`choose_layout` for any decoder."""
+    reason = why_not_tree(hf) if requested == "tree" else None
+    if reason is not None:
+        logger.warning("%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason)
+    return "rows" if requested == "rows" or reason is not None else "tree"
+
+
+@torch.no_grad()
+def why_not_tree(hf: PreTrainedModel) -> str | None:
+    """None if trees are exact for this model, else the reason why not."""
+    config = hf.config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if other:
+        return f"it has layers of type {', '.join(sorted(other))}"
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4, from 8192 tokens on: a probe would not show it
+        return "its attention temperature depends on the place in the row"
+    model = WrappedModel(hf, layout="tree", compute_dtype=None)
+    sequences = _probe_sequences(hf)
+    try:
+        batch = TreeBatch.from_groups([sequences]).to(model.device)
+        tree = model.tree_hidden(batch)[batch.reads_S]
+    except (ModelError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    with model.plain_attention():
+        rows = [
+            model.backbone(input_ids=torch.tensor([ids], device=model.device), use_cache=False).last_hidden_state[:, -1]
+            for ids in sequences
+        ]
+    want = torch.cat(rows).float()
+    difference = float((tree.float() - want).abs().max() / want.abs().max().clamp_min(1e-6))
+    if difference <= _TOLERANCE.get(hf.dtype, 5e-2):
+        return None
+    return f"a tree's hidden states differ by {difference:.1e} from plain rows"
 
 
 def check_before_training(
@@ -49,10 +140,22 @@ def check_before_training(
     conversations), nor `highest_token`, is beyond the model's vocabulary; none of them ends with padding; and the
     scores of the two shortest are those that plain transformers gives for each of them alone.
     """
-    _check_head(model)
+    name = head_name(model.hf)
+    layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
+    for problem, is_there in [
+        (f"it has {layers[-1].out_features} labels, not one", layers[-1].out_features != 1),
+        ("it is not float32", any(layer.weight.dtype != torch.float32 for layer in layers)),
+        ("it is frozen", not all(layer.weight.requires_grad for layer in layers)),
+        ("it would not be saved", not any(key.startswith(f"{name}.") for key in model.hf.state_dict())),
+    ]:
+        if is_there:
+            raise ModelError("the score head cannot be trained", where=name, got=problem)
     _check_tokens(model.num_embeddings, sequences, highest_token)
-    _check_read_position(model, sequences, tokenizer)
-    if model.layout != "encoder" and not getattr(model.hf, "made_by_treeward", False):
+    if model.layout == "encoder":
+        logger.info("The score is read by %s's own pooling.", type(model.hf).__name__)
+        return
+    _check_last_tokens(model, sequences, tokenizer)
+    if not getattr(model.hf, "made_by_treeward", False):
         _check_scores(model, sorted(sequences, key=len)[:2])
 
 
@@ -73,9 +176,14 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
             start = [int(token) for token in prompt]
             tail = start[-8:]
             sequences = [[*start, *end] for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]
-            ours = policy.log_probs([sequences], [[len(start)] * len(sequences)])
-            for sequence, found_L in zip(sequences, ours.values_SL, strict=True):
-                own, theirs = found_L[: len(sequence) - len(start)], _row_log_probs(policy, sequence, len(start))
+            found_SL = policy.log_probs([sequences], [[len(start)] * len(sequences)]).values_SL
+            for sequence, found_L in zip(sequences, found_SL, strict=True):
+                ids = torch.tensor([sequence], device=policy.device)
+                with policy.plain_attention():
+                    logits_TV = policy.hf(input_ids=ids, use_cache=False).logits[0].float()
+                targets = ids[0, len(start) :, None]
+                theirs = logits_TV[len(start) - 1 : -1].log_softmax(-1).gather(-1, targets)[:, 0]
+                own = found_L[: len(theirs)]
                 if not float((own - theirs).abs().mean()) <= tolerance:
                     raise ModelError(
                         "a completion does not get the log-probability that plain transformers gives it",
@@ -86,14 +194,6 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
                     )
     finally:
         policy.compute_dtype = compute_dtype
-
-
-def _row_log_probs(policy: PolicyModel, sequence: Sequence[int], start: int) -> Tensor:
-    ids = torch.tensor([list(sequence)], device=policy.device)
-    with policy.plain_attention():
-        logits_TV = policy.hf(input_ids=ids, use_cache=False).logits[0].float()
-    values: Tensor = logits_TV[start - 1 : -1].log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
-    return values
 
 
 def check_positions(model: WrappedModel, length: int) -> None:
@@ -131,20 +231,6 @@ def check_tokenizer_survives(hf: PreTrainedModel, tokenizer: PreTrainedTokenizer
     )
 
 
-def _check_head(model: RewardModel) -> None:
-    name = head_name(model.hf)
-    layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
-    saved = model.hf.state_dict()
-    for problem, where in [
-        (f"it has {layers[-1].out_features} labels, not one", layers[-1].out_features != 1),
-        ("it is not float32", any(layer.weight.dtype != torch.float32 for layer in layers)),
-        ("it is frozen", not all(layer.weight.requires_grad for layer in layers)),
-        ("it would not be saved", not any(key.startswith(f"{name}.") for key in saved)),
-    ]:
-        if where:
-            raise ModelError("the score head cannot be trained", where=name, got=problem)
-
-
 def _check_tokens(rows: int, sequences: Sequence[TokenIds], highest_token: int | None = None) -> None:
     highest = max(highest_token or 0, *(int(max(sequence)) for sequence in sequences))
     if highest >= rows:
@@ -157,10 +243,7 @@ def _check_tokens(rows: int, sequences: Sequence[TokenIds], highest_token: int |
         )
 
 
-def _check_read_position(model: RewardModel, sequences: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase) -> None:
-    if model.layout == "encoder":
-        logger.info("The score is read by %s's own pooling.", type(model.hf).__name__)
-        return
+def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase) -> None:
     last = Counter(int(sequence[-1]) for sequence in sequences)
     pad = model.hf.config.get_text_config().pad_token_id
     if pad in last:
@@ -185,17 +268,28 @@ def _check_read_position(model: RewardModel, sequences: Sequence[TokenIds], toke
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
     """Both scores are computed in the weights' own precision, so they differ only in the read position."""
     compute_dtype, model.compute_dtype = model.compute_dtype, None
-    ours = model(model.make_batch([sequences]))
-    for sequence, score in zip(sequences, ours.tolist(), strict=True):
-        ids = torch.tensor([[int(token) for token in sequence]], device=model.device)
-        with model.plain_attention():
-            theirs = float(model.hf(input_ids=ids, use_cache=False).logits[0, 0])
-        if abs(score - theirs) > 1e-3 * max(1.0, abs(theirs)):
-            raise ModelError(
-                "a real conversation does not get the score that plain transformers gives it",
-                where=type(model.hf).__name__,
-                got=f"{score:.6f} for a conversation of {len(sequence)} tokens",
-                need=f"{theirs:.6f}: the score read at its last token",
-                fix="policy.attention=rows, and please report the model",
-            )
+    ours, theirs = model.heads(model.make_batch([sequences])).cpu(), plain_values(model, sequences)
     model.compute_dtype = compute_dtype
+    # Not relative to the scores, which may be close to zero.
+    tolerance = max(1e-3, _TOLERANCE.get(model.hf.dtype, 5e-2)) * max(1.0, float(theirs.abs().max()))
+    for sequence, own, plain in zip(sequences, ours, theirs, strict=True):
+        if not float((own - plain).abs().max()) <= tolerance:
+            raise ModelError(
+                "a conversation does not get the score that plain transformers gives it",
+                where=type(model.hf).__name__,
+                got=f"{own.tolist()}, read at the last token of {len(sequence)}",
+                need=f"{plain.tolist()}: a model with a linear head on the last hidden state",
+                fix="policy.attention=rows if that helps, and please report the model",
+            )
+
+
+def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
+    """Two conversations of 12 and 10 tokens that share 6; the padding token is not in them."""
+    vocabulary = WrappedModel(hf, layout="rows", compute_dtype=None).num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    pad = getattr(hf.config.get_text_config(), "pad_token_id", None)
+    drawn = torch.randint(0, vocabulary, (64,), generator=generator).tolist()
+    tokens = [token for token in drawn if token != pad][:16]
+    if len(tokens) < 16:
+        raise ModelError("the vocabulary is too small", got=vocabulary, need="two tokens besides padding")
+    return [tokens[:12], tokens[:6] + tokens[12:16]]

@@ -24,24 +24,6 @@ from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text
 
-__all__ = [
-    "CONTRACT_FILE",
-    "CONTRACT_VERSION",
-    "Dtype",
-    "DtypeContract",
-    "GoldenExample",
-    "HeadContract",
-    "Mistake",
-    "ReadContract",
-    "RenderingContract",
-    "ScoringContract",
-    "ToleranceContract",
-    "WeightsContract",
-    "read_contract",
-    "text_sha256",
-    "write_contract",
-]
-
 Dtype = Literal["float32", "bfloat16"]
 """Number formats that a backbone computes in."""
 
@@ -144,12 +126,6 @@ class WeightsContract(Strict):
     config: dict[str, Any]
     """The keys of config.json that describe the architecture."""
 
-    @model_validator(mode="after")
-    def _hashes_are_whole(self) -> WeightsContract:
-        if len(self.tensors) != (0 if self.sha256 is None else self.num_tensors):
-            raise ValueError("sha256 and tensors cover all num_tensors tensors, or none")
-        return self
-
 
 Mistake = Literal["read_before_end", "two_bos", "no_bos"]
 """A mistake that changes the score: to read it at the token before the last (padding and end are one token, or no end
@@ -238,46 +214,34 @@ def read_contract(name: str | Path) -> ScoringContract | None:
         try:
             found = cached_file(str(name), CONTRACT_FILE, _raise_exceptions_for_missing_entries=False)
         except OSError as error:
-            raise ModelError(
-                "the scoring contract cannot be downloaded",
-                where=str(name),
-                got=str(error).splitlines()[0],
-                need="a folder, or a name on the hub and a way to it",
-            ) from error
-        if found is None:
-            return None
-        path = Path(found)
+            raise ModelError("the scoring contract cannot be downloaded", where=str(name), got=str(error)) from error
+        path = Path(found or path)
     if not path.is_file():
         return None
-    remedy = "restore the file from where the model came from"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not an object")
-    except (OSError, ValueError) as error:
-        raise ModelError("the scoring contract is damaged", where=str(path), got=str(error), fix=remedy) from error
-    if content.get("version") != CONTRACT_VERSION:
-        raise ModelError(
-            "the scoring contract is of another version",
-            where=str(path),
-            field="version",
-            got=content.get("version"),
-            need=str(CONTRACT_VERSION),
-            fix="use the treeward version that wrote the model, or, if you trust the folder as it is, write a new one: "
-            "treeward verify MODEL --write --force",
-        )
-    try:
-        return ScoringContract.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        version = content["version"]
+        if version == CONTRACT_VERSION:
+            return ScoringContract.model_validate(content)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
         raise ModelError(
             "the scoring contract is damaged",
             where=str(path),
-            field=".".join(map(str, first["loc"])),
-            got="nothing" if first["type"] == "missing" else first["input"],
-            need=first["msg"],
-            fix=remedy,
+            field=None if first is None else ".".join(map(str, first["loc"])),
+            got=repr(error) if first is None else first["input"],
+            need="an object of this version" if first is None else first["msg"],
+            fix="restore the file from where the model came from",
         ) from error
+    raise ModelError(
+        "the scoring contract is of another version",
+        where=str(path),
+        field="version",
+        got=version,
+        need=str(CONTRACT_VERSION),
+        fix="use the treeward version that wrote the model, or, if you trust the folder as it is, write a new one: "
+        "treeward verify MODEL --write --force",
+    )
 
 
 def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
@@ -289,12 +253,7 @@ def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
     try:
         write_text(path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise ModelError(
-            "the scoring contract cannot be written",
-            where=str(path),
-            got=str(error),
-            need="a model folder that exists and can be written",
-        ) from error
+        raise ModelError("the scoring contract cannot be written", where=str(path), got=str(error)) from error
     return path
 
 

@@ -16,10 +16,9 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoModel,
@@ -31,18 +30,9 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from treeward.errors import ModelError
-from treeward.model.pretrained import (
-    bare_config,
-    check_weights,
-    load_tokenizer,
-    load_weights,
-    no_model_of_fields,
-    read_config,
-)
+from treeward.model.checks import choose_layout
+from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, read_config
 from treeward.model.reward_model import RewardModel, head_name
-from treeward.model.support import choose_layout
-
-__all__ = ["LoadedModel", "build_reward_model", "initialise_head", "load_reward_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +56,7 @@ def load_reward_model(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype = torch.float32,
-    attention: str = "tree",
+    attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     head_seed: int | None = None,
     head_std: float | None = None,
@@ -99,7 +89,6 @@ def load_reward_model(
     new_head = any(key.split(".")[0] == head for key in lacking)
     if missing := [key for key in lacking if not (new_head and _is_above_backbone(hf, key))]:
         raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
-    check_weights(hf, str(name))
     if new_head and head_seed is None:
         raise ModelError(
             "this checkpoint has no reward head: its scores would be random",
@@ -111,9 +100,7 @@ def load_reward_model(
     if new_head:
         initialise_head(hf, seed=head_seed or 0, std=head_std)
     num_known_tokens = RewardModel(hf).num_embeddings
-    ensure_pad_token(hf, tokenizer)
-    hf.to(device)  # type: ignore[arg-type]
-    model = RewardModel(hf, layout=choose_layout(hf, attention))
+    model = _ready(hf, tokenizer, attention, device)
     model.num_known_tokens = num_known_tokens
     return LoadedModel(model, tokenizer, new_head)
 
@@ -123,7 +110,7 @@ def build_reward_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
-    attention: str = "tree",
+    attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     head_std: float | None = None,
 ) -> LoadedModel:
@@ -131,18 +118,25 @@ def build_reward_model(
 
     The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
     """
-    config = bare_config(model_config, tokenizer, num_labels=1)
-    try:
-        # The weights are drawn here and nowhere else, so that the seed alone determines them.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            hf = _classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise no_model_of_fields(error) from error
+
+    def make(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+        hf: PreTrainedModel = _classifier_class(config, False)._from_config(config, **options)
+        return hf
+
+    hf = bare_model(make, model_config, tokenizer, seed=seed, num_labels=1)
     initialise_head(hf, seed=seed, std=head_std)
+    return LoadedModel(_ready(hf, tokenizer, attention, device), tokenizer, True)
+
+
+def _ready(
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    attention: Literal["tree", "rows"],
+    device: torch.device | str,
+) -> RewardModel:
     ensure_pad_token(hf, tokenizer)
-    hf.to(device)
-    return LoadedModel(RewardModel(hf, layout=choose_layout(hf, attention)), tokenizer, True)
+    hf.to(device)  # type: ignore[arg-type]
+    return RewardModel(hf, layout=choose_layout(hf, attention))
 
 
 def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None) -> None:

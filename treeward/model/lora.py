@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,6 @@ from treeward.config.grpo_policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.tree.token_tree import TokenIds
-
-__all__ = [
-    "AdapterReference",
-    "adapter_state",
-    "add_adapters",
-    "has_adapters",
-    "load_adapters",
-    "plain_state",
-    "save_adapters",
-    "without_adapters",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +46,15 @@ def add_adapters(policy: PolicyModel, config: LoraConfig, *, seed: int) -> None:
     adapters could not be saved or merged; `ModelError` where peft is missing or refuses the model.
     """
     assert not has_adapters(policy), "a policy has one adapter"
-    peft = _import_peft()
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        fix = "pip install treeward[lora], or set policy.dtensor_cfg.lora_cfg.enabled=false"
+        raise ModelError("the package peft is not installed", where=_WHERE, got=str(error), fix=fix) from error
     layers = _chosen_layers(policy, config)
     settings = peft.LoraConfig(
         r=config.dim,
-        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,
+        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
         target_modules=list(layers),
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
@@ -72,20 +65,14 @@ def add_adapters(policy: PolicyModel, config: LoraConfig, *, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):  # peft draws too, before we do
             peft.inject_adapter_in_model(settings, policy.hf, _NAME)
     except ValueError as error:
-        raise ModelError(
-            "peft cannot adapt this model",
-            where=_WHERE,
-            got=str(error),
-            fix="leave such layers out by exclude_modules, or name others by target_modules",
-        ) from error
-    assert _adapted_layers(policy).keys() == layers.keys()
+        fix = "leave such layers out by exclude_modules, or name others by target_modules"
+        raise ModelError("peft cannot adapt this model", where=_WHERE, got=str(error), fix=fix) from error
     _draw(policy, config, seed)
     count = sum(weight.numel() for weight in adapter_state(policy).values())
-    names = sorted({name.rpartition(".")[2] for name in layers})
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     logger.info(
-        "Adapters of rank %d with %s parameters beside %d layers: %s.", config.dim, f"{count:,}", len(layers),
-        ", ".join(names),
-    )  # fmt: skip
+        "%s parameters in adapters of rank %d beside %d layers: %s.", f"{count:,}", config.dim, len(layers), names
+    )
 
 
 def has_adapters(policy: PolicyModel) -> bool:
@@ -158,15 +145,16 @@ def load_adapters(policy: PolicyModel, folder: Path) -> None:
     own = adapter_state(policy)
     need = {"lora_alpha": _settings(policy).lora_alpha, **{name: tuple(w.shape) for name, w in own.items()}}
     got = {"lora_alpha": alpha, **{name: tuple(w.shape) for name, w in saved.items()}}
-    if different := sorted(name for name in need.keys() | got.keys() if need.get(name) != got.get(name)):
-        raise CheckpointError(
-            "the saved adapters are not those of this policy",
-            where=str(folder),
-            field=different[0],
-            got=f"{got.get(different[0])}, and {len(different) - 1} more that differ",
-            need=str(need.get(different[0])),
-            fix=f"set {_WHERE} as it was when they were saved",
-        )
+    for name in sorted(need.keys() | got.keys()):
+        if need.get(name) != got.get(name):
+            raise CheckpointError(
+                "the saved adapters are not those of this policy",
+                where=str(folder),
+                field=name,
+                got=str(got.get(name)),
+                need=str(need.get(name)),
+                fix=f"set {_WHERE} as it was when they were saved",
+            )
     if broken := [name for name, weight in saved.items() if not bool(weight.isfinite().all())]:
         raise CheckpointError("the adapters hold NaN or infinity", where=str(folder), got=broken[0])
     for name, weight in own.items():
@@ -199,49 +187,41 @@ def plain_state(policy: PolicyModel, dtype: torch.dtype | None = None) -> dict[s
 
 def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Module]:
     """The linear layers that are adapted, by name."""
+    from peft import LoraConfig as Settings
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     linear = {name: module for name, module in policy.hf.named_modules() if _is_linear(module)}
     for field in ("target_modules", "exclude_modules"):
         for pattern in getattr(config, field):
             if not any(_matches(name, pattern) for name in linear):
                 need = "one of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
                 raise ConfigError("no linear layer has this name", where=_WHERE, field=field, got=pattern, need=need)
-    known = _known_to_peft(policy, linear)
-    embeddings = policy.hf.get_input_embeddings().weight
-    chosen = {}
-    for name, layer in linear.items():
-        if config.match_all_linear:
-            is_wanted = layer is not policy.head and name in known
-        else:
-            is_wanted = any(_matches(name, pattern) for pattern in config.target_modules)
-        if not is_wanted or any(_matches(name, pattern) for pattern in config.exclude_modules):
-            continue
-        if name not in known or layer.weight is embeddings:
-            raise ConfigError(
-                "an adapter beside this layer could not be saved or merged",
-                where=_WHERE,
-                field="target_modules",
-                got=f"{name}: peft takes it for an expert" if name not in known else f"{name}: it is the embedding",
-                need="other layers",
-            )
-        chosen[name] = layer
+    # peft takes some layers for experts, which have their names in older checkpoints
+    asked = Settings(target_modules=list(linear))
+    convert_peft_config_for_transformers(asked, model=policy.hf, conversions=None)
+    known, embeddings = set(asked.target_modules or ()), policy.hf.get_input_embeddings().weight
+    if config.match_all_linear:
+        chosen = {name: layer for name, layer in linear.items() if layer is not policy.head and name in known}
+    else:
+        patterns = config.target_modules
+        chosen = {name: layer for name, layer in linear.items() if any(_matches(name, one) for one in patterns)}
+    excluded = [name for name in chosen if any(_matches(name, pattern) for pattern in config.exclude_modules)]
+    chosen = {name: layer for name, layer in chosen.items() if name not in excluded}
     if not chosen:
-        got = list(config.exclude_modules)
-        raise ConfigError("no layer is adapted", where=_WHERE, field="exclude_modules", got=got)
+        raise ConfigError(
+            "no layer is adapted", where=_WHERE, field="exclude_modules", got=list(config.exclude_modules)
+        )
+    for name, layer in chosen.items():
+        if name not in known or layer.weight is embeddings:
+            why = "peft takes it for an expert" if name not in known else "it is the embedding"
+            summary = "an adapter beside this layer could not be saved or merged"
+            raise ConfigError(summary, where=_WHERE, field="target_modules", got=f"{name}: {why}", need="other layers")
     return chosen
 
 
 def _is_linear(module: nn.Module) -> bool:
     """Not every kind of one: some routers inherit from `nn.Linear` and compute something else."""
     return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
-
-
-def _known_to_peft(policy: PolicyModel, linear: Iterable[str]) -> set[str]:
-    """The layers that peft adapts under their own names; some have the names of experts in older checkpoints."""
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    asked = _import_peft().LoraConfig(target_modules=list(linear))
-    convert_peft_config_for_transformers(asked, model=policy.hf, conversions=None)
-    return set(asked.target_modules)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -277,16 +257,3 @@ def _adapted_layers(policy: PolicyModel) -> dict[str, Any]:
 def _settings(policy: PolicyModel) -> Any:
     known: Any = policy.hf.peft_config
     return known[_NAME]
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            "the package peft is not installed",
-            where=_WHERE,
-            got=str(error),
-            fix="pip install treeward[lora], or set policy.dtensor_cfg.lora_cfg.enabled=false",
-        ) from error
-    return peft

@@ -13,28 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ModelError
+from treeward.model.checks import tree_or_rows
 from treeward.model.export import write_folder
 from treeward.model.lora import plain_state
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
-from treeward.model.pretrained import (
-    bare_config,
-    check_weights,
-    load_tokenizer,
-    load_weights,
-    no_model_of_fields,
-    read_config,
-)
-from treeward.model.support import choose_policy_layout
-
-__all__ = ["LoadedPolicy", "build_policy", "export_policy", "load_policy"]
+from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +40,7 @@ def load_policy(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype = torch.float32,
-    attention: str = "tree",
+    attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     config_overrides: Mapping[str, Any] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
@@ -80,7 +70,6 @@ def load_policy(
     )
     if missing:
         raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
-    check_weights(hf, str(name))
     return _loaded(hf, tokenizer, str(name), attention, device, chunk_tokens)
 
 
@@ -89,7 +78,7 @@ def build_policy(
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
-    attention: str = "tree",
+    attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
 ) -> LoadedPolicy:
@@ -97,13 +86,7 @@ def build_policy(
 
     The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
     """
-    config = bare_config(model_config, tokenizer)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            hf: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise no_model_of_fields(error) from error
+    hf = bare_model(AutoModelForCausalLM.from_config, model_config, tokenizer, seed=seed)
     return _loaded(hf, tokenizer, "policy.model_config", attention, device, chunk_tokens)
 
 
@@ -128,7 +111,7 @@ def _loaded(
     hf: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     name: str,
-    attention: str,
+    attention: Literal["tree", "rows"],
     device: torch.device | str,
     chunk_tokens: int,
 ) -> LoadedPolicy:
@@ -137,7 +120,7 @@ def _loaded(
     embeddings = hf.get_input_embeddings()
     if isinstance(embeddings, nn.Embedding):
         embeddings.padding_idx = None  # a policy is never padded, and its padding token may be its end of turn
-    model = PolicyModel(hf, layout=choose_policy_layout(hf, attention), chunk_tokens=chunk_tokens)
+    model = PolicyModel(hf, layout=tree_or_rows(hf, attention), chunk_tokens=chunk_tokens)
     if len(tokenizer) > model.num_embeddings:
         raise ModelError(
             "the tokenizer has more tokens than the policy has embeddings",

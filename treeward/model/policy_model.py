@@ -106,11 +106,11 @@ class PolicyModel(WrappedModel):
         with self._autocast():
             if isinstance(batch, TreeBatch):
                 places = _tree_places(batch.layout, batch.reads_S.tolist())
-                hidden_TD, tokens_T = self._tree_hidden(batch), batch.tokens_T
+                hidden_TD, tokens_T = self.tree_hidden(batch), batch.tokens_T
             else:
                 width = batch.tokens_SL.shape[1]
                 places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
-                hidden_TD, tokens_T = self._row_hidden(batch).flatten(0, 1), batch.tokens_SL.flatten()
+                hidden_TD, tokens_T = self.row_hidden(batch).flatten(0, 1), batch.tokens_SL.flatten()
         predicted, index_SL, mask_SL = _completions(places, starts, self.device)
         values_N, entropies_N = self._values(hidden_TD, tokens_T, predicted, temperature, entropies)
 

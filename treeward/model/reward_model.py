@@ -223,10 +223,10 @@ class RewardModel(WrappedModel):
         return values_SH if head.bias is None else values_SH + head.bias.float()
 
     def _read_trees(self, batch: TreeBatch) -> Tensor:
-        return self._tree_hidden(batch)[batch.reads_S]
+        return self.tree_hidden(batch)[batch.reads_S]
 
     def _read_rows(self, batch: RowBatch) -> Tensor:
-        hidden = self._row_hidden(batch)
+        hidden = self.row_hidden(batch)
         return hidden[torch.arange(len(batch.lengths_S), device=hidden.device), batch.lengths_S - 1]
 
 

@@ -24,19 +24,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from treeward.errors import ModelError
 
-__all__ = [
-    "StoredTensor",
-    "StoredWeights",
-    "architecture_of",
-    "dtype_of",
-    "has_template",
-    "hash_of_all",
-    "named_dtype",
-    "raw_config",
-    "raw_pad_token_id",
-    "read_stored",
-]
-
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _NOT_ARCHITECTURE = {
@@ -58,11 +45,6 @@ class StoredTensor:
         with safe_open(self.file, framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(self.name)
         return tensor
-
-    def feed(self, digest: hashlib._Hash) -> None:
-        """Update `digest` with its name, format, shape and bytes."""
-        digest.update(json.dumps([self.name, self.dtype, self.shape]).encode())
-        digest.update(self.read().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +68,23 @@ class StoredWeights:
         of_head = [tensor for tensor in self.tensors if tensor.name.startswith(f"{head}.")]
         return [tensor for tensor in self.tensors if tensor not in of_head], of_head
 
-    def sha256_of(self, head: str) -> str:
-        """SHA-256 of one module's tensors: names, formats, shapes and bytes."""
-        digest = hashlib.sha256()
-        for tensor in self.split(head)[1]:
-            tensor.feed(digest)
-        return digest.hexdigest()
-
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of every tensor by its name: of name, format, shape and bytes."""
-        digests = {}
-        for tensor in self.tensors:
-            digest = hashlib.sha256()
-            tensor.feed(digest)
-            digests[tensor.name] = digest.hexdigest()
-        return digests
+        """SHA-256 of every tensor by its name."""
+        return {tensor.name: sha256_of([tensor]) for tensor in self.tensors}
+
+
+def sha256_of(tensors: Iterable[StoredTensor]) -> str:
+    """SHA-256 of the names, formats, shapes and bytes of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
+        digest.update(tensor.read().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def hash_of_all(hashes: Mapping[str, str]) -> str:
+    """One SHA-256 of the hashes of all tensors."""
+    return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
 
 
 def dtype_of(tensors: Iterable[StoredTensor]) -> str:
@@ -112,20 +96,14 @@ def dtype_of(tensors: Iterable[StoredTensor]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "none"
 
 
-def hash_of_all(hashes: Mapping[str, str]) -> str:
-    """One SHA-256 of the hashes of all tensors."""
-    return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-
-
 def read_stored(folder: Path) -> StoredWeights:
     """Read the headers of a model folder. Raises `ModelError` naming the first file that is missing or damaged."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = [SAFE_WEIGHTS_NAME]
     tensors: list[StoredTensor] = []
-    path = index
+    path = folder / SAFE_WEIGHTS_INDEX_NAME
     try:
-        if index.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = [SAFE_WEIGHTS_NAME]
+        if path.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
+            names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
         for name in names:
             path = folder / name
             with safe_open(path, framework="pt") as file:
@@ -134,22 +112,17 @@ def read_stored(folder: Path) -> StoredWeights:
                     dtype = part.get_dtype()
                     tensors.append(StoredTensor(key, path, _DTYPES.get(dtype, dtype), tuple(part.get_shape())))
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise ModelError(
-            "a file of weights is missing" if missing else "a file of weights is damaged",
-            where=str(path),
-            got=str(error),
-            need="a whole safetensors file",
-            fix="restore it from the model's origin",
-        ) from error
+        state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
+        raise ModelError(f"a file of weights is {state}", where=str(path), got=str(error)) from error
     return StoredWeights(tuple(sorted(tensors, key=lambda tensor: tensor.name)))
 
 
 def raw_config(folder: Path) -> dict[str, Any]:
-    """`config.json` as it is on disk; loading repairs it in memory. Raises `OSError` or `ValueError`."""
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    """`config.json` as it is on disk; loading repairs it in memory. Raises `ModelError`."""
+    try:
+        content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError("config.json is missing or damaged", where=str(folder), got=str(error)) from error
     return content
 
 

@@ -120,7 +120,7 @@ class WrappedModel(nn.Module):
                 fix="set policy.activation_checkpointing_enabled=false, and lower policy.train_micro_batch_tokens",
             ) from error
 
-    def _tree_hidden(self, batch: TreeBatch) -> Tensor:
+    def tree_hidden(self, batch: TreeBatch) -> Tensor:
         """The last hidden state of every token of the trees, (T, D)."""
         with self.attention(attention.TREE if self._attention is None else self._attention):
             hidden: Tensor = self.backbone(
@@ -133,7 +133,7 @@ class WrappedModel(nn.Module):
             ).last_hidden_state
         return hidden[0]
 
-    def _row_hidden(self, batch: RowBatch) -> Tensor:
+    def row_hidden(self, batch: RowBatch) -> Tensor:
         """The last hidden state of every token of the padded rows, (S, L, D)."""
         with self.plain_attention():
             hidden: Tensor = self.backbone(

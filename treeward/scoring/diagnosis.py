@@ -18,8 +18,6 @@ from scipy.stats import linregress
 
 from treeward.model.contract import Dtype, GoldenExample, Mistake, ScoringContract
 
-__all__ = ["PARTS", "Check", "Part", "close", "diagnose", "restore"]
-
 Part = Literal["contract", "files", "template", "tokens", "read position", "precision", "activation", "weights"]
 PARTS: tuple[Part, ...] = get_args(Part)
 """What is compared, in the order in which a score is made."""

@@ -16,16 +16,15 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, DataError, ModelError
+from treeward.errors import ConfigError, DataError
+from treeward.model.checks import plain_values
 from treeward.model.contract import (
     DtypeContract,
     GoldenExample,
@@ -40,10 +39,9 @@ from treeward.model.contract import (
     write_contract,
 )
 from treeward.model.loading import PAD_TOKEN, load_reward_model
-from treeward.model.pretrained import load_tokenizer
+from treeward.model.pretrained import load_tokenizer, read_config
 from treeward.model.reward_model import RewardModel, check_finite, head_name
 from treeward.model.stored import (
-    StoredWeights,
     architecture_of,
     dtype_of,
     has_template,
@@ -52,23 +50,10 @@ from treeward.model.stored import (
     raw_config,
     raw_pad_token_id,
     read_stored,
+    sha256_of,
 )
 from treeward.tree.token_tree import TokenIds
 from treeward.version import VERSION
-
-__all__ = [
-    "GOLDEN_CONVERSATIONS",
-    "HASH_DIGITS",
-    "combined_heads",
-    "exact_scoring",
-    "frame_of",
-    "head_labels",
-    "make_contract",
-    "plain_values",
-    "sign_folder",
-    "tokenizer_sha256",
-    "weighted_heads",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +119,7 @@ def sign_folder(
     Raises `ModelError` for weights that give no finite score. With `may_be_broken` (checkpoints) they are signed with a
     warning, and only the head is hashed: hashing all tensors takes about a second per GB.
     """
-    stored = read_stored(folder)
+    stored, config = read_stored(folder), raw_config(folder)
     same_numbers = (
         model is not None
         and all(parameter.dtype == torch.float32 for parameter in model.parameters())
@@ -152,89 +137,52 @@ def sign_folder(
             trust_remote_code=trust_remote_code,
         )
         model = loaded.model
-        own = (
-            {}
-            if like is None
-            else like.rendering.model_dump(include={"chat_template_kwargs", "max_length", "truncation"})
-        )
-        renderer = renderer or Renderer(loaded.tokenizer, **own)
-    contract = make_contract(
-        model,
-        renderer,
-        folder,
-        tokenizer_padding=padding,
-        heads=heads if heads is not None or like is None else like.heads,
-        reward_shaping=None if like is None else like.reward_shaping,
-        may_be_broken=may_be_broken,
-    )
-    write_contract(contract, folder)
-    return contract
-
-
-def make_contract(
-    model: RewardModel,
-    renderer: Renderer,
-    folder: Path,
-    *,
-    tokenizer_padding: int | None,
-    heads: Sequence[HeadContract] | None = None,
-    calibration: RewardCalibration | None = None,
-    reward_shaping: RewardShapingConfig | None = None,
-    may_be_broken: bool = False,
-) -> ScoringContract:
-    """The contract of `model`, whose weights, in float32, are those that `folder` holds.
-
-    `tokenizer_padding`: the padding token of the tokenizer in the folder. `heads`: None is one reward, or for a model
-    with several heads their labels, of which the first alone is the score. Conversations that the template refuses or
-    that are too long are left out. `may_be_broken`: see `sign_folder`.
-    """
-    chosen = list(heads) if heads is not None else _default_heads(model)
-    rendered = _rendered(renderer, model.max_positions)
-    if not rendered:
-        logger.warning("The chat template or the limit of %s tokens refuses every golden conversation: the scoring "
-                       "contract has none, so scores cannot be replayed.", renderer.max_length)  # fmt: skip
+        kept = {"chat_template_kwargs", "max_length", "truncation"}
+        settings = {} if like is None else like.rendering.model_dump(include=kept)
+        renderer = renderer or Renderer(loaded.tokenizer, **settings)
+    chosen = list(heads or (like.heads if like is not None else _default_heads(model)))
+    head, pad = head_name(model.hf), raw_pad_token_id(config)
     with exact_scoring(model):
-        golden = _golden(model, rendered, chosen, may_be_broken)
-        if len(golden) < len(rendered):
-            logger.warning(
-                "The model gives no finite score to %d of %d golden conversations: its weights are broken.",
-                len(rendered) - len(golden),
-                len(rendered),
-            )
+        golden = _golden(model, renderer, chosen, may_be_broken)
         tolerance = _tolerance(model, golden, chosen)
-        pad = raw_pad_token_id(raw_config(folder))
-        plain = pad == tokenizer_padding and _plain_agrees(model, pad, golden, tolerance)
-    tokenizer, stored, head = renderer.tokenizer, read_stored(folder), head_name(model.hf)
-    config = raw_config(folder)
-    return ScoringContract(
+        is_plain = bool(golden) and pad == padding and not getattr(model.hf, "made_by_treeward", False)
+        if is_plain:
+            plain = plain_values(model, [example.token_ids for example in golden], pad)
+            off = plain - torch.tensor([example.heads for example in golden])
+            is_plain = bool(off.abs().max() <= tolerance.float32)
+    backbone_tensors, head_tensors = stored.split(head)
+    hashes = {} if may_be_broken else stored.hashes()
+    contract = ScoringContract(
         treeward_version=VERSION,
-        rendering=RenderingContract(
-            chat_template_sha256=text_sha256(renderer.chat_template),
-            chat_template=renderer.chat_template,
-            template_in_folder=has_template(folder),
-            chat_template_kwargs=renderer.chat_template_kwargs,
-            max_length=renderer.max_length,
-            truncation=renderer.truncation,
-            frame=frame_of(renderer, [ids for _, ids in rendered.values()]),
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=raw_pad_token_id(config),
-            tokenizer_sha256=tokenizer_sha256(tokenizer),
-        ),
+        rendering=_rendering(renderer, folder, pad, [example.token_ids for example in golden]),
         read=ReadContract(
             position="pooled" if model.layout == "encoder" else "last token",
-            plain_transformers=plain,
+            plain_transformers=is_plain,
             token=renderer.read_token,
         ),
-        dtypes=_dtypes(stored, head, config),
+        dtypes=DtypeContract(
+            weights=dtype_of(backbone_tensors),
+            head=dtype_of(head_tensors),
+            config=named_dtype(config, "dtype") or named_dtype(config, "torch_dtype") or dtype_of(backbone_tensors),
+        ),
         heads=chosen,
         problem_type=config.get("problem_type"),
-        calibration=calibration,
-        reward_shaping=reward_shaping,
-        weights=_weights(stored, model, config, hash_all=not may_be_broken),
+        reward_shaping=None if like is None else like.reward_shaping,
+        weights=WeightsContract(
+            architecture=type(model.hf).__name__,
+            num_parameters=stored.num_parameters,
+            num_tensors=len(stored.tensors),
+            shapes_sha256=stored.shapes_sha256,
+            head_sha256=sha256_of(head_tensors),
+            sha256=hash_of_all(hashes) if hashes else None,
+            tensors={name: sha256[:HASH_DIGITS] for name, sha256 in hashes.items()},
+            config=architecture_of(config),
+        ),
         golden=golden,
         tolerance=tolerance,
     )
+    write_contract(contract, folder)
+    return contract
 
 
 def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequence[float]) -> list[HeadContract]:
@@ -263,38 +211,10 @@ def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequenc
 
 
 def head_labels(folder: Path, *, trust_remote_code: bool = False) -> list[str]:
-    """The labels of a model folder by its config.json, one for each head; one for what is no classifier yet.
-
-    Raises `ModelError` for a config.json that is missing or damaged.
-    """
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise ModelError(
-            "config.json is missing or damaged",
-            where=str(folder),
-            got=str(error).splitlines()[0],
-            need="a model folder",
-        ) from error
-    if not any("SequenceClassification" in name for name in config.architectures or ()):
-        return ["reward"]
-    return _labels(config, config.num_labels)
-
-
-@contextlib.contextmanager
-def exact_scoring(model: RewardModel) -> Iterator[None]:
-    """Within it the model scores in its weights' own precision; afterwards it is as before, training mode included."""
-    training = {module: module.training for module in model.modules()}
-    compute_dtype, model.compute_dtype = model.compute_dtype, None
-    counters = model.num_computed_tokens, model.num_row_tokens
-    model.eval()
-    try:
-        yield
-    finally:
-        model.compute_dtype = compute_dtype
-        model.num_computed_tokens, model.num_row_tokens = counters
-        for module, was_training in training.items():
-            module.training = was_training
+    """The labels of a model folder by its config.json, one for each head; one for what is no classifier yet."""
+    config = read_config(str(folder), trust_remote_code)
+    is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
+    return _labels(config) if is_classifier else ["reward"]
 
 
 def combined_heads(values: Sequence[float], heads: Sequence[HeadContract]) -> float:
@@ -302,37 +222,22 @@ def combined_heads(values: Sequence[float], heads: Sequence[HeadContract]) -> fl
     return sum(head.weight * value for head, value in zip(heads, values, strict=True))
 
 
-@torch.no_grad()
-def plain_values(model: RewardModel, sequences: Sequence[TokenIds], pad_token_id: int | None) -> list[list[float]]:
-    """What plain transformers gives: rows padded on the right with `pad_token_id`, read where it reads them; (S, H).
-
-    Without a padding token it computes one row at a time.
-    """
-    configs = (model.hf.config, model.hf.config.get_text_config())
-    before = [config.pad_token_id for config in configs]
-    options = {} if model.layout == "encoder" else {"use_cache": False}
-    batches = [[sequence] for sequence in sequences] if pad_token_id is None else [list(sequences)]
-    values: list[list[float]] = []
+@contextlib.contextmanager
+def exact_scoring(model: RewardModel) -> Iterator[None]:
+    """Within it the model scores in its weights' own precision; afterwards it trains or scores as before."""
+    was_training, compute_dtype = model.training, model.compute_dtype
+    counters = model.num_computed_tokens, model.num_row_tokens
+    model.eval()
+    model.compute_dtype = None
     try:
-        for config in configs:
-            config.pad_token_id = pad_token_id
-        for rows in batches if sequences else []:
-            width = max(map(len, rows))
-            tokens_SL = [[*row, *[pad_token_id or 0] * (width - len(row))] for row in rows]
-            mask_SL = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
-            with model.plain_attention():
-                values += model.hf(
-                    input_ids=torch.tensor(tokens_SL, device=model.device),
-                    attention_mask=torch.tensor(mask_SL, device=model.device),
-                    **options,
-                ).logits.float().tolist()  # fmt: skip
+        yield
     finally:
-        for config, pad in zip(configs, before, strict=True):
-            config.pad_token_id = pad
-    return values
+        model.train(was_training)
+        model.compute_dtype = compute_dtype
+        model.num_computed_tokens, model.num_row_tokens = counters
 
 
-def frame_of(renderer: Renderer, rows: Sequence[TokenIds]) -> Any:
+def frame_of(renderer: Renderer, rows: Sequence[TokenIds]) -> Literal["none", "bos", "cls_sep"]:
     """What the token ids of every conversation begin (and end) with, as `RenderingContract.frame`."""
     if renderer.kind == "encoder":
         return "cls_sep"
@@ -359,90 +264,78 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return text_sha256(json.dumps(parts, sort_keys=True))
 
 
+def _rendering(renderer: Renderer, folder: Path, pad: int | None, rows: Sequence[TokenIds]) -> RenderingContract:
+    tokenizer = renderer.tokenizer
+    return RenderingContract(
+        chat_template_sha256=text_sha256(renderer.chat_template),
+        chat_template=renderer.chat_template,
+        template_in_folder=has_template(folder),
+        chat_template_kwargs=renderer.chat_template_kwargs,
+        max_length=renderer.max_length,
+        truncation=renderer.truncation,
+        frame=frame_of(renderer, rows),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad,
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+    )
+
+
 def _default_heads(model: RewardModel) -> list[HeadContract]:
     if model.num_heads == 1:
         return [HeadContract()]
-    labels = _labels(model.hf.config, model.num_heads)
+    labels = _labels(model.hf.config)
     logger.warning(
         "The model has the labels %s, and nothing says how they make one score: it is %r alone, says the scoring "
         "contract. treeward verify MODEL --write --force --head-weights NAME=1,... writes another.",
         ", ".join(labels),
         labels[0],
     )
-    return weighted_heads(labels, [1.0, *[0.0] * (len(labels) - 1)])
+    return weighted_heads(labels, {labels[0]: 1.0})
 
 
-def _labels(config: Any, number: int) -> list[str]:
+def _labels(config: Any) -> list[str]:
     labels: dict[Any, str] = config.id2label or {}
-    return [str(labels.get(i, f"head {i}")) for i in range(number)]
-
-
-def _dtypes(stored: StoredWeights, head: str, config: Mapping[str, Any]) -> DtypeContract:
-    weights, of_head = map(dtype_of, stored.split(head))
-    return DtypeContract(
-        weights=weights,
-        head=of_head,
-        config=named_dtype(config, "dtype") or named_dtype(config, "torch_dtype") or weights,
-        compute="float32",
-    )
-
-
-def _weights(
-    stored: StoredWeights, model: RewardModel, config: Mapping[str, Any], *, hash_all: bool
-) -> WeightsContract:
-    hashes = stored.hashes() if hash_all else {}
-    return WeightsContract(
-        architecture=type(model.hf).__name__,
-        num_parameters=stored.num_parameters,
-        num_tensors=len(stored.tensors),
-        shapes_sha256=stored.shapes_sha256,
-        head_sha256=stored.sha256_of(head_name(model.hf)),
-        sha256=hash_of_all(hashes) if hash_all else None,
-        tensors={name: sha256[:HASH_DIGITS] for name, sha256 in hashes.items()},
-        config=architecture_of(config),
-    )
-
-
-def _rendered(renderer: Renderer, max_positions: int | None) -> dict[str, tuple[list[Message], list[int]]]:
-    """The messages and token ids of the golden conversations that the template and the limits allow."""
-    rendered = {}
-    for name, messages in GOLDEN_CONVERSATIONS.items():
-        try:
-            fitted = renderer.fit(messages)
-        except DataError as error:
-            logger.debug("the golden conversation %r is left out: %s", name, error.summary)
-            continue
-        if fitted is not None and (max_positions is None or len(fitted.token_ids) <= max_positions):
-            rendered[name] = messages, [int(token) for token in fitted.token_ids]
-    return rendered
+    return [str(labels.get(i, f"head {i}")) for i in range(config.num_labels)]
 
 
 def _golden(
-    model: RewardModel,
-    rendered: Mapping[str, tuple[list[Message], list[int]]],
-    heads: Sequence[HeadContract],
-    may_be_broken: bool,
+    model: RewardModel, renderer: Renderer, heads: Sequence[HeadContract], may_be_broken: bool
 ) -> list[GoldenExample]:
+    """The golden conversations that the template and the limits allow, with their scores."""
+    rendered: dict[str, list[int]] = {}
+    for name, messages in GOLDEN_CONVERSATIONS.items():
+        with contextlib.suppress(DataError):  # the template refuses it
+            fitted = renderer.fit(messages)
+            if fitted is not None and (model.max_positions is None or len(fitted.token_ids) <= model.max_positions):
+                rendered[name] = [int(token) for token in fitted.token_ids]
+    if not rendered:
+        logger.warning("The chat template or the limit of %s tokens refuses every golden conversation: the scoring "
+                       "contract has none, so scores cannot be replayed.", renderer.max_length)  # fmt: skip
     bos = None if model.layout == "encoder" else model.hf.config.get_text_config().bos_token_id
-    mistaken = [dict(_mistaken(ids, bos, model)) for _, ids in rendered.values()]
-    right: list[list[float]] = model.score_tokens([ids for _, ids in rendered.values()]).tolist()
+    mistaken = [dict(_mistaken(ids, bos, model)) for ids in rendered.values()]
+    right: list[list[float]] = model.score_tokens(list(rendered.values())).tolist()
     wrong = iter(model.score_tokens([ids for rows in mistaken for ids in rows.values()]).tolist())
-    examples = []
-    for (name, (messages, ids)), rows, values in zip(rendered.items(), mistaken, right, strict=True):
+    examples, num_broken = [], 0
+    for (name, ids), rows, values in zip(rendered.items(), mistaken, right, strict=True):
         mistakes = {mistake: combined_heads(next(wrong), heads) for mistake in rows}
         if may_be_broken and not all(map(math.isfinite, values)):
+            num_broken += 1
             continue
         check_finite(values, f"the golden conversation {name!r}", len(ids))
         examples.append(
             GoldenExample(
                 name=name,
-                messages=[dict(message) for message in messages],
+                messages=[dict(message) for message in GOLDEN_CONVERSATIONS[name]],
                 token_ids=ids,
                 score=combined_heads(values, heads),
                 heads=values,
                 mistakes={mistake: score for mistake, score in mistakes.items() if math.isfinite(score)},
             )
         )
+    if num_broken:
+        logger.warning("The model gives no finite score to %d of %d golden conversations: its weights are broken.",
+                       num_broken, len(rendered))  # fmt: skip
     return examples
 
 
@@ -473,17 +366,4 @@ def _tolerance(model: RewardModel, golden: Sequence[GoldenExample], heads: Seque
     largest = max((abs(one.score) for one in golden), default=1.0)
     return ToleranceContract(
         float32=max(worst / 256, 1e-5 * largest, 1e-7), bfloat16=max(8 * worst, 2**-6 * largest, 1e-5)
-    )
-
-
-def _plain_agrees(
-    model: RewardModel, pad: int | None, golden: Sequence[GoldenExample], tolerance: ToleranceContract
-) -> bool:
-    if not golden or getattr(model.hf, "made_by_treeward", False):
-        return False
-    values = plain_values(model, [example.token_ids for example in golden], pad)
-    return all(
-        abs(got - want) <= tolerance.float32
-        for heads, example in zip(values, golden, strict=True)
-        for got, want in zip(heads, example.heads, strict=True)
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, DataError, ModelError, TreewardError
+from treeward.errors import DataError, ModelError, TreewardError
+from treeward.model.checks import plain_values
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract, text_sha256
 from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
@@ -38,18 +40,10 @@ from treeward.model.stored import (
     raw_config,
     raw_pad_token_id,
     read_stored,
+    sha256_of,
 )
 from treeward.scoring.diagnosis import PARTS, Check, Part, close, diagnose, restore
-from treeward.scoring.golden import (
-    HASH_DIGITS,
-    combined_heads,
-    exact_scoring,
-    frame_of,
-    plain_values,
-    tokenizer_sha256,
-)
-
-__all__ = ["Verification", "local_folder", "verify"]
+from treeward.scoring.golden import HASH_DIGITS, combined_heads, exact_scoring, frame_of, tokenizer_sha256
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
@@ -151,7 +145,7 @@ def _unreadable(model: str, check: Check) -> Verification:
 
 @dataclass
 class _Replay:
-    """One verification: each step leaves its check, and the objects that later steps need."""
+    """One verification: each step adds checks, and the objects that later steps need."""
 
     name: str
     folder: Path
@@ -166,96 +160,88 @@ class _Replay:
     tokenizer: PreTrainedTokenizerBase | None = None
     renderer: Renderer | None = None
     model: RewardModel | None = None
+    values: list[list[float]] = field(default_factory=list)
     num_tensors: int = 0
 
     def run(self) -> Verification:
         contract = self.contract
         self.equal("contract", f"version {contract.version}, written by treeward {contract.treeward_version}")
-        self.check_files()
-        self.check_template()
-        self.check_tokens()
-        self.load_model()
-        self.check_read_position()
-        self.check_precision_and_activation()
-        largest = self.check_weights()
+        steps: list[tuple[Part, Callable[[], None]]] = [
+            ("files", self.check_files),
+            ("template", self.check_template),
+            ("tokens", self.check_tokens),
+            ("weights", self.load_model),
+            ("read position", self.check_read_position),
+            ("precision", self.check_precision),
+            ("weights", self.check_weights),
+        ]
+        for part, step in steps:
+            try:
+                step()
+            except TreewardError as error:
+                self.checks.setdefault(part, _differs(part, error))
+        scores = [combined_heads(heads, contract.heads) for heads in self.values]
+        off = [abs(got - one.score) for got, one in zip(scores, contract.golden, strict=False)]
+        largest = max(off) if off and all(map(math.isfinite, off)) else None
         first = next((check for part in PARTS if (check := self.checks.get(part)) and check.state == "differs"), None)
         why = f"it cannot be, because of the {first.part}" if first else "the contract has no golden scores"
         checks = tuple(self.checks.get(part) or Check(part, "not checked", why) for part in PARTS)
-        return Verification(self.name, checks, self.num_tensors, len(contract.golden), largest, self.tolerance)
-
-    @property
-    def tolerance(self) -> float:
-        tolerance = self.contract.tolerance
-        return tolerance.float32 if self.dtype == torch.float32 else tolerance.bfloat16
+        tolerance = contract.tolerance.of("float32" if self.dtype == torch.float32 else "bfloat16")
+        return Verification(self.name, checks, self.num_tensors, len(contract.golden), largest, tolerance)
 
     def equal(self, part: Part, summary: str) -> None:
+        """The part is equal, unless a difference was found before."""
         self.checks.setdefault(part, Check(part, "equal", summary))
 
     def differs(self, part: Part, summary: str, got: Any, need: Any, fix: str) -> None:
         """The first difference of a part is the one that is kept."""
-        before = self.checks.get(part)
-        if before is None or before.state != "differs":
+        if part not in self.checks or self.checks[part].state == "equal":
             self.checks[part] = Check(part, "differs", summary, str(got), str(need), fix)
 
     def check_files(self) -> None:
-        try:
-            self.config = raw_config(self.folder)
-        except (OSError, ValueError) as error:
-            self.differs("files", "config.json is missing or damaged", error, "config.json", restore("config.json"))
-        else:
-            # Compared in the file: a limit or a window may change no conversation as short as the golden ones.
-            got, need = architecture_of(self.config), self.contract.weights.config
-            keys = sorted(key for key in got.keys() | need.keys() if got.get(key) != need.get(key))
-            if keys:
-                more = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
-                self.differs(
-                    "files", f"config.json is of another architecture, by {keys[0]}{more}",
-                    f"{keys[0]} {got.get(keys[0])}", f"{keys[0]} {need.get(keys[0])}", restore("config.json"),
-                )  # fmt: skip
-        try:
-            self.stored = read_stored(self.folder)
-            if self.config:  # it names the class of the tokenizer
-                self.tokenizer = load_tokenizer(str(self.folder), trust_remote_code=self.trust_remote_code)
-        except ModelError as error:
-            self.checks.setdefault("files", _differs("files", error))
-        if self.stored is not None:
-            self.equal("files", f"{len(self.stored.tensors)} tensors, {self.stored.num_parameters:,} numbers")
+        self.config = raw_config(self.folder)
+        # Compared in the file: a limit or a window may change no conversation as short as the golden ones.
+        got, need = architecture_of(self.config), self.contract.weights.config
+        keys = sorted(key for key in got.keys() | need.keys() if got.get(key) != need.get(key))
+        if keys:
+            more = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
+            self.differs(
+                "files", f"config.json is of another architecture, by {keys[0]}{more}",
+                f"{keys[0]} {got.get(keys[0])}", f"{keys[0]} {need.get(keys[0])}", restore("config.json"),
+            )  # fmt: skip
+        self.stored = read_stored(self.folder)
+        self.tokenizer = load_tokenizer(str(self.folder), trust_remote_code=self.trust_remote_code)
+        self.equal("files", f"{len(self.stored.tensors)} tensors, {self.stored.num_parameters:,} numbers")
 
     def check_template(self) -> None:
         need = self.contract.rendering
         if self.tokenizer is None:
             return
         raw = self.tokenizer.chat_template
-        try:
-            self.renderer = Renderer(
-                self.tokenizer,
-                chat_template_kwargs=need.chat_template_kwargs,
-                max_length=need.max_length,
-                truncation=need.truncation,
-            )
-        except ConfigError as error:
-            self.checks["template"] = _differs("template", error)
-            return
+        self.renderer = Renderer(
+            self.tokenizer,
+            chat_template_kwargs=need.chat_template_kwargs,
+            max_length=need.max_length,
+            truncation=need.truncation,
+        )
+        # What the renderer adds to a template (a fixed date, a BOS) is in that of an export already.
+        texts = [raw if isinstance(raw, str) else "", self.renderer.chat_template]
         if raw is None and need.template_in_folder:
             self.differs(
                 "template", "the chat template is gone: treeward falls back to its own, other programs have none",
                 "a tokenizer without a chat template", f"sha256 {need.chat_template_sha256[:12]}",
                 restore("chat_template.jinja"),
             )  # fmt: skip
-            return
-        # What the renderer adds to a template (a fixed date, a BOS) is in that of an export already.
-        texts = [raw if isinstance(raw, str) else "", self.renderer.chat_template]
-        if need.chat_template_sha256 in map(text_sha256, texts):
-            self.equal("template", f"sha256 {need.chat_template_sha256[:12]}")
-            return
-        lines = [text.split("\n") for text in (texts[0] or texts[1], need.chat_template)]
-        number = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
-        got, want = (json.dumps(one[number]) if number < len(one) else "(the text has ended)" for one in lines)
-        effect = "; the golden conversations come out the same" if self.token_difference() is None else ""
-        self.differs(
-            "template", f"the chat template was changed{effect}", f"line {number + 1}: {got}",
-            f"line {number + 1}: {want}", restore("chat_template.jinja"),
-        )  # fmt: skip
+        elif need.chat_template_sha256 not in map(text_sha256, texts):
+            lines = [text.split("\n") for text in (texts[0] or texts[1], need.chat_template)]
+            number = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
+            got, want = (json.dumps(one[number]) if number < len(one) else "(the text has ended)" for one in lines)
+            effect = "; the golden conversations come out the same" if self.token_difference() is None else ""
+            self.differs(
+                "template", f"the chat template was changed{effect}", f"line {number + 1}: {got}",
+                f"line {number + 1}: {want}", restore("chat_template.jinja"),
+            )  # fmt: skip
+        self.equal("template", f"sha256 {need.chat_template_sha256[:12]}")
 
     def token_difference(self) -> tuple[str, str, str] | None:
         """Summary, got and need of the first golden conversation that does not become its tokens."""
@@ -266,9 +252,7 @@ class _Replay:
                 fitted = self.renderer.fit(example.messages)
             except DataError as error:
                 return summary, error.summary, f"{len(need)} tokens"
-            if fitted is None:
-                return summary, "a conversation that is too long", f"{len(need)} tokens"
-            got = list(fitted.token_ids)
+            got = [] if fitted is None else list(fitted.token_ids)  # none: it is too long
             if got != need:
                 at = next((i for i, (a, b) in enumerate(zip(got, need, strict=False)) if a != b), 0)
                 decode = self.renderer.tokenizer.decode
@@ -279,19 +263,19 @@ class _Replay:
     def check_tokens(self) -> None:
         if self.renderer is None:
             return
-        tokenizer, need = self.renderer.tokenizer, self.contract.rendering
-        fix = restore("tokenizer.json and tokenizer_config.json")
-        if (got := tokenizer_sha256(tokenizer)) != need.tokenizer_sha256:
+        need, fix = self.contract.rendering, restore("tokenizer.json and tokenizer_config.json")
+        if (got := tokenizer_sha256(self.renderer.tokenizer)) != need.tokenizer_sha256:
             sums = f"sha256 {got[:12]}", f"sha256 {need.tokenizer_sha256[:12]}"
             self.differs("tokens", "another tokenizer: vocabulary, merges or special tokens", *sums, fix)
         if (found := self.token_difference()) is not None:
             self.differs("tokens", *found, fix)
         rows = [example.token_ids for example in self.contract.golden]
-        if rows and not found and (frame := frame_of(self.renderer, rows)) != need.frame:
+        if rows and (frame := frame_of(self.renderer, rows)) != need.frame:
             self.differs("tokens", "another frame is put around conversations", frame, need.frame, fix)
         self.equal("tokens", f"{len(rows)} conversations, {sum(map(len, rows))} tokens")
 
     def load_model(self) -> None:
+        """Load the weights, and score the golden conversations."""
         if self.stored is None or self.tokenizer is None:
             return
         need, stored = self.contract.weights, self.stored
@@ -303,20 +287,16 @@ class _Replay:
                 restore("the weights"),
             )  # fmt: skip
             return
-        try:
-            model = load_reward_model(
-                self.folder,
-                tokenizer=copy.deepcopy(self.tokenizer),  # loading mends its padding
-                dtype=self.dtype,
-                device=self.device,
-                several_heads=True,
-                trust_remote_code=self.trust_remote_code,
-            ).model
-        except ModelError as error:
-            self.checks.setdefault("weights", _differs("weights", error))
-            return
-        if max((max(one.token_ids) for one in self.contract.golden), default=0) < model.num_embeddings:
-            self.model = model
+        self.model = load_reward_model(
+            self.folder,
+            tokenizer=copy.deepcopy(self.tokenizer),  # loading mends its padding
+            dtype=self.dtype,
+            device=self.device,
+            several_heads=True,
+            trust_remote_code=self.trust_remote_code,
+        ).model
+        with exact_scoring(self.model):
+            self.values = self.model.score_tokens([example.token_ids for example in self.contract.golden]).tolist()
 
     def check_read_position(self) -> None:
         contract, need = self.contract, self.contract.rendering.pad_token_id
@@ -333,21 +313,14 @@ class _Replay:
                         "read position", f"{file} pads with {what}: transformers may read the score elsewhere",
                         f"pad_token_id {pad}", f"pad_token_id {need}", f"in {file} set {setting}, or restore the file",
                     )  # fmt: skip
-        if self.renderer is not None and self.renderer.read_token != contract.read.token:
-            self.differs(
-                "read position", "conversations end with another kind of token", self.renderer.read_token,
-                contract.read.token, restore("the chat template and the tokenizer"),
-            )  # fmt: skip
         if self.model is None:
             return
-        # (In bfloat16 transformers would have to be told to keep the head in float32.)
+        # (In bfloat16 rows are padded and packed differently, and rounding would look like another position.)
         if contract.read.plain_transformers and contract.golden and self.dtype == torch.float32:
             rows = [example.token_ids for example in contract.golden]
-            with exact_scoring(self.model):
-                ours = self.model.score_tokens(rows).tolist()
-            theirs = plain_values(self.model, rows, raw_pad_token_id(self.config))
-            for example, mine, plain in zip(contract.golden, ours, theirs, strict=True):
-                if not close(plain, mine, self.tolerance):
+            theirs = plain_values(self.model, rows, raw_pad_token_id(self.config)).tolist()
+            for example, mine, plain in zip(contract.golden, self.values, theirs, strict=True):
+                if not close(plain, mine, contract.tolerance.float32):
                     self.differs(
                         "read position", "transformers alone reads another score from padded rows",
                         f"{plain[0]:.6g} for the conversation {example.name!r}", f"{mine[0]:.6g}",
@@ -355,15 +328,12 @@ class _Replay:
                     )  # fmt: skip
         self.equal("read position", f"{contract.read.position}, {contract.read.token or 'whatever it is'}")
 
-    def check_precision_and_activation(self) -> None:
+    def check_precision(self) -> None:
+        """Number formats of the weights and of config.json; and the activation that config.json has others apply."""
         need = self.contract.dtypes
         if self.stored is not None and self.model is not None:
-            for what, tensors, want in zip(
-                ("backbone", "head"),
-                self.stored.split(head_name(self.model.hf)),
-                (need.weights, need.head),
-                strict=True,
-            ):
+            parts = self.stored.split(head_name(self.model.hf))
+            for what, tensors, want in zip(("backbone", "head"), parts, (need.weights, need.head), strict=True):
                 if (got := dtype_of(tensors)) != want:
                     self.differs(
                         "precision", f"the {what}'s weights are stored in another number format", got, want,
@@ -383,34 +353,19 @@ class _Replay:
                 "set problem_type in config.json, or restore the file",
             )  # fmt: skip
 
-    def changed_tensors(self) -> list[str]:
-        """Tensors whose bytes are others: of all that were hashed at signing, or of the head alone."""
-        assert self.stored is not None and self.model is not None
-        need, head = self.contract.weights, head_name(self.model.hf)
-        if need.tensors and not self.quick:
-            hashes = self.stored.hashes()
-            self.num_tensors = len(hashes)
-            changed = [name for name, digest in hashes.items() if digest[:HASH_DIGITS] != need.tensors.get(name)]
-            return changed or ([] if hash_of_all(hashes) == need.sha256 else list(hashes))
-        if self.stored.sha256_of(head) != need.head_sha256:
-            return [tensor.name for tensor in self.stored.split(head)[1]]
-        return []
-
-    def check_weights(self) -> float | None:
-        """Compare the tensors' bytes and replay the scores; returns the largest difference of a score."""
+    def check_weights(self) -> None:
+        """Compare the bytes of the tensors, and the golden scores."""
         contract = self.contract
         if self.model is None:
-            return None
+            return
         changed = self.changed_tensors()
-        with exact_scoring(self.model):
-            values = self.model.score_tokens([example.token_ids for example in contract.golden]).tolist()
-        scores = [combined_heads(heads, contract.heads) for heads in values]
+        scores = [combined_heads(heads, contract.heads) for heads in self.values]
         verdict = diagnose(contract, scores, dtype="float32" if self.dtype == torch.float32 else "bfloat16")
         if verdict.state == "differs":
             verdict = self.judged(verdict, changed)
             self.differs(verdict.part, verdict.summary, verdict.got, verdict.need, str(verdict.fix))
         elif changed:
-            same = "; the golden scores are equal all the same" if contract.golden else ""
+            same = "; the golden scores are still equal" if contract.golden else ""
             self.differs(
                 "weights", f"{self.named(changed)}{same}", f"other bytes in {changed[0]}",
                 "the tensors that were signed", restore("the weights"),
@@ -422,27 +377,39 @@ class _Replay:
         if contract.golden or self.num_tensors:
             told = verdict.summary if contract.golden else "the contract has no golden scores"
             self.equal("weights", f"{same} are equal; {told}")
-        largest = max((abs(got - one.score) for got, one in zip(scores, contract.golden, strict=True)), default=None)
-        return largest if largest is not None and math.isfinite(largest) else None
+
+    def changed_tensors(self) -> list[str]:
+        """Tensors whose bytes are others: of all that were hashed at signing, or of the head alone."""
+        assert self.stored is not None and self.model is not None
+        need = self.contract.weights
+        if need.tensors and not self.quick:
+            hashes = self.stored.hashes()
+            self.num_tensors = len(hashes)
+            changed = [name for name, digest in hashes.items() if digest[:HASH_DIGITS] != need.tensors.get(name)]
+            return changed or ([] if hash_of_all(hashes) == need.sha256 else list(hashes))
+        head = self.stored.split(head_name(self.model.hf))[1]
+        return [] if sha256_of(head) == need.head_sha256 else [tensor.name for tensor in head]
 
     def judged(self, verdict: Check, changed: list[str]) -> Check:
         """A difference of scores, put down to the part that explains it with what is known of the files."""
-        if verdict.part == "precision" or self.is_rounded():
-            if self.is_rounded() or not changed:
-                what = "the weights were rounded" if self.is_rounded() else "this machine computes in a coarser format"
-                return replace(verdict, part="precision", summary=f"{verdict.summary}: {what}")
-        elif verdict.part in ("tokens", "read position"):
-            return verdict
-        elif verdict.part == "activation" and self.num_tensors and not changed:
-            return verdict  # other weights can make scores that look scaled or turned round
+        rounded = f"{verdict.summary}: the weights were rounded"
+        if self.is_rounded():
+            return replace(verdict, part="precision", summary=rounded, fix=restore("the weights"))
         if changed:
             return replace(verdict, part="weights", summary=self.named(changed), fix=restore("the weights"))
-        if self.num_tensors and self.checks["files"].state == "equal":
-            summary = "every tensor is the contract's, and the scores are others: this machine computes another model"
-            fix = "compare its versions of torch and transformers with those of where the model was made"
-            return replace(verdict, part="weights", summary=summary, fix=fix)
-        summary = "the scores are others: the backbone or config.json was changed"
-        return replace(verdict, part="weights", summary=summary, fix=restore("the weights and config.json"))
+        # Where not every tensor was hashed, other weights can make scores that look scaled or turned round.
+        if verdict.part in ("tokens", "read position", "precision") or (
+            verdict.part == "activation" and self.num_tensors
+        ):
+            return verdict
+        hashed = "every tensor is" if self.num_tensors else "the head is"
+        return replace(
+            verdict,
+            part="weights",
+            summary=f"the scores are others, and {hashed} the contract's",
+            fix=f"{restore('the weights and config.json')}; if they are whole, compare the versions of torch and "
+            "transformers with those of where the model was made",
+        )
 
     def is_rounded(self) -> bool:
         """Whether the weights hold only what a coarser number format can hold, and should hold more."""
