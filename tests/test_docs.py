@@ -66,6 +66,7 @@ def blocks() -> list[Block]:
 
 BLOCKS = blocks()
 NAMESPACES: dict[str, dict[str, object]] = {}
+DONE: set[Block] = set()
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +143,25 @@ def servers() -> Iterator[Servers]:
     assert set(running.stop()) <= {0}
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.file}:{block.line}" for block in BLOCKS])
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(
+            block, id=f"{block.file}:{block.line}", marks=[pytest.mark.slow] if "ray.init" in block.code else []
+        )
+        for block in BLOCKS
+    ],
+)
 def test_code_block(block: Block, reader: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier blocks of its file run before it, as a reader's would, if they have not."""
     monkeypatch.chdir(reader)
+    for earlier in BLOCKS[: BLOCKS.index(block) + 1]:
+        if earlier.file == block.file and earlier not in DONE:
+            DONE.add(earlier)
+            run_block(earlier, reader, servers)
+
+
+def run_block(block: Block, reader: Path, servers: Servers) -> None:
     code = servers.on_its_port(block.code, block.file)
     match block.language:
         case "python":

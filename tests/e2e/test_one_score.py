@@ -26,8 +26,8 @@ QUESTION = [
     {"role": "assistant", "content": "Then you can make bread."},
     {"role": "user", "content": "How long does it take, and what else do I need?"},
 ]
-ANSWERS = ["About three hours; you also need salt and yeast.", "Bread is nice!"]
-CONVERSATIONS = [[*QUESTION, {"role": "assistant", "content": answer}] for answer in ANSWERS]
+COMPLETIONS = ["About three hours; you also need salt and yeast.", "Bread is nice!"]
+CONVERSATIONS = [[*QUESTION, {"role": "assistant", "content": text}] for text in COMPLETIONS]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def crowd() -> list[list[dict[str, Any]]]:
     return [[*p.context, *c.messages] for p, _ in islice(stream, 12) for c in p.completions]
 
 
-@pytest.fixture(params=["whole", "cut"])
+@pytest.fixture(params=["whole", pytest.param("cut", marks=pytest.mark.slow)])
 def trained(request: Any, tiny_run: Callable[..., Any], tmp_path: Path) -> tuple[Path, list[float]]:
     """A trained model, and the scores that its own validation gave to the two conversations."""
     row = preference_to_dict(
@@ -71,7 +71,7 @@ def test_one_conversation_has_one_score(
         return [values[-1], values[9]]
 
     assert [scorer.score([chat])[0].score for chat in CONVERSATIONS] == expect
-    assert [score.score for score in scorer.score_completions(QUESTION, ANSWERS)] == expect
+    assert [score.score for score in scorer.score_completions(QUESTION, COMPLETIONS)] == expect
     assert both([score.score for score in scorer.score(everyone)]) == expect
 
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in everyone))
