@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,23 +31,6 @@ BINARY = [
 
 def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def in_form(form: str, row: dict[str, str]) -> dict[str, Any]:
-    """One of the binary rows as another format has it."""
-    question, chosen, rejected = (row[key] for key in ("prompt", "chosen", "rejected"))
-    asked, answers = [message("user", question)], [[message("assistant", text)] for text in (chosen, rejected)]
-    match form:
-        case "rank":
-            ends = [{"rank": rank, "completion": end} for rank, end in enumerate(answers)]
-            return {"context": asked, "completions": ends}
-        case "whole conversations":
-            return {"chosen": asked + answers[0], "rejected": asked + answers[1]}
-        case "transcripts":
-            return {key: f"\n\nHuman: {question}\n\nAssistant: {row[key]}" for key in ("chosen", "rejected")}
-        case "helpsteer3":
-            return {"context": asked, "response1": rejected, "response2": chosen, "overall_preference": 2}
-    return row
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +83,6 @@ def test_the_constants_reach_the_contract_and_from_there_the_rewards(
     assert "comparisons" in table and f"{calibration_of(model).normalization.mean:.4f}" in table  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("form", ["rank", "whole conversations", "transcripts", "helpsteer3"])
-def test_any_format_gives_the_same_constants(form: str, model: Path, write_rows: Write) -> None:
-    rows = [row for row in BINARY if row["rejected"]]
-    found = []
-    for name, written in (("binary", rows), ("other", [in_form(form, row) for row in rows])):
-        words = ["calibrate", str(model), "--data", str(write_rows(f"{name}.jsonl", written)), "--device", "cpu"]
-        assert main(words) == 0
-        found.append(calibration_of(model))
-    assert found[0].temperature is not None and found[1].temperature is not None
-    assert found[0].temperature.value == pytest.approx(found[1].temperature.value, rel=1e-4)
-    assert found[0].normalization is not None and found[1].normalization is not None
-    assert found[0].normalization.std == pytest.approx(found[1].normalization.std, abs=1e-6)
-    assert found[0].length_curve is not None and found[1].length_curve is not None
-    assert found[0].length_curve.lengths == found[1].length_curve.lengths
-
-
 def test_a_calibration_is_replaced_and_the_log_says_so(
     model: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,14 +106,6 @@ def test_a_file_of_its_own_leaves_the_model_alone(model: Path, write_rows: Write
     assert RewardCalibration.model_validate(json.loads(output.read_text(encoding="utf-8"))) == calibration_of(model)
 
 
-def test_a_dataset_that_brings_its_own_data(model: Path) -> None:
-    words = ["calibrate", str(model), "--dataset-name", "Bundled", "--split", "length_controlled", "--device", "cpu"]
-    assert main(words) == 0
-    source = calibration_of(model).provenance
-    assert source is not None and source.data == "Bundled[length_controlled]" and source.num_comparisons == 400
-    assert source.num_failed > 0  # the model reads 96 tokens
-
-
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["calibrate", *words]) == 2
     error = capsys.readouterr().err
@@ -162,15 +120,7 @@ def test_where_the_constants_cannot_be_kept_is_told_first(
     assert "no folder" in (error := refused(["org/no-such-model", *data], capsys)) and "--output" in error
     (model / "model.safetensors").unlink()  # were the model loaded, this would be the error
     (model / CONTRACT_FILE).unlink()
-    assert CONTRACT_FILE in (error := refused([str(model), *data], capsys)) and "--output" in error
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(model: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    model.chmod(0o500)
-    error = refused([str(model), "--data", str(write_rows("in.jsonl", BINARY))], capsys)
-    model.chmod(0o700)
-    assert "cannot be written" in error and "--output" in error
+    assert "without a contract" in (error := refused([str(model), *data], capsys)) and "--output" in error
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 
 from treeward.cli.main import main
-from treeward.config.reward_shaping import RewardShapingConfig
-from treeward.model.contract import read_contract, write_contract
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -123,8 +120,12 @@ def test_shaped_rewards_and_ensembles_are_ranked_and_said_to_be(
         assert after["scores"] == pytest.approx(want, abs=1e-4) and after["outcome"] == "right"  # the shorter is
     report = json.loads((output / "shaped" / "report.json").read_text())
     assert "rewards, shaped by {length_penalty: {coefficient: 10.0, threshold: 0.0}}" in report["subtitle"]
-    # Other shapings and other members are never mixed with rows that are there.
+    # Other shapings, members and settings are never mixed with rows that are there.
     words = ["eval", "--data", str(data), str(model_folder)]
+    assert (
+        main([*words, "--output", str(output / "plain"), "--truncation", "truncate_left", "--dtype", "bfloat16"]) == 2
+    )
+    assert "truncation drop -> truncate_left, dtype float32 -> bfloat16" in capsys.readouterr().err
     shaping = ["--shaping", "{length_penalty: {coefficient: 9}}", "--output", str(output / "shaped")]
     assert main([*words, *shaping]) == 2
     assert "another shaping" in capsys.readouterr().err
@@ -153,47 +154,19 @@ def test_other_data_into_a_folder_with_results_is_refused(
     assert [one["suite"] for one in results] == ["first", "other"]
 
 
-def test_running_statistics_of_a_contract_are_refused_too(
-    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, data = tmp_path / "model", write_rows("held_out.jsonl", ROWS[:3])
-    shutil.copytree(model_folder, folder)
-    contract = read_contract(folder)
-    assert contract is not None
-    shaping = RewardShapingConfig(normalize_rewards=True, running=True)
-    write_contract(contract.model_copy(update={"reward_shaping": shaping}), folder)
-    for verb in ("eval", "score"):
-        assert main([verb, str(folder), "--data", str(data), "--shaping", "contract"]) == 2
-        printed = capsys.readouterr()
-        assert "order of the rows" in printed.err and not printed.out
-
-
-def test_models_without_an_ensemble_are_evaluated_one_by_one_with_the_same_shaping(
-    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other, data = tmp_path / "other", write_rows("held_out.jsonl", ROWS[:6])
-    other.symlink_to(model_folder)
-    words = ["eval", str(model_folder), str(other), "--data", str(data)]
-    assert main([*words, "--shaping", "{temperature: 2}"]) == 0
-    assert main([*words, "--ensemble", "{over: heads, standardize: false}"]) == 0
-    printed = capsys.readouterr().out
-    assert "other-shaped" in printed and "mean-of-heads-of-other" in printed
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["MODEL", "--shaping", "{normalize_rewards: true, running: true}"], "order of the rows"),
         (["MODEL", "--shaping", "{reference: par}"], "reference completions, and there are none"),
         (["MODEL", "--shaping", "contract"], "no reward shaping"),
-        (["MODEL", "--shaping", "{length_penalti: {}}"], "did you mean length_penalty"),
-        (["MODEL", "--ensemble", "wrost"], "worst"),
-        (["MODEL", "--checkpoints", "EMPTY"], "the folder has no checkpoints"),
-        (["--checkpoints", "nowhere"], "there is no such run"),
-        (["--checkpoints", "RUN", "--ensemble", "mean"], "checkpoints are compared with each other"),
+        (["MODEL", "--shaping", "{length_penalti: {}}"], "did you mean shaping.length_penalty"),
+        (["MODEL", "--ensemble", "mean"], "one model is no ensemble"),
+        (["--checkpoints", "nowhere"], "the folder has no checkpoints"),
+        (["MODEL", "--checkpoints", "RUN", "--ensemble", "mean"], "checkpoints are compared with each other"),
         ([], "there is no model to evaluate"),
         (["MODEL", "/nowhere/model"], "there is no such folder"),
-        (["MODEL", "MODEL"], "a model is named twice"),
+        (["MODEL", "--suite", "rewardbnch"], "did you mean rewardbench"),
         (["MODEL", "MODEL", "--ensemble", "mean"], "a model is named twice"),
     ],
 )
@@ -206,10 +179,9 @@ def test_what_cannot_be_is_told_before_a_suite_is_read(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "empty" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "step_1").mkdir(parents=True)
     (tmp_path / "run" / "step_1" / "model").symlink_to(model_folder)
-    places = {"MODEL": model_folder, "EMPTY": tmp_path / "empty", "RUN": tmp_path / "run"}
+    places = {"MODEL": model_folder, "RUN": tmp_path / "run"}
     given = [str(places.get(word, word)) for word in words]
     data = write_rows("held_out.jsonl", ROWS[:3])
     with caplog.at_level("INFO", logger="treeward"):
@@ -217,39 +189,3 @@ def test_what_cannot_be_is_told_before_a_suite_is_read(
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert "Reading" not in caplog.text and "Loading" not in caplog.text
-    if "EMPTY" in words:
-        assert "with logs" in error  # what was found
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ([], "nothing to evaluate on"),
-        (["--suite", "rewardbnch"], "did you mean rewardbench"),
-        (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--suite", "llmbar=nowhere"], "nowhere"),
-    ],
-)
-def test_wrong_input(options: list[str], words: str, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(model_folder), *options]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_a_folder_of_other_settings_says_which(
-    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["eval", str(model_folder), "--data", str(write_rows("d.jsonl", ROWS)), "--output", str(tmp_path / "eval")]
-    assert main(words) == 0
-    assert main([*words, "--truncation", "truncate_left", "--dtype", "bfloat16"]) == 2
-    error = capsys.readouterr().err
-    assert "truncation drop -> truncate_left, dtype float32 -> bfloat16" in error and "another model\n" not in error
-
-
-def test_rows_of_a_suite_that_are_given_as_data_are_known(
-    model_folder: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"input": "Name a river.", "output_1": "The Vltava.", "output_2": "A stone.", "label": 1}
-    data = write_rows("natural.jsonl", [row | {"input": f"Name {n} rivers."} for n in range(12)])
-    assert main(["eval", str(model_folder), "--data", str(data)]) == 2
-    assert f"--suite llmbar={data}" in capsys.readouterr().err
-    assert main(["eval", str(model_folder), "--suite", f"llmbar={data}"]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,8 @@ def config_of(*words: str) -> ServerConfig:
         raise Loading(config)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Loading) as caught:
-        patch.setattr(serve, "check_ensembles", about_to_load)
+        patch.setattr("treeward.serving.logs.configure", lambda *_, **more: None)
+        patch.setattr("treeward.serving.run.serve", about_to_load)
         call(serve.run, *words)
     config: ServerConfig = caught.value.args[0]
     return config
@@ -85,7 +85,7 @@ def test_a_file_and_the_command_line(tmp_path: Path) -> None:
         (["a", "x/a/final"], "two served models have one name"),
         (["a", "--ensemble", "[1]"], "the option is no section"),
         (["a", "--ensemble", "worst"], "one model is no ensemble"),
-        (["a", "b", "--ensemble", "{over: heads}"], "an ensemble of heads is of one model"),
+        (["a", "--shaping", "{nonsense: 1}"], "nonsense"),
         (["a", "--shaping", "nonsense"], "shaping"),
         (["a", "tls_key=k.pem"], "tls_certificate and tls_key belong together"),
     ],
@@ -148,22 +148,6 @@ def test_what_is_told_before_anything_is_loaded(
     assert says in refused("/nowhere/model", "--port", "0", word)
 
 
-def test_ensembles_without_constants_are_told_before_anything_is_loaded(
-    refused: Any, model_folder: Path, tmp_path: Path
-) -> None:
-    """The first section's model is not there, which loading it would say."""
-    folder = str(model_folder)
-    file = tmp_path / "server.yaml"
-    file.write_text(
-        f"models: [{{model: /nowhere/model}}, {{models: [{folder}, {folder}], ensemble: {{method: worst}}}}]"
-    )
-    said = refused("--config", str(file), "--port", "0")
-    assert "cannot be standardized" in said and "models[1].ensemble" in said
-    assert "ensemble: {method: worst, standardize: false}" in said
-    plain = "{method: worst, standardize: false}"
-    assert "/nowhere/model" in refused(folder, "/nowhere/model", "--ensemble", plain, "--port", "0")
-
-
 def test_a_port_that_is_taken(refused: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -184,15 +168,3 @@ def test_a_model_that_does_not_keep_its_contract(refused: Any, model_folder: Pat
     weights = {name: tensor * 1.01 for name, tensor in load_file(broken / "model.safetensors").items()}
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     assert "does not keep its scoring contract" in refused(str(broken), "--port", "0")
-
-
-def test_help_loads_nothing_heavy() -> None:
-    code = (
-        "import sys\nfrom treeward.cli.main import main\n"
-        "main(['serve', '--help'])\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'treeward.serving'} & set(sys.modules)\n"
-        "sys.exit(f'loaded {heavy}' if heavy else 0)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
-    assert "treeward serve results/quickstart/final" in ended.stdout

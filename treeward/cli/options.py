@@ -1,64 +1,42 @@
 """Options that several verbs have, and the reward models that they name.
 
-def run(models: Models, device: Device = None, dtype: Dtype = "float32", ...) -> int:
-    options = loading_options(device, dtype, trust_remote_code)
-    scorer, shaper = RewardModels(tuple(models), ensemble, shaping).load(options)
+@with_model_options                                   # adds --device, --dtype, --max-length, ...
+def run(models: Models, ensemble: Ensemble = None, shaping: Shaping = None, *, options: ModelOptions) -> int:
+    for section in reward_models(models, ensemble, shaping, options):
+        scorer, shaper = load(section, options.batch_tokens)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from treeward.config.load import load_section
+from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
-    from treeward.config.ensemble import EnsembleConfig
-    from treeward.config.reward_shaping import RewardShapingConfig
+    from treeward.scoring.ensemble import EnsembleScorer
     from treeward.scoring.score import ConversationScorer
+    from treeward.scoring.scorer import Scorer
     from treeward.scoring.shaping import Shaper
-
-__all__ = [
-    "BatchTokens",
-    "ConfigFile",
-    "Device",
-    "Dtype",
-    "Ensemble",
-    "MaxLength",
-    "Overrides",
-    "RewardModels",
-    "Shaping",
-    "TrustRemoteCode",
-    "Truncation",
-    "Unchecked",
-    "ensemble_section",
-    "fixed_shaping",
-    "loading_options",
-    "parse_yaml",
-    "scoring_options",
-    "shaping_section",
-    "write_table",
-]
 
 ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="key=value", help="Override keys of the file; +key adds one, ~key removes one."),
 ]
-
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU where there is one.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Number format of the backbone's weights.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model folder contains.")
-]
-BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in one forward pass.")]
-MaxLength = Annotated[int | None, typer.Option(min=1, metavar="N", help="Longest conversation, in tokens.")]
-Truncation = Annotated[
-    Literal["drop", "truncate_left", "error"] | None,
-    typer.Option(help="Longer ones: no score, oldest context cut, or an error; default: as in training."),
 ]
 Unchecked = Annotated[
     bool, typer.Option("--unchecked", help="Go on even if the model does not keep its scoring contract.")
@@ -73,11 +51,141 @@ Ensemble = Annotated[
 ]
 
 
-def loading_options(device: str | None, dtype: str, trust_remote_code: bool) -> dict[str, Any]:
-    """How `Scorer.load` and `verify` load a model. Raises `ConfigError` for a device that is not there."""
-    import torch  # seconds
+@dataclass(frozen=True)
+class ModelOptions:
+    """How reward models are loaded and score; the options of `with_model_options`."""
 
+    batch_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in one forward pass.")] = None
+    max_length: Annotated[int | None, typer.Option(min=1, metavar="N", help="Longest conversation, in tokens.")] = None
+    truncation: Annotated[
+        Literal["drop", "truncate_left", "error"] | None,
+        typer.Option(help="Longer ones: no score, oldest context cut, or an error; default: as in training."),
+    ] = None
+    unchecked: Unchecked = False
+    device: Device = None
+    dtype: Dtype = "float32"
+    trust_remote_code: TrustRemoteCode = False
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The options as keys of a model's section."""
+        names = ("max_length", "truncation", "device", "dtype", "trust_remote_code")
+        return {name: getattr(self, name) for name in names} | {"check_contract": not self.unchecked}
+
+
+def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
+    """A verb with the options of `ModelOptions`, which `run` receives as `options`."""
+
+    @functools.wraps(run)
+    def command(**given: Any) -> int:
+        own = {name: given.pop(name) for name in shared}
+        return run(**given, options=ModelOptions(**own))
+
+    shared = inspect.signature(ModelOptions, eval_str=True).parameters
+    parameters = [one for one in inspect.signature(run, eval_str=True).parameters.values() if one.name != "options"]
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*parameters, *shared.values())]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
+
+
+def reward_models(
+    models: Sequence[str], ensemble: str | None, shaping: str | None, options: Mapping[str, Any]
+) -> list[ServedModelConfig]:
+    """The sections of models that are named on the command line: one for each, or one for an ensemble of models.
+
+    `options`: further keys of each. Raises `ConfigError` for an ensemble or a shaping that is none.
+    """
+    common = {**options, "shaping": None if shaping is None else parse_yaml(shaping, "--shaping")}
+    named: list[dict[str, Any]] = [{"model": model} for model in models]
+    if ensemble is not None:
+        section = parse_yaml(ensemble, "--ensemble")
+        common["ensemble"] = section = {"method": section} if isinstance(section, str) else section
+        if section.get("over") != "heads":
+            if len(models) == 1:
+                need = "two models or more, or the heads of one: {method: mean, over: heads}"
+                raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need=need)
+            named = [{"models": list(models)}]
+    common = {key: value for key, value in common.items() if value is not None}
+    return [load_section(ServedModelConfig, one | common, where="MODEL, --shaping, --ensemble") for one in named]
+
+
+def one_model(
+    models: Sequence[str], ensemble: str | None, shaping: str | None, options: Mapping[str, Any]
+) -> ServedModelConfig:
+    """As `reward_models`, of models that must score as one."""
+    sections = reward_models(models, ensemble, shaping, options)
+    if len(sections) > 1:
+        raise ConfigError(
+            "several models are named, and nothing says how their scores become one",
+            where="MODEL",
+            got=" ".join(models),
+            need="one model, or several with --ensemble mean, worst or uncertainty",
+        )
+    return sections[0]
+
+
+def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer | EnsembleScorer, Shaper | None]:
+    """The scorer of a section, and the `Shaper` of its scores; None without shaping.
+
+    Raises `ConfigError` for a device that is not there, and as `check_shaping`.
+    """
     from treeward.model.pretrained import DTYPES
+    from treeward.scoring.ensemble import EnsembleScorer
+    from treeward.scoring.scorer import Scorer
+
+    check_device(section.device)
+    if section.reward_class is not None:
+        raise section.conflict("a reward class is served, with `treeward serve`", "reward_class", need="a reward model")
+    given = {"batch_tokens": batch_tokens, "max_length": section.max_length, "truncation": section.truncation}
+    options: dict[str, Any] = {
+        "device": section.device,
+        "dtype": DTYPES[section.dtype],
+        "trust_remote_code": section.trust_remote_code,
+        "check_contract": section.check_contract,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    scorer: Scorer | EnsembleScorer
+    if section.ensemble is None:
+        scorer = Scorer.load(section.members[0], **options)
+    else:
+        scorer = EnsembleScorer.load(section.members, config=section.ensemble, **options)
+    return scorer, check_shaping(section, tokenizer=scorer.renderer.tokenizer)
+
+
+def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> ConversationScorer:
+    """The scorer, or, with shaping, one whose scores are the rewards. Raises as `load`."""
+    from treeward.scoring.rewarding import RewardScorer
+
+    scorer, shaper = load(section, batch_tokens)
+    return scorer if shaper is None else RewardScorer(scorer, shaper, where="--shaping")
+
+
+def check_shaping(section: ServedModelConfig, *, alone: bool = False, tokenizer: Any = None) -> Shaper | None:
+    """The shaper alone, without the weights: its errors come before they are loaded.
+
+    Raises `ConfigError` for rewards that depend on those before them; with `alone` also for those that are compared
+    with reference completions.
+    """
+    if section.shaping is None:
+        return None
+    from treeward.scoring.rewarding import check_alone, check_fixed, load_shaper
+
+    shaper = load_shaper(
+        section.shaping,
+        section.members[0],
+        is_ensemble=section.ensemble is not None,
+        tokenizer=tokenizer,
+        trust_remote_code=section.trust_remote_code,
+    )
+    assert shaper is not None
+    (check_alone if alone else check_fixed)(shaper.config, "--shaping")
+    return shaper
+
+
+def check_device(device: str | None) -> None:
+    """Raise `ConfigError` for a device that is not there."""
+    import torch  # seconds
 
     try:
         torch.empty(0, device=device)
@@ -88,127 +196,23 @@ def loading_options(device: str | None, dtype: str, trust_remote_code: bool) -> 
             got=f"{device}: {str(error).splitlines()[0]}",
             need="cpu, or a GPU that torch sees, as cuda or cuda:1",
         ) from error
-    return {"device": device, "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
 
 
-def scoring_options(
-    batch_tokens: int | None, max_length: int | None, truncation: str | None, unchecked: bool
-) -> dict[str, Any]:
-    """The options of `Scorer.load` that were given."""
-    given = {"batch_tokens": batch_tokens, "max_length": max_length, "truncation": truncation}
-    return {"check_contract": not unchecked} | {name: value for name, value in given.items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class RewardModels:
-    """Reward models that score as one: a single one, or an ensemble; with or without a shaping of their scores.
-
-    `where`: the option that asks for the shaping, for errors.
-    """
-
-    models: tuple[str, ...]
-    ensemble: EnsembleConfig | None = None
-    shaping: RewardShapingConfig | Literal["contract"] | None = None
-    where: str = "--shaping"
-
-    def load(self, options: Mapping[str, Any]) -> tuple[Any, Shaper | None]:
-        """The scorer, and the `Shaper` of its scores (None without shaping). `options`: those of `Scorer.load`.
-
-        Raises `ConfigError` for a shaping whose rewards depend on the order of the conversations.
-        """
-        from treeward.scoring.ensemble import EnsembleScorer
-        from treeward.scoring.scorer import Scorer
-
-        scorer: Scorer | EnsembleScorer
-        if self.ensemble is not None:
-            scorer = EnsembleScorer.load(self.models, config=self.ensemble, **options)
-        else:
-            scorer = Scorer.load(self.models[0], **options)
-        return scorer, self.shaper(tokenizer=scorer.renderer.tokenizer)
-
-    def shaper(self, **tokenizer: Any) -> Shaper | None:
-        """The shaper alone, without the weights: its errors come before they are loaded.
-
-        `tokenizer`: the arguments of that name, or `trust_remote_code`, of `load_shaper`.
-        """
-        from treeward.scoring.rewarding import check_fixed, load_shaper
-
-        shaper = load_shaper(self.shaping, self.models[0], is_ensemble=self.ensemble is not None, **tokenizer)
-        if shaper is not None:
-            check_fixed(shaper.config, self.where)
-        return shaper
-
-    def check_alone(self, **tokenizer: Any) -> Shaper | None:
-        """As `shaper`. Raises `ConfigError` for a shaping that compares with reference completions, too."""
-        from treeward.scoring.rewarding import check_alone
-
-        shaper = self.shaper(**tokenizer)
-        if shaper is not None:
-            check_alone(shaper.config, self.where)
-        return shaper
-
-    def load_rewards(self, options: Mapping[str, Any]) -> ConversationScorer:
-        """The scorer, or, with shaping, one whose scores are the rewards. Raises as `check_alone`."""
-        from treeward.scoring.rewarding import RewardScorer
-
-        scorer, shaper = self.load(options)
-        return scorer if shaper is None else RewardScorer(scorer, shaper, where=self.where)
-
-
-def ensemble_section(given: Any, where: str = "--ensemble") -> EnsembleConfig:
-    """An ensemble section: an option's text, or a value that was read from YAML; a name is a method."""
-    from treeward.config.ensemble import EnsembleConfig
-    from treeward.config.load import load_section
-
-    value = parse_yaml(given, where) if isinstance(given, str) else given
-    return load_section(EnsembleConfig, {"method": value} if isinstance(value, str) else value, where=where)
-
-
-def shaping_section(given: Any, where: str = "--shaping") -> RewardShapingConfig:
-    """A reward_shaping section: an option's text, or a value that was read from YAML."""
-    from treeward.config.load import load_section
-    from treeward.config.reward_shaping import RewardShapingConfig
-
-    value = parse_yaml(given, where) if isinstance(given, str) else given
-    if isinstance(value, str):
-        raise ConfigError("this is no shaping", where=where, got=value, need="a section, as {reference: par}")
-    return load_section(RewardShapingConfig, value, where=where)
-
-
-def fixed_shaping(given: Any, where: str = "--shaping") -> RewardShapingConfig | Literal["contract"] | None:
-    """A shaping by which a conversation has one reward wherever it stands: a section, "contract", or None.
-
-    Raises `ConfigError` for one with running statistics.
-    """
-    if given is None or given == "contract":
-        return given  # type: ignore[no-any-return]
-    shaping = shaping_section(given, where)
-    if shaping.running:  # asked here: the import takes seconds, and most shapings have nothing to refuse
-        from treeward.scoring.rewarding import check_fixed
-
-        check_fixed(shaping, where)
-    return shaping
-
-
-def parse_yaml(text: str, option: str) -> Any:
-    """A mapping or a name that is given as an option."""
+def parse_yaml(text: str, option: str, *, names: bool = True) -> Any:
+    """A mapping that is given as an option, or, unless `names` is False, a name."""
     import yaml
 
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            "the option cannot be read", where=option, got=text, need="YAML, as {key: value}, or a name"
-        ) from error
-    if not isinstance(value, str | dict):
-        raise ConfigError("the option is no section", where=option, got=text, need="{key: value, ...}, or a name")
+    except yaml.YAMLError:
+        value = None
+    if not isinstance(value, str | dict if names else dict):
+        raise ConfigError("the option is no section", where=option, got=text, need="YAML, as {key: value}, or a name")
     return value
 
 
 def write_table(rows: Any, columns: Any) -> None:
     """Write a results table to standard output, in ASCII where it cannot draw lines."""
-    import sys
-
     from treeward.tables import results_table
 
     can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")

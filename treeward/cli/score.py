@@ -12,27 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import (
-    BatchTokens,
-    Device,
-    Dtype,
-    Ensemble,
-    MaxLength,
-    RewardModels,
-    Shaping,
-    Truncation,
-    TrustRemoteCode,
-    Unchecked,
-    ensemble_section,
-    fixed_shaping,
-    loading_options,
-    scoring_options,
-)
+from treeward.cli.options import Ensemble, ModelOptions, Shaping, check_shaping, load, one_model, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, resumable_rows
-
-__all__ = ["EXAMPLES", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,37 +35,30 @@ A file is written beside its final name (`scores.partial.jsonl`) and renamed whe
 it is complete; the same command goes on with one that was interrupted."""
 
 
+@with_model_options
 def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
     shaping: Shaping = None,
     ensemble: Ensemble = None,
-    batch_tokens: BatchTokens = None,
-    max_length: MaxLength = None,
-    truncation: Truncation = None,
-    unchecked: Unchecked = False,
-    device: Device = None,
-    dtype: Dtype = "float32",
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    options: ModelOptions,
 ) -> int:
-    rewards = _reward_models(models, ensemble, shaping)
+    section = one_model(models, ensemble, shaping, options.keys)
 
     from treeward.data.sources import fingerprint, read_jsonl_stream, read_rows
     from treeward.evaluation.session import scorer_identity
     from treeward.scoring.rows import score_rows
 
-    if data == "-":
-        rows = read_jsonl_stream(sys.stdin.buffer, "<stdin>")
-    else:
-        _check_not_the_input(output, data)
-        rows = read_rows(data)
-    # A missing file or a bad first line is an error before the model is loaded.
+    if output != "-" and Path(output).exists() and Path(data).exists() and Path(output).samefile(data):
+        raise ConfigError("the output is the input", where="--output", got=output, need="another file than --data")
+    rows = read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data)
+    # A missing file, a bad first line or a shaping that cannot be is an error before the model is loaded.
     rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
-    options = loading_options(device, dtype, trust_remote_code)
-    options |= scoring_options(batch_tokens, max_length, truncation, unchecked)
+    check_shaping(section)
     logger.info("Loading %s.", ", ".join(models))
-    scorer, shaper = rewards.load(options)
+    scorer, shaper = load(section, options.batch_tokens)
     identity = {
         "model": scorer_identity(scorer, models[0]),
         "data": fingerprint(data) if data != "-" and output != "-" else None,
@@ -101,30 +77,13 @@ def run(
             missing += row.num_failed
             first_error = first_error or row.values.get("error")
             progress.show("scoring", done, 0)
-    logger.info(
-        "Scored %d rows; %d tokens computed for %d tokens of plain rows.",
-        done,
-        scorer.num_computed_tokens,
-        scorer.num_row_tokens,
-    )
+    logger.info("Scored %d rows; %d tokens computed for %d tokens of plain rows.",
+                done, scorer.num_computed_tokens, scorer.num_row_tokens)  # fmt: skip
     if failed:
-        what = "score" if shaper is None else "reward"
+        what = "reward" if shaper else "score"
         logger.warning("%d rows have conversations without a %s (%d in this call): it is null, and the row's `error` "
                        "says why. The first: %s", failed, what, missing, first_error)  # fmt: skip
     return 1 if failed else 0
-
-
-def _reward_models(models: list[str], ensemble: str | None, shaping: str | None) -> RewardModels:
-    if ensemble is None and len(models) > 1:
-        raise ConfigError(
-            "several models are named, and nothing says how their scores become one",
-            where="MODEL",
-            got=" ".join(models),
-            need="one model, or --ensemble",
-            fix="--ensemble mean, or a run for each model",
-        )
-    section = None if ensemble is None else ensemble_section(ensemble)
-    return RewardModels(tuple(models), section, fixed_shaping(shaping))
 
 
 @contextmanager
@@ -143,13 +102,3 @@ def _opened(output: str, identity: dict[str, Any], *, resumable: bool) -> Iterat
     with resumable_rows(partial, identity, lambda row, _: "error" in row) as rows:
         yield rows
         rows.finish(path)
-
-
-def _check_not_the_input(output: str, data: str) -> None:
-    if output != "-" and Path(output).exists() and Path(data).exists() and Path(output).samefile(data):
-        raise ConfigError(
-            "the output is the input: writing would destroy the rows",
-            where="--output",
-            got=output,
-            need="another file than --data",
-        )

@@ -5,18 +5,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from treeward.cli.options import Device, Ensemble, Shaping, TrustRemoteCode, Unchecked, parse_yaml
+from treeward.cli.options import Device, Ensemble, Shaping, TrustRemoteCode, Unchecked, reward_models
 from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
-
-__all__ = ["EXAMPLES", "check_ensembles", "ensemble_members", "run"]
 
 EXAMPLES = """\
 examples:
@@ -50,29 +46,19 @@ def run(
 ) -> int:
     overrides = [word for word in words or [] if "=" in word]
     models = [word for word in words or [] if "=" not in word]
-    common: dict[str, Any] = {
-        "shaping": None if shaping is None else parse_yaml(shaping, "--shaping"),
-        "device": device,
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code or None,
-        "check_contract": False if unchecked else None,
-    }
-    common = {key: value for key, value in common.items() if value is not None}
     if not models and config is None:
         raise ConfigError("there is nothing to serve", where="MODEL", need="a reward model, or --config FILE")
-    if not models and (common or ensemble):
+    if not models and (shaping or ensemble or device or dtype or trust_remote_code or unchecked):
         raise ConfigError(
-            "the options are for models that are named on the command line",
-            where=", ".join([*common, *(["ensemble"] if ensemble else [])]),
+            "--shaping, --ensemble, --device, --dtype, --trust-remote-code and --unchecked are for models that are "
+            "named on the command line",
             need="MODEL, or the same in the file's models",
         )
     values: dict[str, Any] = {key: value for key, value in {"host": host, "port": port}.items() if value is not None}
-    if ensemble is not None and models:
-        given = parse_yaml(ensemble, "--ensemble")
-        section = {"method": given} if isinstance(given, str) else given
-        values["models"] = [{**ensemble_members(models, section, "--ensemble"), "ensemble": section, **common}]
-    elif models:
-        values["models"] = [{"model": model, **common} for model in models]
+    if models:
+        keys = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code or None}
+        sections = reward_models(models, ensemble, shaping, keys | {"check_contract": False if unchecked else None})
+        values["models"] = [section.model_dump(mode="json", exclude_unset=True) for section in sections]
     server = load_file(ServerConfig, config, overrides, values=values)
     # Threads that spin between two batches take the processor from those that read requests. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -83,56 +69,9 @@ def run(
             got=f"no module {missing[0]}",
             fix="pip install 'treeward[serve]'",
         )
-    check_ensembles(server)
 
     from treeward.serving.logs import configure
     from treeward.serving.run import serve
 
     configure(server.log_format, debug=logging.getLogger("treeward").isEnabledFor(logging.DEBUG))
     return serve(server)
-
-
-def ensemble_members(models: Sequence[str], section: Mapping[str, Any], option: str) -> dict[str, Any]:
-    """The model, or models, of an ensemble on the command line. Raises `ConfigError` for too many or too few."""
-    if section.get("over") == "heads":
-        if len(models) > 1:
-            raise ConfigError(
-                "an ensemble of heads is of one model",
-                where=option,
-                got=", ".join(models),
-                need="one model, or no over: heads",
-            )
-        return {"model": models[0]}
-    if len(models) == 1:
-        raise ConfigError(
-            "one model is no ensemble",
-            where=option,
-            got=models[0],
-            need="two models or more, or the heads of one: --ensemble '{method: mean, over: heads}'",
-        )
-    return {"models": list(models)}
-
-
-def check_ensembles(config: ServerConfig) -> None:
-    """Raises `ConfigError` where an ensemble is to be standardized and a member's contract has no constants for it:
-    before any of the server's models is loaded, for that may take minutes. Only members that are folders are looked at.
-    """
-    for i, section in enumerate(config.models):
-        ensemble = section.ensemble
-        if ensemble is None or not ensemble.standardize or ensemble.over == "heads" or ensemble.means is not None:
-            continue
-        from treeward.model.contract import read_contract
-
-        folders = [name for name in section.members if Path(name).expanduser().is_dir()]
-        calibrations = {name: getattr(read_contract(name), "calibration", None) for name in folders}
-        missing = [name for name, one in calibrations.items() if one is None or one.normalization is None]
-        if missing:
-            raise ConfigError(
-                "the members cannot be standardized: the mean and standard deviation of their scores are not known",
-                where=section.served_name,
-                field=f"models[{i}].ensemble",
-                got=f"no such constants in the contract of {', '.join(missing)}",
-                need="a calibration of each member on the same data, or scores that are on one scale already",
-                fix=f"treeward calibrate {missing[0]} --data FILE, and so each; "
-                f"or ensemble: {{method: {ensemble.method}, standardize: false}}",
-            )

@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from treeward.cli.options import Device, Dtype, TrustRemoteCode, loading_options, parse_yaml
+from treeward.cli.options import Device, Dtype, Model, TrustRemoteCode, check_device, parse_yaml, write_table
 from treeward.errors import ConfigError, ModelError
-from treeward.tables import results_table
 
 if TYPE_CHECKING:
     from treeward.client.verification import ServerVerification
     from treeward.model.contract import HeadContract, ScoringContract
     from treeward.scoring.verification import Verification
-
-__all__ = ["EXAMPLES", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +47,7 @@ Form = Literal["text", "bare", "tokens", "messages"]
 
 
 def run(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
+    model: Model,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the contract of a folder that has none.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --write: replace the contract.")] = False,
@@ -95,37 +91,56 @@ def run(
     }  # fmt: skip
     of_write = {"--force": force, "--head-weights": head_weights}
     of_folder = {"--write": write, "--quick": quick, "--device": device, **of_write}
-    if against is not None:
-        _refuse(of_folder, "it and --against do not go together: the server has the model")
+    if against is None:
+        _refuse(of_server, "it needs --against URL")
+        if not write:
+            _refuse(of_write, "it needs --write")
+        return _verify_folder(model, as_json, write, force, head_weights, quick, device, dtype, trust_remote_code)
+    _refuse(of_folder, "it and --against do not go together: the server has the model")
 
-        from treeward.client.verification import verify_server
+    from treeward.client.verification import verify_server
+    from treeward.openai_client import key_from
 
-        on_server = verify_server(
-            model,
-            against,
-            dialect=dialect or "treeward",
-            model=served_model,
-            form=send,
-            dtype=dtype,
-            token=_token(token_env),
-            extra=_keys(body),
-            timeout_seconds=timeout or 60.0,
-            verify_tls=True if tls_ca is None else tls_ca,
-            trust_remote_code=trust_remote_code,
-        )
-        _show(on_server, _server_text(on_server), as_json=as_json)
-        return 0 if on_server.equal else 1
-    _refuse(of_server, "it needs --against URL")
-    if not write:
-        _refuse(of_write, "it needs --write")
+    result = verify_server(
+        model,
+        against,
+        dialect=dialect or "treeward",
+        model=served_model,
+        form=send,
+        dtype=dtype,
+        token=key_from(token_env),
+        extra=None if body is None else parse_yaml(body, "--body", names=False),
+        timeout_seconds=timeout or 60.0,
+        verify_tls=True if tls_ca is None else tls_ca,
+        trust_remote_code=trust_remote_code,
+    )
+    served = "" if result.served_model is None else f", model {result.served_model}"
+    _show(result, f"{result.against} (as {result.dialect}, {result.form} sent{served})", as_json=as_json)
+    return 0 if result.equal else 1
 
+
+def _verify_folder(
+    model: str,
+    as_json: bool,
+    write: bool,
+    force: bool,
+    head_weights: str | None,
+    quick: bool,
+    device: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+) -> int:
+    from treeward.model.pretrained import DTYPES
     from treeward.scoring.verification import verify
 
-    options = loading_options(device, dtype, trust_remote_code)
+    check_device(device)
     if write:
         _write(model, head_weights, force=force, device=device, trust_remote_code=trust_remote_code)
-    result = verify(model, quick=quick, **options)
-    _show(result, _text(result), as_json=as_json)
+    result = verify(model, quick=quick, device=device, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    _show(result, result.model, as_json=as_json)
+    if result.equal and not result.num_tensors and not as_json:
+        sys.stdout.write("The other tensors were not hashed, now or when the contract was written: of them only what "
+                         "moves a golden score is seen.\n")  # fmt: skip
     if not result.could_compare:
         return 2
     return 0 if result.first_difference is None else 1
@@ -137,79 +152,25 @@ def _refuse(options: dict[str, Any], why: str) -> None:
             raise ConfigError("the option has no meaning here", where=option, need=why)
 
 
-def _token(name: str | None) -> str | None:
-    token = None if name is None else os.environ.get(name, "").strip()
-    if token == "":
-        raise ConfigError(
-            "the bearer token is not there",
-            where="--token-env",
-            got=f"the environment variable {name} is empty or not set",
-            need="the token in it",
-        )
-    return token
-
-
-def _keys(body: str | None) -> dict[str, Any] | None:
-    extra = None if body is None else parse_yaml(body, "--body")
-    if isinstance(extra, str):
-        raise ConfigError("these are no keys", where="--body", got=extra, need="{key: value, ...}")
-    return extra
-
-
-def _show(result: Any, text: str, *, as_json: bool) -> None:
-    if as_json:
-        first = result.first_difference
-        content = dataclasses.asdict(result) | {"equal": result.equal, "first_difference": first and first.part}
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    sys.stdout.write(text)
-
-
-def _table(result: Verification | ServerVerification) -> list[str]:
-    rows = [{"part": check.part, "state": check.state, "finding": check.summary} for check in result.checks]
-    can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    return [results_table(rows, ["part", "state", "finding"], ascii_only=not can_draw), ""]
-
-
-def _difference(name: str, first: Any) -> list[str]:
-    details = (("got", first.got), ("need", first.need), ("fix", first.fix))
-    return [
-        f"{name}: what differs first is the {first.part}: {first.summary}",
-        *(f"  {label + ':':6} {value}" for label, value in details if value is not None),
-    ]
-
-
-def _server_text(result: ServerVerification) -> str:
-    model = "" if result.served_model is None else f", model {result.served_model}"
-    server = f"{result.against} (as {result.dialect}, {result.form} sent{model})"
-    if result.first_difference is not None:
-        return "\n".join([*_table(result), *_difference(server, result.first_difference)]) + "\n"
-    return "\n".join(
-        [
-            *_table(result),
-            f"{server}: equal: {result.num_scores} golden scores of {result.model}, to within "
-            f"{result.largest_difference:.1e}; up to {result.tolerance:.1e} is rounding.\n",
-        ]
-    )
-
-
-def _text(result: Verification) -> str:
-    lines = _table(result)
+def _show(result: Verification | ServerVerification, name: str, *, as_json: bool) -> None:
+    """The result of `name`: every check, then the first difference, or that all is equal."""
     first = result.first_difference
-    if first is None and result.largest_difference is None:
-        lines.append(f"{result.model}: nothing differs, but there are no golden scores to replay.")
-    elif first is None:
-        parts = ", ".join(check.part for check in result.checks if check.state == "equal" and check.part != "weights")
-        weights = f"the bytes of {result.num_tensors} tensors" if result.num_tensors else "the bytes of the head"
-        lines.append(
-            f"{result.model}: equal: {parts}, {weights}, and {result.num_scores} golden scores, to within "
-            f"{result.largest_difference:.1e}; up to {result.tolerance:.1e} is rounding."
-        )
-        if not result.num_tensors:
-            lines.append("The other tensors were not hashed, now or when the contract was written: of them only what "
-                         "moves a golden score is seen.")  # fmt: skip
+    if as_json:
+        content = dataclasses.asdict(result) | {"equal": result.equal, "first_difference": first and first.part}
+        sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        return
+    rows = [{"part": check.part, "state": check.state, "finding": check.summary} for check in result.checks]
+    write_table(rows, ["part", "state", "finding"])
+    if first is not None:
+        details = {"got": first.got, "need": first.need, "fix": first.fix}
+        lines = [f"{name}: what differs first is the {first.part}: {first.summary}"]
+        lines += [f"  {label + ':':6} {value}" for label, value in details.items() if value is not None]
+    elif result.largest_difference is None:
+        lines = [f"{name}: nothing differs, but there are no golden scores to replay."]
     else:
-        lines += _difference(result.model, first)
-    return "\n".join(lines) + "\n"
+        lines = [f"{name}: equal: {result.num_scores} golden scores, to within {result.largest_difference:.1e}; up to "
+                 f"{result.tolerance:.1e} is rounding."]  # fmt: skip
+    sys.stdout.write("\n".join(["", *lines]) + "\n")
 
 
 def _write(model: str, head_weights: str | None, *, force: bool, device: str | None, trust_remote_code: bool) -> None:
@@ -279,15 +240,12 @@ def _heads(
 def _weights(text: str) -> dict[str, float] | list[float]:
     pairs = [part.strip().rpartition("=") for part in text.split(",")]
     try:
-        if all(equals for _, equals, _ in pairs) and len({name for name, _, _ in pairs}) == len(pairs):
-            return {name.strip(): float(value) for name, _, value in pairs}
         if not any(equals for _, equals, _ in pairs):
             return [float(value) for _, _, value in pairs]
+        weights = {name.strip(): float(value) for name, equals, value in pairs if equals}
+        if len(weights) == len(pairs):
+            return weights
     except ValueError:
         pass
-    raise ConfigError(
-        "the weights of the heads cannot be read",
-        where="--head-weights",
-        got=text,
-        need="name=1,other=0.5 (each name once), or a number for each label, as 1,0.5",
-    )
+    need = "name=1,other=0.5 (each name once), or a number for each label, as 1,0.5"
+    raise ConfigError("the weights of the heads cannot be read", where="--head-weights", got=text, need=need)

@@ -5,6 +5,9 @@
     result.curves["gold"].mean       # expected gold of what the proxy chooses among n, for each n of result.sizes
     result.verdict.sentence
 
+    found = analyse_several({"plain": prompts, "worst of two": others})      # the same samples, another proxy
+    found["worst of two"].difference                                         # gold at the largest n, less the first's
+
 The same prompts stand behind every n. Intervals are of 95 %, by a bootstrap over clusters: the rows of one prompt are
 drawn together, and the quantiles are those of `treeward.evaluation.statistics.cluster_bootstrap`. Array suffixes: P
 prompts, C clusters, R resamples, G values of n, K statistics.
@@ -13,10 +16,9 @@ prompts, C clusters, R resamples, G values of n, K statistics.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -33,13 +35,11 @@ from treeward.evaluation.best_of_n.laws import (
 from treeward.evaluation.best_of_n.selection import Floats, curve_sizes, expected_best_of, kl_of_best_of, size_of_kl
 from treeward.evaluation.best_of_n.verdict import MIN_CLUSTERS, ROUNDING, Verdict, judge
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import expanded_tail
-
-__all__ = ["BestOfN", "Curve", "FittedLaw", "SampledPrompt", "analyse"]
+from treeward.evaluation.statistics import cluster_bootstrap, expanded_tail
 
 _SHARE_OF_PROMPTS = 0.95
-_Bounds: TypeAlias = tuple[Floats, Floats]
 _CURVES = ("gold", "proxy", "best", "regret", "normalised_regret", "gold_gain", "proxy_gain", "best_gain", "gap")
+_Bounds: TypeAlias = tuple[Floats, Floats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,6 @@ class FittedLaw:
     `r_squared`: the share of the squared gain that it explains.
     """
 
-    law: GaoLaw
     alpha: Metric
     beta: Metric
     peak: Metric
@@ -87,16 +86,18 @@ class BestOfN:
     gold. `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random, more is
     worse than that. `gold_gain`, `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt.
     `gap` = proxy_gain - gold_gain. `correlation`: of proxy and gold within prompts, without an interval
-    for fewer than 10 of them. `laws`: none with fewer than 4 n.
+    for fewer than 10 of them. `laws`: none with fewer than 4 n. `difference`: of several proxies, gold of what this one
+    chooses among the largest n less that of what the first chooses, prompt by prompt.
     """
 
     sizes: tuple[int, ...]
     kl: tuple[float, ...]
     curves: Mapping[str, Curve]
-    laws: tuple[FittedLaw, ...]
+    laws: Mapping[GaoForm, FittedLaw]
     correlation: Metric
     verdict: Verdict
     counts: Mapping[str, int]
+    difference: Metric | None = None
 
     @property
     def max_n(self) -> int:
@@ -107,10 +108,6 @@ class BestOfN:
         """A curve's value at one of `sizes`."""
         curve, i = self.curves[name], self.sizes.index(size)
         return Metric(f"{name}@{size}", curve.mean[i], curve.low[i], curve.high[i], self.counts["num_prompts"])
-
-    def law(self, form: GaoForm) -> FittedLaw | None:
-        """The fitted law of that form."""
-        return next((fitted for fitted in self.laws if fitted.law.form == form), None)
 
 
 def analyse(
@@ -126,34 +123,36 @@ def analyse(
     max_n = _largest_size([len(proxy) for proxy, _ in scored], max_n)
     kept = [(scores, prompt) for scores, prompt in zip(scored, prompts, strict=True) if len(scores[0]) >= max_n]
     sizes = curve_sizes(max_n)
-    kl_G = kl_of_best_of(sizes)
+    distances = np.sqrt(kl_of_best_of(sizes))
     table_PK = np.stack([_statistics(proxy, gold, sizes) for (proxy, gold), _ in kept])
     sums_CK, counts_C = _by_cluster(table_PK, [prompt.cluster for _, prompt in kept])
-    derive = partial(_derive, distances=np.sqrt(kl_G))
-    point = derive(table_PK.mean(axis=0))
-    resampled = _resampled(sums_CK, counts_C, derive, num_resamples, seed) if len(counts_C) > 1 else _NO_RESAMPLES
-    laws = tuple(_fitted(form, point, resampled, sizes, len(kept)) for form in FORMS if f"law_{form}" in point)
-    of_bon = next((fitted for fitted in laws if fitted.law.form == "bon"), None)
-    curves = {name: _curve(point[name], resampled.bounds(point[name], name)) for name in _CURVES}
-    enough = resampled if len(counts_C) >= MIN_CLUSTERS else _NO_RESAMPLES  # as everywhere for a correlation
-    of_correlation = enough.bounds(point["correlation"], "correlation")
+    num = len(counts_C)
+    point = _derive(table_PK.mean(axis=0), distances)
+    draws_RC = np.random.default_rng(seed).multinomial(num, np.full(num, 1.0 / num), size=num_resamples).astype(float)
+    resampled = _derive((draws_RC @ sums_CK) / (draws_RC @ counts_C)[:, None], distances)
+
+    def metric(name: str, fewest: int = 2) -> Metric:
+        return _metric(name, point[name], _bounds(resampled[name], num, fewest), len(kept))
+
+    curves = {name: Curve(*map(_numbers, (point[name], *_bounds(resampled[name], num)))) for name in _CURVES}
+    laws = {form: _fitted(form, point, resampled, sizes, num, len(kept)) for form in FORMS if f"law_{form}" in point}
     verdict = judge(
         sizes,
         sums_CK[:, : len(sizes)],
         counts_C,
-        rise=_metric("rise", point["rise"], resampled.bounds(point["rise"], "rise"), len(kept)),
-        expected_peak=None if of_bon is None else of_bon.peak,
+        rise=metric("rise"),
+        expected_peak=laws["bon"].peak if laws else None,
     )
     return BestOfN(
         sizes=sizes,
-        kl=tuple(kl_G.tolist()),
+        kl=tuple((distances**2).tolist()),
         curves=curves,
         laws=laws,
-        correlation=_metric("correlation", point["correlation"], of_correlation, len(kept)),
+        correlation=metric("correlation", MIN_CLUSTERS),
         verdict=verdict,
         counts={
             "num_prompts": len(kept),
-            "num_clusters": len(counts_C),
+            "num_clusters": num,
             "num_prompts_with_fewer_samples": len(prompts) - len(kept),
             "num_samples": sum(len(proxy) for (proxy, _), _ in kept),
             "num_without_proxy": sum(value is None for prompt in prompts for value in prompt.proxy),
@@ -163,7 +162,50 @@ def analyse(
     )
 
 
+def analyse_several(
+    prompts: Mapping[str, Sequence[SampledPrompt]],
+    *,
+    max_n: int | None = None,
+    num_resamples: int = 2000,
+    seed: int = 0,
+) -> dict[str, BestOfN]:
+    """`analyse` for each proxy on the samples that all have scored, and how its gold differs from that of the first.
+
+    Each proxy has the same prompts in the same order, with the same gold. A sample that one proxy could not score is
+    left out for all, so that the curves differ by the proxy alone. Raises as `analyse`.
+    """
+    shared: dict[str, list[SampledPrompt]] = {name: [] for name in prompts}
+    for row in zip(*prompts.values(), strict=True):
+        known = [None not in scores for scores in zip(*(one.proxy for one in row), strict=True)]
+        for own, one in zip(shared.values(), row, strict=True):
+            proxy = [score if all_know else None for score, all_know in zip(one.proxy, known, strict=True)]
+            own.append(replace(one, proxy=proxy))
+    found: dict[str, BestOfN] = {}
+    for name, own in shared.items():
+        result = analyse(own, max_n=max_n, num_resamples=num_resamples, seed=seed)
+        if found:
+            first = shared[next(iter(found))]
+            result = replace(result, difference=_difference(first, own, result.max_n, num_resamples, seed))
+        found[name] = result
+    return found
+
+
+def _difference(
+    first: Sequence[SampledPrompt], other: Sequence[SampledPrompt], n: int, num_resamples: int, seed: int
+) -> Metric:
+    values, clusters = [], []
+    for number, pair in enumerate(zip(first, other, strict=True)):
+        scores = [_both_known(one) for one in pair]
+        if len(scores[0][0]) >= n:
+            before, after = (float(expected_best_of(proxy, gold, [n])[0]) for proxy, gold in scores)
+            values.append(after - before)
+            clusters.append(number if pair[0].cluster is None else pair[0].cluster)
+    low, high = cluster_bootstrap(values, clusters, num_resamples=num_resamples, seed=seed)
+    return Metric(f"gold@{n} less that of the first proxy", float(np.mean(values)), low, high, len(values))
+
+
 def _both_known(prompt: SampledPrompt) -> tuple[Floats, Floats]:
+    """Proxy and gold of the samples that have both."""
     if len(prompt.proxy) != len(prompt.gold):
         got = f"{len(prompt.proxy)} proxy and {len(prompt.gold)} gold scores"
         raise DataError("a sample has a proxy and a gold score", where=prompt.where, got=got, need="one of each")
@@ -181,7 +223,7 @@ def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
         raise DataError(
             "no prompt has two samples with both scores",
             got=f"{len(ordered)} prompts with at most {max(ordered, default=0)} such samples",
-            need="two or more responses to a prompt",
+            need="two or more completions of a prompt",
         )
     if max_n is None:
         return max(2, ordered[math.ceil(_SHARE_OF_PROMPTS * len(ordered)) - 1])
@@ -192,10 +234,9 @@ def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
 
 def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
     """(3 G + 3,): one prompt's curves of gold, proxy and best, its two variances and its covariance."""
-    gold_G, proxy_G = expected_best_of(proxy, gold, sizes), expected_best_of(proxy, proxy, sizes)
+    curves = [expected_best_of(by, values, sizes) for by, values in ((proxy, gold), (proxy, proxy), (gold, gold))]
     covariance = np.cov(proxy, gold)  # divides by N - 1
-    moments = [covariance[0, 0], covariance[1, 1], covariance[0, 1]]
-    return np.concatenate([gold_G, proxy_G, expected_best_of(gold, gold, sizes), moments])
+    return np.concatenate([*curves, [covariance[0, 0], covariance[1, 1], covariance[0, 1]]])
 
 
 def _by_cluster(table_PK: Floats, clusters: Sequence[str | None]) -> tuple[Floats, Floats]:
@@ -207,7 +248,7 @@ def _by_cluster(table_PK: Floats, clusters: Sequence[str | None]) -> tuple[Float
     return sums, np.bincount(of_P).astype(np.float64)
 
 
-def _derive(means: Floats, *, distances: Floats) -> dict[str, Floats]:
+def _derive(means: Floats, distances: Floats) -> dict[str, Floats]:
     """Everything that is computed of the means (..., 3 G + 3) of `_statistics`."""
     num = len(distances)
     gold, proxy, best = (means[..., i * num : (i + 1) * num] for i in range(3))
@@ -242,56 +283,17 @@ def _divisor(values: Floats, beside: Floats) -> Floats:
     return np.where(values > ROUNDING * scale, values, np.nan)
 
 
-class _Resamples(NamedTuple):
-    """What `_derive` makes of the means of resamples, each (R, ...), and the share to leave out on each side."""
-
-    values: Mapping[str, Floats]
-    tail: float
-
-    def bounds(self, like: Floats, name: str, of: Callable[[Floats], Floats] | None = None) -> _Bounds:
-        """The 95 % interval (...,) of a number, or of what `of` makes of it; perhaps infinite.
-
-        NaN where a resample has no number, and without resamples.
-        """
-        if name not in self.values:
-            return np.full_like(like, np.nan), np.full_like(like, np.nan)
-        found = self.values[name] if of is None else of(self.values[name])
-        # without interpolation, as there is none between a number and infinity
-        low, high = np.quantile(found, (self.tail, 1.0 - self.tail), axis=0, method="inverted_cdf")
-        missing = np.isnan(found).any(axis=0)
-        return np.where(missing, np.nan, low), np.where(missing, np.nan, high)
-
-
-_NO_RESAMPLES = _Resamples({}, 0.0)
-
-
-def _resampled(
-    sums_CK: Floats, counts_C: Floats, derive: Callable[[Floats], dict[str, Floats]], num_resamples: int, seed: int
-) -> _Resamples:
-    num = len(counts_C)
-    draws_RC = np.random.default_rng(seed).multinomial(num, np.full(num, 1.0 / num), size=num_resamples).astype(float)
-    return _Resamples(derive((draws_RC @ sums_CK) / (draws_RC @ counts_C)[:, None]), expanded_tail(num))
-
-
-def _curve(mean: Floats, bounds: _Bounds) -> Curve:
-    return Curve(_numbers(mean), _numbers(bounds[0]), _numbers(bounds[1]))
-
-
-def _metric(name: str, value: Floats, bounds: _Bounds, count: int, note: str | None = None) -> Metric:
-    known = _numbers(np.stack([value, *bounds]))
-    return Metric(name, known[0], known[1], known[2], count, note)
-
-
-def _numbers(values: Floats) -> tuple[float | None, ...]:
-    return tuple(value if math.isfinite(value) else None for value in values.tolist())
-
-
 def _fitted(
-    form: GaoForm, point: Mapping[str, Floats], resampled: _Resamples, sizes: Sequence[int], count: int
+    form: GaoForm,
+    point: Mapping[str, Floats],
+    resampled: Mapping[str, Floats],
+    sizes: Sequence[int],
+    num_clusters: int,
+    count: int,
 ) -> FittedLaw:
-    name, values = f"law_{form}", point[f"law_{form}"]
-    law, peak = GaoLaw(form, *values.tolist()), _peak_sizes(values, form)
-    alphas, betas = (np.array(ends) for ends in zip(*resampled.bounds(values, name), strict=True))
+    name = f"law_{form}"
+    law, peak = GaoLaw(form, *point[name].tolist()), _peak_sizes(point[name], form)
+    alpha, beta = np.transpose(_bounds(resampled[name], num_clusters))
     distances = np.sqrt(kl_of_best_of(sizes))[1:]
     gain, weights = (point["gold"] - point["gold"][0])[1:], point_weights(distances)
     residual, total = float(weights @ (gain - law.gain(distances)) ** 2), float(weights @ gain**2)
@@ -301,13 +303,35 @@ def _fitted(
     elif peak > sizes[-1]:
         note = "beyond the sampled n: an extrapolation"
     return FittedLaw(
-        law=law,
-        alpha=_metric("alpha", values[0], (alphas[0], alphas[1]), count),
-        beta=_metric("beta", values[1], (betas[0], betas[1]), count),
-        peak=_metric("peak", peak, resampled.bounds(peak, name, lambda laws: _peak_sizes(laws, form)), count, note),
+        alpha=_metric("alpha", point[name][0], alpha, count),
+        beta=_metric("beta", point[name][1], beta, count),
+        peak=_metric("peak", peak, _bounds(_peak_sizes(resampled[name], form), num_clusters), count, note),
         r_squared=1.0 - residual / total if total > 0.0 else None,
     )
 
 
 def _peak_sizes(laws: Floats, form: GaoForm) -> Floats:
     return size_of_kl(np.minimum(peak_distances(laws, form), 1e100) ** 2)
+
+
+def _bounds(values: Floats, num_clusters: int, fewest: int = 2) -> _Bounds:
+    """The 95 % interval (...,) of a number of resamples (R, ...); perhaps infinite.
+
+    NaN where a resample has no number, and for fewer than `fewest` clusters.
+    """
+    if num_clusters < fewest:
+        return np.full(values.shape[1:], np.nan), np.full(values.shape[1:], np.nan)
+    tail = expanded_tail(num_clusters)
+    # without interpolation, as there is none between a number and infinity
+    low, high = np.quantile(values, (tail, 1.0 - tail), axis=0, method="inverted_cdf")
+    missing = np.isnan(values).any(axis=0)
+    return np.where(missing, np.nan, low), np.where(missing, np.nan, high)
+
+
+def _metric(name: str, value: Floats, bounds: Any, count: int, note: str | None = None) -> Metric:
+    known, low, high = _numbers(np.stack([value, *bounds]))
+    return Metric(name, known, low, high, count, note)
+
+
+def _numbers(values: Floats) -> tuple[float | None, ...]:
+    return tuple(value if math.isfinite(value) else None for value in values.tolist())

@@ -17,8 +17,6 @@ from numpy.typing import ArrayLike
 from treeward.errors import ConfigError
 from treeward.evaluation.best_of_n.selection import Floats
 
-__all__ = ["FORMS", "GaoForm", "GaoLaw", "fit_gao", "fitting_matrix", "peak_distances", "point_weights"]
-
 GaoForm = Literal["bon", "rl"]
 FORMS: tuple[GaoForm, ...] = ("bon", "rl")
 FEWEST_POINTS = 3
@@ -51,11 +49,11 @@ def fit_gao(distances: ArrayLike, gains: ArrayLike, form: GaoForm = "bon") -> Ga
     3 points, or points that are not such.
     """
     d, gain = np.asarray(distances, dtype=np.float64), np.asarray(gains, dtype=np.float64)
-    if d.ndim != 1 or d.shape != gain.shape or len(d) < FEWEST_POINTS or d[0] <= 0.0 or np.any(np.diff(d) <= 0.0):
+    is_axis = d.ndim == 1 and len(d) >= FEWEST_POINTS and d[0] > 0.0 and bool(np.all(np.diff(d) > 0.0))
+    if not is_axis or d.shape != gain.shape or not (np.isfinite(d).all() and np.isfinite(gain).all()):
         got = f"{d.size} distances, {gain.size} gains, d = {d.ravel()[:5].tolist()}"
-        raise ConfigError("no law can be fitted to these points", got=got, need="3 or more ascending d above 0")
-    if not (np.isfinite(d).all() and np.isfinite(gain).all()):
-        raise ConfigError("no law can be fitted to these points", got="a number that is not finite", need="finite ones")
+        need = "3 or more finite points, ascending d above 0"
+        raise ConfigError("no law can be fitted to these points", got=got, need=need)
     alpha, beta = (fitting_matrix(d, form) @ gain).tolist()
     return GaoLaw(form, alpha, beta)
 

@@ -10,17 +10,15 @@ all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I). Array su
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import lambertw
 
 from treeward.errors import ConfigError
-
-__all__ = ["Floats", "curve_sizes", "expected_best_of", "kl_of_best_of", "selection_weights", "size_of_kl"]
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -29,10 +27,9 @@ _ALL_SIZES_TO, _SIZES_PER_DOUBLING = 64, 16
 
 def curve_sizes(max_n: int) -> tuple[int, ...]:
     """The n that curves are computed at: each up to 64, then 16 for every doubling, and `max_n`."""
-    sizes = set(range(1, min(max_n, _ALL_SIZES_TO) + 1)) | {max_n}
-    steps = math.ceil(_SIZES_PER_DOUBLING * math.log2(max(max_n / _ALL_SIZES_TO, 1.0)))
-    sizes |= {round(_ALL_SIZES_TO * 2 ** (i / _SIZES_PER_DOUBLING)) for i in range(1, steps)}
-    return tuple(sorted(size for size in sizes if size <= max_n))
+    steps = range(1, _SIZES_PER_DOUBLING * max_n.bit_length())
+    sizes = {round(_ALL_SIZES_TO * 2 ** (i / _SIZES_PER_DOUBLING)) for i in steps}
+    return tuple(n for n in sorted({*range(1, _ALL_SIZES_TO + 1), *sizes, max_n}) if n <= max_n)
 
 
 def selection_weights(num_samples: int, sizes: Sequence[int]) -> Floats:
@@ -69,15 +66,10 @@ def kl_of_best_of(sizes: ArrayLike) -> Floats:
 
 
 def size_of_kl(kl: ArrayLike) -> Floats:
-    """The n (a real number, perhaps infinite) with KL(n) = `kl` >= 0."""
-    target = np.asarray(kl, dtype=np.float64)
-    low, high = np.zeros_like(target), target + 1.0  # ln n is below KL + 1
-    for _ in range(100):
-        middle = (low + high) / 2.0
-        above = middle + np.expm1(-middle) > target
-        low, high = np.where(above, low, middle), np.where(above, middle, high)
-    with np.errstate(over="ignore"):
-        return np.asarray(np.exp((low + high) / 2.0), dtype=np.float64)
+    """The n (a real number, perhaps infinite) with KL(n) = `kl` >= 0: -1 / W(-exp(-KL - 1)), W of Lambert."""
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = -np.real(lambertw(-np.exp(-np.asarray(kl, dtype=np.float64) - 1.0)))
+        return np.asarray(1.0 / np.nan_to_num(np.abs(inverse), nan=1.0), dtype=np.float64)  # NaN at KL = 0, its branch
 
 
 @lru_cache(maxsize=16)

@@ -18,8 +18,6 @@ from scipy import stats
 from treeward.evaluation.best_of_n.selection import Floats
 from treeward.evaluation.results import Metric
 
-__all__ = ["MIN_CLUSTERS", "ROUNDING", "State", "Verdict", "judge"]
-
 State = Literal["seen", "unclear", "not seen"]
 
 ROUNDING = 1e-12
@@ -28,7 +26,6 @@ MIN_CLUSTERS = 10
 """With fewer prompts nothing is said of certainty."""
 
 _LEVEL = 0.95
-_MOST = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,79 +54,62 @@ def judge(
     `rise`: gold at the largest n less that at n = 1. `expected_peak`: the n at which the fitted law is highest.
     """
     gold_G = gold_CG.sum(axis=0) / counts_C.sum()
-    scale = ROUNDING * float(np.abs(gold_G).max())
-    at = int(np.argmax(gold_G >= gold_G.max() - scale))  # the first of equal ones
+    rounding = ROUNDING * float(np.abs(gold_G).max())
+    at = int(np.argmax(gold_G >= gold_G.max() - rounding))  # the first of equal ones
     drop = float(gold_G[at] - gold_G[-1]) if at < len(sizes) - 1 else 0.0
-    p_value = drop_at_least = None
+    p_value = at_least = None
     if len(counts_C) >= MIN_CLUSTERS:
         tested = [i for i, n in enumerate(sizes[:-1]) if n & (n - 1) == 0]
-        p_value, bound = _largest_drop(gold_CG[:, tested] - gold_CG[:, -1:], counts_C, scale)
-        drop_at_least = bound if bound > scale else 0.0
+        p_value, at_least = _largest_drop(gold_CG[:, tested] - gold_CG[:, -1:], counts_C, rounding)
     state: State = "not seen"
-    if drop > scale:
+    if drop > rounding:
         state = "seen" if p_value is not None and p_value < 1.0 - _LEVEL else "unclear"
     peak, end, height = sizes[at], sizes[-1], float(gold_G[at])
     if state == "seen":
-        sentence = _seen(peak, end, height, drop, drop_at_least, p_value)
+        course = "falls from the start" if peak == 1 else f"is highest at n = {peak} ({height:.3g})"
+        bound = f" (by at least {at_least:.3g} with 95 % confidence)" if at_least else ""
+        sentence = (
+            f"Over-optimisation is seen: gold {course} and is lower by {drop:.3g}{bound} at n = {end}, while the proxy "
+            f"keeps rising; p = {p_value:.2g}."
+        )
     elif state == "unclear":
-        sentence = _unclear(peak, end, height, drop, p_value, len(counts_C))
+        num = len(counts_C)
+        few = f"{num} {'prompt is' if num == 1 else 'prompts are'} too few to say more"
+        doubt = few if p_value is None else f"this may be chance (p = {p_value:.2g})"
+        sentence = (
+            f"Over-optimisation is neither shown nor excluded: gold is highest at n = {peak} ({height:.3g}) and lower "
+            f"by {drop:.3g} at n = {end}, but {doubt}."
+        )
     else:
-        sentence = _not_seen(end, rise, scale, expected_peak)
-    return Verdict(state, peak, drop, drop_at_least, p_value, sentence)
+        sentence = _not_seen(end, rise, rounding, expected_peak)
+    return Verdict(state, peak, drop, at_least, p_value, sentence)
 
 
-def _largest_drop(excess_CG: Floats, counts_C: Floats, scale: float) -> tuple[float, float]:
+def _largest_drop(excess_CG: Floats, counts_C: Floats, rounding: float) -> tuple[float, float]:
     """The smallest corrected p-value that gold(n) is above gold(N), and by how much it is for some n at least.
 
-    `excess_CG`: gold(n) - gold(N), summed over the rows of each cluster. `scale`: smaller differences are rounding.
+    `excess_CG`: gold(n) - gold(N), summed over the rows of each cluster.
     """
     mean_G = excess_CG.sum(axis=0) / counts_C.sum()
     values_CG = mean_G + (excess_CG - counts_C[:, None] * mean_G) / counts_C.mean()
-    same_G = np.ptp(values_CG, axis=0) <= scale  # in every prompt: 0.5^C is the chance of equal signs
+    same_G = np.ptp(values_CG, axis=0) <= rounding  # in every prompt: 0.5^C is the chance of equal signs
     num = values_CG.shape[1]
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of columns that do not vary
         test = stats.ttest_1samp(values_CG, 0.0, axis=0, alternative="greater")
         low_G = test.confidence_interval(1.0 - (1.0 - _LEVEL) / num).low
-    p_G = np.where(same_G, np.where(mean_G > scale, 0.5 ** len(counts_C), 1.0), test.pvalue)
-    bound_G = np.where(same_G, mean_G, low_G)
-    return min(1.0, num * float(p_G.min())), float(bound_G.max())
+    p_G = np.where(same_G, np.where(mean_G > rounding, 0.5 ** len(counts_C), 1.0), test.pvalue)
+    bound = float(np.where(same_G, mean_G, low_G).max())
+    return min(1.0, num * float(p_G.min())), bound if bound > rounding else 0.0
 
 
-def _seen(peak: int, end: int, height: float, drop: float, at_least: float | None, p_value: float | None) -> str:
-    course = "falls from the start" if peak == 1 else f"is highest at n = {peak} ({height:.3g})"
-    bound = f" (by at least {at_least:.3g} with 95 % confidence)" if at_least else ""
-    return (
-        f"Over-optimisation is seen: gold {course} and is lower by {drop:.3g}{bound} at n = {end}, while the proxy "
-        f"keeps rising; p = {p_value:.2g}."
-    )
-
-
-def _unclear(peak: int, end: int, height: float, drop: float, p_value: float | None, num_clusters: int) -> str:
-    doubt = "this may be chance"
-    if p_value is None:
-        doubt = f"{num_clusters} {'prompt is' if num_clusters == 1 else 'prompts are'} too few to say more"
-    known = "" if p_value is None else f" (p = {p_value:.2g})"
-    return (
-        f"Over-optimisation is neither shown nor excluded: gold is highest at n = {peak} ({height:.3g}) and lower by "
-        f"{drop:.3g} at n = {end}, but {doubt}{known}."
-    )
-
-
-def _not_seen(end: int, rise: Metric, scale: float, expected_peak: Metric | None) -> str:
+def _not_seen(end: int, rise: Metric, rounding: float, expected_peak: Metric | None) -> str:
     start = f"No over-optimisation is seen up to n = {end}"
     assert rise.value is not None
-    if rise.value <= scale:
+    if rise.value <= rounding:
         return f"{start}, and no gain either: gold is the same at every n."
     span = "" if rise.low is None or rise.high is None else f" ({rise.low:.3g} to {rise.high:.3g})"
     doubt = "" if rise.low is not None and rise.low > 0.0 else ", which may be chance"
     further = ""
     if expected_peak is not None and expected_peak.value is not None and expected_peak.value > end:
-        peak, low, high = map(_size, (expected_peak.value, expected_peak.low, expected_peak.high))
-        between = "" if expected_peak.low is None else f" (95 % interval: {low} to {high})"
-        place = f"beyond n = {_MOST:,}" if expected_peak.value > _MOST else f"at n = {peak}"
-        further = f" The fitted law, an extrapolation, has its peak {place}{between}."
+        further = f" The fitted law, an extrapolation, has its peak at n = {expected_peak.value:,.3g}."
     return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}.{further}"
-
-
-def _size(n: float | None) -> str:
-    return "over a million" if n is None or n > _MOST else f"{n:,.0f}"
