@@ -237,9 +237,9 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
 
 def test_names_and_references_belong_to_conversations() -> None:
     client = RewardClient("http://127.0.0.1:1")
-    with pytest.raises(DataError, match="1 names for 2 conversations"):
+    with pytest.raises(DataError, match="1 names and 2 references for 2"):
         client.score([chat(1), chat(2)], where=["one"])
-    with pytest.raises(DataError, match="3 reference answers for 2 conversations"):
+    with pytest.raises(DataError, match="2 names and 3 references for 2"):
         client.rewards([chat(1), chat(2)], reference_answers=["a", "b", "c"])
 
 

@@ -3,34 +3,36 @@
     connection = Connection("http://localhost:8000", max_retries=5)
     reply = await connection.post("/v1/rewards", body, until=time.monotonic() + 30)
     reply.json
+    run_async(ask_all())        # a coroutine from synchronous code
 
 A request is repeated after a lost connection and after the statuses 408, 429, 502, 503 and 504: with growing pauses, or
-after the server's `Retry-After`, at most `max_retries` times, and never beyond `until`.
+after the seconds of the server's `Retry-After`, at most `max_retries` times, and never beyond `until`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import email.utils
 import json
 import logging
-import math
 import re
 import ssl
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 import tenacity
+from anyio.from_thread import start_blocking_portal
 
 from treeward.errors import ConfigError, TreewardError
 from treeward.version import VERSION
 
-__all__ = ["Connection", "Reply", "RewardServerError", "ServerError", "checked_url", "tls_context"]
+__all__ = ["Connection", "Reply", "RewardServerError", "ServerError", "checked_url", "run_async", "tls_context"]
 
 logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
 
 _TEMPORARY = frozenset({408, 429, 502, 503, 504})
 _BACKOFF = tenacity.wait_random_exponential(multiplier=0.2, min=0.1, max=10)
@@ -100,7 +102,7 @@ class Connection:
         *,
         token: str | None = None,
         max_retries: int = 5,
-        verify_tls: bool | str = True,
+        verify_tls: Any = True,
         max_connections: int = 8,
     ) -> None:
         if max_retries < 0:
@@ -137,29 +139,26 @@ class Connection:
         self, method: Literal["GET", "POST"], path: str, content: bytes | None, until: float, max_retries: int
     ) -> Reply:
         retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(
-                lambda error: isinstance(error, RewardServerError) and error.is_temporary
-            ),
+            retry=tenacity.retry_if_exception(lambda error: getattr(error, "is_temporary", False)),
             stop=tenacity.stop_after_attempt(1 + max_retries) | tenacity.stop_before_delay(until - time.monotonic()),
             wait=_pause,
             reraise=True,
         )
-        attempts = 0
-
-        async def attempt() -> Reply:
-            nonlocal attempts
-            attempts += 1
-            return await self._once(method, path, content, until, attempts)
-
-        return await retrying(attempt)
+        async for attempt in retrying:
+            with attempt:
+                return await self._once(method, path, content, until, attempt.retry_state.attempt_number)
+        raise AssertionError("the last attempt raises")
 
     async def _once(self, method: str, path: str, content: bytes | None, until: float, attempt: int) -> Reply:
         url, left = self.url + path, max(0.0, until - time.monotonic())
         headers = {"X-Deadline-Seconds": f"{left:.3f}"}
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._client[0] is not loop:
+            self._client = loop, httpx.AsyncClient(**self._options)
         try:
             # httpx limits each wait for a byte; this limits a server that sends one byte now and then.
             async with asyncio.timeout(left):
-                response = await self._open().request(method, url, content=content, headers=headers)
+                response = await self._client[1].request(method, url, content=content, headers=headers)
         except TimeoutError:
             raise RewardServerError(
                 "the server has not answered in time",
@@ -177,21 +176,27 @@ class Connection:
             ) from error
         if not response.is_success:
             raise _refusal(response, attempt)
-        return _reply(response)
+        request_id = response.headers.get("x-request-id")
+        try:
+            return Reply(response.json(), url, request_id)
+        except ValueError:
+            raise RewardServerError(
+                "the server's answer is not JSON",
+                status=response.status_code,
+                request_id=request_id,
+                where=url,
+                got=f"{response.headers.get('content-type', 'no content type')}: {_text(response)}",
+                need="the address of a server of this kind",
+            ) from None
 
-    def _open(self) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
-            self._client = loop, httpx.AsyncClient(**self._options)
-        return self._client[1]
 
-
-def _pause(state: tenacity.RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome else None
-    assert isinstance(error, RewardServerError)
-    pause = max(_BACKOFF(state), error.retry_after)
-    logger.info("%s: %s; the next attempt comes after %.1f s.", error.where, error.summary, pause)
-    return pause
+def run_async(coroutine: Coroutine[Any, Any, _Value]) -> _Value:
+    """The result of a coroutine, in an event loop and thread of its own: also where a loop runs already (notebooks,
+    Ray's async actors). Its exceptions are raised; an interrupt cancels it.
+    """
+    with start_blocking_portal() as portal:
+        result: _Value = portal.call(lambda: coroutine)
+    return result
 
 
 def checked_url(url: str) -> str:
@@ -206,17 +211,13 @@ def checked_url(url: str) -> str:
     return url.strip().rstrip("/")
 
 
-def _checked_token(token: str) -> str:
-    if not re.fullmatch(r"[\x21-\x7e]+", token):
-        got = f"{len(token)} characters, of which not all are visible ASCII"  # the token itself is a secret
-        raise ConfigError("the token cannot be sent in a header", field="token", got=got, need="no white space")
-    return token
+def tls_context(verify_tls: Any) -> Any:
+    """How certificates are verified: by the system's, by those of a PEM file, or (False) not; a context stays itself.
 
-
-def tls_context(verify_tls: bool | str) -> ssl.SSLContext | bool:
-    """How certificates are verified: by the system's, by those of a PEM file, or (False) not. Raises `ConfigError`."""
-    if verify_tls is False:
-        return False
+    Raises `ConfigError`.
+    """
+    if verify_tls is False or isinstance(verify_tls, ssl.SSLContext):
+        return verify_tls
     try:
         return ssl.create_default_context(cafile=None if verify_tls is True else verify_tls)
     except OSError as error:  # ssl.SSLError is one
@@ -228,19 +229,19 @@ def tls_context(verify_tls: bool | str) -> ssl.SSLContext | bool:
         ) from error
 
 
-def _reply(response: httpx.Response) -> Reply:
-    url, request_id = str(response.url), response.headers.get("x-request-id")
-    try:
-        return Reply(response.json(), url, request_id)
-    except ValueError:
-        raise RewardServerError(
-            "the server's answer is not JSON",
-            status=response.status_code,
-            request_id=request_id,
-            where=url,
-            got=f"{response.headers.get('content-type', 'no content type')}: {_text(response)}",
-            need="the address of a server of this kind",
-        ) from None
+def _pause(state: tenacity.RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    assert isinstance(error, RewardServerError)
+    pause = max(_BACKOFF(state), error.retry_after)
+    logger.info("%s: %s; the next attempt comes after %.1f s.", error.where, error.summary, pause)
+    return pause
+
+
+def _checked_token(token: str) -> str:
+    if not re.fullmatch(r"[\x21-\x7e]+", token):
+        got = f"{len(token)} characters, of which not all are visible ASCII"  # the token itself is a secret
+        raise ConfigError("the token cannot be sent in a header", field="token", got=got, need="no white space")
+    return token
 
 
 def _refusal(response: httpx.Response, attempt: int) -> RewardServerError:
@@ -258,6 +259,7 @@ def _refusal(response: httpx.Response, attempt: int) -> RewardServerError:
         message = f"it has moved to {response.headers['location']}"
     message = message if isinstance(message, str) else json.dumps(message)
     code, param = (details[key] if isinstance(details.get(key), str) else None for key in ("code", "param"))
+    seconds = re.fullmatch(r"\s*(\d{1,9}(\.\d*)?)\s*", response.headers.get("retry-after", ""))
     return RewardServerError(
         f"the server refuses the request: HTTP {status} {response.reason_phrase}".rstrip(),
         status=status,
@@ -265,7 +267,7 @@ def _refusal(response: httpx.Response, attempt: int) -> RewardServerError:
         param=param,
         request_id=details.get("request_id", response.headers.get("x-request-id")),
         is_temporary=status in _TEMPORARY,
-        retry_after=_retry_after(response.headers.get("retry-after", "")),
+        retry_after=float(seconds[1]) if seconds else 0.0,
         where=str(response.url),
         got=(message or "an empty answer") + (f" (attempt {attempt})" if status in _TEMPORARY else ""),
         fix=_FIXES.get(status),
@@ -274,13 +276,3 @@ def _refusal(response: httpx.Response, attempt: int) -> RewardServerError:
 
 def _text(response: httpx.Response) -> str:
     return " ".join(re.sub(r"<style.*?</style>|<[^>]*>", " ", response.text, flags=re.DOTALL).split())[:150]
-
-
-def _retry_after(text: str) -> float:
-    """Seconds; 0 where the header is missing or in no known form."""
-    with contextlib.suppress(ValueError):
-        seconds = float(text)
-        return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
-    with contextlib.suppress(ValueError, TypeError):
-        return max(email.utils.parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
-    return 0.0

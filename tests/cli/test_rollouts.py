@@ -20,9 +20,9 @@ from fake_policy import FakePolicy
 from loopback import Loopback, serving_on_loopback
 
 from treeward.cli.main import main
+from treeward.client.rewards import AsyncRewardClient
 from treeward.config.server import ServerConfig
-from treeward.errors import DataError
-from treeward.http import Connection, RewardServerError
+from treeward.errors import ConfigError, DataError
 from treeward.scoring.scorer import Scorer
 from treeward.serving.rollouts.rewards import local_rewards, remote_rewards
 from treeward.serving.run import make_service
@@ -124,8 +124,8 @@ def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
     async def compare(url: str) -> list[Mapping[str, Any]]:
         identities = []
         for section in sections:
-            connection = Connection(url)
-            remote = await remote_rewards(connection, model=section["name"])
+            client = AsyncRewardClient(url, model=section["name"])
+            remote = await remote_rewards(client)
             service = make_service(ServerConfig.model_validate({"models": [section]}))
             local = local_rewards(service)
             found = await remote.judge(params, output, row)
@@ -140,9 +140,9 @@ def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
                         await source.judge(params, output, {})
             identities.append(local.identity)
             service.close()
-            await connection.close()
-        with pytest.raises(RewardServerError, match="no such reward model"):
-            await remote_rewards(Connection(url), model="other")
+            await client.aclose()
+        with pytest.raises(ConfigError, match="no such reward model"):
+            await remote_rewards(AsyncRewardClient(url, model="other"))
         return identities
 
     with serving_on_loopback(make_service(ServerConfig.model_validate({"models": sections}))) as url:
@@ -466,7 +466,6 @@ class TestResume:
         ({"question": "Why?"}, "the row has no prompt"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "has a completion already"),
         ({"responses_create_params": {"input": []}}, "no input"),
-        ({"responses_create_params": {"input": "x", "truncation": "auto"}}, "chat completions have no truncation"),
         (
             {"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}},
             "input_image",

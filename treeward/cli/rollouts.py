@@ -82,7 +82,8 @@ def run(
         where = "--rewards-model, --rewards-token-env"
         raise ConfigError("the option is for a server", where=where, need="--rewards-url")
 
-    from treeward.http import Connection, checked_url
+    from treeward.client.rewards import AsyncRewardClient
+    from treeward.http import checked_url
     from treeward.openai_client import check_openai, key_from, openai_client
     from treeward.serving.rollouts.collect import Collected, check_free, collect
     from treeward.serving.rollouts.policy import Policy
@@ -117,9 +118,11 @@ def run(
                 rewards = local_rewards(service)
             elif rewards_url is not None:
                 url = checked_url(rewards_url).removesuffix("/v1")
-                connection = Connection(url, token=rewards_key, max_connections=concurrency, **common)
-                stack.push_async_callback(connection.close)
-                rewards = await remote_rewards(connection, model=rewards_model, timeout_seconds=timeout)
+                connection = AsyncRewardClient(
+                    url, token=rewards_key, model=rewards_model, timeout_seconds=timeout, max_concurrency=concurrency,
+                    **common,
+                )  # fmt: skip
+                rewards = await remote_rewards(await stack.enter_async_context(connection))
             settings = {key: value for key, value in sampling.items() if value is not None}
             policy = Policy(await stack.enter_async_context(client), model, api, settings)
             shown = stack.enter_context(ShownProgress(unit="rollouts"))

@@ -1,8 +1,8 @@
 """`RewardClient` and `AsyncRewardClient`: scores and rewards from a server that `treeward serve` runs.
 
-    with RewardClient("http://localhost:8000", timeout_seconds=30) as client:
-        client.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
-        client.score_completions([{"role": "user", "content": "2 + 2?"}], ["4", "5"])
+    client = RewardClient("http://localhost:8000", timeout_seconds=30)
+    client.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
+    client.score_completions([{"role": "user", "content": "2 + 2?"}], ["4", "5"])
 
 A call ends within `timeout_seconds`, with a score for each conversation or with an error. Needs neither torch nor the
 server's packages.
@@ -14,23 +14,15 @@ import asyncio
 import functools
 import json
 import math
-import os
-import threading
 import time
-import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from treeward.data.preference import check_messages
 from treeward.errors import ConfigError, DataError
-from treeward.http import Connection, Reply, RewardServerError
-from treeward.scoring.score import Conversation, OnError, Score
+from treeward.http import Connection, Reply, RewardServerError, run_async, tls_context
+from treeward.scoring.score import Conversation, OnError, Reward, Score
 
 __all__ = ["AsyncRewardClient", "RewardClient"]
 
@@ -41,35 +33,17 @@ _BODY_BYTES = 2**23
 """A request with a larger body is split, since servers limit bodies."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A conversation or completion to send. `place`: its index in the caller's list; `name`: for errors."""
+class _Item(NamedTuple):
+    """A conversation or completion to send, as JSON. `place`: its index in the caller's list; `name`: for errors."""
 
     place: int
     name: str
-    messages: Conversation
-    reference: Any
-    num_bytes: int
+    messages: str
+    reference: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row of the server's reply: the reward, the score behind it, and the reason why either is missing."""
-
-    reward: float | None
-    score: Score
-    error: str | None = None
-
-
-class AsyncRewardClient:
-    """A client for coroutines; `RewardClient` has the same methods for synchronous code.
-
-    `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for. `model`: one of its
-    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. `verify_tls`: as in
-    `Connection`. A call with more than `max_conversations` makes several requests, `max_concurrency` at a time.
-
-    Raises `ConfigError` for impossible arguments; methods raise `RewardServerError` for a server that fails.
-    """
+class _Client:
+    """What both clients are made of. `_options`: the constructor's arguments."""
 
     def __init__(
         self,
@@ -79,11 +53,11 @@ class AsyncRewardClient:
         model: str | None = None,
         timeout_seconds: float = 120.0,
         max_retries: int = 5,
-        verify_tls: bool | str = True,
+        verify_tls: Any = True,
         max_conversations: int = 256,
         max_concurrency: int = 8,
     ) -> None:
-        positive = {
+        positive: dict[str, Any] = {
             "timeout_seconds": timeout_seconds,
             "max_conversations": max_conversations,
             "max_concurrency": max_concurrency,
@@ -91,11 +65,22 @@ class AsyncRewardClient:
         for name, number in positive.items():
             if not (math.isfinite(number) and number > 0):
                 raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
+        of_connection = {"token": token, "max_retries": max_retries, "verify_tls": tls_context(verify_tls)}
+        self._connection = Connection(url, max_connections=max_concurrency, **of_connection)
+        self._options = {"url": url, "model": model, **positive, **of_connection}
         self.model, self.timeout_seconds, self.max_conversations = model, timeout_seconds, max_conversations
         self._max_concurrency = max_concurrency
-        self._connection = Connection(
-            url, token=token, max_retries=max_retries, verify_tls=verify_tls, max_connections=max_concurrency
-        )
+
+
+class AsyncRewardClient(_Client):
+    """A client for coroutines; `RewardClient` has the same methods for synchronous code.
+
+    `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for. `model`: one of its
+    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. `verify_tls`: as in
+    `Connection`. A call with more than `max_conversations` makes several requests, `max_concurrency` at a time.
+
+    Raises `ConfigError` for impossible arguments; methods raise `RewardServerError` for a server that fails.
+    """
 
     async def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
@@ -118,9 +103,10 @@ class AsyncRewardClient:
             need = 'a list, as ["a completion", "another"]'
             raise DataError("completions is not a list of completions", got=completions, need=need)
         ends = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in completions]
-        _num_bytes(check_messages(context, "context", None, may_be_empty=True), "context")
+        checked = check_messages(context, "context", None, may_be_empty=True)
+        _json(checked, "context")
         names = [f"completion {i}" for i in range(len(ends))]
-        rows = await self._rows(ends, {"shaped": False, "context": context}, names, on_error)
+        rows = await self._rows(ends, {"shaped": False, "context": checked}, names, on_error)
         return [row.score for row in rows]
 
     async def rewards(
@@ -136,8 +122,21 @@ class AsyncRewardClient:
         `reference_answers`: for shaping that compares with them; for each conversation a text, a list, or None. A
         conversation without a reward raises `RewardServerError`; with `on_error="mask"` its reward is None.
         """
-        rows = await self._rows(conversations, {"shaped": True}, where, on_error, reference_answers)
-        return [row.reward for row in rows]
+        rows = await self.detailed_rewards(
+            conversations, reference_answers=reference_answers, where=where, on_error=on_error
+        )
+        return [row.value for row in rows]
+
+    async def detailed_rewards(
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        reference_answers: Sequence[Any] | None = None,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[Reward]:
+        """`rewards`, each with the score that it was made of, or the reason why there is none."""
+        return await self._rows(conversations, {"shaped": True}, where, on_error, reference_answers)
 
     async def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
@@ -179,10 +178,24 @@ class AsyncRewardClient:
         where: Sequence[str] | None,
         on_error: OnError,
         references: Sequence[Any] | None = None,
-    ) -> list[_Row]:
+    ) -> list[Reward]:
         """The server's row for each conversation; a malformed one is not sent. `fields`: of every request."""
-        rows: dict[int, _Row] = {}
-        items = list(_items(conversations, where, references, on_error, rows))
+        rows: dict[int, Reward] = {}
+        items: list[_Item] = []
+        names = where or [f"conversation {i}" for i in range(len(conversations))]
+        given = references or [None] * len(conversations)
+        if len(names) != len(conversations) or len(given) != len(conversations):
+            got = f"{len(names)} names and {len(given)} references for {len(conversations)} conversations"
+            raise DataError("names, references and conversations do not belong together", got=got, need="one for each")
+        for i, (conversation, name, reference) in enumerate(zip(conversations, names, given, strict=True)):
+            try:
+                messages = _json(check_messages(conversation, "messages", name), name)
+                items.append(_Item(i, name, messages, _json(reference, name)))
+            except DataError as error:
+                if on_error == "raise":
+                    raise
+                why = " ".join(str(error).split())
+                rows[i] = Reward(None, Score(None, error=why), error=why)
         until = self._until()
         slots = asyncio.Semaphore(self._max_concurrency)
 
@@ -190,7 +203,7 @@ class AsyncRewardClient:
             async with slots:
                 reply = await self._connection.post("/v1/rewards", self._body(batch, fields), until=until)
             for item, row in zip(batch, _read(reply, len(batch)), strict=True):
-                if on_error == "raise" and (row.reward if fields["shaped"] else row.score.score) is None:
+                if on_error == "raise" and (row.value if fields["shaped"] else row.score.score) is None:
                     raise reply.error(f"{item.name} has no score", got=row.error)
                 rows[item.place] = row
 
@@ -206,20 +219,22 @@ class AsyncRewardClient:
         batches: list[list[_Item]] = []
         size = 0
         for item in items:
-            if not batches or len(batches[-1]) >= self.max_conversations or size + item.num_bytes > _BODY_BYTES:
+            num_bytes = len(item.messages) + len(item.reference)
+            if not batches or len(batches[-1]) >= self.max_conversations or size + num_bytes > _BODY_BYTES:
                 batches.append([])
                 size = 0
             batches[-1].append(item)
-            size += item.num_bytes
+            size += num_bytes
         return batches
 
     def _body(self, batch: Sequence[_Item], fields: Mapping[str, Any]) -> bytes:
         # Masked, so that the reply says which conversation failed.
-        body = {"model": self.model, "on_error": "mask", **fields}
-        body["completions" if "context" in fields else "conversations"] = [item.messages for item in batch]
-        if any(item.reference is not None for item in batch):
-            body["reference_answers"] = [item.reference for item in batch]
-        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        head = json.dumps({"model": self.model, "on_error": "mask", **fields}, ensure_ascii=False)[:-1]
+        what = "completions" if "context" in fields else "conversations"
+        body = f'{head}, "{what}": [{",".join(item.messages for item in batch)}]'
+        if any(item.reference != "null" for item in batch):
+            body += f', "reference_answers": [{",".join(item.reference for item in batch)}]'
+        return f"{body}}}".encode()
 
 
 def _blocking(
@@ -228,56 +243,32 @@ def _blocking(
     """The synchronous form of a method of `AsyncRewardClient`."""
 
     def call(self: RewardClient, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Value:
-        return self._run(method(self._client, *args, **kwargs))
+        async def run() -> _Value:
+            async with AsyncRewardClient(**self._options) as client:
+                return await method(client, *args, **kwargs)
+
+        return run_async(run())
 
     functools.update_wrapper(call, method)
     return call
 
 
-class RewardClient:
+class RewardClient(_Client):
     """A client of `treeward serve` for synchronous code; a `ConversationScorer`, so it can stand for a `Scorer`.
 
-    Arguments and methods are those of `AsyncRewardClient`, which runs in a thread. It may be used from several threads,
-    and after a fork.
+    Arguments and methods are those of `AsyncRewardClient`. Every call has a thread and connections of its own, so it
+    may be made from several threads, after a fork, and where an event loop runs already.
     """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        model: str | None = None,
-        timeout_seconds: float = 120.0,
-        max_retries: int = 5,
-        verify_tls: bool | str = True,
-        max_conversations: int = 256,
-        max_concurrency: int = 8,
-    ) -> None:
-        self._client = AsyncRewardClient(
-            url,
-            token=token,
-            model=model,
-            timeout_seconds=timeout_seconds,
-            max_retries=max_retries,
-            verify_tls=verify_tls,
-            max_conversations=max_conversations,
-            max_concurrency=max_concurrency,
-        )
-        self._lock = threading.Lock()
-        self._thread: tuple[int, BlockingPortal, ExitStack] | None = None
 
     score = _blocking(AsyncRewardClient.score)
     score_completions = _blocking(AsyncRewardClient.score_completions)
     rewards = _blocking(AsyncRewardClient.rewards)
+    detailed_rewards = _blocking(AsyncRewardClient.detailed_rewards)
     models = _blocking(AsyncRewardClient.models)
     ready = _blocking(AsyncRewardClient.ready)
 
     def close(self) -> None:
-        """Close the connections and end the thread; another request starts them again."""
-        if self._thread is not None and self._thread[0] == os.getpid():
-            self._run(self._client.aclose())
-            self._thread[2].close()
-        self._thread = None
+        """Nothing is open between calls; it is there because scorers that hold something have it."""
 
     def __enter__(self) -> RewardClient:
         return self
@@ -287,56 +278,18 @@ class RewardClient:
     ) -> None:
         self.close()
 
-    def _run(self, coroutine: Coroutine[Any, Any, _Value]) -> _Value:
-        with self._lock:
-            if self._thread is None or self._thread[0] != os.getpid():  # threads do not survive a fork
-                stack = ExitStack()
-                self._thread = os.getpid(), stack.enter_context(start_blocking_portal()), stack
-                weakref.finalize(self, stack.close)
-            portal = self._thread[1]
-        future: Future[_Value] = portal.start_task_soon(lambda: coroutine)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # after an interrupt
 
-
-def _items(
-    conversations: Sequence[Conversation],
-    where: Sequence[str] | None,
-    references: Sequence[Any] | None,
-    on_error: OnError,
-    failed: dict[int, _Row],
-) -> Iterator[_Item]:
-    """The conversations to send; with `on_error="mask"` malformed ones are put into `failed`."""
-    names = where if where is not None else [f"conversation {i}" for i in range(len(conversations))]
-    for what, given in (("names", names), ("reference answers", references)):
-        if given is not None and len(given) != len(conversations):
-            got = f"{len(given)} {what} for {len(conversations)} conversations"
-            raise DataError(f"{what} and conversations do not belong together", got=got, need="one for each")
-    for i, (conversation, name) in enumerate(zip(conversations, names, strict=True)):
-        reference = None if references is None else references[i]
-        try:
-            messages = check_messages(conversation, "messages", name)
-            size = _num_bytes([messages, reference], name)
-        except DataError as error:
-            if on_error == "raise":
-                raise
-            why = " ".join(str(error).split())
-            failed[i] = _Row(None, Score(None, error=why), why)
-        else:
-            yield _Item(i, name, messages, reference, size)
-
-
-def _num_bytes(value: Any, name: str) -> int:
+def _json(value: Any, name: str) -> str:
     try:
-        return len(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode())
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()
     except (ValueError, TypeError) as error:  # NaN, lone surrogates, objects
         need = "text, and finite numbers"
         raise DataError("this cannot be written as JSON", where=name, got=str(error), need=need) from error
+    return text
 
 
-def _read(reply: Reply, number: int) -> list[_Row]:
+def _read(reply: Reply, number: int) -> list[Reward]:
     """The rows of the reply: as many as were sent, each with finite numbers or a reason."""
     data = reply.json.get("data") if isinstance(reply.json, dict) else None
     if not isinstance(data, list) or len(data) != number:
@@ -345,7 +298,7 @@ def _read(reply: Reply, number: int) -> list[_Row]:
     return [_read_row(reply, row, place) for place, row in enumerate(data)]
 
 
-def _read_row(reply: Reply, row: Any, place: int) -> _Row:
+def _read_row(reply: Reply, row: Any, place: int) -> Reward:
     try:
         score, reward, error = row["score"], row["reward"], row["error"]
         heads, members = tuple(row.get("heads", ())), tuple(row.get("members", ()))
@@ -355,7 +308,8 @@ def _read_row(reply: Reply, row: Any, place: int) -> _Row:
         if (score is None or reward is None) and not isinstance(error, str):
             raise ValueError(f"row {place} has no score and no error that says why")
         why = error if score is None else None
-        return _Row(reward, Score(score, int(row["num_tokens"]), bool(row["truncated"]), heads, members, why), error)
+        scored = Score(score, int(row["num_tokens"]), bool(row["truncated"]), heads, members, why)
+        return Reward(reward, scored, error=error)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         need = f"a score, or why there is none: {problem}"
         raise reply.error("the reply cannot be read", field=f"data[{place}]", got=row, need=need) from problem

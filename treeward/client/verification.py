@@ -10,7 +10,6 @@ missing end of turn, rounding, a scale and other tokens are named where they exp
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -23,7 +22,7 @@ from treeward.client.dialects import DIALECTS, Dialect, Form, RenderedConversati
 from treeward.data.preference import last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
-from treeward.http import Connection, RewardServerError
+from treeward.http import Connection, RewardServerError, run_async
 from treeward.model.contract import CONTRACT_FILE, Dtype, GoldenExample, ScoringContract, read_contract
 from treeward.model.pretrained import load_tokenizer, quiet_transformers
 from treeward.scoring.diagnosis import PARTS, Check, Part, diagnose
@@ -33,6 +32,8 @@ __all__ = ["ServerVerification", "verify_server"]
 
 _REFUSED = frozenset({400, 413, 422, 500})
 """A conversation that a server refuses alone has no score; other refusals are of the whole replay."""
+_PADDING_IS_READ = "alone every conversation has its score, and beside others it has not: padding is read"
+_MEND_PADDING = "pad with a token that ends no conversation, and read each score by its conversation's length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,8 @@ def verify_server(
     connection = Connection(
         url.rstrip("/").removesuffix(spoken.path), token=token, max_retries=3, verify_tls=verify_tls
     )
-    server = _Server(connection, dialect, form or own, model, extra or {}, timeout_seconds)
-    return asyncio.run(_Replay(contract, examples, conversations, dtype, server).run(str(name)))
+    server = _Server(connection, dialect, form or own, model, extra or {}, timeout_seconds, contract, dtype)
+    return run_async(server.replay(str(name), examples, conversations))
 
 
 def _contract_and_renderer(name: str | Path, trust_remote_code: bool) -> tuple[ScoringContract, Renderer]:
@@ -158,7 +159,7 @@ def _without_frame(text: str, renderer: Renderer) -> str:
 
 @dataclass
 class _Server:
-    """A server, and the form of its requests."""
+    """A server of a model with this contract, and the form of the requests to it."""
 
     connection: Connection
     dialect_name: str
@@ -166,101 +167,92 @@ class _Server:
     model: str | None
     extra: Mapping[str, Any]
     timeout_seconds: float
+    contract: ScoringContract
+    dtype: Dtype
 
     @property
     def dialect(self) -> Dialect:
         return DIALECTS[self.dialect_name]
 
-    async def first_model(self) -> str | None:
+    async def replay(
+        self, name: str, examples: Sequence[GoldenExample], conversations: Sequence[RenderedConversation]
+    ) -> ServerVerification:
+        """Ask for the golden scores, alone and together, and say what explains them."""
+        try:
+            if self.model is None and self.dialect.lists_models:
+                self.model = await self._first_model()
+            found = await self._scores_alone(conversations)
+            scores = [None if isinstance(one, str) else self._score(one) for one in found]
+            verdict = self._verdict(scores, found, examples)
+            can_batch = not (self.form == "messages" and self.dialect_name == "vllm")
+            if verdict.state == "equal" and can_batch and len(scores) > 1:
+                together = [self._score(one) for one in await self._scores(conversations)]
+                in_batch = diagnose(self.contract, together, dtype=self.dtype, golden=examples)
+                if in_batch.state != "equal":
+                    verdict = replace(in_batch, part="read position", summary=_PADDING_IS_READ, fix=_MEND_PADDING)
+        finally:
+            await self.connection.close()
+        off = [
+            math.inf if score is None else abs(score - one.score) for score, one in zip(scores, examples, strict=True)
+        ]
+        return ServerVerification(
+            name,
+            self.connection.url,
+            self.dialect_name,
+            self.form,
+            self.model,
+            (self._contract_check(found, verdict), *(self._check(part, verdict) for part in PARTS[1:])),
+            len(examples),
+            max(off) if all(map(math.isfinite, off)) else None,
+            self.contract.tolerance.of(self.dtype),
+        )
+
+    async def _first_model(self) -> str | None:
         """What the server calls its first model; None for a server without /v1/models."""
         try:
-            reply = await self.connection.get("/v1/models", until=self._until())
+            reply = await self.connection.get("/v1/models", until=time.monotonic() + self.timeout_seconds)
+            return str(reply.json["data"][0]["id"])
         except RewardServerError as error:
-            if error.status in (404, 405, 501):
-                return None
-            raise
-        listed = reply.json.get("data") if isinstance(reply.json, dict) else None
-        first = listed[0] if isinstance(listed, list) and listed else None
-        name = first.get("id") if isinstance(first, dict) else None
-        return name if isinstance(name, str) else None
+            if error.status not in (404, 405, 501):
+                raise
+        except (LookupError, TypeError):
+            pass
+        return None
 
-    async def scores(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
+    async def _scores(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
         """The server's numbers for the conversations of one request. Raises `RewardServerError`."""
         body = self.dialect.body(self.model, self.form, conversations) | dict(self.extra)
         content = json.dumps(body, ensure_ascii=False).encode()
-        reply = await self.connection.post(self.dialect.path, content, until=self._until())
+        reply = await self.connection.post(self.dialect.path, content, until=time.monotonic() + self.timeout_seconds)
         try:
             scores = self.dialect.read(reply.json)
             values = [value for one in scores for value in one.values if value is not None]
             if not all(isinstance(value, int | float) for value in values) or not all(one.values for one in scores):
                 raise ValueError("a score is no number")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise reply.error(
-                f"the reply is not in the dialect {self.dialect_name}",
-                got=json.dumps(reply.json),
-                need=f"scores: {type(error).__name__}: {error}",
-            ) from error
+            need = f"scores: {type(error).__name__}: {error}"
+            got = json.dumps(reply.json)
+            raise reply.error(f"the reply is not in the dialect {self.dialect_name}", got=got, need=need) from error
         if len(scores) != len(conversations):
             need = f"{len(conversations)}, one for each"
             raise reply.error("the reply has another number of scores", got=f"{len(scores)} scores", need=need)
         return scores
 
-    async def scores_alone(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore | str]:
-        """The numbers for each conversation in a request of its own, or why the server refuses it; never all refused.
+    async def _scores_alone(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore | str]:
+        """The numbers for each conversation in a request of its own, or why the server refuses it.
 
         Raises `RewardServerError` where all of them are refused, and for other errors.
         """
         found: list[ServerScore | str] = []
-        first: RewardServerError | None = None
         for one in conversations:
             try:
-                found += await self.scores([one])
+                found += await self._scores([one])
             except RewardServerError as error:
-                if error.status not in _REFUSED:
-                    raise
-                first = first or error
                 found.append(str(error.got))
-        if first is not None and all(isinstance(one, str) for one in found):
-            raise first
+                is_last = len(found) == len(conversations)
+                if error.status not in _REFUSED or (is_last and all(isinstance(one, str) for one in found)):
+                    raise
         return found
-
-    def _until(self) -> float:
-        return time.monotonic() + self.timeout_seconds
-
-
-@dataclass
-class _Replay:
-    """The replay of a contract's golden conversations on a server."""
-
-    contract: ScoringContract
-    examples: list[GoldenExample]
-    conversations: list[RenderedConversation]
-    dtype: Dtype
-    server: _Server
-
-    async def run(self, name: str) -> ServerVerification:
-        server = self.server
-        try:
-            if server.model is None and server.dialect.lists_models:
-                server.model = await server.first_model()
-            found = await server.scores_alone(self.conversations)
-            scores = [None if isinstance(one, str) else self._score(one) for one in found]
-            verdict = self._verdict(scores, found)
-            can_batch = not (server.form == "messages" and server.dialect_name == "vllm")
-            if verdict.state == "equal" and can_batch and len(scores) > 1:
-                verdict = await self._in_one_request(verdict)
-        finally:
-            await server.connection.close()
-        contract = self._contract_check(found, is_equal=verdict.state == "equal")
-        off = [
-            math.inf if score is None else abs(score - one.score)
-            for score, one in zip(scores, self.examples, strict=True)
-        ]
-        return ServerVerification(
-            name, server.connection.url, server.dialect_name, server.form, server.model,
-            (contract, *(self._check(part, verdict) for part in PARTS[1:])), len(self.examples),
-            max(off) if all(map(math.isfinite, off)) else None, self.contract.tolerance.of(self.dtype),
-        )  # fmt: skip
 
     def _score(self, found: ServerScore) -> float | None:
         """The score that the server's numbers make. Raises `RewardServerError` for another number of heads."""
@@ -271,7 +263,7 @@ class _Replay:
             raise RewardServerError(
                 "the server gives another number of values for a conversation",
                 status=200,
-                where=self.server.connection.url,
+                where=self.connection.url,
                 got=f"{len(values)} values",
                 need=f"one score, or {len(heads)} heads",
                 fix="serve the model as a classifier of whole conversations, and check which model it is",
@@ -282,78 +274,61 @@ class _Replay:
         numbers = [value for value in values if value is not None]
         return combined_heads(numbers, heads) if len(numbers) == len(values) else None
 
-    def _verdict(self, scores: Sequence[float | None], found: Sequence[ServerScore | str]) -> Check:
+    def _verdict(
+        self,
+        scores: Sequence[float | None],
+        found: Sequence[ServerScore | str],
+        examples: Sequence[GoldenExample],
+    ) -> Check:
         """The one difference that explains the scores."""
-        verdict = diagnose(self.contract, scores, dtype=self.dtype, golden=self.examples)
-        refused = [(one, example) for one, example in zip(found, self.examples, strict=True) if isinstance(one, str)]
-        if refused:
-            return Check(
-                "tokens", "differs", f"the server refuses {len(refused)} of {len(scores)} conversations",
-                f"{refused[0][0]} (for the conversation {refused[0][1].name!r})", "a score for each",
-                "let the server read as many tokens as the model does, and all of the characters",
-            )  # fmt: skip
+        counts = [one.num_tokens for one in found if isinstance(one, ServerScore)]
+        for one, example in zip(found, examples, strict=True):
+            if isinstance(one, str):
+                return Check(
+                    "tokens",
+                    "differs",
+                    f"the server refuses {len(found) - len(counts)} of {len(scores)} conversations",
+                    f"{one} (for the conversation {example.name!r})",
+                    "a score for each",
+                    "let the server read as many tokens as the model does, and all of the characters",
+                )
+        verdict = diagnose(self.contract, scores, dtype=self.dtype, golden=examples)
         if verdict.part not in ("weights", "precision") or verdict.state == "equal" or None in scores:
             return verdict
-        return self._other_tokens(found) or verdict
-
-    def _other_tokens(self, found: Sequence[ServerScore | str]) -> Check | None:
-        """Other tokens, as the server counts them; a few too many may change a score as little as rounding does."""
-        counts = [
-            (one.num_tokens - len(example.token_ids), one.num_tokens, example)
-            for one, example in zip(found, self.examples, strict=True)
-            if isinstance(one, ServerScore) and one.num_tokens is not None
-        ]
-        wrong = [(count, example) for off, count, example in counts if off]
-        if not wrong:
-            return None
-        part: Part = "template" if self.server.form == "messages" else "tokens"
-        made, fix = {
-            "template": (
-                "rendered in another way",
-                "serve the model with its own chat template, or send rendered text",
-            ),
-            "tokens": ("made into other tokens", "serve the model with the tokenizer of its folder, and cut nothing"),
-        }[part]
-        off = {one for one, _, _ in counts}
-        every = f", {abs(max(off))} {'more' if max(off) > 0 else 'fewer'} each" if len(off) == 1 else ""
-        count, example = wrong[0]
-        return Check(
-            part, "differs", f"conversations are {made} by the server{every}",
-            f"{count} tokens for the conversation {example.name!r}", f"{len(example.token_ids)} tokens", fix,
-        )  # fmt: skip
-
-    async def _in_one_request(self, verdict: Check) -> Check:
-        """The same conversations once more, together: padding goes wrong in batches."""
-        together = [self._score(one) for one in await self.server.scores(self.conversations)]
-        in_batch = diagnose(self.contract, together, dtype=self.dtype, golden=self.examples)
-        if in_batch.state == "equal":
+        # A few tokens too many may change a score as little as rounding does, so the server's own counts decide.
+        off = [0 if n is None else n - len(one.token_ids) for n, one in zip(counts, examples, strict=True)]
+        if not any(off):
             return verdict
-        return replace(
-            in_batch,
-            part="read position",
-            summary="alone every conversation has its score, and beside others it has not: padding is read",
-            fix="pad with a token that ends no conversation, and read each score by its conversation's length",
+        i = next(i for i, one in enumerate(off) if one)
+        every = f", {abs(off[0])} {'more' if off[0] > 0 else 'fewer'} each" if len(set(off)) == 1 else ""
+        is_template = self.form == "messages"
+        made = "rendered in another way" if is_template else "made into other tokens"
+        return Check(
+            "template" if is_template else "tokens",
+            "differs",
+            f"conversations are {made} by the server{every}",
+            f"{counts[i]} tokens for the conversation {examples[i].name!r}",
+            f"{len(examples[i].token_ids)} tokens",
+            "serve the model with the chat template and tokenizer of its folder, and cut nothing",
         )
 
-    def _contract_check(self, found: Sequence[ServerScore | str], *, is_equal: bool) -> Check:
+    def _contract_check(self, found: Sequence[ServerScore | str], verdict: Check) -> Check:
         own = self.contract.scores_sha256
         served = next((one.contract for one in found if isinstance(one, ServerScore) and one.contract), None)
         if served is None or served == own:
             also = ", and so says the server" if served else ""
             return Check("contract", "equal", f"version {self.contract.version}, sha256 {own[:12]}{also}")
         members = served.split("+")
-        if len(members) > 1:
-            return Check(
-                "contract", "differs", f"the server's model is an ensemble of {len(members)} models",
-                f"the contracts {', '.join(f'sha256 {one[:12]}' for one in members)}", f"sha256 {own[:12]} alone",
-                "name another of the server's models (--model), or verify against a server of this model alone",
-            )  # fmt: skip
-        same = "; the golden scores are still equal" if is_equal else ""
+        what = f"is an ensemble of {len(members)} models" if len(members) > 1 else "has another scoring contract"
+        same = "; the golden scores are still equal" if verdict.state == "equal" and len(members) == 1 else ""
         return Check(
-            "contract", "differs", f"the server's model has another scoring contract{same}",
-            f"sha256 {served[:12]}", f"sha256 {own[:12]}",
-            "serve this model, or verify against the folder that is served",
-        )  # fmt: skip
+            "contract",
+            "differs",
+            f"the server's model {what}{same}",
+            ", ".join(f"sha256 {one[:12]}" for one in members),
+            f"sha256 {own[:12]} alone",
+            "name another of the server's models (--model), or verify against the folder that is served",
+        )
 
     def _check(self, part: Part, verdict: Check) -> Check:
         if part == verdict.part:
@@ -362,8 +337,8 @@ class _Replay:
             return Check(part, "not checked", "they are on the server's machine")
         if verdict.state == "differs":
             return Check(part, "not checked", f"it cannot be, because of the {verdict.part}")
-        if part == "template" and self.server.form != "messages":
+        if part == "template" and self.form != "messages":
             return Check(part, "not checked", "conversations were rendered here")
-        if part == "tokens" and self.server.form == "tokens":
+        if part == "tokens" and self.form == "tokens":
             return Check(part, "not checked", "token ids were sent")
         return Check(part, "equal", "as the scores are")

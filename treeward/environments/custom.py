@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import CustomEnvironmentConfig
 from treeward.data.preference import Message
-from treeward.environments.async_calls import run_async
 from treeward.environments.completions import NO_COMPLETION, completion_text, prompt_text
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
 from treeward.errors import ConfigError
+from treeward.http import run_async
 from treeward.user_code import import_object
 
 __all__ = ["CustomEnvironment"]

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.data.preference import Message
-from treeward.environments.async_calls import run_async
 from treeward.environments.completions import NO_COMPLETION, completion_text, message_text, plain, transcript
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
 from treeward.errors import ModelError
-from treeward.http import ServerError
+from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
 
 if TYPE_CHECKING:

@@ -33,9 +33,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_policy import GenerationConfig
-from treeward.environments.async_calls import run_async
 from treeward.errors import ConfigError
-from treeward.http import ServerError
+from treeward.http import ServerError, run_async
 from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post

@@ -11,7 +11,7 @@ from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
-__all__ = ["Deadline", "TheService", "router"]
+__all__ = ["Deadline", "TheService", "description", "router"]
 
 
 async def _service(request: Request) -> Service:
@@ -47,11 +47,12 @@ async def ready(service: TheService) -> JSON:
 
 @router.get("/v1/models", summary="The models that are served")
 async def models(service: TheService) -> JSON:
-    listed = [_description(model, int(service.started)) for model in service.models.values()]
+    listed = [description(model, int(service.started)) for model in service.models.values()]
     return JSON({"object": "list", "data": listed})
 
 
-def _description(model: ServedModel, created: int) -> dict[str, Any]:
+def description(model: ServedModel, created: int) -> dict[str, Any]:
+    """A model as /v1/models lists it. `created`: seconds of the epoch."""
     return {
         "id": model.name,
         "object": "model",

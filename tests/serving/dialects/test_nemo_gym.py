@@ -237,8 +237,6 @@ def test_aggregate_metrics(client: Any) -> None:
     odd = [{"reward": 1.0, "_ng_task_index": [1], "_ng_rollout_index": {}}, {"reward": 2.0, "_ng_task_index": "a"}]
     found = client.post("/aggregate_metrics", json={"verify_responses": odd}).json()
     assert [group["mean/reward"] for group in found["group_level_metrics"]] == [1.5]
-    huge = [{"reward": 1.7e308, "odd": 1}, {"reward": -1.7e308, "odd": 2}, {"reward": 1.7e308, "odd": 3}]
-    assert client.post("/aggregate_metrics", json={"verify_responses": huge}).json()["agent_metrics"]["mean/odd"] == 2
 
 
 class TestItems:

@@ -26,14 +26,6 @@ __all__ = ["Api", "Policy"]
 
 Api = Literal["chat", "responses"]
 
-_SAME_IN_CHAT = frozenset(
-    {
-        *("temperature", "top_p", "parallel_tool_calls", "metadata", "user", "seed", "stop", "top_logprobs", "store"),
-        *("service_tier", "safety_identifier", "prompt_cache_key"),
-    }
-)
-_READ_BEFORE = frozenset({"input", "instructions", "model"})
-
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -45,15 +37,22 @@ class Policy:
     sampling: Mapping[str, Any]
 
     def request(self, task: Task) -> dict[str, Any]:
-        """The body of the request. Raises `DataError` for a parameter that the chat API does not have."""
+        """The body of the request. The chat API is given the parameters under its own names."""
         params = {**self.sampling, **task.params}
         if self.api == "responses":
             return params | {"model": self.model}
-        body: dict[str, Any] = {"model": self.model, "messages": [_chat_message(message) for message in task.chat]}
-        for key, value in params.items():
-            if key not in _READ_BEFORE:
-                body |= _in_chat(key, value, task.where)
-        return body
+        for key in ("input", "instructions"):
+            params.pop(key, None)
+        if "max_output_tokens" in params:
+            params["max_tokens"] = params.pop("max_output_tokens")
+        if effort := (params.pop("reasoning", None) or {}).get("effort"):
+            params["reasoning_effort"] = effort
+        tools = [_chat_tool(tool, task.where) for tool in params.pop("tools", None) or ()]
+        choice = params.get("tool_choice")
+        if isinstance(choice, Mapping) and "name" in choice:
+            params["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        messages = [_chat_message(message) for message in task.chat]
+        return params | ({"tools": tools} if tools else {}) | {"model": self.model, "messages": messages}
 
     async def complete(self, task: Task) -> dict[str, Any]:
         """The policy's completion. Raises `ServerError`."""
@@ -68,29 +67,6 @@ class Policy:
             summary = "the policy's answer has no output"
             raise ServerError(summary, status=200, where=where, got=reply, need=f"a completion: {error!r}") from error
         return dict(response)
-
-
-def _in_chat(key: str, value: Any, where: str) -> dict[str, Any]:
-    match key:
-        case "max_output_tokens":
-            return {"max_tokens": value}
-        case "reasoning" if isinstance(value, Mapping) and value.keys() <= {"effort", "summary"}:
-            return {"reasoning_effort": value["effort"]} if value.get("effort") else {}
-        case "tools" if isinstance(value, list):
-            return {"tools": [_chat_tool(tool, where) for tool in value]} if value else {}
-        case "tool_choice":
-            named = isinstance(value, Mapping) and "name" in value
-            return {key: {"type": "function", "function": {"name": value["name"]}} if named else value}
-        case _ if key in _SAME_IN_CHAT:
-            return {key: value}
-    raise DataError(
-        f"chat completions have no {key}",
-        where=where,
-        field=f"responses_create_params.{key}",
-        got=value,
-        need="a row without it, or a server of the Responses API",
-        fix="--api responses",
-    )
 
 
 def _chat_tool(tool: Any, where: str) -> dict[str, Any]:

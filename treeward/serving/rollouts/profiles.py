@@ -20,8 +20,6 @@ __all__ = ["ROLLOUT_INDEX", "TASK_INDEX", "aggregate_metrics", "describe_numbers
 TASK_INDEX = "_ng_task_index"
 ROLLOUT_INDEX = "_ng_rollout_index"
 
-_NOT_MEASURED = frozenset({"mask_sample"})
-
 
 def aggregate_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`agent_metrics` of all rows, `key_metrics` (their means), and `group_level_metrics` of each prompt in order."""
@@ -69,11 +67,15 @@ def describe_numbers(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """`mean/x`, `max/x`, `min/x`, `median/x` and `std/x` of every number x; the deviation of a sample, 0 of one."""
     columns: dict[str, list[float]] = {}
     for row in rows:
-        for name, value in _numbers(row).items():
-            columns.setdefault(name, []).append(value)
+        response = row.get("response")
+        usage = response.get("usage") if isinstance(response, Mapping) else None
+        for name, value in {**row, **(usage or {})}.items():
+            if isinstance(value, int | float) and math.isfinite(value) and not name.startswith("_"):
+                columns.setdefault(name, []).append(float(value))
+    columns.pop("mask_sample", None)
     found: dict[str, float] = {}
     for name, values in columns.items():
-        with contextlib.suppress(OverflowError):  # of numbers near the largest there are no finite statistics
+        with contextlib.suppress(OverflowError):  # numbers near the largest have no finite statistics
             found |= {
                 f"mean/{name}": statistics.fmean(values),
                 f"max/{name}": max(values),
@@ -82,20 +84,6 @@ def describe_numbers(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
                 f"std/{name}": statistics.stdev(values) if len(values) > 1 else 0.0,
             }
     return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    response = row.get("response")
-    usage = response.get("usage") if isinstance(response, Mapping) else None
-    merged = {**row, **usage} if isinstance(usage, Mapping) else row
-    return {
-        name: float(value)
-        for name, value in merged.items()
-        if isinstance(value, int | float)
-        and not name.startswith("_")
-        and name not in _NOT_MEASURED
-        and math.isfinite(value)
-    }
 
 
 def _by_task(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[Mapping[str, Any]]]]:
