@@ -11,21 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import forest, plain_scores, randomise, tiny_model
+from families import forest, plain_scores, tiny_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from signed import signed
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
-from treeward.model.export import export_model
-from treeward.model.reward_model import RewardModel
-from treeward.scoring import merging
-from treeward.scoring.golden import sign_folder
 from treeward.scoring.merging import merge_models
 from treeward.scoring.scorer import Scorer
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]
 
 Make = Callable[..., Path]
@@ -72,7 +68,7 @@ def change_json(path: Path, **new: Any) -> None:
 
 @pytest.mark.parametrize(
     ("family", "weights"),
-    [("llama", (0.7, 0.2, 0.1)), ("gemma2", None), ("bert", (0.7, 0.2, 0.1))],
+    [("gemma2", None), ("bert", (0.7, 0.2, 0.1))],
 )
 def test_tensors_are_the_average(family: str, weights: Any, make: Make, tmp_path: Path) -> None:
     members = [make(seed, family) for seed in (1, 2, 3)]
@@ -96,22 +92,17 @@ def test_tensors_are_the_average(family: str, weights: Any, make: Make, tmp_path
     assert all(float((scores[0] - other).detach().abs().max()) > 1e-3 for other in scores[1:])
 
 
-@pytest.mark.parametrize("shards", [("20KB", "33KB"), ("1GB", "20KB")])
-def test_sharded_checkpoints(shards: tuple[str, str], make: Make, tmp_path: Path) -> None:
-    a, b = make(1, shard=shards[0]), make(2, shard=shards[1])
-    sharded = [folder for folder, size in zip((a, b), shards, strict=True) if size != "1GB"]
-    assert all((folder / INDEX).is_file() and len(list(folder.glob("*.safetensors"))) > 2 for folder in sharded)
-    merge_models([a, b], tmp_path / "merged")
+def test_sharded_checkpoints(make: Make, tmp_path: Path) -> None:
+    a = make(1, shard="20KB")
+    files = sorted(path.name for path in a.glob("*.safetensors"))
+    assert len(files) > 2
+    merge_models([a, make(2, shard="33KB")], tmp_path / "merged")
     merge_models([make(1), make(2)], tmp_path / "whole")
     got, want = tensors(tmp_path / "merged"), tensors(tmp_path / "whole")
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
-    files = sorted(path.name for path in a.glob("*.safetensors"))
     assert sorted(path.name for path in (tmp_path / "merged").glob("*.safetensors")) == files
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").state_dict()
     assert all(torch.equal(loaded[name], want[name]) for name in want)
-    if len(files) > 1:
-        index = json.loads((tmp_path / "merged" / INDEX).read_text(encoding="utf-8"))
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in want.values())
 
 
 def test_number_formats(make: Make, tmp_path: Path) -> None:
@@ -159,44 +150,19 @@ def test_weights_are_shares(weights: list[float], make: Make, tmp_path: Path) ->
     assert not (tmp_path / "merged").exists()
 
 
-def other_vocabulary(folder: Path, tokenizer: Any) -> None:
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = backend["model"]["vocab"]
-    a, b = (token for token, i in vocabulary.items() if i in (300, 301))
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    _save(folder, tokenizer, backend)
-
-
-def other_template(folder: Path, tokenizer: Any) -> None:
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|'", "<||'")
-    tokenizer.save_pretrained(folder)
-
-
-def _save(folder: Path, tokenizer: Any, backend: dict[str, Any]) -> None:
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(backend)), **tokenizer.special_tokens_map
-    )
-    made.chat_template = tokenizer.chat_template
-    made.save_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    ("alter", "field"),
-    [
-        (other_vocabulary, "vocabulary"),
-        (other_template, "chat_template"),
-    ],
-)
-def test_other_ways_to_read_are_named(alter: Any, field: str, make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_other_ways_to_read_are_named(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = Renderer(tokenizer).chat_template
-    a, b = make(1, tokenizer=tokenizer), make(2, tokenizer=tokenizer)
-    merge_models([a, b], tmp_path / "fine")
-    alter(b, tokenizer)
-    with pytest.raises(ModelError, match=rf"differ, and cannot be averaged\n  field: {field}\n") as caught:
-        merge_models([a, b], tmp_path / "merged")
-    assert caught.value.where == str(b) and str(a) in str(caught.value)
-    assert not (tmp_path / "merged").exists()
+    a = make(1, tokenizer=tokenizer)
+    longer, other = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    longer.add_tokens(["quux"])
+    other.chat_template = tokenizer.chat_template.replace("<|'", "<||'")
+    for changed, field in ((longer, "tokenizer"), (other, "chat_template")):
+        b = make(2, tokenizer=changed)
+        with pytest.raises(ModelError, match=rf"differ, and cannot be averaged\n  field: {field}\n") as caught:
+            merge_models([a, b], tmp_path / "merged")
+        assert caught.value.where == str(b) and str(a) in str(caught.value)
+        assert not (tmp_path / "merged").exists()
 
 
 def test_other_tensors_are_named(make: Make, tmp_path: Path) -> None:
@@ -205,7 +171,7 @@ def test_other_tensors_are_named(make: Make, tmp_path: Path) -> None:
         ({norm: None}, rf"differ(?s:.*)field: {norm}"),
         ({"model.extra": torch.zeros(2)}, r"differ(?s:.*)field: model\.extra"),
         ({norm: torch.zeros(31)}, rf"differ(?s:.*)field: {norm}\n  got:   \[31\]\n  need:  \[32\]"),
-        ({head: torch.full((1, 32), torch.inf)}, rf"not finite\n  field: {head}"),
+        ({head: torch.full((1, 32), torch.inf)}, rf"NaN or infinity\n  field: {head}"),
     ]
     a = make(1)
     for i, (new, message) in enumerate(cases):
@@ -218,15 +184,12 @@ def test_other_tensors_are_named(make: Make, tmp_path: Path) -> None:
 
 
 def test_what_is_no_reward_model_folder(make: Make, tmp_path: Path) -> None:
-    a, b = make(1), make(2)
-    (b / WEIGHTS).rename(b / "adapter_model.safetensors")
-    (b / "adapter_config.json").write_text("{}", encoding="utf-8")
+    a = make(1)
     headless = [make(7), make(8)]
     for folder in headless:
         change(folder, **{"score.weight": None})
     for pair, message in [
-        ([a, tmp_path / "none"], r"no such folder(?s:.*)hf download NAME"),
-        ([b, a], r"no weights(?s:.*)merge an adapter"),
+        ([a, tmp_path / "none"], "weights is missing"),
         (headless, "no reward head"),
     ]:
         with pytest.raises(ModelError, match=message):
@@ -248,40 +211,30 @@ def test_models_of_unlike_origin_are_warned_of(make: Make, tmp_path: Path, caplo
     assert merge.similarities[0] > 0.9 and merge.head_similarities[0] < -0.9 and caplog.messages
 
 
-def test_the_output_appears_whole_or_not_at_all(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_appears_whole_or_not_at_all(make: Make, tmp_path: Path) -> None:
     a, b = make(1), make(2)
+    for member in (a, b):  # the golden conversations have no score, which shows when all else is written
+        change(member, **{"score.weight": torch.full((1, 32), 3e38)})
     before = sorted(tmp_path.iterdir())
-
-    def fail(folder: Path, **_: Any) -> None:
-        assert (folder / WEIGHTS).is_file() and (folder / "config.json").is_file()
-        raise RuntimeError("the power is out")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(merging, "sign_folder", fail)
-        with pytest.raises(RuntimeError, match="power"):
-            merge_models([a, b], tmp_path / "merged")
+    with pytest.raises(ModelError, match="not finite"):
+        merge_models([a, b], tmp_path / "merged")
     assert sorted(tmp_path.iterdir()) == before
     (tmp_path / "merged").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
         merge_models([a, b], tmp_path / "merged")
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ModelError, match="cannot be written"):
-        merge_models([a, b], tmp_path / "file" / "merged")
+        merge_models([make(1), make(2)], tmp_path / "file" / "merged")
 
 
 def test_the_contract_of_the_merged_model(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    members = []
-    for seed in (1, 2):
-        hf, tokenizer = tiny_model("llama"), copy.deepcopy(tiny_tokenizer)
-        other = randomise(tiny_model("llama"), seed)
+    members = [tmp_path / str(seed) for seed in (1, 2)]
+    for seed, folder in enumerate(members, start=1):
+        hf, other = tiny_model("llama"), tiny_model("llama", seed=seed)
         with torch.no_grad():
             for ours, theirs in zip(hf.parameters(), other.parameters(), strict=True):
                 ours.lerp_(theirs, 0.1)
-        folder = tmp_path / str(seed)
-        renderer = Renderer(tokenizer, max_length=300, truncation="truncate_left")
-        export_model(RewardModel(hf), tokenizer, folder, rendering=renderer.settings)
-        sign_folder(folder, model=RewardModel(hf), renderer=renderer)
-        members.append(folder)
+        signed(folder, tiny_tokenizer, hf, max_length=300, truncation="truncate_left")
     merge_models(members, tmp_path / "merged")
     scorer = Scorer.load(tmp_path / "merged", device="cpu")
     assert scorer.contract is not None and scorer.contract.calibration is None

@@ -271,9 +271,9 @@ def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
     ours, theirs = model.heads(model.make_batch([sequences])).cpu(), plain_values(model, sequences)
     model.compute_dtype = compute_dtype
     # Not relative to the scores, which may be close to zero.
-    tolerance = max(1e-3, _TOLERANCE.get(model.hf.dtype, 5e-2)) * max(1.0, float(theirs.abs().max()))
+    tolerance = max(1e-3, _TOLERANCE.get(model.hf.dtype, 5e-2)) * max(1.0, float(theirs.nan_to_num().abs().max()))
     for sequence, own, plain in zip(sequences, ours, theirs, strict=True):
-        if not float((own - plain).abs().max()) <= tolerance:
+        if not torch.allclose(own, plain, rtol=0, atol=tolerance, equal_nan=True):
             raise ModelError(
                 "a conversation does not get the score that plain transformers gives it",
                 where=type(model.hf).__name__,

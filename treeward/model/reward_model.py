@@ -34,6 +34,9 @@ __all__ = ["DEFAULT_BATCH_TOKENS", "Layout", "RewardModel", "check_finite"]
 DEFAULT_BATCH_TOKENS = 4096
 """Most tokens that scoring computes in one forward pass."""
 
+HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "sequence_summary")
+"""Names that sequence classifiers of transformers give their head."""
+
 
 class RewardModel(WrappedModel):
     """Scores of conversations, from a Hugging Face sequence classifier; one label per head, and one head is the rule.
@@ -255,7 +258,7 @@ def head_name(hf: PreTrainedModel) -> str:
 
     Raises `ModelError` where there is neither.
     """
-    for name in ("score", "classifier", "classification_head", "vqa_classifier", "sequence_summary"):
+    for name in HEAD_NAMES:
         if isinstance(getattr(hf, name, None), nn.Module):
             return name
     raise ModelError(
