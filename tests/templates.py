@@ -9,11 +9,9 @@ import functools
 import importlib.resources
 import importlib.util
 import re
-from collections.abc import Callable
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from treeward.data.rendering import Renderer
 
@@ -86,22 +84,3 @@ def family_renderer(name: str) -> Renderer:
     bos, eos, adds_bos = next(value for prefix, value in FAMILIES.items() if name.startswith(prefix))
     special = dict.fromkeys(token for token in SPECIAL.findall(source) if not token.startswith("<|' "))
     return Renderer(byte_bpe(tuple(special), bos, eos, adds_bos), chat_template=source)
-
-
-def in_python(tokenizer: PreTrainedTokenizerBase, decoder: Callable[[str], str] = str) -> Any:
-    """The tokenizer as one that does not say where its tokens lie, with a decoder that changes what it gives."""
-
-    class InPython:
-        is_fast = False
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tokenizer, name)
-
-        def __call__(self, text: Any, **options: Any) -> Any:
-            assert "return_offsets_mapping" not in options
-            return tokenizer(text, **options)
-
-        def decode(self, ids: list[int], **options: Any) -> str:
-            return decoder(str(tokenizer.decode(ids, **options)))
-
-    return InPython()

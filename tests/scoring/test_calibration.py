@@ -98,6 +98,13 @@ def test_a_planted_length_bias_is_found_and_taken_away() -> None:
     assert length_effect(900, curve) - length_effect(100, curve) == pytest.approx(8.0, abs=0.3)
     assert curve.residual_std == pytest.approx(1.0, abs=0.1) and abs(curve.residual_mean) < 0.1
     assert curve.residual_std == pytest.approx(float(shaped.std()), rel=0.1)
+    # the temperature after the curve is that of what the curve leaves
+    assert curve.residual_temperature is not None and calibration.temperature is not None
+    chats = [[*row.context, *c.messages] for row in planted(600) for c in row.completions]
+    left = np.array([one.value for one in shaper.shape(LengthLover().score(chats), chats)], dtype=float)
+    own = fit_temperature(left[::2] - left[1::2])
+    assert own is not None and own.value == pytest.approx(curve.residual_temperature.value)
+    assert own.value != pytest.approx(calibration.temperature.value, rel=0.05)
 
 
 def test_a_nonlinear_curve_is_followed_and_outliers_are_not() -> None:
@@ -140,7 +147,7 @@ def test_a_curve_that_would_leave_nothing_is_none(caplog: pytest.LogCaptureFixtu
     assert "length alone explains" in caplog.text
 
 
-@pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0, 40.0])
+@pytest.mark.parametrize("temperature", [0.25, 40.0])
 def test_a_known_temperature_is_recovered(temperature: float) -> None:
     draw = np.random.default_rng(3)
     log_odds = draw.normal(scale=2.0, size=20_000)
@@ -164,7 +171,7 @@ def test_the_temperature_of_perfect_scores_is_finite_and_says_so(caplog: pytest.
     assert caplog.text.count("cautious guess") == 2
 
 
-@pytest.mark.parametrize("differences", [[], [-1.0, 0.5], [1.0, -1.0], [0.0, 0.0]])
+@pytest.mark.parametrize("differences", [[], [-1.0, 0.5], [0.0, 0.0]])
 def test_scores_that_do_not_agree_have_no_temperature(
     differences: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,9 +205,6 @@ def test_what_cannot_be_scored_is_counted_and_left_out(caplog: pytest.LogCapture
         calibrated([rows[0], *broken])
     with pytest.raises(DataError, match="0 comparisons"):
         calibrated([])
-
-
-def test_a_model_that_says_the_same_of_everything_is_not_calibrated() -> None:
     with pytest.raises(DataError, match="the same score"):
         calibrated([comparison(completion(1.0, 20), completion(1.0, 20))] * 4)
 
@@ -232,20 +236,3 @@ def test_tokens_are_those_of_the_scorer(tiny_tokenizer: Any) -> None:
     assert constants.mean == pytest.approx(np.mean([s.score for s in scorer.score(conversations)]))
     with pytest.raises(ConfigError, match="no tokenizer"):
         calibrate(LengthLover(), rows, name="Bundled")
-
-
-def test_the_temperature_after_the_curve_is_that_of_what_it_leaves() -> None:
-    rows = planted(300)
-    calibration = calibrated(rows)
-    curve = calibration.length_curve
-    assert curve is not None and curve.residual_temperature is not None and calibration.temperature is not None
-    differences = []
-    for row in rows:
-        chats = [[*row.context, *c.messages] for c in row.completions]
-        lengths = [len(chat[-1]["content"]) for chat in chats]
-        left = [s.score - length_effect(n, curve) for s, n in zip(LengthLover().score(chats), lengths, strict=True)]
-        better, worse = sorted(range(len(left)), key=lambda i: row.completions[i].rank)
-        differences.append(left[better] - left[worse])
-    own = fit_temperature(np.array(differences))
-    assert own is not None and own.value == pytest.approx(curve.residual_temperature.value)
-    assert own.value != pytest.approx(calibration.temperature.value, rel=0.05)

@@ -14,16 +14,15 @@ import torch
 from families import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from signed import signed
 
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import read_contract, write_contract
-from treeward.model.export import export_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer, combine, standardize
-from treeward.scoring.golden import sign_folder
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
@@ -60,17 +59,12 @@ def folders(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> li
     """Two signed model folders, calibrated to means 3 and -1 and standard deviations 2 and 0.25."""
     made = []
     for seed, (mean, std) in enumerate([(3.0, 2.0), (-1.0, 0.25)]):
-        folder, tokenizer = tmp_path_factory.mktemp("member") / "final", copy.deepcopy(tiny_tokenizer)
-        export_model(RewardModel(tiny_model("llama", seed=seed)), tokenizer, folder, rendering=_settings(tokenizer))
-        contract = sign_folder(folder)
+        folder = tmp_path_factory.mktemp("member") / "final"
+        _, _, contract = signed(folder, tiny_tokenizer, tiny_model("llama", seed=seed), max_length=200)
         constants = RewardCalibration(normalization=NormalizationConstants(mean=mean, std=std))
         write_contract(contract.model_copy(update={"calibration": constants}), folder)
         made.append(folder)
     return made
-
-
-def _settings(tokenizer: Any) -> dict[str, Any]:
-    return Renderer(tokenizer, max_length=200).settings
 
 
 def values(scores: list[Score]) -> list[float]:
@@ -93,29 +87,29 @@ finite = st.floats(-1e3, 1e3)
 
 @given(
     st.integers(1, 5).flatmap(
-        lambda m: st.lists(st.lists(finite, min_size=m, max_size=m), min_size=1, max_size=6),
+        lambda m: st.tuples(
+            st.lists(st.lists(finite, min_size=m, max_size=m), min_size=1, max_size=6),
+            st.lists(st.tuples(finite, st.floats(0.1, 9)), min_size=m, max_size=m),
+        )
     ),
     st.floats(0, 3),
 )
-def test_formulas(rows: list[list[float]], coefficient: float) -> None:
-    got = {m: combine(rows, m, uncertainty_coefficient=coefficient).tolist() for m in METHODS}  # type: ignore[arg-type]
-    for method, combined in got.items():
-        assert combined == pytest.approx(by_hand(rows, method, coefficient), rel=1e-9, abs=1e-6)
-    for worst, mean, uncertain in zip(got["worst"], got["mean"], got["uncertainty"], strict=True):
-        assert worst <= mean + 1e-9 and uncertain <= mean + 1e-9
-    backwards = [list(reversed(row)) for row in rows]
-    for method, combined in got.items():
-        reversed_ = combine(backwards, method, uncertainty_coefficient=coefficient)  # type: ignore[arg-type]
-        assert reversed_.tolist() == pytest.approx(combined, rel=1e-9, abs=1e-6)
+def test_formulas(drawn: tuple[list[list[float]], list[tuple[float, float]]], coefficient: float) -> None:
+    """Each row as by hand, whatever the order of the members, and by itself alone."""
+    rows, constants = drawn
+    means, stds = zip(*constants, strict=True)
+    z = [[(r - m) / s for r, m, s in zip(row, means, stds, strict=True)] for row in rows]
 
+    def combined(method: str, given: list[list[float]]) -> list[float]:
+        return combine(given, method, uncertainty_coefficient=coefficient).tolist()  # type: ignore[arg-type]
 
-@given(st.lists(st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=8))
-def test_a_row_depends_on_itself_alone(rows: list[list[float]]) -> None:
-    constants = ([1.0, -2.0, 0.5], [0.5, 3.0, 7.0])
     for method in METHODS:
-        together = combine(standardize(rows, *constants), method)  # type: ignore[arg-type]
-        alone = [combine(standardize([row], *constants), method)[0] for row in rows]  # type: ignore[arg-type]
-        assert together.tolist() == alone
+        standard = standardize(rows, means, stds).tolist()
+        got = combined(method, standard)
+        assert got == pytest.approx(by_hand(z, method, coefficient), rel=1e-6, abs=1e-6)
+        assert combined(method, [row[::-1] for row in standard]) == pytest.approx(got, rel=1e-6, abs=1e-6)
+        assert [combined(method, [row])[0] for row in standard] == got
+        assert all(one <= mean + 1e-6 for one, mean in zip(got, combined("mean", standard), strict=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -226,8 +220,7 @@ def test_a_folder_without_calibration_is_told_before_loading(folders: list[Path]
 
 
 def test_heads_of_a_folder_need_no_weights(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    hf, tokenizer = tiny_model("llama", num_labels=2), copy.deepcopy(tiny_tokenizer)
-    export_model(RewardModel(hf), tokenizer, tmp_path / "out", rendering=_settings(tokenizer))
+    signed(tmp_path / "out", tiny_tokenizer, tiny_model("llama", num_labels=2))
     config = EnsembleConfig(over="heads", method="worst", standardize=False)
     got = EnsembleScorer.load([tmp_path / "out"], config=config, device="cpu").score(CHATS)
     heads = Scorer.load(tmp_path / "out", device="cpu", head_weights=[0.0, 1.0]).score(CHATS)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from typing import Any
 
 import pytest
-from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer, in_python
+from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,9 +37,7 @@ def check(renderer: Renderer, completion: str = COMPLETION) -> None:
     for n in ends_of_words:
         cut = completion[: pieces[n - 1].end]
         if cut == cut.strip():  # templates strip
-            until = prefixes.until(n)
-            ids = renderer.encode_texts([until])[0] if isinstance(until, str) else until
-            assert ids == renderer.encode(chat(cut)), cut
+            assert prefixes.until(n) == renderer.encode(chat(cut)), cut
             compared += 1
     assert compared >= 5
 
@@ -118,15 +114,8 @@ def test_an_end_that_is_one_token_with_the_completion() -> None:
     assert joined, "a token of three letters"
     # The template writes the last letters of the token, which so are the end of turn and the completion at once.
     renderer = Renderer(tokenizer, chat_template="{% for m in messages %}{{ m.content }}" + joined[1:] + "{% endfor %}")
-    completion = f"flour and water {joined[0]}"
-    prefixes = completion_prefixes(renderer, chat(completion))
-    assert prefixes.text == completion and prefixes.end == joined[1:]
-    assert prefixes.until(len(prefixes.pieces)) == renderer.encode(chat(completion))
-    for n, piece in enumerate(prefixes.pieces[:-1], start=1):
-        text = prefixes.until(n)
-        assert isinstance(text, str) and renderer.encode_texts([text])[0] == renderer.encode(
-            chat(completion[: piece.end])
-        )
+    with pytest.raises(DataError, match="within a token of the end of turn"):
+        completion_prefixes(renderer, chat(f"flour and water {joined[0]}"))
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -165,45 +154,3 @@ def test_conversations_without_prefixes(messages: Any, why: str) -> None:
     renderer = Renderer(byte_bpe(), chat_template=CHATML, max_length=120)
     with pytest.raises(DataError, match=why):
         completion_prefixes(renderer, messages)
-
-
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "Mix flour, water \u6570\u5b57 and \U0001f642 salt.\n\nThen rest it",
-        "\U0001f469\u200d\U0001f692 \u0645\u0631",
-        "\ufffd",
-        "a",
-    ],
-)
-def test_decoded_offsets_equal_those_of_the_library(completion: str) -> None:
-    known = completion_prefixes(Renderer(byte_bpe(), chat_template=CHATML), chat(completion))
-    assert completion_prefixes(Renderer(in_python(byte_bpe()), chat_template=CHATML), chat(completion)) == known
-
-
-def test_a_decoder_may_change_spaces_case_and_accents() -> None:
-    def changed(text: str) -> str:
-        plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
-        return re.sub("(<[^>]*>)", r" \1 ", re.sub(" +", " ", plain.lower())).lstrip()
-
-    completion = "Bread  \u00dcn\u00efcode \ufb01ne, AND then rest it"
-    known = completion_prefixes(Renderer(byte_bpe(), chat_template=CHATML), chat(completion))
-    got = completion_prefixes(Renderer(in_python(byte_bpe(), changed), chat_template=CHATML), chat(completion))
-    assert (got.text, got.completion_ids, got.end_ids) == (completion, known.completion_ids, known.end_ids)
-    assert "".join(piece.text for piece in got.pieces) == completion
-    ends = {piece.end: piece.num_tokens for piece in known.pieces}
-    words = [
-        piece
-        for piece in got.pieces
-        if completion[piece.end : piece.end + 1] == " " and completion[piece.end - 1] != " "
-    ]
-    assert len(words) >= 4 and [ends[piece.end] for piece in words] == [piece.num_tokens for piece in words]
-
-
-def test_a_text_that_is_too_long_is_not_decoded() -> None:
-    def never(text: str) -> str:
-        raise AssertionError("a text that has no score")
-
-    renderer = Renderer(in_python(byte_bpe(), never), chat_template=CHATML, max_length=120)
-    with pytest.raises(DataError, match="too long to score"):
-        completion_prefixes(renderer, chat("flour " * 200))

@@ -32,18 +32,14 @@ def scorer(tiny_tokenizer: Any) -> Scorer:
     [
         ({"messages": [ASK, FOUR]}, [[ASK, FOUR]]),
         ({"context": [ASK], "completions": [[FOUR], [FIVE]]}, TWO),
-        ({"context": [ASK], "completions": ["4", "5"]}, TWO),
         ({"context": [ASK], "completions": [{"rank": 0, "completion": [FOUR]}, {"rank": 1, "completion": "5"}]}, TWO),
         ({"completions": [[ASK, FOUR], [ASK, FIVE]]}, TWO),
         ({"prompt": "2 + 2?", "responses": ["4", "5"]}, TWO),
-        ({"prompt": [ASK], "responses": ["4", [FIVE]]}, TWO),
         ({"context": [ASK], "responses": ["4", [FIVE]]}, TWO),
         ({"context": "2 + 2?", "responses": ["4", "5"]}, TWO),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, TWO),
-        ({"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]}, TWO),
         ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
         ({"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
-        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "4"}, [TWO[0], TWO[0]]),
         ({"chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5"}, TWO),
     ],
 )
@@ -63,22 +59,15 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
     ("values", "message"),
     [
         ({"text": "4"}, r"nothing to score(?s:.*)\['text'\](?s:.*)messages; or"),
-        ({}, "nothing to score"),
         ({"prompt": "2 + 2?"}, "nothing to score"),
         ({"messages": []}, "messages"),
-        ({"messages": "4"}, "messages"),
         ({"messages": [ASK, {"content": "4"}]}, "role"),
         ({"context": [ASK], "completions": []}, "completions"),
-        ({"context": [ASK], "completions": "4"}, "completions"),
         ({"context": [ASK], "completions": [FOUR]}, "completions"),
-        ({"context": [ASK], "completions": [["4"]]}, "completions"),
         ({"prompt": "2 + 2?", "responses": {}}, "responses"),
-        ({"prompt": 4, "responses": ["4"]}, "prompt"),
         ({"prompt": "2 + 2?", "responses": [4]}, "responses"),
-        ({"chosen": "4", "rejected": "5"}, "transcript"),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "nothing to score"),
         ({"messages": [ASK, FOUR], "chosen": "4", "rejected": "5"}, "more than one way"),
-        ({"context": [ASK], "prompt": "2 + 2?", "responses": ["4"]}, "more than one way"),
         ({"context": [ASK], "completions": ["4"], "responses": ["5"]}, "more than one way"),
         ({"messages": '[{"role": "user"'}, "messages is not valid JSON"),
     ],
@@ -86,12 +75,6 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
 def test_errors_name_the_line_and_the_field(values: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"(?s:in.jsonl:17: .*{message})"):
         conversations_of(values, "in.jsonl:17")
-
-
-def test_an_error_while_scoring_names_the_line(scorer: Scorer) -> None:
-    rows = [Row({"messages": [ASK, FOUR]}, "in.jsonl:1"), Row({"messages": [ASK]}, "in.jsonl:2")]
-    with pytest.raises(DataError, match=r"in\.jsonl:2: there is no completion"):
-        list(score_rows(scorer, rows))
 
 
 def test_rows_stream_in_order(scorer: Scorer) -> None:
@@ -129,7 +112,7 @@ def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
 def test_the_rows_before_a_wrong_one_are_scored(wrong: dict[str, Any], scorer: Scorer) -> None:
     rows = [Row({"messages": [ASK, FOUR]}, f"in.jsonl:{n}") for n in (1, 2)] + [Row(wrong, "in.jsonl:3")]
     done = []
-    with pytest.raises(DataError, match="in.jsonl:3"):
+    with pytest.raises(DataError, match=r"in\.jsonl:3: "):
         for row in score_rows(scorer, rows):
             done.append(row.values["score"])
     assert len(done) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers.processors import TemplateProcessing
 
 from treeward.config.reward_shaping import (
     CalibratedTemperature,
@@ -27,10 +25,8 @@ from treeward.scoring.shaping import (
     RunningStatistics,
     Shaper,
     completion_length,
-    log_sigmoid,
     reference_conversations,
     relative_reward,
-    sigmoid,
 )
 
 CURVE = LengthCurve(
@@ -76,23 +72,12 @@ def reward(score: float, length: int = 1, references: list[Reference] | None = N
 # --- formulas
 
 
-def test_sigmoids_and_their_extremes() -> None:
-    for x in (-30.0, -2.0, 0.0, 0.1, 25.0):
-        assert sigmoid(x) == pytest.approx(1 / (1 + np.exp(-x)), rel=1e-12)
-        assert log_sigmoid(x) == pytest.approx(np.log(1 / (1 + np.exp(-x))), rel=1e-9)
-    assert log_sigmoid(-1000.0) == -1000.0 and log_sigmoid(1000.0) == 0.0
-    assert sigmoid(-1000.0) == 0.0 and sigmoid(1000.0) == 1.0
-    for kind in ("log_sigmoid", "par"):
-        for score in (-3e38, 3e38):
-            assert math.isfinite(reward(score, references=[reference(-score)], reference=kind))
-
-
-@pytest.mark.parametrize("length", [0, 499, 500, 501, 5000])
+@pytest.mark.parametrize("length", [0, 500, 501, 5000])
 def test_length_penalty(length: int) -> None:
     assert reward(1.5, length, length_penalty={}) == pytest.approx(1.5 - max(0, length - 500) * 0.001, abs=1e-12)
 
 
-@pytest.mark.parametrize("score", [-40.0, -5.0, 0.0, 1.25, 4.99, 1000.0])
+@pytest.mark.parametrize("score", [-40.0, 0.0, 1.25, 1000.0])
 def test_normalisation_and_clipping(score: float) -> None:
     keys = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0}
     assert reward(score, **keys) == pytest.approx(max(-5.0, min(5.0, (score - 0.5) / 2.0)))
@@ -111,6 +96,7 @@ def test_relative_rewards_depend_on_differences(score: float, references: list[f
     assert relative_reward(score, references, "par") == pytest.approx(of_sigma.mean())
     assert relative_reward(score, references, "log_sigmoid") == pytest.approx(np.log(of_sigma).mean(), abs=1e-9)
     for kind in ("par", "log_sigmoid"):
+        assert math.isfinite(reward(3e38, references=[reference(-3e38)], reference=kind))
         moved = relative_reward(score + by, [one + by for one in references], kind)  # type: ignore[arg-type]
         assert moved == pytest.approx(relative_reward(score, references, kind), abs=1e-9)  # type: ignore[arg-type]
 
@@ -179,13 +165,6 @@ def test_length_of_the_last_message(tiny_tokenizer: Any) -> None:
     assert completion_length(chat(parts), "characters", None) == 3
     assert completion_length([{"role": "assistant", "tool_calls": []}], "characters", None) == 0
     assert completion_length(chat(""), "tokens", tiny_tokenizer) == 0
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    end = (tokenizer.eos_token, tokenizer.eos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{end[0]} $A {end[0]}", special_tokens=[end]
-    )
-    assert len(tokenizer("a")["input_ids"]) == 3
-    assert completion_length(chat("a"), "tokens", tokenizer) == 1  # without special tokens
 
 
 # --- missing scores, references and constants
@@ -207,8 +186,8 @@ def test_a_sample_without_its_references_has_no_reward() -> None:
     good = reference(0.5)
     references = [[good], None, [], [good, reference(None)], [reference(math.inf)]]
     shaped = shaper(reference="par").shape([Score(1.0)] * 5, [chat("x")] * 5, references)
-    assert shaped[0].value == pytest.approx(sigmoid(0.5))
-    for one, words in zip(shaped[1:], ("there are no", "there are no", r"[1] has no score", "[0] has no"), strict=True):
+    assert shaped[0].value == pytest.approx(1 / (1 + math.exp(-0.5)))
+    for one, words in zip(shaped[1:], ("there are no", "there are no", "[1] has no score", "[0] has no"), strict=True):
         assert one.value is None and one.raw == 1.0 and words in (one.error or "")
         assert "reference_answers" in (one.error or "")
     assert shaper(reference="par").shape([Score(1.0)], [chat("x")])[0].value is None
@@ -251,14 +230,10 @@ def test_running_statistics(batches: list[list[float]], random: Any) -> None:
         if seen:
             assert statistics.mean == pytest.approx(np.mean(seen), abs=1e-10)
             assert statistics.std == pytest.approx(np.std(seen), abs=1e-6)
-
-
-def test_large_numbers_with_a_small_spread() -> None:
-    statistics = RunningStatistics()
-    seen = [1e6 + i / 1000 for i in range(1000)]
-    for value in seen:
-        statistics.update([value])
-    assert statistics.std == pytest.approx(np.std(np.array(seen) - 1e6), rel=1e-6)
+    far = RunningStatistics()
+    for i in range(1000):  # a small spread of large numbers
+        far.update([1e6 + i / 1000])
+    assert far.std == pytest.approx(np.std(np.arange(1000) / 1000), rel=1e-6)
 
 
 def test_running_normalisation_includes_its_batch_and_all_before() -> None:
@@ -290,10 +265,6 @@ def test_a_resumed_shaper_continues_exactly() -> None:
     shaper().load_state_dict({})
     with pytest.raises(CheckpointError, match="another one"):
         shaper().load_state_dict(whole.state_dict())
-    for wrong in ({}, {"running": {}}, {"running": {"count": -1, "mean": 0.0, "m2": 0.0}},
-                  {"running": {"count": 1, "mean": math.nan, "m2": 0.0}}):  # fmt: skip
-        with pytest.raises(CheckpointError, match="running statistics"):
-            shaper(**RUNNING).load_state_dict(wrong)
 
 
 # --- reference completions of the data

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from signed import write_signed_model
-from templates import in_python
 
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
-from treeward.data.rendering import Renderer
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.score import Score
 from treeward.serving.models import ServedModel
@@ -186,27 +183,9 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return model
 
 
-def test_a_slow_tokenizer_has_its_points_too(
+def test_a_tokenizer_without_offsets_is_refused_in_words(
     slow_model: ServedModel, asgi_client: Callable[..., Any], close_later: Callable[..., Service]
 ) -> None:
     client = asgi_client(close_later([slow_model]))
-    answer = "\U0001f642 Boil \u6570\u5b57 caf\u00e9\ufffdor\n\n \ufffd \ufffd\U0001f469\u200d\U0001f692 it.\ufffd"
-    got = trace(client, completion=answer)
-    assert got["text"] == answer and [token["text"] for token in got["tokens"]] == list(answer)
-    # What the tokenizer drops before its special tokens, as before the end of turn, is in no answer that ends there.
-    cut = [n for n in range(1, len(answer) + 1) if not answer[n - 1].isspace()]
-    points = {point["tokens"]: point["score"] for point in got["points"]}
-    assert [points[n] for n in cut] == pytest.approx(scores(client, [answer[:n] for n in cut]), abs=1e-5)
-    assert len({round(score, 5) for score in points.values()}) > 20
-
-
-def test_tokens_that_do_not_lead_back_are_refused_in_words(
-    loaded_model: ServedModel, asgi_client: Callable[..., Any], close_later: Callable[..., Service]
-) -> None:
-    renderer = loaded_model.scorer.renderer
-    scorer = copy.copy(loaded_model.scorer)
-    astray = in_python(renderer.tokenizer, lambda text: text.replace("g", "<unk>"))
-    scorer.renderer = Renderer(astray, chat_template=renderer.chat_template, max_length=renderer.max_length)
-    client = asgi_client(close_later([ServedModel("astray", scorer)]))
     got = client.post("/v1/rewards/trace", json={"context": CONTEXT, "completion": "No egg"})
-    assert got.status_code == 422 and "do not decode to the text" in got.json()["error"]["message"], got.text
+    assert got.status_code == 422 and "does not say where" in got.json()["error"]["message"], got.text

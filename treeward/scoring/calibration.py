@@ -44,8 +44,6 @@ from treeward.version import VERSION
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_KNOTS", "calibrate", "fit_length_curve", "fit_normalization", "fit_temperature", "preference_nll"]
-
 logger = logging.getLogger(__name__)
 
 Floats = NDArray[np.float64]
@@ -124,7 +122,7 @@ def calibrate(
             }
         )
     return RewardCalibration(
-        normalization=fit_normalization(scores),
+        normalization=NormalizationConstants(mean=float(scores.mean()), std=float(scores.std())),
         length_curve=curve,
         temperature=temperature,
         provenance=CalibrationProvenance(
@@ -137,11 +135,6 @@ def calibrate(
             date=datetime.now(UTC).date().isoformat(),
         ),
     )
-
-
-def fit_normalization(scores: Floats) -> NormalizationConstants:
-    """Mean and population standard deviation of scores (N,) that are not all the same."""
-    return NormalizationConstants(mean=float(scores.mean()), std=float(scores.std()))
 
 
 def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> LengthCurve | None:

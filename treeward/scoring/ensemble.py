@@ -18,11 +18,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from transformers import AutoConfig
 
 from treeward.config.ensemble import EnsembleConfig, EnsembleMethod
 from treeward.data.rendering import Renderer
@@ -30,8 +29,6 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Prepared, Scorer, as_conversations
-
-__all__ = ["EnsembleScorer", "combine", "standardize"]
 
 
 def standardize(values_SM: ArrayLike, means_M: ArrayLike, stds_M: ArrayLike) -> NDArray[np.float64]:
@@ -58,9 +55,8 @@ def combine(
     return means_S if method == "mean" else means_S - uncertainty_coefficient * values.var(axis=1)
 
 
-class _Constants(NamedTuple):
-    means_M: tuple[float, ...]
-    stds_M: tuple[float, ...]
+_Constants = tuple[tuple[float, ...], tuple[float, ...]]
+"""The mean and the standard deviation of each member."""
 
 
 class EnsembleScorer:
@@ -84,7 +80,7 @@ class EnsembleScorer:
         assert len(self.names) == len(self.members), f"{len(self.names)} names for {len(self.members)} members"
         self._constants = _constants(self.config, [member.contract for member in self.members], self.names)
         if self.config.over == "heads" and self._constants is not None:
-            _check_number(self._constants, self.members[0].model.num_heads, "heads")
+            _check_number(self._constants[0], self.members[0].model.num_heads, "heads")
 
     @classmethod
     def load(
@@ -97,11 +93,12 @@ class EnsembleScorer:
         """
         names = [str(model) for model in models]
         config = config or EnsembleConfig()
-        _check_members(config, len(names))
         if all(Path(name).is_dir() for name in names):  # before any weights are loaded
             _constants(config, [read_contract(name) for name in names], names)
-        if config.over == "heads" and scorer_options.get("head_weights") is None:
-            scorer_options["head_weights"] = _head_weights(names[0], scorer_options.get("trust_remote_code", False))
+        if config.over == "heads":
+            scorer_options["head_weights"] = (
+                scorer_options.get("head_weights") or "mean"
+            )  # the ensemble combines the heads by its own method
         loaded = {name: Scorer.load(name, **scorer_options) for name in dict.fromkeys(names)}
         return cls([loaded[name] for name in names], config, names=names)
 
@@ -202,15 +199,6 @@ class EnsembleScorer:
         return [score if score.score is None else replace(score, score=next(combined)) for score in scores]
 
 
-def _head_weights(name: str, trust_remote_code: bool) -> list[float] | None:
-    """Weights that let a scorer load a model of several heads; an ensemble combines the heads by its own method."""
-    try:
-        num_heads: int = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).num_labels
-    except (OSError, ValueError):
-        return None  # the scorer's error says more
-    return None if num_heads == 1 else [1.0 / num_heads] * num_heads
-
-
 def _joined(score: Score, added: Score) -> Score:
     """The scores of the members so far, and that of the next one. The first member without a score gives the error."""
     truncated = score.truncated or added.truncated
@@ -231,14 +219,21 @@ def _constants(
     config: EnsembleConfig, contracts: Sequence[ScoringContract | None], names: Sequence[str]
 ) -> _Constants | None:
     """The constants that standardize the members; None without standardisation."""
-    _check_members(config, len(names))
+    if not names:
+        raise ConfigError("an ensemble has no members", need="at least one model")
+    if config.over == "heads" and len(names) > 1:
+        raise ConfigError(
+            "an ensemble of heads has one model",
+            field="over",
+            got=f"over: heads, {len(names)} models",
+            fix="set over=models, or name one model",
+        )
     if not config.standardize:
         return None
     if config.means is not None and config.stds is not None:
-        constants = _Constants(config.means, config.stds)
         if config.over == "models":
-            _check_number(constants, len(names), "models")
-        return constants
+            _check_number(config.means, len(names), "models")
+        return config.means, config.stds
     if config.over == "heads":
         raise ConfigError(
             "the heads cannot be standardized: their means and standard deviations are unknown",
@@ -251,40 +246,28 @@ def _constants(
     known = [one.normalization for one in calibrations if one is not None and one.normalization is not None]
     fingerprints = {one.provenance.fingerprint for one in calibrations if one is not None and one.provenance}
     if len(known) == len(names) and len(fingerprints) <= 1:
-        return _Constants(tuple(c.mean for c in known), tuple(c.std for c in known))
+        return tuple(one.mean for one in known), tuple(one.std for one in known)
     without = [name for name, one in zip(names, calibrations, strict=True) if one is None or one.normalization is None]
+    reason = (
+        "the mean and standard deviation of a member's scores are unknown"
+        if without
+        else "the members were calibrated on different data"
+    )
+    first = (without or names)[0]
     raise ConfigError(
-        "the members cannot be standardized: the mean and standard deviation of their scores are unknown"
-        if without
-        else "the members were calibrated on different data, so their standardized scores are on different scales",
-        where=without[0] if without else ", ".join(dict.fromkeys(names)),
-        field="calibration.normalization" if without else "calibration.provenance.fingerprint",
-        got=f"no such constants for {', '.join(dict.fromkeys(without))}"
-        if without
-        else f"{len(fingerprints)} different",
+        f"the members cannot be standardized: {reason}",
+        where=first,
+        field="calibration",
         need="a calibration of each member on the same data",
-        fix=f"treeward calibrate {(without or names)[0]} --data FILE; or give means and stds, or set standardize=false",
+        fix=f"treeward calibrate {first} --data FILE; or give means and stds, or set standardize=false",
     )
 
 
-def _check_members(config: EnsembleConfig, num_members: int) -> None:
-    if num_members == 0:
-        raise ConfigError("an ensemble has no members", got="no models", need="at least one model")
-    if config.over == "heads" and num_members > 1:
-        raise ConfigError(
-            "an ensemble of heads has one model",
-            field="over",
-            got=f"over: heads, {num_members} models",
-            need="one model with several heads",
-            fix="set over=models, or name one model",
-        )
-
-
-def _check_number(constants: _Constants, number: int, what: str) -> None:
-    if len(constants.means_M) != number:
+def _check_number(means: Sequence[float], number: int, what: str) -> None:
+    if len(means) != number:
         raise ConfigError(
             f"means and stds do not fit the {what}",
             field="means",
-            got=f"{len(constants.means_M)} of each, {number} {what}",
+            got=f"{len(means)} of each, {number} {what}",
             need=f"one number for each of the {what}, in order",
         )

@@ -28,8 +28,6 @@ from treeward.scoring.shaping import Shaper, reference_conversations
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RewardPlan", "RewardScorer", "Rewarder", "check_alone", "check_fixed", "load_shaper"]
-
 
 @dataclass(frozen=True, slots=True)
 class RewardPlan:
@@ -93,18 +91,16 @@ class Rewarder:
         names = list(where) if where is not None else [f"conversation {i}" for i in range(len(conversations))]
         plan = RewardPlan(list(conversations), [], list(conversations), list(names))
         key = self.reference_key
-        given = [None] * len(names) if reference_completions is None else reference_completions
+        given = reference_completions or [None] * len(names)
         for conversation, completions, name in zip(conversations, given, names, strict=True):
-            references: list[list[Message]] | str = []
-            if key is not None:
-                try:
-                    references = reference_conversations(conversation, completions, where=f"{name}, {key}")
-                except DataError as error:
-                    references = str(error).splitlines()[0]
-            plan.references.append(references)
-            if not isinstance(references, str):
-                plan.to_score.extend(references)
-                plan.names.extend(f"{name}, {key}[{m}]" for m in range(len(references)))
+            try:
+                found = [] if key is None else reference_conversations(conversation, completions, f"{name}, {key}")
+            except DataError as error:
+                plan.references.append(str(error).splitlines()[0])
+                continue
+            plan.references.append(found)
+            plan.to_score.extend(found)
+            plan.names.extend(f"{name}, {key}[{m}]" for m in range(len(found)))
         return plan
 
     def finish(self, plan: RewardPlan, scores: Sequence[Score], *, update: bool = True) -> list[Reward]:
@@ -201,7 +197,6 @@ def load_shaper(
         raise ConfigError(
             "the scores of an ensemble have no fitted constants: a calibration is of one model",
             where="reward_shaping",
-            got="a length curve, temperature, mean or standard deviation that is to be the model's own",
             need="constants of the ensemble's scores",
             fix="give reward_mean and reward_std, or set running to true; leave length_calibration and `temperature: "
             "calibrated` out",
@@ -210,16 +205,18 @@ def load_shaper(
     if shaping == "contract":
         shaping = contract.reward_shaping if contract else None
         if shaping is None:
+            fix = "give the section itself, as {length_penalty: {coefficient: 0.001}}"
+            if not is_ensemble:
+                fix += (
+                    "; or fit one and keep it in the contract: "
+                    f'treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"'
+                )
             raise ConfigError(
                 "the model's scoring contract has no reward shaping",
                 where=model,
                 field="reward_shaping",
                 got="contract, of an ensemble" if is_ensemble else f"no such section in {CONTRACT_FILE}",
-                need="a reward_shaping section in the contract, or one given here",
-                fix="give the section itself, as {length_penalty: {coefficient: 0.001}}"
-                if is_ensemble
-                else "give the section itself, as {length_penalty: {coefficient: 0.001}}; or fit one and keep it in "
-                f'the contract: treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"',
+                fix=fix,
             )
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)

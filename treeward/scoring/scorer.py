@@ -17,15 +17,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treeward.data.preference import check_messages
-from treeward.data.rendering import Fitted, Renderer, Truncation
-from treeward.errors import ConfigError, DataError, ModelError, shown
+from treeward.data.rendering import Renderer, Truncation
+from treeward.errors import ConfigError, DataError, ModelError, TreewardError, shown
 from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract
 from treeward.model.loading import load_reward_model
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
@@ -35,21 +35,30 @@ from treeward.scoring.diagnosis import diagnose
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.tree.token_tree import common_prefix_length
 
-__all__ = ["Prepared", "Scorer", "as_conversations", "check_conversation"]
-
-
 logger = logging.getLogger(__name__)
 
 _OTHER_COMPLETION = "~"
 _MOST_PROMPTS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The token ids of a conversation, or why there are none. `prompt_length`: tokens before its last message."""
+
+    name: str
+    ids: list[int] | None
+    num_tokens: int = 0
+    truncated: bool = False
+    error: str | None = None
+    prompt_length: int = 0
+
+
 class Scorer:
     """Scores conversations with one reward model.
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing; `max_sequences`: most conversations
-    in one. At least one of them is a number. `head_weights`: the weight of each head in the score; None for a model
-    with one head. `prefix_cache`: holds the prompts of earlier calls; None computes the prompts of each call once.
+    in one. At least one of them is a number. `head_weights`: the weight of each head in the score, or "mean"; None
+    for a model with one head. `prefix_cache`: holds the prompts of earlier calls; None computes each call's own once.
     """
 
     def __init__(
@@ -59,7 +68,7 @@ class Scorer:
         *,
         batch_tokens: int | None = DEFAULT_BATCH_TOKENS,
         max_sequences: int | None = None,
-        head_weights: Sequence[float] | None = None,
+        head_weights: Sequence[float] | Literal["mean"] | None = None,
         contract: ScoringContract | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
@@ -74,7 +83,7 @@ class Scorer:
         self.prefix_cache = prefix_cache
         self._prompt_lengths: dict[bytes, int] = {}
         self._recent = RecentTokens()
-        self.head_weights = _check_head_weights(head_weights, model.num_heads)
+        self.head_weights = _head_weights(head_weights, model.num_heads)
 
     @classmethod
     def load(
@@ -90,7 +99,7 @@ class Scorer:
         truncation: Truncation | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        head_weights: Sequence[float] | None = None,
+        head_weights: Sequence[float] | Literal["mean"] | None = None,
         check_contract: bool = True,
         prefix_cache_bytes: int = 0,
         trust_remote_code: bool = False,
@@ -135,7 +144,7 @@ class Scorer:
         )
         if contract is not None and check_contract:
             as_contracted = (tokenizer, chat_template, chat_template_kwargs) == (None, None, None)
-            scorer._check_contract(contract, str(model), with_tokens=as_contracted)
+            scorer._replay(contract, str(model), with_tokens=as_contracted)
         scorer.prefix_cache = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         return scorer
 
@@ -212,25 +221,36 @@ class Scorer:
             check_finite(values, f"sequence {i}", len(sequence))
         return [self._combined(values) for values in values_SH]
 
-    def _check_contract(self, contract: ScoringContract, model: str, *, with_tokens: bool) -> None:
+    def _replay(self, contract: ScoringContract, model: str, *, with_tokens: bool) -> None:
         """Replay the golden conversations. Raises `ModelError` where they become other tokens or have other scores."""
-        counts = self.model.num_computed_tokens, self.model.num_row_tokens
+
+        def broken(what: str, got: str | None, need: str | None) -> ModelError:
+            return ModelError(
+                f"the model does not keep its scoring contract: the {what}",
+                where=model,
+                got=got,
+                need=f"{need}, says {CONTRACT_FILE}",
+                fix=f"treeward verify {model} names what differs; restore it, or, if you changed it on purpose, write "
+                f"a new contract: treeward verify {model} --write --force",
+            )
+
         limit = contract.rendering.max_length
         for example in contract.golden if with_tokens else ():
             try:
                 ids = self.renderer.encode(example.messages)
             except DataError as error:
-                raise _broken_contract(model, "template", f"{example.name!r}: {error.summary}", "its tokens") from error
+                raise broken("template", f"{example.name!r}: {error.summary}", "its tokens") from error
             if ids != example.token_ids and (limit is None or len(ids) <= limit):
                 got = f"other tokens for the golden conversation {example.name!r}"
-                raise _broken_contract(model, "chat template or the tokenizer", got, "those of the contract")
+                raise broken("chat template or the tokenizer", got, "those of the contract")
+        counts = self.model.num_computed_tokens, self.model.num_row_tokens
         values_SH = self._values([example.token_ids for example in contract.golden]).tolist()
+        self.model.num_computed_tokens, self.model.num_row_tokens = counts
         scores = [sum(h.weight * v for h, v in zip(contract.heads, values, strict=True)) for values in values_SH]
         dtype: Dtype = "float32" if self.model.hf.dtype == torch.float32 else "bfloat16"
         check = diagnose(contract, scores, dtype=dtype)
         if check.state == "differs":
-            raise _broken_contract(model, f"{check.part} ({check.summary})", str(check.got), str(check.need))
-        self.model.num_computed_tokens, self.model.num_row_tokens = counts
+            raise broken(f"{check.part} ({check.summary})", check.got, check.need)
 
     def _values(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> Tensor:
         return self.model.score_tokens(
@@ -287,10 +307,8 @@ class Scorer:
         if isinstance(text, str):
             try:
                 ids, num_tokens = self.renderer.encode_short([text], limit, where=[name])[0]
-            except DataError as error:
+            except (DataError, UnicodeError) as error:
                 return Prepared(name, None, error=_one_line(error))
-            except UnicodeError as error:
-                return Prepared(name, None, error=f"the text is not valid Unicode: {error}")
         if ids is None or (limit is not None and num_tokens > limit):
             return self._too_long(name, num_tokens)
         if not ids or min(ids) < 0 or max(ids) >= known:
@@ -306,22 +324,20 @@ class Scorer:
         try:
             checked = [check_conversation(*item) for item in zip(conversations, names, strict=True)]
             fitted = self.renderer.fit_many(checked, where=names)
-            return [self._prepared(*one, name) for one, name in zip(fitted, names, strict=True)]
         except DataError as error:
             if on_error == "raise":
                 raise
             if len(conversations) == 1:
                 return [Prepared(names[0], None, error=_one_line(error))]
-        # One of them is wrong: the others are found one by one.
+            # One of them is wrong: the others are found one by one.
+            pairs = zip(conversations, names, strict=True)
+            return [self._render([conversation], [name], on_error)[0] for conversation, name in pairs]
         return [
-            self._render([conversation], [name], on_error)[0]
-            for conversation, name in zip(conversations, names, strict=True)
+            self._too_long(name, num_tokens)
+            if one is None
+            else Prepared(name, one.token_ids, len(one.token_ids), one.truncated)
+            for (one, num_tokens), name in zip(fitted, names, strict=True)
         ]
-
-    def _prepared(self, fitted: Fitted | None, num_tokens: int, name: str) -> Prepared:
-        if fitted is None:
-            return self._too_long(name, num_tokens)
-        return Prepared(name, fitted.token_ids, len(fitted.token_ids), fitted.truncated)
 
 
 def as_conversations(context: Conversation, completions: Sequence[Conversation | str]) -> list[Conversation]:
@@ -334,19 +350,9 @@ def as_conversations(context: Conversation, completions: Sequence[Conversation |
     return [[*context, *end] for end in ends]
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The token ids of a conversation, or why there are none. `prompt_length`: tokens before its last message."""
-
-    name: str
-    ids: list[int] | None
-    num_tokens: int = 0
-    truncated: bool = False
-    error: str | None = None
-    prompt_length: int = 0
-
-
-def _one_line(error: DataError | ModelError) -> str:
+def _one_line(error: TreewardError | UnicodeError) -> str:
+    if isinstance(error, UnicodeError):
+        return f"the text is not valid Unicode: {error}"
     parts = (("got", error.got), ("need", error.need))
     details = [f"{name}: {shown(value)}" for name, value in parts if value is not None]
     return f"{error.summary} ({'; '.join(details)})" if details else error.summary
@@ -377,18 +383,7 @@ def _length_limit(asked: int | None, of_contract: int | None, max_positions: int
     return max_positions
 
 
-def _broken_contract(model: str, what: str, got: str, need: str) -> ModelError:
-    return ModelError(
-        f"the model does not keep its scoring contract: the {what}",
-        where=model,
-        got=got,
-        need=f"{need}, says {CONTRACT_FILE}",
-        fix=f"treeward verify {model} names what differs; restore it, or, if you changed it on purpose, write a new "
-        f"contract: treeward verify {model} --write --force",
-    )
-
-
-def _check_head_weights(weights: Sequence[float] | None, num_heads: int) -> tuple[float, ...] | None:
+def _head_weights(weights: Sequence[float] | Literal["mean"] | None, num_heads: int) -> tuple[float, ...] | None:
     if weights is None and num_heads == 1:
         return None
     if weights is None:
@@ -398,6 +393,8 @@ def _check_head_weights(weights: Sequence[float] | None, num_heads: int) -> tupl
             need="a weight for each of them",
             fix=f"head_weights={[1.0, *[0.0] * (num_heads - 1)]} takes the first alone; Score.heads has all values",
         )
+    if weights == "mean":
+        return (1.0 / num_heads,) * num_heads
     if len(weights) != num_heads:
         raise ConfigError(
             "the weights of the heads do not fit the model",
@@ -405,4 +402,4 @@ def _check_head_weights(weights: Sequence[float] | None, num_heads: int) -> tupl
             got=f"{len(weights)} weights",
             need=f"one for each of the {num_heads} heads",
         )
-    return tuple(float(weight) for weight in weights)
+    return tuple(map(float, weights))

@@ -20,9 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
+from scipy.special import expit, log_expit
 
 from treeward.config.reward_shaping import LengthCurve, LengthUnit, RewardCalibration, RewardShapingConfig
 from treeward.data.preference import Message, check_messages, last_text
@@ -32,46 +33,12 @@ from treeward.scoring.score import Conversation, Reward, Score
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Reference", "RunningStatistics", "Shaper", "completion_length", "length_deduction", "length_effect"]
-__all__ += ["log_sigmoid", "normalize", "reference_conversations", "relative_reward", "sigmoid"]
-
 Reference = tuple[Score, Conversation]
 """A reference completion: its score by the same model, and the conversation that ends with it, for its length."""
 
 _EPSILON = 1e-8
-_CALIBRATE = "treeward calibrate MODEL --data FILE"
 _WHERE = "reward_shaping"
-
-
-# --- formulas --------------------------------------------------------------------------------------------------------
-
-
-def sigmoid(x: float) -> float:
-    """1 / (1 + exp(-x)), for any finite or infinite x."""
-    small = math.exp(-abs(x))
-    return 1.0 / (1.0 + small) if x >= 0 else small / (1.0 + small)
-
-
-def log_sigmoid(x: float) -> float:
-    """log(1 / (1 + exp(-x))) = min(x, 0) - log(1 + exp(-|x|)), finite for any finite x: -1000 gives -1000."""
-    return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
-
-
-def normalize(value: float, mean: float, std: float, clip: float | None) -> float:
-    """max(-c, min(c, (r - mean) / std)): a reward in standard deviations; `clip` c None is no limit.
-
-    `std` is positive; running statistics add 1e-8 to theirs.
-    """
-    normalized = (value - mean) / std
-    return normalized if clip is None else max(-clip, min(clip, normalized))
-
-
-def length_deduction(length: float, coefficient: float, threshold: float) -> float:
-    """alpha * max(0, L - L0), to be subtracted: `coefficient` alpha per unit of `length` L above `threshold` L0.
-
-    Singhal et al. 2023 (arXiv 2310.03716) study such penalties.
-    """
-    return coefficient * max(0.0, length - threshold)
+_T = TypeVar("_T")
 
 
 def length_effect(length: float, curve: LengthCurve) -> float:
@@ -90,8 +57,8 @@ def relative_reward(score: float, references: Sequence[float], kind: Literal["lo
     `par`: 1/M sum_m sigma(r - r_ref_m), in (0, 1); Fu et al. 2025 (arXiv 2502.18770), who find M = 1 sufficient.
     Both flatten out where the completion is better than its references: there is less to gain by exploiting the model.
     """
-    transform = log_sigmoid if kind == "log_sigmoid" else sigmoid
-    return math.fsum(transform(score - reference) for reference in references) / len(references)
+    differences = score - np.asarray(references, dtype=np.float64)
+    return float((log_expit(differences) if kind == "log_sigmoid" else expit(differences)).mean())
 
 
 def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: PreTrainedTokenizerBase | None) -> int:
@@ -105,9 +72,6 @@ def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: P
     assert tokenizer is not None, "a length in tokens needs a tokenizer"
     # Longer than the model's limit is fine here, and no reason for transformers to warn.
     return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-# --- running statistics ----------------------------------------------------------------------------------------------
 
 
 class RunningStatistics:
@@ -143,17 +107,8 @@ class RunningStatistics:
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises `CheckpointError` where it holds no running statistics."""
-        values = [state.get(key) for key in ("count", "mean", "m2")]
-        numbers = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
-        if len(numbers) != len(values) or numbers[0] < 0 or numbers[2] < 0:
-            raise CheckpointError(
-                "the state holds no running statistics", got=dict(state), need="count, mean and m2, finite numbers"
-            )
-        self.count, self.mean, self.m2 = int(numbers[0]), numbers[1], numbers[2]
-
-
-# --- the shaper ------------------------------------------------------------------------------------------------------
+        """Continue from `state_dict`."""
+        self.count, self.mean, self.m2 = int(state["count"]), float(state["mean"]), float(state["m2"])
 
 
 class Shaper:
@@ -176,12 +131,36 @@ class Shaper:
         self.statistics = RunningStatistics()
         self._tokenizer = tokenizer
         known = calibration or RewardCalibration()
-        self._curve = known.length_curve if config.length_calibration else None
-        if config.length_calibration and self._curve is None:
-            raise _not_fitted("length_calibration", "true", "a length curve", calibration)
-        self._temperature = self._find_temperature(known, calibration)
-        self._constants = self._find_constants(known, calibration)
-        self._check_tokenizer()
+        self._curve: LengthCurve | None = None
+        if config.length_calibration:
+            self._curve = _fitted(known.length_curve, "length_calibration", "a length curve")
+        if config.temperature == "calibrated":
+            # The scores after the length curve have another spread, and so another temperature.
+            found = known.temperature if self._curve is None else self._curve.residual_temperature
+            self._temperature = _fitted(found, "temperature", "a temperature").value
+        else:
+            self._temperature = config.temperature or 1.0
+        self._constants: tuple[float, float] | None = None
+        if config.uses_contract_constants:
+            if self._curve is not None:
+                mean, std = self._curve.residual_mean, self._curve.residual_std
+            else:
+                normalization = _fitted(known.normalization, "normalize_rewards", "a mean and a standard deviation")
+                mean, std = normalization.mean, normalization.std
+            self._constants = mean / self._temperature, std / self._temperature
+        elif config.normalize_rewards and config.reward_mean is not None and config.reward_std is not None:
+            self._constants = config.reward_mean, config.reward_std
+        units = {
+            "length_calibration": self._curve and self._curve.unit,
+            "length_penalty.unit": config.length_penalty and config.length_penalty.unit,
+        }
+        if tokenizer is None and "tokens" in units.values():
+            raise ConfigError(
+                "lengths are counted in tokens, and there is no tokenizer",
+                where=_WHERE,
+                field=next(field for field, unit in units.items() if unit == "tokens"),
+                need="the reward model's own tokenizer, as Scorer.renderer.tokenizer",
+            )
 
     @property
     def reads_completions(self) -> bool:
@@ -234,29 +213,31 @@ class Shaper:
             return Reward(None, score, error=score.error or missing)
         value = self._adjusted(score.score, conversation)
         if self.config.reference is not None:
+            key = self.config.reference_key
             if not references:
-                return Reward(None, score, error=f"there are no {self.config.reference_key} to compare with")
-            failed = [i for i, (one, _) in enumerate(references) if one.score is None or not math.isfinite(one.score)]
-            if failed:
-                words = f"has no score ({len(failed)} of {len(references)} have none)"
-                return Reward(None, score, error=f"{self.config.reference_key}[{failed[0]}] {words}")
-            adjusted = [self._adjusted(one.score, text) for one, text in references if one.score is not None]
+                return Reward(None, score, error=f"there are no {key} to compare with")
+            adjusted = []
+            for i, (one, text) in enumerate(references):
+                if one.score is None or not math.isfinite(one.score):
+                    return Reward(None, score, error=f"{key}[{i}] has no score")
+                adjusted.append(self._adjusted(one.score, text))
             value = relative_reward(value, adjusted, self.config.reference)
         if not math.isfinite(value):
             return Reward(None, score, error=f"the shaped reward is not finite: {value}")
         return Reward(value, score)
 
     def _adjusted(self, score: float, conversation: Conversation) -> float:
-        """The steps that a completion and its references share."""
+        """The steps that a completion and its references share: (r - c(L) - alpha max(0, L - L0)) / T."""
         if self._curve is not None:
             score -= length_effect(completion_length(conversation, self._curve.unit, self._tokenizer), self._curve)
         penalty = self.config.length_penalty
         if penalty is not None:
             length = completion_length(conversation, penalty.unit, self._tokenizer)
-            score -= length_deduction(length, penalty.coefficient, penalty.threshold)
+            score -= penalty.coefficient * max(0.0, length - penalty.threshold)
         return score / self._temperature
 
     def _normalized(self, shaped: Reward, value: float) -> Reward:
+        """max(-c, min(c, (r - mean) / std)), with the clip c."""
         if self.config.running:
             if self.statistics.count == 0:
                 return replace(shaped, value=None, error="there are no running statistics yet")
@@ -265,52 +246,12 @@ class Shaper:
             mean, std = self._constants
         else:
             return shaped
-        normalized = normalize(value, mean, std, self.config.reward_clip)
+        normalized, clip = (value - mean) / std, self.config.reward_clip
+        if clip is not None:
+            normalized = max(-clip, min(clip, normalized))
         if not math.isfinite(normalized):
             return replace(shaped, value=None, error=f"the normalised reward is not finite: {normalized}")
         return replace(shaped, value=normalized)
-
-    def _find_temperature(self, known: RewardCalibration, calibration: RewardCalibration | None) -> float:
-        temperature = self.config.temperature
-        if temperature == "calibrated":
-            # The scores after the length curve have another spread, and so another temperature.
-            fitted = known.temperature if self._curve is None else self._curve.residual_temperature
-            if fitted is None:
-                raise _not_fitted("temperature", "calibrated", "a temperature", calibration)
-            return fitted.value
-        return 1.0 if temperature is None else temperature
-
-    def _find_constants(
-        self, known: RewardCalibration, calibration: RewardCalibration | None
-    ) -> tuple[float, float] | None:
-        config = self.config
-        if config.reward_mean is not None and config.reward_std is not None:
-            return (config.reward_mean, config.reward_std) if config.normalize_rewards else None
-        if not config.uses_contract_constants:
-            return None
-        if self._curve is not None:
-            mean, std = self._curve.residual_mean, self._curve.residual_std
-        elif known.normalization is not None:
-            mean, std = known.normalization.mean, known.normalization.std
-        else:
-            what, instead = "a mean and a standard deviation", "reward_mean and reward_std"
-            raise _not_fitted("normalize_rewards", "true", what, calibration, instead)
-        return mean / self._temperature, std / self._temperature
-
-    def _check_tokenizer(self) -> None:
-        penalty = self.config.length_penalty
-        asked = {
-            "length_calibration": self._curve is not None and self._curve.unit == "tokens",
-            "length_penalty.unit": penalty is not None and penalty.unit == "tokens",
-        }
-        if self._tokenizer is None and any(asked.values()):
-            raise ConfigError(
-                "lengths are counted in tokens, and there is no tokenizer",
-                where=_WHERE,
-                field=next(field for field, needs_it in asked.items() if needs_it),
-                got="tokenizer=None",
-                need="the reward model's own tokenizer, as Scorer.renderer.tokenizer",
-            )
 
 
 def reference_conversations(conversation: Conversation, completions: Any, where: str) -> list[list[Message]]:
@@ -319,17 +260,13 @@ def reference_conversations(conversation: Conversation, completions: Any, where:
     `completions`: the value of `reference_key`: a text, a list of texts and message lists, or None for no reference.
     Raises `DataError` for anything else; `where` names the sample.
     """
-    context = [dict(message) for message in conversation[:-1]]
-    if completions is None:
-        return []
-    listed = [completions] if isinstance(completions, str) else completions
-    if not isinstance(listed, Sequence) or any(not isinstance(one, str | Sequence) for one in listed):
+    listed = [completions] if isinstance(completions, str) else [] if completions is None else completions
+    if not isinstance(listed, Sequence) or any(isinstance(one, Mapping) for one in listed):
         raise DataError(
             "the reference completions cannot be read",
             where=where,
             got=completions,
             need="a text, or a list of texts and message lists",
-            fix="put a single list of messages in a list" if isinstance(completions, Sequence) else None,
         )
     ends = [
         [{"role": "assistant", "content": one}]
@@ -337,18 +274,18 @@ def reference_conversations(conversation: Conversation, completions: Any, where:
         else list(check_messages(one, f"reference completion {i}", where))
         for i, one in enumerate(listed)
     ]
-    return [[*context, *end] for end in ends]
+    return [[*(dict(message) for message in conversation[:-1]), *end] for end in ends]
 
 
-def _not_fitted(
-    field: str, got: str, what: str, calibration: RewardCalibration | None, instead: str | None = None
-) -> ConfigError:
-    there = "no calibration" if calibration is None else f"a calibration without {what}"
-    return ConfigError(
+def _fitted(value: _T | None, field: str, what: str) -> _T:
+    if value is not None:
+        return value
+    instead = ", or give reward_mean and reward_std" if field == "normalize_rewards" else ""
+    raise ConfigError(
         f"{field} needs {what}, which the model does not have",
         where=_WHERE,
         field=field,
-        got=f"{got}, and {there} in the model's contract",
+        got=f"a model whose contract has no calibration with {what}",
         need=f"{what} fitted on comparisons",
-        fix=f"fit one with `{_CALIBRATE}`" + (f", or give {instead}" if instead else ""),
+        fix=f"fit one with `treeward calibrate MODEL --data FILE`{instead}",
     )

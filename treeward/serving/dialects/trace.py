@@ -106,5 +106,4 @@ def _evenly(num_pieces: int, most: int) -> list[int]:
 
 
 def _text(prefixes: CompletionPrefixes, num_pieces: int) -> RenderedText:
-    text = prefixes.until(num_pieces)
-    return RenderedText(text, prompt_length=None if isinstance(text, str) else len(prefixes.prompt_ids))
+    return RenderedText(prefixes.until(num_pieces), prompt_length=len(prefixes.prompt_ids))
