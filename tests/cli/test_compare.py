@@ -64,13 +64,6 @@ def test_table(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert [" ".join(line.split()) for line in lines[-3:]] == ["prompt: Question 37?", "better: Good.", "worse: Bad."]
 
 
-def test_no_difference_is_not_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = write(tmp_path / "a" / "suite", [row(n, 1.0) for n in range(20)])
-    second = write(tmp_path / "b" / "suite", [row(n, 1.0 if n else -1.0) for n in range(20)])
-    assert run(first, second) == 0
-    assert "Neither is shown to be better: p = 1 over 20 examples." in capsys.readouterr().out
-
-
 def test_json(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*models, "--json", "--disagreements", "0") == 0
     content = json.loads(capsys.readouterr().out)
@@ -87,16 +80,6 @@ def test_suites_have_rows_of_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(tmp_path / "a", tmp_path / "b") == 0
     table = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
     assert [line.split("  ")[0] for line in table] == ["all", "one", "two", "two / easy", "two / hard"]
-
-
-def test_failures_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = write(tmp_path / "a" / "suite", [row(n, None if n < 2 else 1.0) for n in range(12)])
-    second = write(tmp_path / "b" / "suite", [row(n, 0.0 if n < 1 else 1.0) for n in range(11)])
-    assert run(first, second) == 0
-    text = capsys.readouterr().out
-    assert "a: ties (0) and failures (2) count as not right." in text
-    assert "b: ties (1) and failures (0) count as not right." in text
-    assert "only a has them: 1 example (1 of suite)." in text
 
 
 def test_mistakes(models: tuple[Path, Path], tmp_path: Path) -> None:

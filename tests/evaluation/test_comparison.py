@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from treeward.errors import DataError
-from treeward.evaluation.comparison import Comparison, Evaluation, compare, notes, prompt_key, read_evaluation, to_json
+from treeward.evaluation.comparison import Comparison, Evaluation, compare, notes, read_evaluation, to_json
 from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
 from treeward.evaluation.statistics import mcnemar, paired_bootstrap, sign_flip_test
 
@@ -65,31 +65,21 @@ def test_numbers_are_those_of_the_statistics() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(0.6, 1, 120), rng.normal(0.2, 1, 120)
     found = of_margins(a.tolist(), b.tolist())
-    overall, exact = found.overall, mcnemar(a > 0, b > 0)
+    overall, differ = found.overall, (int(np.sum((a > 0) & (b <= 0))), int(np.sum((b > 0) & (a <= 0))))
     assert (overall.count, overall.num_prompts, overall.test) == (120, 120, "McNemar")
     assert overall.first.value == np.mean(a > 0) and overall.second.value == np.mean(b > 0)
     assert overall.difference.value == pytest.approx(np.mean(a > 0) - np.mean(b > 0))
-    assert (overall.only_first, overall.only_second) == (exact.only_first, exact.only_second)
-    assert overall.p_value == exact.p_value and overall.adjusted_p_value is None
-    assert (overall.difference.low, overall.difference.high) == paired_bootstrap(a > 0, b > 0)
+    assert (overall.only_first, overall.only_second) == differ
+    assert overall.p_value == mcnemar(a > 0, b > 0) and overall.adjusted_p_value is None
+    assert (overall.difference.low, overall.difference.high) == paired_bootstrap(a > 0, b > 0, range(120))
     assert found.agreement.same_outcome.value == np.mean((a > 0) == (b > 0))
     assert found.agreement.margin_correlation.count == 120
-
-
-def test_swapping_the_models_negates_the_difference() -> None:
-    rng = np.random.default_rng(1)
-    a, b = rng.normal(0.6, 1, 80).tolist(), rng.normal(0.2, 1, 80).tolist()
-    there, back = of_margins(a, b), of_margins(b, a)
-    assert back.overall.difference.value == pytest.approx(-(there.overall.difference.value or 0))
-    assert back.overall.p_value == there.overall.p_value
-    assert back.agreement.kappa.value == pytest.approx(there.agreement.kappa.value)
-    assert [one.example.id for one in back.disagreements] == [one.example.id for one in there.disagreements]
 
 
 def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
     """Four examples that one model alone has right are no evidence (p = 0.125), but hardly a resample has none."""
     found = of_margins([1.0] * 100, [-1.0] * 4 + [1.0] * 96)
-    low, high = paired_bootstrap([1.0] * 100, [0.0] * 4 + [1.0] * 96)
+    low, high = paired_bootstrap([1.0] * 100, [0.0] * 4 + [1.0] * 96, range(100))
     assert found.overall.p_value == 0.125 and low is not None and low > 0
     assert (found.overall.difference.low, found.overall.difference.high) == (0.0, high)
     back = of_margins([-1.0] * 4 + [1.0] * 96, [1.0] * 100)
@@ -114,12 +104,6 @@ def test_of_more_than_two_completions_right_is_said_to_be_stricter() -> None:
     assert not any("more than two" in note for note in notes(of_margins([1.0], [1.0])))
 
 
-def test_a_score_that_is_no_number_is_told(tmp_path: Path) -> None:
-    file = write(tmp_path / "m" / "s", [scored(0, 1.0), scored(1, float("nan"))])
-    with pytest.raises(DataError, match=r"examples.jsonl:2: a score is not finite"):
-        read_evaluation(file)
-
-
 def test_examples_of_one_prompt_are_one_draw() -> None:
     margins = [(1.0, -1.0)] * 30 + [(-1.0, 1.0)] * 10
     prompts = [f"Prompt {n // 10}?" for n in range(40)]
@@ -135,13 +119,6 @@ def test_examples_of_one_prompt_are_one_draw() -> None:
     assert "4 prompts" in " ".join(notes(found))
 
 
-def test_prompt_of_an_example() -> None:
-    one, other = scored(1, 0.0, prompt="Hello"), scored(2, 0.0, prompt="Hello")
-    assert prompt_key(one.example) == prompt_key(other.example)
-    bare = [replace(example.example, context=()) for example in (one, other)]
-    assert prompt_key(bare[0]) != prompt_key(bare[1])
-
-
 def test_subsets_are_corrected_for_their_number() -> None:
     wins = {"easy": (9, 0), "hard": (6, 0), "odd": (1, 1)}
     first, second = [], []
@@ -154,7 +131,6 @@ def test_subsets_are_corrected_for_their_number() -> None:
     p_values = {result.subset: result.p_value for result in found.subsets}
     assert p_values == {"easy": 2 / 2**9, "hard": 2 / 2**6, "odd": 1.0}
     assert [result.adjusted_p_value for result in found.subsets] == [3 * 2 / 2**9, 2 * 2 / 2**6, 1.0]
-    assert all(result.family == 3 for result in found.subsets)
     assert "p (Holm) is corrected for looking at 3 subsets." in notes(found)
     assert [result.suite for result in found.suites] == ["suite"] and found.suites[0].count == 60
 
@@ -174,8 +150,7 @@ def test_models_of_equal_outcomes() -> None:
 def test_ties_and_failures_are_not_right_and_counted() -> None:
     found = of_margins([1.0, 0.0, None, -1.0, 2.0], [1.0, 1.0, 1.0, 1.0, None])
     first, second = found.outcomes
-    assert (first.right, first.wrong, first.ties, first.failed) == (2, 1, 1, 1)
-    assert (second.right, second.wrong, second.ties, second.failed) == (4, 0, 0, 1)
+    assert (first, second) == ({"right": 2, "wrong": 1, "tie": 1, "failed": 1}, {"right": 4, "failed": 1})
     assert (found.overall.only_first, found.overall.only_second, found.overall.count) == (1, 3, 5)
     assert found.agreement.margin_correlation.count == 3
     assert "a: ties (1) and failures (1) count as not right." in notes(found)
@@ -192,7 +167,7 @@ def test_what_only_one_has_is_left_out_and_said() -> None:
     assert found.unmatched == ({"suite": 2, "other": 1}, {"suite": 1, "third": 2})
     said = notes(found)
     assert "Left out, because only a has them: 3 examples (1 of other, 2 of suite)." in said
-    assert "Left out, because only b has them: 3 examples (2 of third, 1 of suite)." in said
+    assert "Left out, because only b has them: 3 examples (1 of suite, 2 of third)." in said
 
 
 def test_the_same_id_with_another_content_is_left_out() -> None:
@@ -219,8 +194,8 @@ def test_examples_without_an_order_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("second", "got"),
     [
-        (scored(2, 1.0), "no id in common"),
-        (scored(1, 1.0, answer="Other."), "1 examples with the same id"),
+        (scored(2, 1.0), "0 examples with an id in common"),
+        (scored(1, 1.0, answer="Other."), "1 with another content"),
     ],
 )
 def test_nothing_to_compare(second: ScoredExample, got: str) -> None:
@@ -242,17 +217,8 @@ def test_disagreements_are_sorted_by_standardized_margins() -> None:
     assert [int(one.example.id) for one in found.disagreements] == expected == [0, 1, 2]
     assert [one.distance for one in found.disagreements] == pytest.approx(apart[expected])
     assert found.disagreements[0].outcomes == ("wrong", "right")
-    assert found.disagreements[0].margins == (-2.0, 100.0)
     rescaled = of_margins(first, [margin / 1000 for margin in second])
     assert [one.example.id for one in rescaled.disagreements] == [one.example.id for one in found.disagreements]
-
-
-def test_disagreements_are_limited() -> None:
-    a = evaluation("a", *(scored(n, 1.0) for n in range(20)))
-    b = evaluation("b", *(scored(n, -1.0 - n) for n in range(20)))
-    found = compare(a, b, num_disagreements=3)
-    assert [one.example.id for one in found.disagreements] == ["19", "18", "17"]
-    assert found.num_disagreements == 20
 
 
 # --- files ---
@@ -274,19 +240,16 @@ def test_files_of_one_suite_match_whatever_their_folders(tmp_path: Path) -> None
     assert found.names == (str(first), str(second))  # both lie in one folder, whose name would tell nothing
 
 
-def test_several_models_in_a_folder(tmp_path: Path) -> None:
-    for model in ("mine", "other"):
-        write(tmp_path / model / "llmbar", [scored(1, 1.0)])
-    with pytest.raises(DataError, match="several models") as caught:
-        read_evaluation(tmp_path)
-    assert caught.value.got == "mine, other"
-
-
 def test_errors_of_files_name_the_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no evaluation here"):
         read_evaluation(tmp_path / "absent")
     with pytest.raises(DataError, match="no evaluation here"):
         read_evaluation(tmp_path)
+    for model in ("mine", "other"):
+        write(tmp_path / "several" / model / "llmbar", [scored(1, 1.0)])
+    with pytest.raises(DataError, match="several models") as caught:
+        read_evaluation(tmp_path / "several")
+    assert caught.value.got == "mine, other"
     twice = write(tmp_path / "m" / "twice", [scored(1, 1.0), scored(1, 1.0)])
     with pytest.raises(DataError, match=r"examples.jsonl:2: two examples have one id"):
         read_evaluation(twice)
@@ -305,17 +268,6 @@ def test_json_holds_every_number() -> None:
     assert content["disagreements"][0]["distance"] == found.disagreements[0].distance
     assert content["disagreements"][0]["example"]["completions"][0][0]["content"] == "Good."
     assert content["notes"] == notes(found)
-
-
-def test_evaluations_that_are_there_are_named_where_one_is_missed(tmp_path: Path) -> None:
-    for model in ("mine-final", "b-final"):
-        write(tmp_path / "eval" / model / "suite", [scored(0, 1.0)])
-    with pytest.raises(DataError, match="there is no evaluation here") as raised:
-        read_evaluation(tmp_path / "eval" / "mine")
-    assert raised.value.fix == f"there are {tmp_path / 'eval' / 'mine-final'}, {tmp_path / 'eval' / 'b-final'}"
-    with pytest.raises(DataError) as raised:
-        read_evaluation(tmp_path / "nowhere" / "mine")
-    assert "treeward eval" in str(raised.value.fix)
 
 
 def test_subsets_that_are_whole_suites_are_no_family_of_their_own() -> None:

@@ -7,10 +7,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import stats
-from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
-from statsmodels.stats.inter_rater import cohens_kappa as reference_kappa
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.proportion import proportion_confint
 
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import (
@@ -27,7 +23,6 @@ from treeward.evaluation.statistics import (
     paired_bootstrap,
     reliability_curve,
     sign_flip_test,
-    spearman,
     weighted_mean_metric,
     wilson,
 )
@@ -47,28 +42,16 @@ def clustered_outcomes(rng: np.random.Generator, num_clusters: int) -> tuple[NDA
 # --- intervals ---
 
 
-@pytest.mark.parametrize(("successes", "count", "level"), [(71, 100, 0.95), (0, 12, 0.95), (12, 12, 0.9), (3, 7, 0.99)])
-def test_wilson_is_the_reference(successes: int, count: int, level: float) -> None:
-    reference = proportion_confint(successes, count, alpha=1 - level, method="wilson")
-    assert wilson(successes, count, level) == pytest.approx(reference, abs=1e-12)
-
-
-def test_wilson_of_nothing_and_of_nonsense() -> None:
-    assert wilson(0, 0) == (0.0, 1.0)
-    assert wilson(0, 5)[0] == 0.0 and wilson(5, 5)[1] == 1.0
-    with pytest.raises(ValueError, match="got 6 of 5"):
-        wilson(6, 5)
-
-
-@pytest.mark.parametrize(("count", "accuracy"), [(12, 0.9), (30, 0.5), (100, 0.97), (400, 0.6)])
-def test_wilson_covers(count: int, accuracy: float) -> None:
-    """Exactly: the chance of each number of successes is known. Wilson's is 0.95, give or take a little."""
-    held = sum(
-        stats.binom.pmf(k, count, accuracy)
-        for k in range(count + 1)
-        if np.searchsorted(wilson(k, count), accuracy) == 1
-    )
-    assert 0.92 < held < 0.99
+def test_intervals_by_hand() -> None:
+    z, p, n = stats.norm.ppf(0.975), 0.71, 100
+    middle, half = p + z**2 / 2 / n, z * math.sqrt(p * (1 - p) / n + z**2 / 4 / n**2)
+    assert wilson(71, 100) == pytest.approx(((middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)))
+    assert wilson(0, 0) == (0.0, 1.0) and wilson(0, 5)[0] == 0.0 and wilson(5, 5)[1] == 1.0
+    assert cluster_bootstrap([1.0, 0.0], ["a", "a"]) == cluster_bootstrap([], []) == (None, None)
+    assert cluster_bootstrap([1.0, 0.0], ["a", "b"], statistic=lambda _: None) == (None, None)
+    outcomes, clusters = clustered_outcomes(np.random.default_rng(5), 30)
+    of_rows = cluster_bootstrap(outcomes[:, None], clusters, statistic=lambda some: float(some[:, 0].mean()))
+    assert of_rows == pytest.approx(cluster_bootstrap(outcomes, clusters), abs=0.02)
 
 
 def test_bootstrap_over_prompts_covers_where_wilson_does_not() -> None:
@@ -112,21 +95,6 @@ def test_bootstrap_is_wider_for_clusters_and_deterministic() -> None:
     assert intervals[0] == intervals[1] != intervals[2]
 
 
-def test_bootstrap_of_any_statistic_agrees_with_that_of_the_mean() -> None:
-    outcomes, clusters = clustered_outcomes(np.random.default_rng(5), 30)
-    rows = np.stack([outcomes, np.zeros_like(outcomes)], axis=1)
-    of_rows = cluster_bootstrap(rows, clusters, statistic=lambda some: float(some[:, 0].mean()))
-    assert of_rows == pytest.approx(cluster_bootstrap(outcomes, clusters), abs=0.02)
-
-
-def test_bootstrap_without_anything_to_resample() -> None:
-    assert cluster_bootstrap([1.0, 0.0], ["a", "a"]) == (None, None)
-    assert cluster_bootstrap([], []) == (None, None)
-    assert cluster_bootstrap([1.0, 0.0], ["a", "b"], statistic=lambda _: None) == (None, None)
-    with pytest.raises(ValueError, match="got 1 for 2"):
-        cluster_bootstrap([1.0, 0.0], ["a"])
-
-
 def test_accuracy_metric_chooses_the_interval() -> None:
     apart = accuracy_metric([1, 1, 0, 0.5], "accuracy", ["a", "b", "c", "d"])
     assert apart == accuracy_metric([1, 1, 0, 0.5], "accuracy")
@@ -141,21 +109,6 @@ def test_accuracy_metric_chooses_the_interval() -> None:
     assert accuracy_metric([], "accuracy").value is None
 
 
-def test_weighted_mean_covers() -> None:
-    rng = np.random.default_rng(2)
-    counts, weights, truths = np.array([30, 100, 200]), np.array([3.0, 1.0, 2.0]), np.array([0.95, 0.6, 0.8])
-    truth, held = float(weights @ truths / weights.sum()), 0
-    for _ in range(NUM_DATA_SETS):
-        parts = [
-            Metric("p", k / n, *wilson(int(k), int(n)), int(n))
-            for k, n in zip(rng.binomial(counts, truths), counts, strict=True)
-        ]
-        found = weighted_mean_metric(parts, weights.tolist(), "headline")
-        assert found.low is not None and found.high is not None
-        held += found.low <= truth <= found.high
-    assert LOWEST_COVERAGE < held / NUM_DATA_SETS < 0.985
-
-
 @pytest.mark.parametrize("accuracy", [0.95, 0.99])
 def test_weighted_mean_of_many_parts_that_are_nearly_all_right_covers(accuracy: float) -> None:
     """A part that is all right reaches nowhere above itself, so the sum of 23 of them reached too low."""
@@ -166,13 +119,6 @@ def test_weighted_mean_of_many_parts_that_are_nearly_all_right_covers(accuracy: 
         assert found.low is not None and found.high is not None and found.high <= 1.0
         held += found.low <= accuracy <= found.high
     assert held / NUM_DATA_SETS > 0.935
-
-
-def test_weighted_mean_of_one_part_is_that_part() -> None:
-    for right in (0, 1, 30, 99, 100):
-        part = Metric("a", right / 100, *wilson(right, 100), 100)
-        found = weighted_mean_metric([part], [7.0], "a")
-        assert (found.value, found.low, found.high) == pytest.approx((part.value, part.low, part.high))
 
 
 def test_one_wrong_of_a_hundred_prompts_is_not_more_certain_because_two_examples_share_one() -> None:
@@ -195,11 +141,6 @@ def test_a_weighted_mean_of_tiny_parts_says_that_its_interval_may_be_too_narrow(
     assert found.note == "The interval may be too narrow: a part has only 4 examples."
     assert weighted_mean_metric(parts[1:] * 2, [1, 1], "headline").note is None
     assert weighted_mean_metric(parts[:1], [1], "headline").note is None  # Wilson's own
-
-
-def test_the_note_on_shared_prompts_names_what_shares_them() -> None:
-    assert "which the 4 examples share" in str(accuracy_metric([1, 1, 0, 1], "a", "xxyy").note)
-    assert "which the 4 pairs share" in str(accuracy_metric([1, 1, 0, 1], "a", "xxyy", of="pairs").note)
 
 
 def test_weighted_mean_of_what_is_there() -> None:
@@ -227,22 +168,10 @@ def paired_outcomes(
     return np.where(differ, first_better, right), np.where(differ, ~first_better, right), clusters
 
 
-def test_mcnemar_is_the_reference() -> None:
-    rng = np.random.default_rng(0)
-    for count in (5, 30, 200):
-        a, b = rng.random(count) < 0.8, rng.random(count) < 0.6
-        table = [[np.sum(a & b), np.sum(a & ~b)], [np.sum(~a & b), np.sum(~a & ~b)]]
-        found = mcnemar(a, b)
-        assert (found.only_first, found.only_second) == (table[0][1], table[1][0])
-        assert found.p_value == pytest.approx(reference_mcnemar(table, exact=True).pvalue, rel=1e-9)
-    assert mcnemar([True, False], [True, False]).p_value == 1.0
-    assert mcnemar([], []).p_value == 1.0
-
-
 def test_sign_flips_are_mcnemar_where_every_example_has_its_prompt() -> None:
     rng = np.random.default_rng(1)
     a, b = rng.random(80) < 0.8, rng.random(80) < 0.65
-    assert sign_flip_test(a.astype(int) - b.astype(int), range(80)) == pytest.approx(mcnemar(a, b).p_value, abs=0.02)
+    assert sign_flip_test(a.astype(int) - b.astype(int), range(80)) == pytest.approx(mcnemar(a, b), abs=0.02)
 
 
 def test_sign_flips_count_every_sign() -> None:
@@ -263,7 +192,7 @@ def test_tests_of_equal_models_reject_seldom_if_prompts_are_the_draws() -> None:
         assert low is not None and high is not None
         held += low <= 0 <= high
         rejected += sign_flip_test(a.astype(int) - b.astype(int), clusters, num_resamples=500) < 0.05
-        rejected_as_if_independent += mcnemar(a, b).p_value < 0.05
+        rejected_as_if_independent += mcnemar(a, b) < 0.05
     assert LOWEST_COVERAGE < held / NUM_DATA_SETS < 0.985
     assert 0.015 < rejected / NUM_DATA_SETS < 0.085
     assert rejected_as_if_independent / NUM_DATA_SETS > 0.15
@@ -281,41 +210,16 @@ def test_paired_interval_with_few_prompts_covers(num_clusters: int) -> None:
     assert held / NUM_DATA_SETS > LOWEST_COVERAGE
 
 
-def test_paired_interval_is_narrower_than_that_of_two_samples() -> None:
-    rng = np.random.default_rng(7)
-    a = rng.random(300) < 0.7
-    b = np.where(rng.random(300) < 0.05, ~a, a)
-    low, high = paired_bootstrap(a, b)
-    alone = wilson(a.sum(), 300)
-    assert low is not None and high is not None
-    assert low <= a.mean() - b.mean() <= high
-    assert high - low < (alone[1] - alone[0]) * 0.8
-
-
-def test_paired_interval_of_equal_outcomes_is_not_empty() -> None:
-    assert paired_bootstrap([1, 0] * 20, [1, 0] * 20) == (-wilson(0, 40)[1], wilson(0, 40)[1])
-    low, high = paired_bootstrap([1.0] * 30, [0.0] * 30)
-    assert low == pytest.approx(1 - math.sqrt(2) * wilson(0, 30)[1]) and high == 1.0
-    assert paired_bootstrap([], []) == (None, None)
-
-
-def test_holm_is_the_reference() -> None:
-    p_values = [0.04, 0.001, 0.03, 0.8, 0.012, 0.001]
-    assert holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1])
-    assert holm([]) == []
-
-
-def test_kappa() -> None:
-    rng = np.random.default_rng(8)
-    a, b = rng.integers(0, 3, 60), rng.integers(0, 3, 60)
-    b = np.where(rng.random(60) < 0.5, a, b)
-    table = np.histogram2d(a, b, bins=[np.arange(4), np.arange(4)])[0]
-    assert cohen_kappa(a, b) == pytest.approx(reference_kappa(table).kappa)
+def test_of_two_models_by_hand() -> None:
+    assert mcnemar([True, False], [True, False]) == mcnemar([], []) == 1.0
+    assert mcnemar([True] * 10, [False] * 10) == pytest.approx(2 / 2**10)
+    assert mcnemar([True] * 5 + [False], [False] * 5 + [True]) == pytest.approx(14 / 64)
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([]) == []
     assert cohen_kappa(["right", "wrong"], ["right", "wrong"]) == 1.0
     assert cohen_kappa(["right", "wrong"], ["wrong", "right"]) == -1.0
     assert cohen_kappa(["right"] * 4, ["right", "wrong"] * 2) == 0.0
-    assert cohen_kappa(["right"], ["right"]) is None
-    assert cohen_kappa([], []) is None
+    assert cohen_kappa([0, 0, 0, 1], [0, 0, 1, 1]) == pytest.approx(0.5)
+    assert cohen_kappa(["right"], ["right"]) is None and cohen_kappa([], []) is None
 
 
 # --- orders ---
@@ -343,15 +247,6 @@ def test_kendall_has_a_sign_and_ties() -> None:
     assert kendall_tau_b(scores, ranks) == pytest.approx(stats.kendalltau(scores, -ranks).statistic)
 
 
-def test_spearman_is_the_reference() -> None:
-    rng = np.random.default_rng(12)
-    a = rng.integers(0, 8, 50)
-    b = a + rng.integers(0, 8, 50)
-    assert spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic)
-    assert spearman([1.0, 2.0], [5.0, 5.0]) is None
-    assert spearman([], []) is None
-
-
 # --- calibration ---
 
 
@@ -369,8 +264,6 @@ def test_calibration_by_hand() -> None:
     assert bins[1]["mean_probability"] == pytest.approx(0.135)
     assert bins[1]["interval"] == wilson(1, 2)
     assert expected_calibration_error([], []) is None and brier([], []) is None and reliability_curve([], []) == []
-    with pytest.raises(ValueError, match="lie in"):
-        brier([1.5], [1])
 
 
 def test_bins_hold_their_upper_edge() -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treeward.cli.options import write_table
 from treeward.errors import ConfigError
-from treeward.tables import Column, results_table
+from treeward.tables import Column
 
 if TYPE_CHECKING:
-    from treeward.evaluation.comparison import Comparison, Disagreement, PairedResult
+    from treeward.evaluation.comparison import Comparison, PairedResult
     from treeward.evaluation.results import Metric
-
-__all__ = ["EXAMPLES", "run"]
 
 EXAMPLES = """\
 examples:
@@ -45,7 +43,7 @@ def run(
 
     from treeward.evaluation.comparison import compare, notes, read_evaluation, to_json
 
-    comparison = compare(
+    found = compare(
         read_evaluation(first),
         read_evaluation(second),
         num_disagreements=disagreements,
@@ -53,19 +51,32 @@ def run(
         seed=seed,
     )
     if as_json:
-        text = json.dumps(to_json(comparison), indent=2, ensure_ascii=False, allow_nan=False)
-    else:
-        text = _text(comparison, notes(comparison), width or None)
-    sys.stdout.write(text + "\n")
+        sys.stdout.write(json.dumps(to_json(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        return 0
+    _write_table(found)
+    overall, agreement = found.overall, found.agreement
+    better, worse = found.names if (overall.difference.value or 0) > 0 else found.names[::-1]
+    sure = overall.p_value < 0.05
+    verdict = f"{better} is right more often than {worse}" if sure else "Neither is shown to be better"
+    lines = [
+        "",
+        f"{verdict}: p = {overall.p_value:.2g} over {overall.count} examples.",
+        *notes(found),
+        "",
+        f"Same outcome: {_text(agreement.same_outcome, '.1%')} of {agreement.same_outcome.count} examples; "
+        f"Cohen's kappa {_text(agreement.kappa, '.2f')}.",
+        f"Rank correlation of their margins: {_text(agreement.margin_correlation, '.2f')}, over "
+        f"{agreement.margin_correlation.count} examples that both could score.",
+    ]
+    sys.stdout.write("\n".join(lines + _disagreements(found, width or None)) + "\n")
     return 0
 
 
-def _text(comparison: Comparison, notes: list[str], width: int | None) -> str:
-    ascii_only = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+def _write_table(comparison: Comparison) -> None:
     a, b = comparison.names
-    columns: list[str | Column] = [
-        "set",
-        "examples",
+    columns = [
+        Column("set"),
+        Column("examples"),
         Column("first", a, ".1%"),
         Column("second", b, ".1%"),
         Column("difference", format="+.1%"),
@@ -78,29 +89,11 @@ def _text(comparison: Comparison, notes: list[str], width: int | None) -> str:
     several = len(comparison.suites) > 1
     rows = [_row("all", comparison.overall)]
     for suite in comparison.suites:
-        if several:
-            rows.append(_row(str(suite.suite), suite))
+        rows += [_row(str(suite.suite), suite)] if several else []
         subsets = [subset for subset in comparison.subsets if subset.suite == suite.suite]
-        if len(subsets) > 1:
-            prefix = f"{suite.suite} / " if several else ""
-            rows.extend(_row(prefix + str(subset.subset), subset) for subset in subsets)
-    parts = [results_table(rows, columns, ascii_only=ascii_only), "\n".join([_verdict(comparison), *notes])]
-    parts.append("\n".join(_agreement(comparison)))
-    if comparison.disagreements:
-        parts.append(_intro(comparison))
-        parts += [_disagreement(one, (a, b), width) for one in comparison.disagreements]
-    return "\n\n".join(parts)
-
-
-def _intro(comparison: Comparison) -> str:
-    """What the examples below are, of how many, and where the others are that the table counts."""
-    shown, found = len(comparison.disagreements), comparison.num_disagreements
-    without = comparison.overall.only_first + comparison.overall.only_second - found
-    more = f" {without} more cannot be placed: the other model has no score for them." if without else ""
-    return (
-        f"The {shown} of {found} examples furthest apart that only one has right (margins in units of each model's root"
-        f" mean square; a negative one prefers the worse answer).{more}"
-    )
+        prefix = f"{suite.suite} / " if several else ""
+        rows += [_row(f"{prefix}{subset.subset}", subset) for subset in subsets if len(subsets) > 1]
+    write_table(rows, columns)
 
 
 def _row(name: str, result: PairedResult) -> dict[str, Any]:
@@ -119,25 +112,7 @@ def _row(name: str, result: PairedResult) -> dict[str, Any]:
     }
 
 
-def _verdict(comparison: Comparison) -> str:
-    overall = comparison.overall
-    if overall.p_value >= 0.05:
-        return f"Neither is shown to be better: p = {overall.p_value:.2g} over {overall.count} examples."
-    better, worse = comparison.names if (overall.difference.value or 0) > 0 else comparison.names[::-1]
-    return f"{better} is right more often than {worse}: p = {overall.p_value:.2g} over {overall.count} examples."
-
-
-def _agreement(comparison: Comparison) -> list[str]:
-    agreement = comparison.agreement
-    return [
-        f"Same outcome: {_metric(agreement.same_outcome, '.1%')} of {agreement.same_outcome.count} examples; "
-        f"Cohen's kappa {_metric(agreement.kappa, '.2f')}.",
-        f"Rank correlation of their margins: {_metric(agreement.margin_correlation, '.2f')}, over "
-        f"{agreement.margin_correlation.count} examples that both could score.",
-    ]
-
-
-def _metric(metric: Metric, form: str) -> str:
+def _text(metric: Metric, form: str) -> str:
     if metric.value is None:
         return "not defined"
     if metric.low is None or metric.high is None:
@@ -145,21 +120,29 @@ def _metric(metric: Metric, form: str) -> str:
     return f"{metric.value:{form}} ({metric.low:{form}} to {metric.high:{form}})"
 
 
-def _disagreement(one: Disagreement, names: tuple[str, str], width: int | None) -> str:
-    """The example in a few lines: whose choice is right, what was asked, and the two answers that it is between."""
-    example = one.example
-    place = " / ".join(dict.fromkeys((one.suite, example.subset)))
-    right = names[0] if one.outcomes[0] == "right" else names[1]
-    margins = ", ".join(f"{name} {margin:+.2f}" for name, margin in zip(names, one.standardized_margins, strict=True))
-    texts = {
-        "prompt": _one_line(example.context[-1:], width),
-        "better": _one_line(example.completions[one.better][-1:], width),
-        "worse": _one_line(example.completions[one.worse][-1:], width),
-    }
-    lines = (f"  {name + ':':<7} {text}" for name, text in texts.items())
-    return "\n".join([f"{place}, id {example.id}: only {right} is right ({margins})", *lines])
-
-
-def _one_line(messages: Sequence[Mapping[str, Any]], width: int | None) -> str:
-    text = " ".join(" ".join(str(message.get("content") or "") for message in messages).split())
-    return text if width is None or len(text) <= width else text[: max(width - 3, 0)] + "..."
+def _disagreements(comparison: Comparison, width: int | None) -> list[str]:
+    """Each in a few lines: whose choice is right, the prompt, and the two completions that it is between."""
+    if not comparison.disagreements:
+        return []
+    overall, found = comparison.overall, comparison.num_disagreements
+    without = overall.only_first + overall.only_second - found
+    more = f" {without} more cannot be placed: the other model has no score for them." if without else ""
+    lines = [
+        "",
+        f"The {len(comparison.disagreements)} of {found} examples furthest apart that only one has right (margins in "
+        f"units of each model's root mean square; a negative one prefers the worse completion).{more}",
+    ]
+    for one in comparison.disagreements:
+        example = one.example
+        right = comparison.names[0 if one.outcomes[0] == "right" else 1]
+        pairs = zip(comparison.names, one.standardized_margins, strict=True)
+        margins = ", ".join(f"{name} {margin:+.2f}" for name, margin in pairs)
+        place = " / ".join(dict.fromkeys((one.suite, example.subset)))
+        lines += ["", f"{place}, id {example.id}: only {right} is right ({margins})"]
+        prompt, better, worse = example.context[-1:], example.completions[one.better], example.completions[one.worse]
+        for name, messages in (("prompt", prompt), ("better", better[-1:]), ("worse", worse[-1:])):
+            text = " ".join(str(message.get("content") or "") for message in messages)
+            text = " ".join(text.split())
+            short = text if width is None or len(text) <= width else text[: max(width - 3, 0)] + "..."
+            lines.append(f"  {name + ':':<7} {short}")
+    return lines
