@@ -117,17 +117,31 @@ def real_chats() -> list[Any]:
     return chats
 
 
-@pytest.fixture
-def tiny_run(tmp_path: Path) -> Callable[..., Any]:
-    """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on the command line."""
+@pytest.fixture(scope="session")
+def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Callable[..., Any]]:
+    """Gives, for a folder, a function that makes the configuration of a run of seconds in it, with overrides.
+
+    All of them share the folder of encoded data.
+    """
     from treeward.config.load import load_config
 
-    def make(*overrides: str) -> Any:
-        file = tmp_path / "run.yaml"
-        file.write_text(TINY_RUN.format(folder=tmp_path), encoding="utf-8")
-        return load_config(file, overrides)
+    cache = tmp_path_factory.mktemp("cache")
 
-    return make
+    def of(folder: Path) -> Callable[..., Any]:
+        def make(*overrides: str) -> Any:
+            file = folder / "run.yaml"
+            file.write_text(TINY_RUN.format(folder=folder, cache=cache), encoding="utf-8")
+            return load_config(file, overrides)
+
+        return make
+
+    return of
+
+
+@pytest.fixture
+def tiny_run(tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path) -> Callable[..., Any]:
+    """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on the command line."""
+    return tiny_runs(tmp_path)
 
 
 @pytest.fixture
@@ -174,7 +188,7 @@ data:
   train: {{dataset_name: Bundled, split: validation}}
   validation:
     - {{dataset_name: Bundled, split: length_controlled, name: held_out}}
-  cache_dir: {folder}/cache
+  cache_dir: {cache}
 checkpointing: {{checkpoint_dir: {folder}/checkpoints, save_period: 2, keep_top_k: 2,
                 metric_name: "val:validation-held_out_accuracy"}}
 logger: {{log_dir: {folder}/logs}}

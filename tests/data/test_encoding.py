@@ -27,7 +27,7 @@ from treeward.data.encoding import Comparison, EncodedDataset, EncodingCounts, c
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
-from treeward.training.validation import num_shared
+from treeward.training.setup import num_shared
 
 SHARED = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 CHATML = (

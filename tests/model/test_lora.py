@@ -385,12 +385,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
     updater_of(policy, optimizer).learn(*experience(0))
     schedule.step()
     save_adapters(policy, tmp_path / "adapter")
-    save_state(tmp_path, RunState(1, {}), optimizer, schedule, policy)
+    save_state(tmp_path, RunState(1, {}), optimizer, schedule)
     updater_of(policy, optimizer).learn(*experience(1))
 
     resumed, optimizer, schedule = begin(2)
     load_adapters(resumed, tmp_path / "adapter")
-    assert load_state(tmp_path, optimizer, schedule, resumed).step == 1
+    assert load_state(tmp_path, optimizer, schedule).step == 1
     updater_of(resumed, optimizer).learn(*experience(1))
     for name, weight in adapter_state(policy).items():
         assert torch.equal(weight, adapter_state(resumed)[name]), name

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from treeward.training.export import model_card, result_columns
+from treeward.training.export import model_card
 from treeward.training.setup import choice_of, set_up
 from treeward.training.train import train
 
@@ -35,28 +35,6 @@ def test_the_checkpoints_that_are_compared_are_counted(
     choice = choice_of(tiny_run(f"checkpointing.metric_name={METRIC}", *options), 6)
     assert choice is not None and choice.num_checkpoints == num and choice.among_several == (num > 1)
     assert (choice.metric, choice.sets) == ("length_controlled_accuracy", ("held_out",))
-
-
-def test_a_pooled_metric_chooses_on_every_set_and_no_metric_on_none(tiny_run: Callable[..., Any]) -> None:
-    two = "data.validation=[{dataset_name: Bundled, split: validation, name: a}, {dataset_name: Bundled, name: b}]"
-    pooled = choice_of(tiny_run("checkpointing.metric_name=val_loss", two), 6)
-    assert pooled is not None and pooled.sets == ("a", "b")
-    assert choice_of(tiny_run("checkpointing.metric_name=null"), 6) is None
-
-
-def test_the_metric_that_chose_is_a_column_and_the_card_says_what_it_is_worth(
-    tiny_run: Callable[..., Any], tmp_path: Path
-) -> None:
-    outcome = train(tiny_run(f"checkpointing.metric_name={METRIC}", "rm.val_batches=null"), show_progress=False)
-    assert outcome.choice.num_checkpoints == 3
-    assert [column.key for column in result_columns(outcome.choice)][3] == "length_controlled_accuracy"
-    card = (outcome.model_folder / "README.md").read_text()
-    measured = outcome.validation["held_out"]
-    assert "best of 3 by length_controlled_accuracy on held_out" in card and "expect lower numbers" in card
-    longer = f"{measured['accuracy_longer_right']:.3f}"
-    assert "better completion longer" in card and longer in card
-    assert f"{measured['length_controlled_accuracy']:.3f}" in card
-    assert not [column for column in result_columns(None) if column.key == "length_controlled_accuracy"]
 
 
 def test_a_single_checkpoint_is_not_called_the_best(

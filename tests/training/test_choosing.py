@@ -12,16 +12,15 @@ import pytest
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import preference_to_dict
-from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.gates import GATE_METRICS
 from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites.preferences import PreferenceSuite
 from treeward.scoring.scorer import Scorer
+from treeward.training.export import result_columns
 from treeward.training.setup import set_up
 from treeward.training.state import read_state
 from treeward.training.tracking import read_metrics
 from treeward.training.train import RewardModelRun, TrainingOutcome, train
-from treeward.training.validation import examples_to_perturb, robust_accuracy
 
 ROBUST = "checkpointing.metric_name=validation-held_out/robust_accuracy"
 
@@ -63,7 +62,8 @@ def test_validation_says_what_an_evaluation_of_the_exported_model_says(
 def test_the_checkpoint_with_the_best_diagnostic_is_exported(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
     name = "val:validation-held_out_length_controlled_accuracy"
     outcome = train(
-        tiny_run(f"checkpointing.metric_name={name}", "policy.optimizer.kwargs.lr=0.02"), show_progress=False
+        tiny_run(f"checkpointing.metric_name={name}", "policy.optimizer.kwargs.lr=0.02", "rm.val_batches=8"),
+        show_progress=False,
     )
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     values = {
@@ -75,19 +75,13 @@ def test_the_checkpoint_with_the_best_diagnostic_is_exported(tiny_run: Callable[
     assert outcome.validation["held_out"]["length_controlled_accuracy"] == values[best]
     state = read_state(tmp_path / "checkpoints" / f"step_{best}")
     assert state.own_validation["validation-held_out/length_controlled_accuracy"] == values[best]
-
-
-def test_lower_is_better_for_what_is_an_error(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
-    outcome = train(
-        tiny_run("checkpointing.metric_name=val_ece", "policy.optimizer.kwargs.lr=0.02"), show_progress=False
-    )
-    values = {
-        line["step"]: line["eval/rm/ece"]
-        for line in read_metrics(tmp_path / "logs" / "metrics.jsonl")
-        if "eval/rm/ece" in line
-    }
-    assert len(set(values.values())) == 3
-    assert outcome.model_step == min(values, key=lambda step: values[step])
+    # The metric is a column, and the card says what it is worth.
+    assert outcome.choice.num_checkpoints == 3
+    assert [column.key for column in result_columns(outcome.choice)][3] == "length_controlled_accuracy"
+    card = (outcome.model_folder / "README.md").read_text()
+    assert "best of 3 by length_controlled_accuracy on held_out" in card and "expect lower numbers" in card
+    measured = outcome.validation["held_out"]
+    assert "better completion longer" in card and f"{measured['accuracy_longer_right']:.3f}" in card
 
 
 def test_a_metric_without_a_value_ranks_last_and_says_why_once(
@@ -134,37 +128,6 @@ def test_robust_accuracy_ranks_and_a_run_that_was_killed_goes_on_alike(
     for step in (2, 4):
         states = [read_state(tmp_path / folder / f"step_{step}") for folder in ("checkpoints", "other")]
         assert states[0] == states[1] and "validation-held_out/robust_accuracy" in states[0].own_validation
-    again = train(tiny_run(*options), show_progress=False)
-    assert again == outcome, "a finished run says what it said"
-
-
-def test_rewritten_replies_are_of_what_is_validated(tiny_run: Callable[..., Any]) -> None:
-    run = set_up(tiny_run(ROBUST))
-    (examples,) = run.perturbed.values()
-    assert len(examples) == 16, "no more than are validated"
-    places = [comparison.where for comparison in run.validation_sets["held_out"][:16]]
-    assert [example.where for example in examples] == places
-    config = run.config.data.validation[0]
-    drawn = examples_to_perturb(run.validation_sets["held_out"], config, 5, limit=16)
-    assert len(drawn) == 5 and {example.where for example in drawn} <= set(places)
-    of_all = examples_to_perturb(run.validation_sets["held_out"], config, 5, limit=None)
-    assert of_all == tuple(sample_examples(PreferenceSuite("held_out", config).load(), 5)), "as `treeward eval` draws"
-    assert set_up(tiny_run("checkpointing.enabled=false")).perturbed == {}
-
-
-def test_measuring_robustness_leaves_the_model_as_it_was_and_can_be_stopped(tiny_run: Callable[..., Any]) -> None:
-    run = set_up(tiny_run(ROBUST, "rm.val_perturbations=3"))
-    examples = run.perturbed["held_out"]
-    for training in (True, False):
-        run.model.train(training)
-        counters = run.model.num_computed_tokens, run.model.num_row_tokens
-        found = robust_accuracy(run.model, run.renderer, examples, batch_tokens=512)
-        assert found is not None and found.count == 3 and found.low is None
-        assert run.model.training is training
-        assert (run.model.num_computed_tokens, run.model.num_row_tokens) == counters
-        stopped = robust_accuracy(run.model, run.renderer, examples, batch_tokens=512, should_stop=lambda: True)
-        assert stopped is None and run.model.training is training
-    assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
 def test_nothing_to_rewrite_is_told_before_training(

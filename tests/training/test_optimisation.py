@@ -14,7 +14,7 @@ from treeward.config.optimisation import (
     TorchSchedulerConfig,
 )
 from treeward.errors import ConfigError
-from treeward.training.optimisation import build_optimizer, build_scheduler, learning_rate_factor
+from treeward.training.optimisation import build_optimizer, build_scheduler
 
 
 def rates(config: Any, steps: int, *, lr: float = 1.0) -> list[float]:
@@ -28,32 +28,18 @@ def rates(config: Any, steps: int, *, lr: float = 1.0) -> list[float]:
     return found
 
 
-def test_constant_stays_and_warms_up() -> None:
-    assert rates(NamedScheduleConfig(name="constant"), 4) == [1.0] * 4
-    assert rates(NamedScheduleConfig(name="constant", warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_linear_falls_to_the_end() -> None:
-    assert rates(NamedScheduleConfig(name="linear"), 4) == [1.0, 0.75, 0.5, 0.25]
-    assert rates(NamedScheduleConfig(name="linear", warmup_ratio=0.5), 4) == [0.5, 1.0, 1.0, 0.5]
-    config = NamedScheduleConfig(name="linear", min_lr_ratio=0.5)
-    assert learning_rate_factor(config, 4, 4) == 0.5
-
-
-def test_cosine_is_half_a_cosine() -> None:
-    config = NamedScheduleConfig(name="cosine", min_lr_ratio=0.1)
-    assert learning_rate_factor(config, 0, 10) == 1.0
-    assert learning_rate_factor(config, 5, 10) == pytest.approx(0.55)
-    assert learning_rate_factor(config, 10, 10) == pytest.approx(0.1)
-    expected = 0.1 + 0.9 * (1 + math.cos(math.pi * 0.3)) / 2
-    assert learning_rate_factor(config, 3, 10) == pytest.approx(expected)
-
-
-def test_a_schedule_that_is_longer_than_the_run_never_divides_by_zero() -> None:
-    for name in ("constant", "linear", "cosine"):
-        config = NamedScheduleConfig(name=name, warmup_steps=9)  # type: ignore[arg-type]
-        assert rates(config, 3) == pytest.approx([1 / 9, 2 / 9, 3 / 9])
-        assert math.isfinite(learning_rate_factor(config, 9, 9))
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"name": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({"name": "linear"}, [1.0, 0.75, 0.5, 0.25]),
+        ({"name": "linear", "warmup_ratio": 0.5, "min_lr_ratio": 0.5}, [0.5, 1.0, 1.0, 0.75]),
+        ({"name": "cosine", "min_lr_ratio": 0.1}, [0.1 + 0.45 * (1 + math.cos(math.pi * n / 5)) for n in range(5)]),
+        ({"name": "cosine", "warmup_steps": 9}, [1 / 9, 2 / 9, 3 / 9]),  # longer than the run
+    ],
+)
+def test_named_schedules_rise_and_fall_to_the_end(options: Any, expected: list[float]) -> None:
+    assert rates(NamedScheduleConfig(**options), len(expected)) == pytest.approx(expected)
 
 
 def test_torch_schedulers_follow_one_another() -> None:

@@ -61,34 +61,12 @@ def test_episodes_count_what_the_steps_have_seen(sizes: list[int], batch_size: i
     assert all(0 < len(order.comparisons(step)) <= batch_size for step in range(steps))
 
 
-@settings(deadline=None)
-@given(sizes, batch_sizes, seeds, st.integers(0, 30))
-def test_a_resumed_run_sees_what_the_uninterrupted_one_sees(
-    sizes: list[int], batch_size: int, seed: int, start: int
-) -> None:
-    uninterrupted = order_of(sizes, seed=seed, batch_size=batch_size)
-    before = [uninterrupted.comparisons(step) for step in range(start + 5)]
-    resumed = order_of(sizes, seed=seed, batch_size=batch_size)
-    assert [resumed.comparisons(step) for step in range(start, start + 5)] == before[start:]
-
-
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    order, other = (order_of([50], seed=seed, batch_size=50) for seed in (1, 2))
-    assert len({tuple(rows) for rows in (order.comparisons(0), order.comparisons(1), other.comparisons(0))}) == 3
-
-
 def test_a_half_is_another_half_each_epoch_and_not_the_beginning_of_the_file() -> None:
     order = order_of([40], weights=[0.5], seed=3, batch_size=20, shuffle=False)
     first, second = order.comparisons(0), order.comparisons(1)
     assert len(first) == len(second) == 20
     assert first != second
     assert set(first) != {(0, row) for row in range(20)}
-
-
-def test_the_last_batch_is_smaller() -> None:
-    order = order_of([10], seed=0, batch_size=4)
-    assert [len(order.comparisons(step)) for step in range(6)] == [4, 4, 2, 4, 4, 2]
-    assert (order.steps_per_epoch, order.comparisons_per_epoch) == (3, 10)
 
 
 def test_weights_that_leave_nothing_are_refused() -> None:

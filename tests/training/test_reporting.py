@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from treeward.cli.main import main
-from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
+from treeward.errors import ConfigError, DataError, TreewardError
 from treeward.scoring.scorer import Scorer
 from treeward.training import reporting
 from treeward.training import train as training
-from treeward.training.reporting import report_findings, reported_sets
 from treeward.training.train import train
 
 REPORT = "evaluation.enabled=true"
@@ -171,29 +170,6 @@ def test_an_evaluation_that_fails_leaves_the_model_and_is_repeated_by_the_same_c
     assert again.exit_code == 0 and set(results(again.report.parent)) == {"held_out"}
 
 
-def test_another_limit_goes_on_with_the_rows(
-    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = train(tiny_run("rm.max_num_steps=2", REPORT, "evaluation.limit=3"), show_progress=False)
-    rows = rows_of(few.report.parent)
-    more = train(tiny_run("rm.max_num_steps=2", REPORT, "evaluation.limit=5"), show_progress=False)
-    assert results(more.report.parent)["held_out"]["num_examples"] == 5
-    assert rows_of(more.report.parent)[:3] == rows and len(rows_of(more.report.parent)) == 5
-
-
-def test_a_fault_of_treeward_in_the_report_keeps_the_model_too(
-    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise ZeroDivisionError("a fault")
-
-    monkeypatch.setattr(reporting, "run_evaluation", broken)
-    outcome = train(tiny_run("rm.max_num_steps=2", REPORT), show_progress=False)
-    assert outcome.exit_code == 1 and outcome.report_error == "a fault" and outcome.model_folder.is_dir()
-    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.exc_info is not None  # a traceback, for it has to be mended by us
-
-
 def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,41 +221,19 @@ def test_the_weights_of_training_are_let_go_before_the_exported_ones_are_loaded(
     assert len(alive) == 2
 
 
-def test_data_that_has_changed_since_the_run_read_it_is_told(
-    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[[str, Iterable[dict[str, Any]]], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    rows = uneven_rows()
-    file = write_rows("val.jsonl", rows)
-    evaluate = reporting.run_evaluation
-
-    def change_then_evaluate(*arguments: Any, **options: Any) -> Any:
-        write_rows("val.jsonl", rows[:6])
-        return evaluate(*arguments, **options)
-
-    monkeypatch.setattr(reporting, "run_evaluation", change_then_evaluate)
-    config = tiny_run("rm.max_num_steps=2", "rm.val_batches=null", REPORT, f"data.validation=[{{data_path: {file}}}]",
-                      "checkpointing.metric_name=null")  # fmt: skip
-    outcome = train(config, show_progress=False)
-    assert outcome.exit_code == 1 and "the validation set is not what the run has read" in outcome.report_error
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["checkpointing.enabled=false", "checkpointing.metric_name=null"], "checkpointing.enabled is false"),
         (["~data.validation", "checkpointing.metric_name=null"], "nothing to evaluate on"),
-        (["evaluation.perturbations=0"], "evaluation.perturbations"),
-        (["evaluation.suites=['llmbar=']"], "evaluation.suites"),
-        (["evaluation.suites=['llmbar,rmbench']"], "evaluation.suites"),
     ],
 )
 def test_a_report_that_cannot_be_is_refused_with_the_configuration(
     tiny_run: Callable[..., Any], overrides: list[str], message: str
 ) -> None:
+    tiny_run(*overrides)  # without a report it is sound
     with pytest.raises(ConfigError, match=message):
         tiny_run(REPORT, *overrides)
-    tiny_run(*[word for word in overrides if "suites" not in word and "perturb" not in word])  # without a report it is
 
 
 @pytest.mark.parametrize(
@@ -315,37 +269,3 @@ def test_a_folder_with_something_else_is_not_overwritten(tiny_run: Callable[...,
     shutil.rmtree(own)
     outcome = train(tiny_run(REPORT, "rm.max_num_steps=2", f"evaluation.output={own}"), show_progress=False)
     assert outcome.report == own / "report.html" and outcome.report.exists()
-
-
-def metric(name: str, value: float, low: float, high: float) -> dict[str, Any]:
-    return {"name": name, "value": value, "low": low, "high": high, "count": 100, "note": None}
-
-
-def test_the_finding_of_a_report_is_what_its_numbers_say(tmp_path: Path) -> None:
-    accuracies = [
-        metric("accuracy_longer_right", 0.9, 0.85, 0.95),
-        metric("accuracy_shorter_right", 0.6, 0.5, 0.7),
-        metric("length_controlled_accuracy", 0.75, 0.7, 0.8),
-    ]
-    gaps = {"fair": (0.05, -0.1, 0.2), "biased": (0.3, 0.2, 0.4), "reversed": (-0.35, -0.5, -0.2)}
-    content = [
-        {
-            "suite": name,
-            "verdict": f"mine on {name}: accuracy 75.0%.",
-            "standing": "no better than chance" if name == "reversed" else "better than chance",
-            "diagnostics": {"length": [*accuracies, metric("accuracy_gap", *gap)]},
-        }
-        for name, gap in gaps.items()
-    ]
-    (tmp_path / "results.json").write_text(json.dumps({"results": content}))
-    found = report_findings(tmp_path / "report.html")
-    assert list(found) == ["reversed", "biased"]  # the larger first
-    assert "likes longer completions too much" in found["biased"] and "likes shorter" in found["reversed"]
-    assert "90.0%" in found["biased"] and "60.0%" in found["biased"] and "75.0%" in found["biased"]
-    assert "no better than chance" in found["reversed"] and "chance" not in found["biased"]
-    assert [one.verdict for one in reported_sets(tmp_path / "report.html")] == [
-        f"mine on {name}: accuracy 75.0%." for name in gaps
-    ]
-    (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        report_findings(tmp_path / "report.html")

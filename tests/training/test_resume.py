@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -90,24 +89,6 @@ def die(*arguments: Any, **options: Any) -> Any:
     raise Killed
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 5])
-def test_a_run_that_dies_between_saves_goes_on_exactly(
-    tiny_run: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    uninterrupted: Result,
-    result_of: Callable[[Path], Result],
-    step: int,
-) -> None:
-    before_step(monkeypatch, step, die)
-    with pytest.raises(Killed):
-        train(tiny_run(), show_progress=False)
-    monkeypatch.undo()
-    outcome = train(tiny_run(), show_progress=False)
-    assert outcome.model_step == uninterrupted["step"]
-    assert_same(result_of(tmp_path), uninterrupted)
-
-
 def _in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "save_state", die)  # the model is written, the optimiser not
 
@@ -122,39 +103,34 @@ def _before_the_old_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointStore, "_prune", lambda self: die() if len(self.all()) > 1 else prune(self))
 
 
-def _while_the_old_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rmtree = shutil.rmtree
-
-    def half(path: Any, *arguments: Any, **options: Any) -> None:
-        if ".removing_" in str(path):
-            (Path(path) / "manifest.json").unlink()
-            die()
-        rmtree(path, *arguments, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", half)
-
-
 def _in_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "model_card", die)
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [_in_the_model, _before_the_rename, _before_the_old_is_removed, _while_the_old_is_removed, _in_the_export],
-)
-def test_a_run_that_dies_during_a_save_goes_on_exactly(
+MOMENTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    lambda patch: before_step(patch, 0, die),
+    lambda patch: before_step(patch, 1, die),
+    _in_the_model,
+    lambda patch: before_step(patch, 3, die),
+    _before_the_rename,
+    _before_the_old_is_removed,
+    lambda patch: before_step(patch, 5, die),
+    _in_the_export,
+]
+
+
+def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
     tiny_run: Callable[..., Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     uninterrupted: Result,
     result_of: Callable[[Path], Result],
-    moment: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    moment(monkeypatch)
-    with pytest.raises(Killed):
-        train(tiny_run(), show_progress=False)
-    monkeypatch.undo()
-    train(tiny_run(), show_progress=False)
+    for moment in MOMENTS:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            moment(patch)
+            train(tiny_run(), show_progress=False)
+    outcome = train(tiny_run(), show_progress=False)
+    assert outcome.model_step == uninterrupted["step"]
     assert_same(result_of(tmp_path), uninterrupted)
 
 
@@ -193,28 +169,12 @@ def test_a_checkpoint_that_only_a_signal_has_made_is_never_the_best(
     assert stored_metric(regular, name) == read_state(regular).own_validation[name]
 
 
-def test_a_signal_before_the_first_step_has_nothing_to_save(
-    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RewardModelRun, "validate", lambda *_: signal.raise_signal(signal.SIGTERM))
-    stopped = train(tiny_run("rm.val_at_start=true"), show_progress=False)
-    assert (stopped.step, stopped.exit_code) == (0, 143)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_the_deadline_saves_and_leaves(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
-    stopped = train(tiny_run("checkpointing.checkpoint_must_save_by=0.01"), show_progress=False)
-    assert stopped.interrupted_by == "checkpoint_must_save_by" and stopped.exit_code == 0
-    assert stopped.step < stopped.total_steps
-
-
 def test_a_finished_run_is_not_trained_again(
     tiny_run: Callable[..., Any], tmp_path: Path, trajectory: Callable[..., Any]
 ) -> None:
     first = train(tiny_run(), show_progress=False)
     lines = trajectory(tmp_path / "logs")
-    again = train(tiny_run(), show_progress=False)
-    assert again == first
+    assert train(tiny_run(), show_progress=False) == first
     assert trajectory(tmp_path / "logs") == lines
 
 
@@ -226,65 +186,26 @@ def test_a_run_can_be_made_longer(tiny_run: Callable[..., Any], tmp_path: Path, 
     assert [line["train/rm/lr"] for line in rates if "train/rm/lr" in line] == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
 
 
-@pytest.mark.parametrize(
-    ("override", "what"),
-    [
-        ("rm.seed=8", "rm.seed"),
-        ("policy.train_global_batch_size=4", "policy.train_global_batch_size"),
-        ("policy.model_config.hidden_size=48", "the model"),
-        ("policy.optimizer.kwargs.lr=1e-4", "policy.optimizer"),
-        ("+policy.scheduler.name=constant", "policy.scheduler"),
+def test_another_run_is_not_continued(tiny_run: Callable[..., Any]) -> None:
+    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    for override, what in (
+        ("rm.seed=8", "rm.seed: got 8, need 7"),
+        ("policy.train_global_batch_size=4", "policy.train_global_batch_size: got 4, need 8"),
+        ("policy.model_config.hidden_size=48", "the model.hidden_size"),
+        ("policy.optimizer.kwargs.lr=1e-4", "policy.optimizer.kwargs.lr"),
+        ("+policy.scheduler.name=constant", "policy.scheduler.name"),
         ("data.train.split=length_controlled", "the training data"),
         ("+data.train.weight=0.5", "the training data"),
         ("+policy.tokenizer.chat_template_kwargs={x: 1}", "the tokenizer or template"),
-    ],
-)
-def test_what_another_run_began_is_not_continued(
-    tiny_run: Callable[..., Any], tmp_path: Path, override: str, what: str
-) -> None:
-    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
-    with pytest.raises(CheckpointError, match="this checkpoint is of another run") as caught:
-        train(tiny_run(override), show_progress=False)
-    assert f"{what}" in caught.value.summary
-    assert "checkpointing.checkpoint_dir" in str(caught.value)
+    ):
+        with pytest.raises(CheckpointError, match="this checkpoint is of another run") as caught:
+            train(tiny_run(override), show_progress=False)
+        assert what in caught.value.summary and "checkpointing.checkpoint_dir" in str(caught.value)
+    with pytest.raises(TreewardError, match="resume is false"):
+        train(tiny_run("checkpointing.resume=false"), show_progress=False)
 
 
-def test_changed_rows_are_noticed(tiny_run: Callable[..., Any], write_rows: Callable[..., str]) -> None:
-    rows = [{"prompt": f"{i}?", "chosen": f"{i} yes", "rejected": "no"} for i in range(20)]
-    data = write_rows("train.jsonl", rows)
-    options = [
-        f"data.train={{dataset_name: BinaryPreferenceDataset, data_path: {data}, split: null}}",
-        "rm.max_num_steps=2",
-    ]
-    train(tiny_run(*options), show_progress=False)
-    write_rows("train.jsonl", [*rows[:-1], rows[-1] | {"chosen": "19 perhaps"}])
-    with pytest.raises(CheckpointError, match="the training data"):
-        train(tiny_run(*options), show_progress=False)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "manifest.json",
-        "training_state.json",
-        "optimizer.safetensors",
-        "model/model.safetensors",
-        "model/tokenizer.json",
-    ],
-)
-def test_a_cut_file_of_a_checkpoint_is_named(tiny_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
-    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
-    file = tmp_path / "checkpoints" / "step_2" / name
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError) as caught:
-        train(tiny_run(), show_progress=False)
-    assert str(file) in str(caught.value)
-    # The advice works.
-    shutil.rmtree(tmp_path / "checkpoints" / "step_2")
-    assert train(tiny_run("rm.max_num_steps=2"), show_progress=False).step == 2
-
-
-@pytest.mark.parametrize("bytes_that_fit", [10_000, 100_000, 200_000])
+@pytest.mark.parametrize("bytes_that_fit", [10_000, 200_000])
 def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
     tiny_run: Callable[..., Any],
     tmp_path: Path,
@@ -297,20 +218,13 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_that_fit, hard))
     try:
-        with pytest.raises(CheckpointError, match="cannot be saved") as caught:
+        with pytest.raises(CheckpointError, match="cannot be saved(?s:.*)make room"):
             train(tiny_run(), show_progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "os error 27" in str(caught.value) or "Errno 27" in str(caught.value)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     train(tiny_run(), show_progress=False)
     assert_same(result_of(tmp_path), uninterrupted)
-
-
-def test_resume_false_keeps_hands_off_checkpoints(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
-    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
-    with pytest.raises(TreewardError, match="resume is false"):
-        train(tiny_run("checkpointing.resume=false"), show_progress=False)
 
 
 def test_without_the_optimiser_a_run_ends_but_does_not_resume(tiny_run: Callable[..., Any]) -> None:

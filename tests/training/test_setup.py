@@ -23,31 +23,6 @@ def test_a_run_is_ready(tiny_run: Callable[..., Any]) -> None:
     assert {parameter.dtype for parameter in setup.model.parameters()} == {torch.float32}
 
 
-def test_the_steps_are_those_of_the_epochs_unless_there_are_fewer(tiny_run: Callable[..., Any]) -> None:
-    setup = set_up(tiny_run("rm.max_num_steps=null", "+rm.max_num_epochs=3"))
-    assert setup.total_steps == 3 * setup.order.steps_per_epoch
-    assert set_up(tiny_run("rm.max_num_steps=1", "+rm.max_num_epochs=3")).total_steps == 1
-
-
-def test_weights_are_float32_whatever_the_precision(tiny_run: Callable[..., Any]) -> None:
-    run = set_up(tiny_run("policy.precision=bfloat16"))
-    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
-    assert run.model.compute_dtype == torch.bfloat16
-
-
-def test_missing_data_is_told_before_the_weights_are_loaded(
-    tiny_run: Callable[..., Any], tmp_path: Path, tiny_tokenizer: Any
-) -> None:
-    folder = tmp_path / "model"
-    tiny_tokenizer.save_pretrained(folder)  # without weights
-    options = ["~policy.model_config", f"+policy.model_name={folder}", "policy.tokenizer.vocab_size=null"]
-    data = json.dumps({"dataset_name": "PreferenceDataset", "data_path": str(tmp_path / "none.jsonl"), "split": None})
-    with pytest.raises(DataError, match=r"none\.jsonl"):
-        set_up(tiny_run(f"data.train={data}", *options))
-    with pytest.raises(ModelError, match="the model cannot be loaded"):
-        set_up(tiny_run(*options))
-
-
 def test_conversations_longer_than_the_model_are_refused(tiny_run: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="longer than the model's positions") as caught:
         set_up(tiny_run("policy.max_total_sequence_length=1024"))
@@ -57,11 +32,6 @@ def test_conversations_longer_than_the_model_are_refused(tiny_run: Callable[...,
 def test_a_vocabulary_without_the_bytes_is_refused(tiny_run: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="vocabulary is too small"):
         set_up(tiny_run("policy.tokenizer.vocab_size=100"))
-
-
-def test_weights_that_leave_no_row_are_refused(tiny_run: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="leaves no comparison of its set"):
-        set_up(tiny_run("+data.train.weight=0.0001"))
 
 
 def test_sets_of_one_name_are_told_apart(tiny_run: Callable[..., Any], write_rows: Callable[..., str]) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from treeward.config.optimisation import (
 )
 from treeward.errors import CheckpointError
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.state import RunState, check_identity, load_state, read_state, save_state
+from treeward.training.state import RunState, check_identity, load_state, read_state, save_state, write_state
 
 TOTAL = 12
 
@@ -42,11 +42,11 @@ class Session:
             self.optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: Path, step: int) -> None:
-        save_state(folder, RunState(step, {"what": "x"}), self.optimizer, self.scheduler, self.model)
+        save_state(folder, RunState(step, {"what": "x"}), self.optimizer, self.scheduler)
 
     def resume(self, folder: Path, weights: dict[str, Any]) -> RunState:
         self.model.load_state_dict(weights)
-        return load_state(folder, self.optimizer, self.scheduler, self.model)
+        return load_state(folder, self.optimizer, self.scheduler)
 
 
 CONSTANT = NamedScheduleConfig(name="constant")
@@ -69,18 +69,10 @@ def resumes_exactly(folder: Path, optimizer: OptimizerConfig, schedule: Any) -> 
     [
         ("AdamW", {}),
         ("AdamW", {"fused": False, "amsgrad": True}),
-        ("Adam", {"betas": [0.8, 0.9]}),
-        ("SGD", {}),
         ("SGD", {"momentum": 0.9, "nesterov": True}),
-        ("RMSprop", {"momentum": 0.5, "centered": True}),
-        ("Adagrad", {}),
-        ("Adadelta", {}),
         ("Adafactor", {}),
-        ("Adamax", {}),
         ("ASGD", {}),
         ("NAdam", {}),
-        ("RAdam", {}),
-        ("Rprop", {}),
     ],
 )
 def test_a_resumed_optimiser_goes_on_bit_for_bit(tmp_path: Path, name: str, kwargs: dict[str, Any]) -> None:
@@ -92,11 +84,9 @@ def test_a_resumed_optimiser_goes_on_bit_for_bit(tmp_path: Path, name: str, kwar
     ("name", "kwargs"),
     [
         ("MultiStepLR", {"milestones": [2, 7, 9], "gamma": 0.5}),
-        ("StepLR", {"step_size": 2}),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": TOTAL}),
         ("CyclicLR", {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3}),
         ("CosineAnnealingWarmRestarts", {"T_0": 3}),
-        ("PolynomialLR", {"total_iters": 8}),
     ],
 )
 def test_a_resumed_schedule_goes_on_bit_for_bit(tmp_path: Path, name: str, kwargs: dict[str, Any]) -> None:
@@ -124,7 +114,15 @@ def test_a_run_that_was_made_longer_takes_its_place_in_the_longer_schedule(
     assert longer.rates == [0.5, 0.375, 0.25, 0.125]
 
 
-def test_what_json_holds_comes_back_exactly(tmp_path: Path) -> None:
+def test_without_an_optimiser_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    save_state(tmp_path, RunState(1, {}), None, session.scheduler)
+    with pytest.raises(CheckpointError, match="saved without its optimiser"):
+        load_state(tmp_path, session.optimizer, session.scheduler)
+    assert read_state(tmp_path).step == 1
+
+
+def test_state_and_random_numbers_come_back_exactly(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
     state = RunState(
         7,
@@ -133,89 +131,54 @@ def test_what_json_holds_comes_back_exactly(tmp_path: Path) -> None:
         validation={"a/loss": 0.1 + 0.2, "a/accuracy": 1 / 3, "a/reward_margin": 5e-324, "b/loss": math.inf},
         run={"prompts_drawn": 3, "rewards": {"mean": 0.1}},
     )
-    save_state(tmp_path, state, session.optimizer, session.scheduler, session.model)
-    assert read_state(tmp_path) == state
-    assert load_state(tmp_path, session.optimizer, session.scheduler, session.model) == state
-
-
-def test_random_numbers_go_on(tmp_path: Path) -> None:
-    session = Session(OptimizerConfig(), CONSTANT)
     torch.manual_seed(3)
-    torch.rand(5)
-    session.save(tmp_path, 1)
+    save_state(tmp_path, state, session.optimizer, session.scheduler)
     expected = torch.rand(4)
     torch.manual_seed(99)
-    load_state(tmp_path, session.optimizer, session.scheduler, session.model)
+    assert load_state(tmp_path, session.optimizer, session.scheduler) == state == read_state(tmp_path)
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_without_an_optimiser_a_run_cannot_be_resumed(tmp_path: Path) -> None:
-    session = Session(OptimizerConfig(), CONSTANT)
-    save_state(tmp_path, RunState(1, {}), None, session.scheduler, session.model)
-    with pytest.raises(CheckpointError, match="saved without its optimiser"):
-        load_state(tmp_path, session.optimizer, session.scheduler, session.model)
-    assert read_state(tmp_path).step == 1
-
-
-def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
-    session = Session(OptimizerConfig(), CONSTANT)
-    saved = {"the model": "a", "the training data": "b", "rm.seed": "1"}
-    save_state(tmp_path, RunState(1, saved), None, session.scheduler, session.model)
+def test_another_run_is_refused_by_the_values_that_differ(tmp_path: Path) -> None:
+    saved = {"the model": "a", "grpo": {"seed": 42, "same": [1], "watch": {"z": 3.0, "stop": False}, "a": None}}
+    now = {"the model": "a", "grpo": {"seed": 7, "same": (1,), "watch": {"z": 3.0, "stop": True}, "a": "y", "new": [1]}}
+    write_state(tmp_path, RunState(1, saved))
     check_identity(tmp_path, saved)
-    with pytest.raises(CheckpointError, match=r"another run: the training data, rm\.seed changed") as caught:
-        check_identity(tmp_path, saved | {"the training data": "c", "rm.seed": "2"})
-    assert "\n  the training data: got c, need b\n  rm.seed: got 2, need 1\n  fix:" in str(caught.value)
-    assert "checkpointing.checkpoint_dir" in str(caught.value)
-
-
-def lines_of(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What is said of the values that differ."""
-    session = Session(OptimizerConfig(), CONSTANT)
-    save_state(folder, RunState(1, {"grpo": json.dumps(saved)}), None, session.scheduler, session.model)
-    with pytest.raises(CheckpointError, match="of another run: grpo changed") as caught:
-        check_identity(folder, {"grpo": json.dumps(now)})
-    return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
-
-
-def test_of_a_section_only_what_differs_is_told(tmp_path: Path) -> None:
-    saved = {"seed": 42, "same": "x" * 900, "watch": {"z": 3.0, "stop": False}, "sets": [{"n": 1}, {"n": 2}], "a": None}
-    now = saved | {"seed": 7, "watch": {"z": 3.0, "stop": True}, "sets": [{"n": 1}, {"n": 3}], "a": "yes", "new": [1]}
-    assert lines_of(tmp_path, saved, now) == [
+    with pytest.raises(CheckpointError, match="this checkpoint is of another run") as caught:
+        check_identity(tmp_path, now)
+    assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == [
         "grpo.seed: got 7, need 42",
         "grpo.watch.stop: got true, need false",
-        "grpo.sets[1].n: got 3, need 2",
-        "grpo.a: got yes, need null",
+        "grpo.a: got y, need null",
         "grpo.new: got [1], need nothing",
     ]
-
-
-def test_many_differences_are_counted_and_long_values_are_cut_where_they_part(tmp_path: Path) -> None:
     many = {f"k{i}": i for i in range(10)}
-    lines = lines_of(tmp_path, many, {key: value + 1 for key, value in many.items()})
-    assert lines[0] == "grpo.k0: got 1, need 0" and len(lines) == 9 and lines[-1] == "and 2 more"
-    (line,) = lines_of(tmp_path, {"prompt": "a" * 500 + "old" + "b" * 500}, {"prompt": "a" * 500 + "new" + "b" * 500})
-    assert "aanewbb" in line and "aaoldbb" in line and len(line) < 250
-    (line,) = lines_of(tmp_path, {"text": "a\nb"}, {"text": ""})
-    assert line == r'grpo.text: got "", need "a\nb"'
+    write_state(tmp_path, RunState(1, many))
+    with pytest.raises(CheckpointError, match="k7: got 8, need 7\n  and 2 more"):
+        check_identity(tmp_path, {key: value + 1 for key, value in many.items()})
 
 
-@pytest.mark.parametrize("text", ["", '{"step": 3,'])
-def test_a_cut_state_is_told(tmp_path: Path, text: str) -> None:
-    (tmp_path / "training_state.json").write_text(text)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_state(tmp_path)
-
-
-def test_state_that_cannot_be_saved_is_told(tmp_path: Path) -> None:
-    session = Session(OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}), CONSTANT)
-    session.optimizer.state[session.model[0].weight]["odd"] = {1, 2}
+def test_what_cannot_be_saved_or_read_is_told(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
     with pytest.raises(CheckpointError, match="type set is not JSON serializable"):
-        session.save(tmp_path, 1)
+        write_state(tmp_path, RunState(1, {}, run={"rewards": {1, 2}}))
+    session.save(tmp_path, 1)
+    for name in ("optimizer.pt", "training_state.json"):
+        file = tmp_path / name
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        with pytest.raises(CheckpointError, match="the checkpoint is damaged") as caught:
+            load_state(tmp_path, session.optimizer, session.scheduler)
+        assert str(file) in str(caught.value) and f"remove {tmp_path}" in str(caught.value)
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return os.getcwd, ()
 
 
 def test_nothing_that_is_loaded_can_be_code(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
-    session.train(range(2))
-    session.save(tmp_path, 2)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
-    json.loads((tmp_path / "training_state.json").read_text())
+    session.save(tmp_path, 1)
+    torch.save({"optimizer": Code()}, tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        load_state(tmp_path, session.optimizer, session.scheduler)

@@ -43,14 +43,6 @@ def test_the_deadline_counts_from_the_construction() -> None:
     assert StopRequest(deadline_seconds=1e6).reason is None
 
 
-def test_the_deadline_asks_early_enough_to_save() -> None:
-    stop = StopRequest(deadline_seconds=1000.0)
-    stop.reserved_seconds = 900.0
-    assert stop.reason is None
-    stop.reserved_seconds = 1000.0
-    assert stop.reason == "checkpoint_must_save_by"
-
-
 def test_a_signal_that_was_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,18 +1,16 @@
+import contextlib
 import importlib.util
 import json
 import math
-import signal
 import struct
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
 from treeward.config.logger import LoggerConfig
 from treeward.errors import ConfigError
-from treeward.training import tracking
 from treeward.training.tracking import JsonlTracker, TrackerGroup, open_trackers, read_metrics
 
 
@@ -34,10 +32,6 @@ def hermetic(monkeypatch, tmp_path):
 
 def logger_config(folder, **values):
     return LoggerConfig.model_validate({"log_dir": str(folder), **values})
-
-
-def without_times(records):
-    return [{name: value for name, value in record.items() if name != "time"} for record in records]
 
 
 def log_steps(tracker, first, last):
@@ -75,118 +69,48 @@ def test_values_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
     assert math.isnan(record["a"]) and (record["b"], record["c"], record["d"]) == (math.inf, -math.inf, 1.0)
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"step": 9, "ti', b'{"step"', b"{", b"\x00\x00\x00\x00", b"\xff"])
-def test_a_resumed_file_equals_that_of_an_uninterrupted_run(tmp_path, tail):
-    whole = JsonlTracker(tmp_path / "whole.jsonl")
-    log_steps(whole, 1, 12)
-
-    path = tmp_path / "killed.jsonl"
-    log_steps(JsonlTracker(path), 1, 8)
-    with path.open("ab") as file:
-        file.write(tail)
-    assert len(read_metrics(path)) == 12
-    log_steps(JsonlTracker(path, resume_step=6), 7, 12)
-    assert without_times(read_metrics(path)) == without_times(read_metrics(tmp_path / "whole.jsonl"))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["killed.jsonl", "whole.jsonl"]
-
-
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}')
-    JsonlTracker(path, resume_step=2).log({"a": 3.0}, step=3)
-    assert [record["a"] for record in read_metrics(path)] == [1.0, 2.0, 3.0]
-
-
-def test_killed_for_real_at_any_moment(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    script = textwrap.dedent(f"""
-        import itertools, pathlib
-        from treeward.training.tracking import JsonlTracker
-        tracker = JsonlTracker(pathlib.Path({str(path)!r}))
-        for step in itertools.count(1):
-            tracker.log({{"a": float(step)}}, step)
-    """)
-    with subprocess.Popen([sys.executable, "-c", script]) as process:
-        while not path.exists() or path.stat().st_size < 10_000:
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    steps = [record["step"] for record in read_metrics(path)]
-    assert steps == list(range(1, len(steps) + 1))
-    JsonlTracker(path, resume_step=50).log({"a": 51.0}, 51)
-    assert [record["a"] for record in read_metrics(path)] == [float(step) for step in range(1, 52)]
-
-
 # --- the group
 
 
 class Failing:
-    """A tracker whose calls take `seconds` and fail."""
+    """A tracker that fails from its second call on."""
 
-    def __init__(self, now, seconds):
-        self.now, self.seconds, self.calls = now, seconds, []
+    def __init__(self):
+        self.calls = []
 
     def log(self, metrics, step):
-        self._fail(step)
-
-    def log_config(self, config):
-        self._fail("config")
+        self.calls.append(step)
+        if len(self.calls) > 1:
+            raise ConnectionError("no route to host")
 
     def close(self, status):
-        self._fail(status)
-
-    def _fail(self, call):
-        self.calls.append(call)
-        self.now[0] += self.seconds
-        raise ConnectionError("no route to host")
+        self.calls.append(status)
 
 
-@pytest.fixture
-def now(monkeypatch):
-    seconds = [1000.0]
-    monkeypatch.setattr(tracking.time, "monotonic", lambda: seconds[0])
-    return seconds
-
-
-def test_a_failing_tracker_is_warned_about_once_and_counted(tmp_path, caplog, now):
-    failing, path = Failing(now, 0.0), tmp_path / "m.jsonl"
+def test_a_failing_tracker_is_left_out_with_a_warning(tmp_path, caplog):
+    failing, path = Failing(), tmp_path / "m.jsonl"
     group = TrackerGroup({"gone": failing, "file": JsonlTracker(path)}, path)
-    group.log_config({"rm": {"seed": 1}})
     log_steps(group, 1, 4)
-    assert len(read_metrics(path)) == 6
-    assert caplog.messages == ["gone failed, training goes on without it: ConnectionError: no route to host"]
     group.close("finished")
     group.close("finished")
-    assert failing.calls == ["config", 1, 2, 2, 3, 4, 4, "finished"]
-    assert group.num_lost == {"gone": 8, "file": 0}
-    assert caplog.messages[1:] == ["gone lost 8 calls: what it shows of this run is incomplete"]
-
-
-def test_a_server_that_hangs_costs_a_tenth_of_the_time(tmp_path, now):
-    failing = Failing(now, 100.0)
-    group = TrackerGroup({"gone": failing}, tmp_path / "m.jsonl")
-    for step in range(1, 5001):
-        now[0] += 1.0
-        group.log({"a": 1.0}, step)
-    assert len(failing.calls) * 100.0 == pytest.approx(0.1 * 5000, rel=0.02)
-    assert group.num_lost == {"gone": 5000}
-    group.close("failed")
-    assert failing.calls[-1] == "failed"  # the last chance is always taken
+    assert len(read_metrics(path)) == 6 and failing.calls == [1, 2]
+    (said,) = caplog.messages
+    assert said.startswith("gone failed, training goes on without it: ConnectionError: no route to host")
 
 
 @pytest.mark.parametrize(
     ("error", "status"),
     [(None, "finished"), (KeyboardInterrupt, "interrupted"), (SystemExit, "interrupted"), (RuntimeError, "failed")],
 )
-def test_leaving_the_block_closes_with_the_status(error, status, tmp_path, now):
-    failing = Failing(now, 0.0)
-    try:
-        with TrackerGroup({"gone": failing}, tmp_path / "m.jsonl"):
-            if error is not None:
-                raise error
-    except (KeyboardInterrupt, SystemExit, RuntimeError):
-        pass
-    assert failing.calls == [status]
+def test_leaving_the_block_closes_with_the_status(error, status, tmp_path):
+    tracker = Failing()
+    with (
+        contextlib.suppress(KeyboardInterrupt, SystemExit, RuntimeError),
+        TrackerGroup({"one": tracker}, tmp_path / "m.jsonl"),
+    ):
+        if error is not None:
+            raise error
+    assert tracker.calls == [status]
 
 
 # --- opening
@@ -248,15 +172,6 @@ def test_tensorboard_reads_back_and_a_resume_leaves_no_trace(tmp_path):
     assert b'"seed": 42' in text.tensor_proto.string_val[0]
 
 
-@needs("tensorboard")
-def test_tensorboard_hides_an_earlier_run_in_the_same_folder(tmp_path):
-    config = logger_config(tmp_path, tensorboard_enabled=True, tensorboard={"log_dir": str(tmp_path / "elsewhere")})
-    for run in (1.0, 2.0):
-        with open_trackers(config, None) as group:
-            group.log({"run": run}, 1)
-    assert read_tensorboard(tmp_path / "elsewhere")[0] == {"run": [(1, 2.0)]}
-
-
 # --- Weights & Biases
 
 
@@ -314,16 +229,6 @@ def test_wandb_offline_has_the_values_and_a_resume_continues_the_run(tmp_path):
     assert [row["_step"] for row in rows] == [5] and math.isnan(rows[0]["a"])
 
 
-@needs("wandb")
-def test_wandb_begins_a_run_of_its_own_when_the_training_does(tmp_path):
-    config = logger_config(tmp_path, wandb_enabled=True, wandb={"project": "rm"})
-    ids = []
-    for _ in range(2):
-        open_trackers(config, None).close("finished")
-        ids.append((tmp_path / "wandb_run_id").read_text())
-    assert ids[0] != ids[1]
-
-
 # --- MLflow
 
 
@@ -339,12 +244,13 @@ def read_mlflow(folder, experiment):
 def test_mlflow_files_read_back_and_a_resume_continues_the_run(tmp_path, caplog):
     config = logger_config(tmp_path, mlflow_enabled=True, mlflow={"experiment_name": "rm", "run_name": "first"})
     with pytest.raises(KeyboardInterrupt), open_trackers(config, None) as first:
-        first.log_config({"rm": {"seed": 42, "num": 2}})
+        first.log_config({"rm": {"seed": 42, "num": 2}, "long": "x" * 10_000, "many": {f"k{i}": i for i in range(150)}})
         log_steps(first, 1, 8)
         raise KeyboardInterrupt
     client, (run,) = read_mlflow(tmp_path, "rm")
     assert run.info.run_name == "first" and run.info.status == "KILLED"
-    assert run.data.params == {"rm.seed": "42", "rm.num": "2"}
+    assert run.data.params["rm.num"] == "2" and run.data.params["long"] == "x" * 6000
+    assert len(run.data.params) == 153
 
     with open_trackers(config, 6) as second:
         assert client.get_run(run.info.run_id).info.status == "RUNNING"
@@ -352,28 +258,10 @@ def test_mlflow_files_read_back_and_a_resume_continues_the_run(tmp_path, caplog)
         log_steps(second, 7, 10)
         second.log({"set (odd)/loss": math.nan}, 10)
     client, (run,) = read_mlflow(tmp_path, "rm")
-    assert run.info.status == "FINISHED" and second.num_lost == {"metrics.jsonl": 0, "mlflow": 0}
+    assert run.info.status == "FINISHED" and "failed" not in caplog.text
     history = client.get_metric_history(run.info.run_id, "train/rm/loss")
     assert [(point.step, point.value) for point in history] == [(step, 1 / step) for step in range(1, 11)]
     history = client.get_metric_history(run.info.run_id, "validation-default/accuracy")
     assert [point.step for point in history] == [2, 4, 6, 8, 10]
     assert math.isnan(run.data.metrics["set _odd_/loss"])
-    assert run.data.params == {"rm.seed": "42", "rm.num": "2", "rm.new": "None"}
-
-
-@needs("mlflow")
-def test_mlflow_takes_a_configuration_of_any_size(tmp_path):
-    config = logger_config(tmp_path, mlflow_enabled=True, mlflow={"experiment_name": "rm"})
-    with open_trackers(config, None) as group:
-        group.log_config({"long": "x" * 10_000, "many": {f"key{i}": i for i in range(250)}})
-    _, (run,) = read_mlflow(tmp_path, "rm")
-    assert group.num_lost["mlflow"] == 0
-    assert len(run.data.params) == 251 and run.data.params["long"] == "x" * 6000
-
-
-@needs("mlflow")
-def test_mlflow_with_a_server_that_is_gone_is_a_config_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    config = logger_config(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": "http://127.0.0.1:9"})
-    with pytest.raises(ConfigError, match=r"logger\.mlflow_enabled"):
-        open_trackers(config, None)
+    assert run.data.params["rm.num"] == "2" and run.data.params["rm.new"] == "None"

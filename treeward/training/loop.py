@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from treeward.config.grpo import GRPOConfig
@@ -31,11 +30,11 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.model.pretrained import quiet_transformers
 from treeward.progress import ShownProgress, logs_shown
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
-from treeward.training.state import RunState, load_state, read_state, save_state, stored_metric
+from treeward.training.state import RunState, load_state, read_state, save_state, stored_metric, write_state
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup, check_trackers, open_trackers, read_metrics
 
-__all__ = ["Outcome", "Run", "StepMetrics", "Validation", "run_loop", "start"]
+__all__ = ["Loop", "Outcome", "Run", "StepMetrics", "Validation", "start"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,16 +88,13 @@ class Run(Protocol):
     def config(self) -> RewardModelRunConfig | GRPORunConfig: ...
 
     @property
-    def model(self) -> nn.Module: ...
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     @property
     def scheduler(self) -> LRScheduler: ...
 
     @property
-    def identity(self) -> dict[str, str]:
+    def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that it continues, by names that people know."""
 
     @property
@@ -174,7 +170,7 @@ def start(
                     save_config(config, Path(config.logger.log_dir) / "config.yaml")
                     run.begin(state, trackers)
                     progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
-                    outcome = run_loop(run, state, schedule, store, trackers, progress, stop)
+                    outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
                     trackers.close("interrupted" if outcome.interrupted_by else "finished")
                     finish = run.finish(outcome)
                 del run  # the report loads the exported model: two in memory at once may be one too many
@@ -195,7 +191,7 @@ def _check_one_process() -> None:
 def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
     if checkpoint is None:
         return RunState(0, run.identity)
-    state = load_state(checkpoint.path, run.optimizer, run.scheduler, run.model)
+    state = load_state(checkpoint.path, run.optimizer, run.scheduler)
     if state.step <= run.total_steps:
         logger.info("Resuming after step %d of %d from %s.", state.step, run.total_steps, checkpoint.path)
     else:
@@ -207,37 +203,26 @@ def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
     return state
 
 
-def run_loop(
-    run: Run,
-    state: RunState,
-    schedule: RMConfig | GRPOConfig,
-    store: CheckpointStore | None,
-    trackers: TrackerGroup,
-    progress: ShownProgress,
-    stop: StopRequest,
-) -> Outcome:
-    """Run from `state` to the end of the run, or to a request to stop; save on the way, and export the best model."""
-    return _Session(run, state, schedule, store, trackers, progress, stop).run_to_end()
+@dataclass
+class Loop:
+    """Runs from `state` to the end of the run, or to a request to stop; saves on the way, and exports the best model.
 
+    `store`: None where nothing is saved.
+    """
 
-class _Session:
-    """The arguments of `run_loop`, and what it remembers."""
+    run: Run
+    state: RunState
+    schedule: RMConfig | GRPOConfig
+    store: CheckpointStore | None
+    trackers: TrackerGroup
+    progress: ShownProgress
+    stop: StopRequest
+    longest_step: float = 0.0
+    longest_save: float = 0.0
 
-    def __init__(
-        self,
-        run: Run,
-        state: RunState,
-        schedule: RMConfig | GRPOConfig,
-        store: CheckpointStore | None,
-        trackers: TrackerGroup,
-        progress: ShownProgress,
-        stop: StopRequest,
-    ) -> None:
-        self.run, self.state, self.schedule, self.store = run, state, schedule, store
-        self.trackers, self.progress, self.stop = trackers, progress, stop
-        self.first_step = state.step
-        self.saved_step: int | None = state.step or None
-        self.longest_step = self.longest_save = 0.0
+    def __post_init__(self) -> None:
+        self.first_step = self.state.step
+        self.saved_step: int | None = self.state.step or None
 
     def run_to_end(self) -> Outcome:
         run, state = self.run, self.state
@@ -250,8 +235,9 @@ class _Session:
         elif self._validation_is_due() and state.validation_step != state.step:
             logger.info("Step %d was saved before it was validated: that is made up for.", state.step)
             self.validate()
-            self.saved_step = None
-            self.save()
+            assert self.store is not None  # the step was loaded from it
+            self._complete_state()
+            write_state(self.store.folder / f"step_{state.step}", state)
         while not (run.is_done(state.step) or self.stop.reason):
             started = time.monotonic()
             self.take_step()
@@ -342,10 +328,12 @@ class _Session:
     def _write(self, folder: Path) -> None:
         run, config = self.run, self.run.config
         run.save_model(folder)
-        self.state.run, self.state.ranked = run.state(), self._save_is_due()
-        optimizer = run.optimizer if config.checkpointing.save_optimizer else None
-        save_state(folder, self.state, optimizer, run.scheduler, run.model)
+        self._complete_state()
+        save_state(folder, self.state, run.optimizer if config.checkpointing.save_optimizer else None, run.scheduler)
         save_config(config, folder / "config.yaml")
+
+    def _complete_state(self) -> None:
+        self.state.run, self.state.ranked = self.run.state(), self._save_is_due()
 
     def _export(self, outcome: Outcome, *, was_done: bool) -> Outcome:
         """Export the best checkpoint, without a ranking metric the last, unless an earlier session has."""
@@ -356,7 +344,6 @@ class _Session:
         state = self.state if is_current else read_state(best.path)
         final = self.store.folder / "final"
         if not (was_done and final.is_dir()):
-            best.verify()
             self.run.export(best, state, self.store, is_current=is_current)
             logger.info("Exported the model of step %d to %s.", best.step, final)
         return replace(outcome, validation=state.own_validation, model_folder=final, model_step=best.step)

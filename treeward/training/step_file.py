@@ -21,7 +21,7 @@ from typing import Any
 from treeward.errors import ConfigError, DataError
 from treeward.storage import atomic_file
 
-__all__ = ["StepFile", "read_steps"]
+__all__ = ["StepFile", "flattened", "read_steps"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +36,21 @@ class StepFile:
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is None:
-            _set_aside(path)
-        elif path.exists():
+        if path.exists() and resume_step is not None:
             _cut_after(path, resume_step)
-        # Unbuffered: a buffer that a full disk refused once would be written in the middle of a later line.
+        elif path.exists() and path.stat().st_size > 0:
+            names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+            kept = path.rename(next(name for name in names if not name.exists()))
+            logger.info("%s of an earlier run is kept as %s", path, kept.name)
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` where it cannot be written; the file then ends as before."""
+        """Raises `ConfigError` where it cannot be written; a line that was begun is cut when the run resumes."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        start = os.fstat(self._file.fileno()).st_size
         try:
-            written = self._file.write(line)
-            if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes were written; the disk may be full")
+            if self._file.write(line) != len(line):
+                raise OSError("only a part of a line was written; the disk may be full")
         except OSError as error:
-            self._file.truncate(start)
             raise ConfigError(
                 f"{self._path.name} cannot be written",
                 where=str(self._path),
@@ -71,21 +69,19 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
     Raises `DataError` naming the line if one is not an object with a whole number `step`.
     """
-    return [record for record, _ in _read_lines(path)]
+    return list(_read(path))
 
 
-def _read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The objects, each with its line; a last line that a killed run has left half is passed over."""
+def _read(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
             except ValueError:
                 if not line.endswith(b"\n"):
-                    return
+                    return  # a killed run has left it half
                 record = None
-            step = record.get("step") if isinstance(record, dict) else None
-            if not isinstance(step, int):
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise DataError(
                     "a line is not a record of metrics",
                     where=f"{path}:{number}",
@@ -93,28 +89,23 @@ def _read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
                     need='{"step": 12, "time": ..., "train/rm/loss": ...}',
                     fix="remove the line",
                 )
-            yield record, line
+            yield record
 
 
 def _cut_after(path: Path, step: int) -> None:
     """Take out the lines of later steps; a kill leaves the old file or the new one."""
-    num_kept = num_cut = 0
-    with atomic_file(path, "wb") as file:
-        for record, line in _read_lines(path):
-            if record["step"] <= step:
-                file.write(line.rstrip(b"\n") + b"\n")
-                num_kept += 1
-            else:
-                num_cut += 1
-    if num_cut:
-        logger.info("%s: cut %d lines after step %d, kept %d", path.name, num_cut, step, num_kept)
+    records = read_steps(path)
+    kept = [record for record in records if record["step"] <= step]
+    with atomic_file(path) as file:
+        file.writelines(json.dumps(record) + "\n" for record in kept)
+    if len(kept) < len(records):
+        logger.info("%s: cut %d lines after step %d, kept %d", path.name, len(records) - len(kept), step, len(kept))
 
 
-def _set_aside(path: Path) -> None:
-    """Rename the file of an earlier run to the first free of `metrics.1.jsonl`, `metrics.2.jsonl`, ..."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    kept = next(name for name in names if not name.exists())
-    path.rename(kept)
-    logger.info("%s of an earlier run is kept as %s", path, kept.name)
+def flattened(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"rm": {"seed": 1}}` as `("rm.seed", 1)`."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,6 +1,6 @@
 """Trackers: where a run's metrics go. `metrics.jsonl` always; TensorBoard, Weights & Biases and MLflow when enabled.
 
-    with open_trackers(config.logger, resume_step=None) as trackers:           # on one process only
+    with open_trackers(config.logger, resume_step=None) as trackers:
         trackers.log_config(resolved_config)
         trackers.log({"train/rm/loss": 0.64, "train/rm/accuracy": 0.61}, step=1)
 
@@ -11,8 +11,8 @@ step S then finds every line up to S and takes out the later ones, which the kil
 of a run that was never killed, times apart. With `resume_step=None` a run starts anew, and the file of an earlier run
 in the same folder is kept as `metrics.1.jsonl`.
 
-A tracker that cannot start stops the run with a `ConfigError`. One that fails later does not: training goes on, the
-first failure is logged with its error, and all of them are counted.
+A tracker that cannot start stops the run with a `ConfigError`. One that fails later is left out from then on, with a
+warning: `metrics.jsonl` has everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -32,31 +32,19 @@ from typing import Any, Literal, Protocol, Self
 from treeward.config.logger import LoggerConfig, MlflowConfig, WandbConfig
 from treeward.errors import ConfigError
 from treeward.storage import write_text
-from treeward.training.step_file import StepFile, read_steps
+from treeward.training.step_file import StepFile, flattened, read_steps
 
-__all__ = [
-    "METRICS_FILE",
-    "JsonlTracker",
-    "MLflowTracker",
-    "RunStatus",
-    "TensorBoardTracker",
-    "Tracker",
-    "TrackerGroup",
-    "WandbTracker",
-    "check_trackers",
-    "open_trackers",
-    "read_metrics",
-]
+__all__ = ["METRICS_FILE", "RunStatus", "TrackerGroup", "check_trackers", "open_trackers", "read_metrics"]
 
 METRICS_FILE = "metrics.jsonl"
 
 RunStatus = Literal["finished", "failed", "interrupted"]
 """How a run ended; an `interrupted` run was stopped, has saved, and can be resumed."""
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
+
 _MLFLOW_REFUSES = re.compile(r"[^\w.\-: /]")
 _MLFLOW_LONGEST_VALUE, _MLFLOW_MOST_PARAMS = 6000, 100
-_SHARE_OF_TIME_WHILE_FAILING = 0.1
 _START_FIXES = {
     "tensorboard": "set logger.tensorboard.log_dir to a folder that can be written",
     "wandb": "run `wandb login`, or set WANDB_MODE=offline in the environment",
@@ -76,22 +64,22 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One JSON object a line, in a `StepFile`.
+    """One JSON object a line, in a `StepFile`; numbers that are not finite are texts, which `read_metrics` turns back.
 
-    Strict JSON: values that are not finite are the strings "NaN", "Infinity" and "-Infinity"; `read_metrics` turns them
-    back.
+    The configuration is a file of its own.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._file = StepFile(path, resume_step=resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        assert not {"step", "time"} & metrics.keys(), "these names are the line's own"
-        values = {name: _to_json(float(value)) for name, value in metrics.items()}
-        self._file.append({"step": step, "time": round(time.time(), 3), **values})
+        values: dict[str, float | str] = {"step": step, "time": round(time.time(), 3)}
+        for name, value in metrics.items():
+            number = float(value)
+            values[name] = number if math.isfinite(number) else json.dumps(number)
+        self._file.append(values)
 
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        """Nothing: every line is metrics, and the resolved configuration is a file of its own."""
+    def log_config(self, config: Mapping[str, Any]) -> None: ...
 
     def close(self, status: RunStatus) -> None:
         self._file.close()
@@ -134,20 +122,18 @@ class TensorBoardTracker:
 class WandbTracker:
     """A Weights & Biases run; WANDB_MODE=offline writes it to `log_dir`/wandb for a later `wandb sync`.
 
-    The run's id is kept in `log_dir`/wandb_run_id, and a resumed run continues it. Weights & Biases takes no step
-    twice: the steps that a killed run had logged after its last checkpoint keep their first values, which a resumed
-    run only repeats. Offline each session has a folder of its own, all with the same id.
+    Weights & Biases takes no step twice: the steps that a killed run had logged after its last checkpoint keep their
+    first values, which a resumed run only repeats. Offline each session has a folder of its own, all with the same id.
     """
 
     def __init__(self, config: WandbConfig, log_dir: Path, *, resume_step: int | None = None) -> None:
         import wandb
 
-        log_dir.mkdir(parents=True, exist_ok=True)
-        id_file = log_dir / "wandb_run_id"
-        run_id = _read_id(id_file, resume_step)
+        file = log_dir / "wandb_run_id"
+        run_id = _read_id(file, resume_step)
         options: dict[str, Any] = {"dir": str(log_dir), "id": run_id, "resume": None if run_id is None else "allow"}
         self._run = wandb.init(**(options | config.model_dump(exclude_none=True)))
-        write_text(id_file, f"{self._run.id}\n")
+        write_text(file, f"{self._run.id}\n")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
@@ -162,8 +148,8 @@ class WandbTracker:
 class MLflowTracker:
     """An MLflow run, on the server of the configuration or as files in `log_dir`/mlflow.
 
-    The run's id is kept in `log_dir`/mlflow_run_id, and a resumed run continues it: points that a killed run had logged
-    after its last checkpoint are not logged twice, and parameters keep their first values.
+    Points that a killed run had logged after its last checkpoint are not logged twice, and parameters keep their first
+    values.
     """
 
     _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -171,19 +157,17 @@ class MLflowTracker:
     def __init__(self, config: MlflowConfig, log_dir: Path, *, resume_step: int | None = None) -> None:
         from mlflow import MlflowClient
 
-        log_dir.mkdir(parents=True, exist_ok=True)
-        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        uri = (log_dir / "mlflow").absolute().as_uri() if uri is None else uri
+        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (log_dir / "mlflow").absolute().as_uri()
         if uri.startswith("file:") or "://" not in uri:
             # Since 3.x MLflow refuses the file store unless told so; sqlite needs packages that mlflow-skinny lacks.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=uri)
-        id_file = log_dir / "mlflow_run_id"
-        run_id = _read_id(id_file, resume_step)
         self._last_steps: dict[str, int] = {}
+        file = log_dir / "mlflow_run_id"
+        run_id = _read_id(file, resume_step)
         if run_id is None:
             run_id = self._create_run(config)
-            write_text(id_file, f"{run_id}\n")
+            write_text(file, f"{run_id}\n")
         else:
             self._client.update_run(run_id, status="RUNNING")
             for name in self._client.get_run(run_id).data.metrics:
@@ -212,7 +196,7 @@ class MLflowTracker:
         from mlflow.entities import Param
 
         present = self._client.get_run(self._run_id).data.params
-        named = {_MLFLOW_REFUSES.sub("_", name): str(value) for name, value in _flatten(config)}
+        named = {_MLFLOW_REFUSES.sub("_", name): str(value) for name, value in flattened(config)}
         new = [Param(key, value[:_MLFLOW_LONGEST_VALUE]) for key, value in named.items() if key not in present]
         for start in range(0, len(new), _MLFLOW_MOST_PARAMS):
             self._client.log_batch(self._run_id, params=new[start : start + _MLFLOW_MOST_PARAMS])
@@ -222,11 +206,7 @@ class MLflowTracker:
 
 
 class TrackerGroup:
-    """Hands everything to each of `trackers` (by name); a failing one is warned about once, counted, and not fatal.
-
-    A server that does not answer can hold a call for minutes. After a failed call the tracker is therefore left alone
-    for ten times as long as the call took, so that it costs training a tenth of its time at most. `num_lost` counts
-    the calls that failed or were skipped, by tracker.
+    """Hands everything to each of `trackers` (by name); one that fails is warned about and left out.
 
     Leaving its `with` block without `close` closes it: as finished, as interrupted after Ctrl-C or an exit, else as
     failed. `metrics_file`: what the run has logged.
@@ -234,9 +214,6 @@ class TrackerGroup:
 
     def __init__(self, trackers: Mapping[str, Tracker], metrics_file: Path) -> None:
         self._trackers, self.metrics_file = dict(trackers), metrics_file
-        self._silent_until: dict[str, float] = {}
-        self._closed = False
-        self.num_lost: dict[str, int] = dict.fromkeys(trackers, 0)
 
     def __enter__(self) -> Self:
         return self
@@ -248,40 +225,28 @@ class TrackerGroup:
         self.close("finished" if error is None else "interrupted" if interrupted else "failed")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, tracker in self._trackers.items():
-            self._call(name, tracker.log, metrics, step)
+        self._call(lambda tracker: tracker.log(metrics, step))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        for name, tracker in self._trackers.items():
-            self._call(name, tracker.log_config, config)
+        self._call(lambda tracker: tracker.log_config(config))
 
     def close(self, status: RunStatus) -> None:
-        """Close every tracker and report those that have lost something. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._silent_until.clear()
-        for name, tracker in self._trackers.items():
-            self._call(name, tracker.close, status)
-            if self.num_lost[name]:
-                _logger.warning("%s lost %d calls: what it shows of this run is incomplete", name, self.num_lost[name])
+        """Close every tracker. A second call does nothing."""
+        self._call(lambda tracker: tracker.close(status))
+        self._trackers.clear()
 
-    def _call(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
-        start = time.monotonic()
-        if start < self._silent_until.get(name, start):
-            self.num_lost[name] += 1
-            return
-        try:
-            call(*arguments)
-        except Exception as error:  # whatever a client library raises; a plot is not worth the run
-            if isinstance(self._trackers[name], JsonlTracker):  # but its own record is: a resume relies on it
-                raise
-            end = time.monotonic()
-            self._silent_until[name] = end + (end - start) / _SHARE_OF_TIME_WHILE_FAILING
-            self.num_lost[name] += 1
-            if self.num_lost[name] == 1:
-                _logger.warning("%s failed, training goes on without it: %s: %s", name, type(error).__name__, error)
-            _logger.debug("%s failed", name, exc_info=True)
+    def _call(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever a client library raises; a plot is not worth the run
+                if isinstance(tracker, JsonlTracker):  # but its own record is: a resume relies on it
+                    raise
+                del self._trackers[name]
+                logger.warning(
+                    "%s failed, training goes on without it: %s: %s. Its run continues when this run is resumed.",
+                    name, type(error).__name__, error,
+                )  # fmt: skip
 
 
 def check_trackers(config: LoggerConfig) -> None:
@@ -314,17 +279,18 @@ def open_trackers(config: LoggerConfig, resume_step: int | None) -> TrackerGroup
     """
     check_trackers(config)
     log_dir = Path(config.log_dir)
-    openers: dict[str, Callable[[], Tracker]] = {}
-    if config.tensorboard_enabled:
-        folder = log_dir / (config.tensorboard.log_dir or "tensorboard")
-        openers["tensorboard"] = lambda: TensorBoardTracker(folder, resume_step=resume_step)
-    if config.wandb_enabled:
-        openers["wandb"] = lambda: WandbTracker(config.wandb, log_dir, resume_step=resume_step)
-    if config.mlflow_enabled:
-        openers["mlflow"] = lambda: MLflowTracker(config.mlflow, log_dir, resume_step=resume_step)
+    openers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoardTracker(
+            log_dir / (config.tensorboard.log_dir or "tensorboard"), resume_step=resume_step
+        ),
+        "wandb": lambda: WandbTracker(config.wandb, log_dir, resume_step=resume_step),
+        "mlflow": lambda: MLflowTracker(config.mlflow, log_dir, resume_step=resume_step),
+    }
     file = log_dir / METRICS_FILE
     started: dict[str, Tracker] = {METRICS_FILE: JsonlTracker(file, resume_step=resume_step)}
     for name, opener in openers.items():
+        if not getattr(config, f"{name}_enabled"):
+            continue
         try:
             started[name] = opener()
         except Exception as error:  # of a client library: no network, no key, no permission
@@ -336,21 +302,6 @@ def open_trackers(config: LoggerConfig, resume_step: int | None) -> TrackerGroup
                 fix=f"{_START_FIXES[name]}, or set logger.{name}_enabled=false",
             ) from error
     return TrackerGroup(started, file)
-
-
-def _to_json(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"rm": {"seed": 1}}` as `("rm.seed", 1)`."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _read_id(path: Path, resume_step: int | None) -> str | None:

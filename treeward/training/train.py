@@ -38,7 +38,7 @@ from treeward.training.setup import Choice, RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.stopping import REPORTING, StopRequest
 from treeward.training.tracking import TrackerGroup
-from treeward.training.validation import SetValidation, pooled, robust_accuracy, validate, values_of
+from treeward.training.validation import SetValidation, pooled, validate, values_of
 from treeward.tree.parts import backward_in_parts
 
 __all__ = ["RewardModelRun", "TrainingOutcome", "train"]
@@ -164,7 +164,7 @@ class RewardModelRun:
         seconds: dict[str, float] = {}
         for name in self.setup.validation_sets:
             started = time.monotonic()
-            of_set = self._validate_set(name, should_stop)
+            of_set = validate(self.setup, name, should_stop)
             if of_set is None:
                 return None
             sets[name] = of_set
@@ -180,32 +180,6 @@ class RewardModelRun:
             self._warn_of_ranking(step, ranking)
         lines = [_line(name, step, values_of(of_name), key) for name, of_name in metrics.items()]
         return Validation(logged, seconds, tuple(lines))
-
-    def _validate_set(self, name: str, should_stop: Callable[[], str | None]) -> SetValidation | None:
-        """Validate on one set; None if `should_stop` gave a reason on the way."""
-        setup, policy = self.setup, self.config.policy
-        measured = validate(
-            setup.model,
-            setup.validation_sets[name],
-            setup.pairs_of,
-            setup.loss_of,
-            partial(setup.plan, validation=True),
-            max_tokens=policy.micro_batch_tokens,
-            limit=setup.validation_limit,
-            should_stop=should_stop,
-        )
-        if measured is None or name not in setup.perturbed:
-            return measured
-        groups = self.config.rm.val_micro_batch_size or policy.train_micro_batch_size
-        robust = robust_accuracy(
-            setup.model,
-            setup.renderer,
-            setup.perturbed[name],
-            batch_tokens=policy.micro_batch_tokens,
-            max_sequences=None if groups is None else 2 * groups,
-            should_stop=should_stop,
-        )
-        return None if robust is None else replace(measured, robust=robust)
 
     def _warn_of_ranking(self, step: int, metric: Metric | None) -> None:
         """Say once why a checkpoint has no value of the metric that ranks it."""

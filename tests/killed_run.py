@@ -1,0 +1,148 @@
+"""A user's run in a process of its own, which tests kill with kill -9 and start again with the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from treeward.training.state import read_state
+
+PATIENCE_SECONDS = 180
+# Started in place of `treeward`, it stands still at one moment, so that the test can kill it just there. What it stands
+# still in is the real thing: the wrapped function does all of its work before or after.
+_SCRIPT = """
+import os, sys, time
+from pathlib import Path
+
+from treeward.cli.main import main
+
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+
+def before(owner, name, condition=lambda *a: True):
+    function = getattr(owner, name)
+    def replaced(*arguments, **options):
+        if condition(*arguments):
+            (folder / "standing_still").touch()
+            time.sleep(600)
+        return function(*arguments, **options)
+    setattr(owner, name, replaced)
+
+{moments}
+before(*moments[moment])
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+class User:
+    """Someone who runs `command` in a folder. `moments`: code that makes a dictionary, from a moment's name to the
+    arguments of `before`: an owner, the name of its function, and when to stand still."""
+
+    def __init__(self, folder: Path, command: list[str], moments: str = "moments = {}") -> None:
+        self.folder, self.command = folder, command
+        self.script = folder / "stand_still.py"
+        self.script.write_text(_SCRIPT.format(moments=textwrap.dedent(moments)), encoding="utf-8")
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, *, stand_still: str | None = None) -> subprocess.Popen[str]:
+        head = ["-m", "treeward.cli.main"] if stand_still is None else [str(self.script), str(self.folder), stand_still]
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        process = subprocess.Popen(
+            [sys.executable, *head, *self.command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": path},
+        )
+        self.running.append(process)
+        return process
+
+    def wait_until(self, happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not happened():
+            assert time.monotonic() < end, "it never happened"
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+
+    def finish(self) -> str:
+        process = self.start()
+        out, error = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0, error
+        return out
+
+    def kill_at(self, moment: str) -> None:
+        flag, process = self.folder / "standing_still", self.start(stand_still=moment)
+        self.wait_until(flag.exists, process)
+        process.kill()
+        process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == -signal.SIGKILL
+        flag.unlink()
+
+    def kill_at_random(self, seed: int, last_step: int) -> None:
+        """Some steps on each time, and then at a random moment of the next, until a session comes to the end."""
+        draw, step = random.Random(seed), 0
+        while step < last_step:
+            step, process = max(step, self.last_step()) + draw.randint(1, 3), self.start()
+            while self.last_step() < step and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(draw.random() * 0.4)
+            process.kill()
+            _, error = process.communicate(timeout=PATIENCE_SECONDS)
+            assert process.returncode in (0, -signal.SIGKILL), error
+
+    def terminate_after(self, step: int) -> str:
+        """SIGTERM; what it says on standard error."""
+        process = self.start()
+        self.wait_until(lambda: self.last_step() >= step, process)
+        process.terminate()
+        _, error = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 143, error
+        return error
+
+    def last_step(self) -> int:
+        file = self.folder / "logs" / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=-1)
+
+    def close(self) -> None:
+        for process in self.running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def assert_same_run(got: Path, want: Path) -> None:
+    """Logs (but for times), exported weights, and the weights and states of checkpoints are the same."""
+    for file in sorted((want / "logs").glob("*.json*")):
+        assert _lines(got / "logs" / file.name) == _lines(file), file.name
+    names = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (got, want)]
+    assert names[0] == names[1]
+    for name in (name for name in names[1] if name == "final" or name.startswith("step_")):
+        file_name = f"checkpoints/{name}/{'' if name == 'final' else 'model/'}model.safetensors"
+        weights, expected = load_file(got / file_name), load_file(want / file_name)
+        assert weights.keys() == expected.keys()
+        assert all(weight.equal(expected[key]) for key, weight in weights.items()), name
+        if name != "final":
+            assert read_state(got / "checkpoints" / name) == read_state(want / "checkpoints" / name)
+            held = [torch.load(one / "checkpoints" / name / "optimizer.pt", weights_only=True) for one in (got, want)]
+            torch.testing.assert_close(held[0], held[1], rtol=0, atol=0)
+
+
+def _lines(file: Path) -> list[str]:
+    """As text, so that NaN equals NaN; without times."""
+    if file.suffix == ".json":
+        return [file.read_text(encoding="utf-8")]
+    return [
+        repr({key: value for key, value in json.loads(line).items() if key != "time" and "timing/" not in key})
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
