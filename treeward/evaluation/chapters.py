@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treeward.evaluation.diagnostics.blocks import bar_item, metrics_table, side_by_side, table_block
+from treeward.evaluation.diagnostics.biases import left_out_note, strata_of
 from treeward.evaluation.diagnostics.completions import collect_pairs
-from treeward.evaluation.diagnostics.strata import left_out_note, strata_of
+from treeward.evaluation.diagnostics.labels import metrics_table
 from treeward.evaluation.findings import findings, has_worst_subset, verdict
+from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import Block, Metric, SuiteResult
 from treeward.evaluation.suites.rmbench import STYLES
 from treeward.evaluation.summary import Summary
@@ -26,6 +27,7 @@ __all__ = ["chapter", "headline_label", "opening"]
 
 _MARGIN_BINS = 40
 _MOST_CARDS = 6  # more than these are a table
+_MOST_OPEN = 3  # of more models, figures of a single one are folded
 _OF_STYLE = (
     "These compare completions with the markdown that they have, often few marks. Markdown added to a completion that "
     "has none is another question, answered by rewrites (with --perturbations): where the two differ, a policy will "
@@ -62,38 +64,37 @@ def opening(summaries: Sequence[Summary], further: str | None = None) -> list[Bl
 def _cards(summary: Summary) -> list[Block]:
     """The numbers of a single model in a single suite that say whether it can be trusted."""
     length, statistics, result = summary.length, summary.statistics, summary.result
-    worst, left_out, scored = statistics.worst_subset, left_out_note(length.num_left_out), result.headline_of_scored
-    by_side = (
-        f"{_plain(length.accuracy_longer_right)} where the longer completion is right, "
-        f"{_plain(length.accuracy_shorter_right)} where the shorter is"
+    worst, name = statistics.worst_subset, result.headline.name.capitalize()
+    left_out = (left_out_note(length.num_left_out) or "").removesuffix(".")
+    longer, shorter = (
+        "-" if one.value is None else f"{one.value:.1%}"
+        for one in (length.accuracy_longer_right, length.accuracy_shorter_right)
     )
-    items = [_card(result.headline.name.capitalize(), result.headline, summary.chance, _counts(summary))]
-    if scored is not None:
+    of_gap = f"{longer} where the longer completion is right, {shorter} where the shorter is"
+    of_controlled = "as if the longer completion were right as often as the shorter"
+    of_gap, of_controlled = ("; ".join(filter(None, (note, left_out))) for note in (of_gap, of_controlled))
+    items = [_card(name, result.headline, summary.chance, _counts(summary))]
+    if (scored := result.headline_of_scored) is not None:
         note = f"{result.num_examples - result.num_failed:,} examples; the others have no score"
-        items.append(_card(f"{result.headline.name.capitalize()} of the scored", scored, summary.chance, note))
-    controlled = _joined("as if the longer completion were right as often as the shorter", left_out)
+        items.append(_card(f"{name} of the scored", scored, summary.chance, note))
     items += [
-        _card("Length-controlled accuracy", length.length_controlled_accuracy, 0.5, controlled),
-        _card("Length gap in accuracy", length.accuracy_gap, None, _joined(by_side, left_out)) | {"format": "points"},
+        _card("Length-controlled accuracy", length.length_controlled_accuracy, 0.5, of_controlled),
+        _card("Length gap in accuracy", length.accuracy_gap, None, of_gap) | {"format": "points"},
     ]
     if has_worst_subset(result):
         items.append(_card("Worst subset", worst, summary.chances.get(worst.note or ""), worst.note))
     if summary.perturbations is not None:
         robust = summary.perturbations.robust_accuracy
         items.append(_card("Robust accuracy", robust, None, "right before and after every change of style"))
-    fitted, scale, rescaled = statistics.ece_fitted.value, statistics.temperature.value, None
-    if fitted is not None and scale is not None and fitted < (statistics.ece.value or 0.0):
-        rescaled = f"off by {fitted:.1%} once margins are divided by {scale:.2f}"
+    before, after, scale = (one.value for one in (statistics.ece, statistics.ece_fitted, statistics.temperature))
+    helps = after is not None and scale is not None and after < (before or 0.0)
+    rescaled = f"off by {after:.1%} once margins are divided by {scale:.2f}" if helps else None
     return [*items, _card("Calibration error", statistics.ece, None, rescaled)]
 
 
 def _card(label: str, metric: Metric, chance: float | None, note: str | None) -> Block:
     card = bar_item(label, metric, note) | {"format": "percent"}
     return card if chance is None else card | {"reference": chance}
-
-
-def _joined(first: str, second: str | None) -> str:
-    return first if second is None else f"{first}; {second.removesuffix('.')}"
 
 
 def headline_label(results: Sequence[SuiteResult]) -> str:
@@ -104,30 +105,25 @@ def headline_label(results: Sequence[SuiteResult]) -> str:
 
 def _glance(summaries: Sequence[Summary]) -> Block:
     """A row for each model and suite."""
-    labels = {
-        "headline": headline_label([one.result for one in summaries]),
-        "scored": "of the scored",
-        "length": "Length-controlled",
-        "gap": "Length gap",
-        "worst": "Worst subset",
-        "ece": "Calibration error",
-        "robust": "Robust",
-    }
     rows: list[Block] = []
     for one in summaries:
-        cells = {
-            "headline": one.result.headline,
-            "scored": one.result.headline_of_scored,
-            "length": one.length.length_controlled_accuracy,
-            "gap": one.length.accuracy_gap,
-            "worst": one.statistics.worst_subset if len(one.result.subsets) > 1 else None,
-            "ece": one.statistics.ece,
-            "robust": None if one.perturbations is None else one.perturbations.robust_accuracy,
+        metrics = {
+            headline_label([each.result for each in summaries]): one.result.headline,
+            "of the scored": one.result.headline_of_scored,
+            "Length-controlled": one.length.length_controlled_accuracy,
+            "Length gap": one.length.accuracy_gap,
+            "Worst subset": one.statistics.worst_subset if len(one.result.subsets) > 1 else None,
+            "Calibration error": one.statistics.ece,
+            "Robust": None if one.perturbations is None else one.perturbations.robust_accuracy,
         }
-        row = {"suite": one.title, "model": one.model, "failed": one.result.num_failed}
-        rows.append(row | {key: None if metric is None else _cell(metric, key) for key, metric in cells.items()})
+        row: Block = {"suite": one.title, "model": one.model, "failed": one.result.num_failed}
+        for label, metric in metrics.items():
+            if metric is not None:
+                form = "points" if label == "Length gap" else "percent"
+                row[label] = {"value": metric.value, "low": metric.low, "high": metric.high, "format": form}
+        rows.append(row)
     columns = {"suite": ("Suite", "text"), "model": ("Model", "text"), "failed": ("No score", "integer")}
-    columns |= {key: (label, "percent") for key, label in labels.items() if any(row[key] is not None for row in rows)}
+    columns |= {label: (label, "percent") for label in metrics if any(label in row for row in rows)}
     return table_block(
         "At a glance",
         columns,
@@ -139,17 +135,12 @@ def _glance(summaries: Sequence[Summary]) -> Block:
     )
 
 
-def _cell(metric: Metric, key: str) -> Block:
-    cell = {"value": metric.value, "low": metric.low, "high": metric.high}
-    return cell | {"format": "points" if key == "gap" else "percent"}
-
-
 # --- a chapter -------------------------------------------------------------------------------------------------------
 
 
 def chapter(summaries: Sequence[Summary], *, only: bool = False) -> list[Block]:
     """The chapter of one suite. `only`: nothing else is in the report, so the opening has the findings already."""
-    first, models = summaries[0], [summary.model for summary in summaries]
+    first = summaries[0]
     said = [" ".join(filter(None, (f"{_counts(one)}.", one.result.headline.note))) if only else findings(one)
             for one in summaries]  # fmt: skip
     shared = next((one.overlap for one in summaries if one.overlap is not None), None)
@@ -162,7 +153,7 @@ def chapter(summaries: Sequence[Summary], *, only: bool = False) -> list[Block]:
     return [
         {"kind": "text", "title": first.title, "markdown": "\n\n".join(said)},
         *_accuracies(summaries),
-        *side_by_side(models, [_figures(one) for one in summaries]),
+        *_side_by_side(summaries),
         *_margins(summaries),
         examples,
         *([] if shared is None else shared.blocks()),
@@ -170,12 +161,28 @@ def chapter(summaries: Sequence[Summary], *, only: bool = False) -> list[Block]:
     ]
 
 
-def _figures(summary: Summary) -> list[Block]:
-    """The figures of one model, in the order of the report."""
-    strata, *rest = summary.length.figures
-    made = (summary.style, summary.perturbations, summary.statistics, summary.scores, summary.without_overlap)
-    further = [figure for one in made if one is not None for figure in one.figures]
-    return [*_style_matrix(summary), strata, _outcomes_by_length(summary), *rest, *further]
+def _side_by_side(summaries: Sequence[Summary]) -> list[Block]:
+    """The figures of each model: bars and reliability diagrams with all models in one, others one below the other."""
+    groups: dict[tuple[str, str], list[tuple[str, Block]]] = {}
+    for one in summaries:
+        strata, *rest = one.length.figures
+        made = (one.style, one.perturbations, one.statistics, one.scores, one.without_overlap)
+        further = [figure for diagnostic in made if diagnostic is not None for figure in diagnostic.figures]
+        for block in (*_style_matrix(one), strata, _outcomes_by_length(one), *rest, *further):
+            groups.setdefault((block["kind"], block["title"]), []).append((one.model, block))
+    merged: list[Block] = []
+    for (kind, title), group in groups.items():
+        blocks = [block for _, block in group]
+        if len(summaries) == 1:
+            merged += blocks
+        elif kind in ("bars", "reliability"):
+            ranges = [block["x_range"] for block in blocks if block.get("x_range")]
+            common = {"x_range": [min(low for low, _ in ranges), max(high for _, high in ranges)]} if ranges else {}
+            merged.append(blocks[0] | {"series": [one for block in blocks for one in block["series"]]} | common)
+        else:
+            folded = len(summaries) > _MOST_OPEN
+            merged += [block | {"title": f"{title}: {model}", "folded": folded} for model, block in group]
+    return merged
 
 
 def _numbers(summaries: Sequence[Summary]) -> list[Block]:
@@ -211,10 +218,8 @@ def _bars(title: str, summaries: Sequence[Summary], of_models: Sequence[Sequence
     unknown = [name for name, chance in chances.items() if chance is None]
     series = []
     for summary, metrics in zip(summaries, of_models, strict=True):
-        items = [bar_item(m.name, m) for m in metrics]
-        for item in [] if same else items:
-            if (chance := chances[item["label"]]) is not None:
-                item["reference"] = chance
+        own = {} if same else {name: {"reference": chance} for name, chance in chances.items() if chance is not None}
+        items = [bar_item(metric.name, metric) | own.get(metric.name, {}) for metric in metrics]
         series.append({"name": summary.model, "items": items})
     return {
         "kind": "bars",
@@ -230,20 +235,18 @@ def _bars(title: str, summaries: Sequence[Summary], of_models: Sequence[Sequence
 def _style_matrix(summary: Summary) -> list[Block]:
     """RM-Bench's matrix of styles; nothing for other suites."""
     matrix = summary.result.details.get("matrix")
-    if matrix is None:
-        return []
-    return [
-        {
-            "kind": "matrix",
-            "title": "Right completion in one style against wrong in another",
-            "note": "Accuracy. Above the diagonal the wrong completion is the fancier one: these are the hard pairs.",
-            "rows": [f"right, {style}" for style in STYLES],
-            "columns": [f"wrong, {style}" for style in STYLES],
-            "values": matrix,
-            "format": "percent",
-            "range": [0, 1],
-        }
-    ]
+    title = "Right completion in one style against wrong in another"
+    note = "Accuracy. Above the diagonal the wrong completion is the fancier one: these are the hard pairs."
+    rows, columns = ([f"{side}, {style}" for style in STYLES] for side in ("right", "wrong"))
+    return [] if matrix is None else [_matrix(title, note, rows, columns, matrix)]
+
+
+def _matrix(
+    title: str, note: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]
+) -> Block:
+    """A matrix of shares."""
+    names = {"rows": list(rows), "columns": list(columns), "values": values}
+    return {"kind": "matrix", "title": title, "note": note, **names, "format": "percent"}
 
 
 def _outcomes_by_length(summary: Summary) -> Block:
@@ -252,19 +255,16 @@ def _outcomes_by_length(summary: Summary) -> Block:
     longer, shorter, similar = strata_of(pairs.better, pairs.worse)
     rows = {"better is longer": longer, "about as long": similar, "better is shorter": shorter}
     kinds = [pairs.margins > 0, pairs.margins == 0, pairs.margins < 0, ~np.isfinite(pairs.margins)]
-    return {
-        "kind": "matrix",
-        "title": "What becomes of a pair",
-        "note": "Shares of each row's pairs; lengths within 10 % of the longer are about as long.",
-        "rows": [f"{name} ({_counted(int(where.sum()), 'pair')})" for name, where in rows.items()],
-        "columns": ["right", "tie", "wrong", "no score"],
-        "values": [
+    return _matrix(
+        "What becomes of a pair",
+        "Shares of each row's pairs; lengths within 10 % of the longer are about as long.",
+        [f"{name} ({_counted(int(where.sum()), 'pair')})" for name, where in rows.items()],
+        ["right", "tie", "wrong", "no score"],
+        [
             [float((where & kind).sum() / where.sum()) if where.any() else None for kind in kinds]
             for where in rows.values()
         ],
-        "format": "percent",
-        "range": [0, 1],
-    }
+    )
 
 
 def _margins(summaries: Sequence[Summary]) -> list[Block]:
@@ -276,18 +276,17 @@ def _margins(summaries: Sequence[Summary]) -> list[Block]:
     width = float(high - low) / _MARGIN_BINS or 1.0  # bins of this width, with an edge at 0
     edges = [width * i for i in range(int(np.floor(low / width)), max(int(np.ceil(high / width)), 1) + 1)]
     series = [{"name": model, "counts": np.histogram(own, edges)[0].tolist()} for model, own in margins.items()]
-    return [
-        {
-            "kind": "histogram",
-            "title": "Margins",
-            "note": "Score of the better completion less that of the other, for each pair: left of 0 is wrong.",
-            "edges": edges,
-            "x_label": "margin",
-            "y_label": "pairs",
-            "mark": 0,
-            "series": series,
-        }
-    ]
+    block: Block = {
+        "kind": "histogram",
+        "title": "Margins",
+        "note": "Score of the better completion less that of the other, for each pair: left of 0 is wrong.",
+        "edges": edges,
+        "x_label": "margin",
+        "y_label": "pairs",
+        "mark": 0,
+        "series": series,
+    }
+    return [block]
 
 
 def _counts(summary: Summary) -> str:
@@ -301,7 +300,3 @@ def _counts(summary: Summary) -> str:
 
 def _counted(count: int | None, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _plain(metric: Metric) -> str:
-    return "-" if metric.value is None else f"{metric.value:.1%}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 from scipy.stats import rankdata
 
 from treeward.errors import DataError
-from treeward.evaluation.diagnostics.blocks import table_block
 from treeward.evaluation.diagnostics.completions import (
     Floats,
     correlation_metric,
@@ -32,7 +31,7 @@ from treeward.evaluation.diagnostics.completions import (
 from treeward.evaluation.diagnostics.scores import standard_deviation
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import percent
-from treeward.evaluation.report.blocks import format_number
+from treeward.evaluation.report.blocks import bar_item, format_number, table_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.summary import Summary
@@ -75,45 +74,40 @@ class Step:
 class SuiteDrift:
     """The checkpoints of a run in one suite, in order, and the steps between them.
 
-    `checkpoints`: the name of each and its numbers, those of `_OF_CHECKPOINT`. `final_is`: the checkpoint whose scores
-    the exported `final` has in every suite; None where there is no `final`, or no checkpoint has its scores.
+    `checkpoints`: the numbers of each by name, those of `_OF_CHECKPOINT`. `final_is`: the checkpoint whose scores the
+    exported `final` has in every suite; None where there is no `final`, or no checkpoint has its scores.
     """
 
     suite: str
     title: str
-    checkpoints: tuple[tuple[str, tuple[Metric, ...]], ...]
+    checkpoints: Mapping[str, Mapping[str, Metric]]
     steps: tuple[Step, ...]
     final_is: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """As results.json holds it."""
-        return {
-            "suite": self.suite,
-            "final_is": self.final_is,
-            "checkpoints": [
-                {"model": name, "metrics": [dataclasses.asdict(metric) for metric in metrics]}
-                for name, metrics in self.checkpoints
-            ],
-            "steps": [
-                {
-                    "before": step.before,
-                    "after": step.after,
-                    "metrics": [] if step.drift is None else list(map(dataclasses.asdict, step.drift.metrics())),
-                    "problem": step.problem,
-                }
-                for step in self.steps
-            ],
-        }
+
+        def listed(metrics: Mapping[str, Metric]) -> list[dict[str, Any]]:
+            return [dataclasses.asdict(metric) for metric in metrics.values()]
+
+        steps = [
+            {"before": one.before, "after": one.after, "problem": one.problem}
+            | {"metrics": [] if one.drift is None else listed(one.drift.numbers)}
+            for one in self.steps
+        ]
+        checkpoints = [{"model": name, "metrics": listed(metrics)} for name, metrics in self.checkpoints.items()]
+        return {"suite": self.suite, "final_is": self.final_is, "checkpoints": checkpoints, "steps": steps}
 
     def blocks(self) -> list[Block]:
         """The blocks of a report: a chapter with the accuracies by step, and both tables."""
         of_checkpoints = [
-            {"name": self._label(name)} | _cells(metrics, ("accuracy", "length_controlled_accuracy"))
-            for name, metrics in self.checkpoints
+            _cells(metrics, "accuracy", "length_controlled_accuracy")
+            | {"name": f"{name} (is {self.final_is})" if name == _FINAL and self.final_is else name}
+            for name, metrics in self.checkpoints.items()
         ]
         of_steps = [
-            {"name": f"{step.before} to {step.after}", "problem": step.problem or ""}
-            | _cells(() if step.drift is None else step.drift.metrics(), ("order_agreement",))
+            _cells({} if step.drift is None else step.drift.numbers, "order_agreement")
+            | {"name": f"{step.before} to {step.after}", "problem": step.problem or ""}
             for step in self.steps
         ]
         return [
@@ -134,9 +128,9 @@ class SuiteDrift:
             ),
         ]
 
-    def export(self) -> str:
+    def export(self) -> str | None:
         """Which checkpoint `final` is, in words."""
-        return f"**{_FINAL} is {self.final_is}**: all their scores are equal."
+        return None if self.final_is is None else f"**{_FINAL} is {self.final_is}**: all their scores are equal."
 
     def _words(self) -> str:
         """The largest change of the order, the largest shift, and which checkpoint `final` is."""
@@ -146,11 +140,10 @@ class SuiteDrift:
         if known:
             # An unknown agreement (no pairs) is no change.
             step, drift = min(known, key=lambda one: 1.0 if (same := one[1].order_agreement.value) is None else same)
-            ratio = drift.scale_ratio.value
-            times = "not known" if ratio is None else f"{format_number(ratio)} times what it was"
             parts.append(
                 f"The order changed most from **{step.before}** to **{step.after}**: {percent(drift.order_agreement)} "
-                f"of the pairs are ordered alike, and the spread of the scores is {times}."
+                f"of the pairs are ordered alike, and the spread of the scores is "
+                f"{format_number(drift.scale_ratio.value)} times what it was."
             )
             moved, most = max(known, key=lambda one: abs(one[1].relative_shift.value or 0.0))
             parts.append(
@@ -158,38 +151,32 @@ class SuiteDrift:
                 f"count; the most they moved is {format_number(most.relative_shift.value, 'signed')} standard "
                 f"deviations, from {moved.before} to {moved.after}."
             )
-        if self.final_is is not None:
-            parts.append(self.export())
-        elif self.checkpoints[-1][0] == _FINAL:
+        if self.final_is is None and _FINAL in self.checkpoints:
             parts.append(f"`{_FINAL}` was exported; none of these checkpoints has its scores.")
-        return " ".join(parts)
-
-    def _label(self, checkpoint: str) -> str:
-        return f"{_FINAL} (is {self.final_is})" if checkpoint == _FINAL and self.final_is is not None else checkpoint
+        return " ".join([*parts, *filter(None, [self.export()])])
 
     def _curves(self) -> list[Block]:
         """The accuracies by step, or by place in order where the names have no step; `final` is left out."""
-        drawn = [(name, {m.name: m for m in metrics}) for name, metrics in self.checkpoints if name != _FINAL]
+        drawn = {name: metrics for name, metrics in self.checkpoints.items() if name != _FINAL}
         if len(drawn) < 2:
             return []
-        numbers = [match and int(match[1]) for match in (_STEP.fullmatch(name) for name, _ in drawn)]
-        known = all(number is not None for number in numbers)
+        numbers = [int(match[1]) for match in map(_STEP.fullmatch, drawn) if match]
+        known = len(numbers) == len(drawn)
         x = numbers if known else list(range(1, 1 + len(drawn)))
         series = []
         for key in ("accuracy", "length_controlled_accuracy"):
-            own = [metrics[key] for _, metrics in drawn]
+            own = [metrics[key] for metrics in drawn.values()]
             ends = {"y": [m.value for m in own], "low": [m.low for m in own], "high": [m.high for m in own]}
             series.append({"name": _OF_CHECKPOINT[key][0], "x": x} | ends)
-        return [
-            {
-                "kind": "curves",
-                "title": f"{self.title}: accuracy by checkpoint",
-                "x_label": "step" if known else "checkpoint",
-                "y_label": "accuracy",
-                "format": "percent",
-                "series": series,
-            }
-        ]
+        block: Block = {
+            "kind": "curves",
+            "title": f"{self.title}: accuracy by checkpoint",
+            "x_label": "step" if known else "checkpoint",
+            "y_label": "accuracy",
+            "format": "percent",
+            "series": series,
+        }
+        return [block]
 
 
 def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
@@ -205,9 +192,8 @@ def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
         compared = list(zip(own, own[1:], strict=False))
         if final_is is not None and own[-1].model == _FINAL:
             compared[-1] = (next(one for one in own if one.model == final_is), own[-1])
-        checkpoints = tuple((one.model, _numbers(one)) for one in own)
-        steps = tuple(_step(*pair) for pair in compared)
-        found.append(SuiteDrift(suite, own[0].title, checkpoints, steps, final_is))
+        checkpoints = {one.model: _numbers(one) for one in own}
+        found.append(SuiteDrift(suite, own[0].title, checkpoints, tuple(_step(*pair) for pair in compared), final_is))
     return found
 
 
@@ -275,10 +261,10 @@ def _final_is(summaries: Sequence[Summary]) -> str | None:
     return next((name for name, own in of_models.items() if own == final), None)
 
 
-def _numbers(summary: Summary) -> tuple[Metric, ...]:
+def _numbers(summary: Summary) -> dict[str, Metric]:
     accuracy = dataclasses.replace(summary.result.headline, name="accuracy")
-    controlled, scores = summary.length.length_controlled_accuracy, summary.scores
-    return (accuracy, controlled, scores.score_mean, scores.score_std, scores.saturated, summary.statistics.ece)
+    every = {"accuracy": accuracy, **summary.length.numbers, **summary.scores.numbers, "ece": summary.statistics.ece}
+    return {name: every[name] for name in _OF_CHECKPOINT}
 
 
 def _step(before: Summary, after: Summary) -> Step:
@@ -290,7 +276,9 @@ def _step(before: Summary, after: Summary) -> Step:
     return Step(before.model, after.model, drift, left_out)
 
 
-def _cells(metrics: Sequence[Metric], with_interval: Sequence[str]) -> dict[str, Any]:
+def _cells(metrics: Mapping[str, Metric], *with_interval: str) -> dict[str, Any]:
     """Values by name; the table would be too wide to read with all the intervals, which results.json has."""
-    return {m.name: {"value": m.value, "low": m.low, "high": m.high} if m.name in with_interval else m.value
-            for m in metrics}  # fmt: skip
+    return {
+        name: bar_item("", metric) | {"count": None} if name in with_interval else metric.value
+        for name, metric in metrics.items()
+    }

@@ -11,10 +11,10 @@ ones is then reported beside it, and compared with chance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from treeward.evaluation.diagnostics.biases import left_out_note
 from treeward.evaluation.diagnostics.rewrites import REWRITES
-from treeward.evaluation.diagnostics.strata import left_out_note
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.summary import Summary
 
@@ -23,37 +23,35 @@ __all__ = ["findings", "has_worst_subset", "length_finding", "percent", "standin
 _MOST_NAMED = 5
 # Below these, rewrites and calibration are not among the first things to know.
 _FOOLED, _MISCALIBRATED = 0.1, 0.02
+_BETTER = "better than chance"
 
 
 def verdict(summary: Summary) -> str:
     """One sentence: the headline, whether it is chance, the length bias if there is one; then the suite's caveat."""
-    likes = _likes(summary.length.accuracy_gap)
-    parts = [part for part in (standing(summary.result, summary.chance), likes) if part]
-    joined = ", but ".join(parts) if parts[:1] == ["better than chance"] else ", and ".join(parts)
-    named = f"**{summary.model}** on {summary.title}: {_headline(summary.result)}"
-    said = f"{named}; {joined}." if joined else f"{named}."
+    result = summary.result
+    found = standing(result, summary.chance)
+    joined = (", but " if found == _BETTER else ", and ").join(filter(None, (found, _likes(summary.length.numbers))))
+    headline = f"{result.headline.name} {percent(result.headline)}"
+    if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
+        headline += f" of {result.headline.count:,} pairs"
+    if result.num_failed:
+        headline += f" with the {result.num_failed:,} of {result.num_examples:,} examples without a score counted as "
+        headline += "wrong"
+        if result.headline_of_scored is not None:
+            headline += f", {percent(result.headline_of_scored)} of the scored ones"
+    said = f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
     return said if summary.caveat is None else f"{said} {summary.caveat}"
 
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
     """ "better than chance", "worse than chance" or "no better than chance"; None where chance is not known, or nothing
     has a score. Examples without a score are left out."""
-    return _standing(_judged(result), chance)
+    return _standing(result.headline_of_scored if result.num_failed else result.headline, chance)
 
 
 def findings(summary: Summary) -> str:
     """The verdict, and a list of its reasons below."""
-    parts = [
-        _against_chance(summary),
-        length_finding(summary.length.numbers),
-        _left_out(summary),
-        _worst_subset(summary),
-        _calibration(summary),
-        _rewrites(summary),
-        _overlap(summary),
-        _note(summary.result.headline),
-    ]
-    said = "\n".join(f"- {part}" for part in parts if part)
+    said = "\n".join(f"- {one}" for one in _reasons(summary) if one)
     return f"{verdict(summary)}\n\n{said}" if said else verdict(summary)
 
 
@@ -63,15 +61,17 @@ def length_finding(length: Mapping[str, Metric], standing: str | None = None) ->
     `length`: the length diagnostics by name. `standing`: the model's `standing` in the same suite; anything but "better
     than chance" is added, because then the bias may explain all of its accuracy.
     """
-    gap = length["accuracy_gap"]
-    likes = _likes(gap)
-    if likes is None:
+    gap, likes = length["accuracy_gap"], _likes(length)
+    if likes is None or gap.value is None:
         return None
-    caveat = f"; it is {standing} here" if standing not in (None, "better than chance") else ""
+    # The words before it say which is the larger.
+    low, high = sorted(abs(end) * 100 for end in (gap.low, gap.high) if end is not None)
+    caveat = f"; it is {standing} here" if standing not in (None, _BETTER) else ""
     return (
         f"{likes[0].upper()}{likes[1:]}: right in {percent(length['accuracy_longer_right'])} of the pairs whose "
         f"better completion is the longer, in {percent(length['accuracy_shorter_right'])} where it is the shorter, "
-        f"{_points(gap)} apart; length-controlled {percent(length['length_controlled_accuracy'])}{caveat}."
+        f"{abs(gap.value) * 100:.1f} points ({low:.1f} to {high:.1f}) apart; length-controlled "
+        f"{percent(length['length_controlled_accuracy'])}{caveat}."
     )
 
 
@@ -84,28 +84,9 @@ def percent(metric: Metric) -> str:
     return f"{metric.value:.1%} ({metric.low:.1%} to {metric.high:.1%})"
 
 
-def _headline(result: SuiteResult) -> str:
-    """The headline with its interval; of pairs, and without the examples that lack a score, where that is different."""
-    headline, scored = result.headline, result.headline_of_scored
-    named = f"{headline.name} {percent(headline)}"
-    if result.unit == "pairs" and headline.count not in (None, result.num_examples):
-        named += f" of {headline.count:,} pairs"
-    if not result.num_failed:
-        return named
-    named += f" with the {result.num_failed:,} of {result.num_examples:,} examples without a score counted as wrong"
-    return f"{named}, {percent(scored)} of the scored ones" if scored is not None else named
-
-
-def _judged(result: SuiteResult) -> Metric | None:
-    """The number to compare with chance."""
-    return result.headline_of_scored if result.num_failed else result.headline
-
-
-def _points(gap: Metric) -> str:
-    assert gap.value is not None and gap.low is not None and gap.high is not None
-    # The words before it say which is the larger.
-    low, high = sorted((gap.low, gap.high), key=abs)
-    return f"{abs(gap.value) * 100:.1f} points ({abs(low) * 100:.1f} to {abs(high) * 100:.1f})"
+def has_worst_subset(result: SuiteResult) -> bool:
+    """Whether a subset is worse than another."""
+    return len({subset.value for subset in result.subsets if subset.value is not None}) > 1
 
 
 def _standing(metric: Metric | None, chance: float | None) -> str | None:
@@ -114,57 +95,49 @@ def _standing(metric: Metric | None, chance: float | None) -> str | None:
     return f"{'better' if metric.low > chance else 'worse' if metric.high < chance else 'no better'} than chance"
 
 
-def _likes(gap: Metric) -> str | None:
+def _likes(length: Mapping[str, Metric]) -> str | None:
+    gap = length["accuracy_gap"]
     if gap.low is None or gap.high is None or gap.low <= 0 <= gap.high:
         return None
     return f"it likes {'longer' if gap.low > 0 else 'shorter'} completions too much"
 
 
+def _reasons(summary: Summary) -> Iterator[str | None]:
+    yield _against_chance(summary)
+    yield length_finding(summary.length.numbers)
+    if left_out := left_out_note(summary.length.num_left_out):
+        yield f"By length and by markdown: {left_out}"
+    worst = summary.statistics.worst_subset
+    if has_worst_subset(summary.result):
+        yield f"Its worst subset is {worst.note} with {percent(worst)}."
+    before, after, scale = (getattr(summary.statistics, name).value for name in ("ece", "ece_fitted", "temperature"))
+    if before is not None and after is not None and scale is not None and before - after >= _MISCALIBRATED:
+        how = "overconfident" if scale > 1 else "underconfident"
+        rescaled = f"by {after:.1%} once divided by {scale:.2f}"
+        yield f"Its margins are {how}: off by {before:.1%} as probabilities, {rescaled}."
+    yield _rewrites(summary)
+    yield _overlap(summary)
+    note = summary.result.headline.note or ""
+    yield None if note.startswith("The interval is over") else note  # shared prompts are no finding
+
+
 def _against_chance(summary: Summary) -> str | None:
     result, chance = summary.result, summary.chance
     found = standing(result, chance)
-    if found is not None and found != "better than chance":
+    if found is not None and found != _BETTER:
         than, at = ("a coin", "50 %") if chance == 0.5 else ("chance", f"{chance:.0%}, which is chance")
         interval = "The interval of the scored examples" if result.num_failed else "The interval"
         if found == "worse than chance":
             return f"{interval} is below {at}: it is worse than {than}."
         return f"{interval} contains {at}: nothing shows that it is better than {than}."
     parts = result.subsets or result.sections
-    of_scored = {m.name: m for m in result.parts_of_scored} if result.num_failed else {m.name: m for m in parts}
-    low = [
-        m.name
-        for m in parts
-        if _standing(of_scored.get(m.name), summary.chances[m.name]) in ("no better than chance", "worse than chance")
-    ]
+    of_scored = {one.name: one for one in (result.parts_of_scored if result.num_failed else parts)}
+    found_of = {one.name: _standing(of_scored.get(one.name), summary.chances[one.name]) for one in parts}
+    low = [name for name, found in found_of.items() if found not in (None, _BETTER)]
     if not low or len(parts) < 2:
         return None
     more = f" and {len(low) - _MOST_NAMED} more" if len(low) > _MOST_NAMED else ""
     return f"Nothing shows that it is better than chance in {', '.join(low[:_MOST_NAMED])}{more}."
-
-
-def has_worst_subset(result: SuiteResult) -> bool:
-    """Whether a subset is worse than another."""
-    return len({subset.value for subset in result.subsets if subset.value is not None}) > 1
-
-
-def _left_out(summary: Summary) -> str | None:
-    said = left_out_note(summary.length.num_left_out)
-    return said and f"By length and by markdown: {said}"
-
-
-def _worst_subset(summary: Summary) -> str | None:
-    worst = summary.statistics.worst_subset
-    if not has_worst_subset(summary.result):
-        return None
-    return f"Its worst subset is {worst.note} with {percent(worst)}."
-
-
-def _calibration(summary: Summary) -> str | None:
-    before, after, scale = (getattr(summary.statistics, name).value for name in ("ece", "ece_fitted", "temperature"))
-    if before is None or after is None or scale is None or before - after < _MISCALIBRATED:
-        return None
-    how = "overconfident" if scale > 1 else "underconfident"
-    return f"Its margins are {how}: off by {before:.1%} as probabilities, by {after:.1%} once divided by {scale:.2f}."
 
 
 def _rewrites(summary: Summary) -> str | None:
@@ -176,12 +149,10 @@ def _rewrites(summary: Summary) -> str | None:
         f"{percent(numbers['robust_accuracy'])} under every change of style"
     )
     flips = {name: numbers[f"{name}_rejected_flips"] for name in REWRITES}
-    fooling = max(flips, key=lambda name: flips[name].low or 0.0)
-    if (flips[fooling].low or 0.0) < _FOOLED:
+    worst = max(flips, key=lambda name: flips[name].low or 0.0)
+    if (flips[worst].low or 0.0) < _FOOLED:
         return f"{said}."
-    return (
-        f"{said}; {REWRITES[fooling].label} on the worse completion turns {percent(flips[fooling])} of the right ones."
-    )
+    return f"{said}; {REWRITES[worst].label} on the worse completion turns {percent(flips[worst])} of the right ones."
 
 
 def _overlap(summary: Summary) -> str | None:
@@ -193,8 +164,3 @@ def _overlap(summary: Summary) -> str | None:
         shared += f" ({overlap.exact:.1%} word for word; so it is with templated data)"
     of_them, others = percent(without.accuracy_flagged), percent(without.accuracy_clean)
     return f"{shared}: accuracy {of_them} on these and {others} on the others."
-
-
-def _note(headline: Metric) -> str | None:
-    """A peculiarity of these data; shared prompts are no finding."""
-    return None if (headline.note or "").startswith("The interval is over") else headline.note

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from treeward.data.preference import Message
+from treeward.evaluation.diagnostics.biases import LENGTH_STRATA, stratify
 from treeward.evaluation.diagnostics.completions import Pairs, collect_pairs
-from treeward.evaluation.diagnostics.length import STRATA_NAMES
-from treeward.evaluation.diagnostics.pairs import auroc_of_best, kendall_taus
-from treeward.evaluation.diagnostics.strata import stratify
+from treeward.evaluation.diagnostics.scores import auroc_of_best, kendall_taus
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import brier, expected_calibration_error, pair_confidences
@@ -50,13 +49,13 @@ def scored_comparison(
 def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers of `GATE_METRICS` without intervals; the note of one that has no value says why.
 
-    `length_controlled_accuracy` and the next three: see `diagnostics.length`, of pairs with both scores. `ece`,
+    `length_controlled_accuracy` and the next three: see `diagnostics.biases`, of pairs with both scores. `ece`,
     `brier`: of sigma(|margin|) as the chance that the higher score is right, of the same pairs. `auroc`: best-ranked
     completions against the others, over all prompts. `kendall_tau`: mean over comparisons of more than two.
     `worst_subset`: the lowest pair accuracy of a subset, where a pair without a score counts as wrong.
     """
     pairs = collect_pairs(scored)
-    strata = stratify(pairs, pairs.better, pairs.worse, STRATA_NAMES)
+    strata = stratify(pairs, pairs.better, pairs.worse, list(LENGTH_STRATA))
     empty = [
         f"there is no pair whose better completion is clearly the {which}"
         for which in ("longer", "shorter")

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from treeward.evaluation.diagnostics.length import diagnose_length
+from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
 from treeward.evaluation.diagnostics.overlap import OverlapDiagnostics, compare_overlap
-from treeward.evaluation.diagnostics.pairs import statistics_of
-from treeward.evaluation.diagnostics.scores import describe_scores
-from treeward.evaluation.diagnostics.style import diagnose_style
+from treeward.evaluation.diagnostics.scores import describe_scores, statistics_of
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Diagnostic, SuiteResult
 from treeward.evaluation.running import ScoredSuite

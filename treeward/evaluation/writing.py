@@ -64,7 +64,7 @@ def write_results(
 def report_blocks(summaries: Sequence[Summary], drift: Sequence[SuiteDrift] = ()) -> list[Block]:
     """The report: the findings first, then the changes between checkpoints, then each suite in turn."""
     suites = list(dict.fromkeys(summary.suite for summary in summaries))
-    blocks = opening(summaries, next((one.export() for one in drift if one.final_is is not None), None))
+    blocks = opening(summaries, drift[0].export() if drift else None)
     blocks += [block for one in drift for block in one.blocks()]
     for suite in suites:
         blocks += chapter([one for one in summaries if one.suite == suite], only=len(summaries) == 1)

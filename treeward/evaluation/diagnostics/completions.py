@@ -55,7 +55,7 @@ class Completions:
 
     `scores`, `lengths` (characters), `places` (N,) float64: the place of a completion is 0 for the best rank of its
     example and 1 for the worst, 0.5 where all are equal. `prompts` (N,): one number for each different context.
-    `examples`, `completions` (N,): indices of the example and of its completion. `num_failed`: those without a score.
+    `examples`, `completions` (N,): indices of the example and of its completion.
     """
 
     scores: Floats
@@ -64,7 +64,6 @@ class Completions:
     prompts: Integers
     examples: Integers
     completions: Integers
-    num_failed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +110,9 @@ def collect_completions(scored: Sequence[ScoredExample]) -> Completions:
             if score is not None:
                 rows.append((score, one.lengths[j], place, prompts[i], i, j))
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 6)
-    num_failed = sum(len(one.scores) for one in scored) - len(rows)
     scores, lengths, places = table[:, :3].T
     of_prompts, examples, completions = table[:, 3:].astype(np.int64).T
-    return Completions(scores, lengths, places, of_prompts, examples, completions, num_failed)
+    return Completions(scores, lengths, places, of_prompts, examples, completions)
 
 
 def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:

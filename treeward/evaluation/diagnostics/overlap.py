@@ -24,16 +24,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treeward.data.preference import Message, Preference
-from treeward.evaluation.diagnostics.blocks import bar_item, bars_block, metrics_table, table_block
 from treeward.evaluation.diagnostics.completions import completion_text
+from treeward.evaluation.diagnostics.labels import metrics_table
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.report.blocks import bar_item, bars_block, table_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
@@ -41,7 +42,7 @@ from treeward.evaluation.suites.interface import Suite
 __all__ = ["OverlapDiagnostics", "OverlapFlag", "compare_overlap", "find_overlap", "words_of_text"]
 
 NUM_WORDS = 13
-NEAR = 0.7
+_NEAR = 0.7
 
 Hashes = NDArray[np.uint64]
 
@@ -77,25 +78,17 @@ class OverlapFlag:
     kinds: tuple[str, ...]
     any_run: bool
 
-    @property
-    def flagged(self) -> bool:
-        """Whether the example is an exact or a near duplicate in any of its texts."""
-        return bool(self.kinds)
-
 
 @dataclass(frozen=True, slots=True)
 class OverlapDiagnostics:
-    """A flag for each example, in order. `num_words` and `near` as they were asked for; `num_training`: preferences
-    that were read."""
+    """A flag for each example, in order. `num_training`: preferences that were read."""
 
     flags: tuple[OverlapFlag, ...]
-    num_words: int
-    near: float
     num_training: int
 
     def metrics(self) -> tuple[Metric, ...]:
         """Shares of the examples: flagged at all, by kind, and with any common run."""
-        shares = {"flagged": [flag.flagged for flag in self.flags]}
+        shares = {"flagged": [bool(flag.kinds) for flag in self.flags]}
         shares |= {f"flagged_{kind}": [kind in flag.kinds for flag in self.flags] for kind in _KINDS}
         shares["any_run"] = [flag.any_run for flag in self.flags]
         return tuple(accuracy_metric([float(hit) for hit in hits], name) for name, hits in shares.items())
@@ -103,7 +96,7 @@ class OverlapDiagnostics:
     @property
     def flagged(self) -> float:
         """The share of examples with an exact or near duplicate; 0 of no examples."""
-        return sum(flag.flagged for flag in self.flags) / max(1, len(self.flags))
+        return sum(bool(flag.kinds) for flag in self.flags) / max(1, len(self.flags))
 
     @property
     def exact(self) -> float:
@@ -122,7 +115,7 @@ class OverlapDiagnostics:
             return f"None of {count} has a duplicate among {self.num_training:,} training comparisons."
         said = (
             f"{self.flagged:.1%} of {count} have a duplicate among {self.num_training:,} training comparisons: "
-            f"{self.exact:.1%} word for word, the others share most of their words in runs of {self.num_words} or more."
+            f"{self.exact:.1%} word for word, the others share most of their words in runs of {NUM_WORDS} or more."
         )
         if self.templated:
             return (
@@ -136,17 +129,13 @@ class OverlapDiagnostics:
     def blocks(self) -> list[Block]:
         """The blocks of a report: a table of shares, and the flagged examples if there are any."""
         shares = metrics_table("Overlap with the training data", {"examples": self.metrics()}, self.finding())
-        flagged = [flag for flag in self.flags if flag.flagged]
+        flagged = [flag for flag in self.flags if flag.kinds]
         flagged.sort(key=lambda flag: (-max(flag.prompt_coverage, flag.completion_coverage), flag.id))
         columns = {"id": ("Example", "text"), "subset": ("Subset", "text"), "why": ("Why", "text")}
         columns |= {"prompt_coverage": ("Prompt", "percent"), "completion_coverage": ("Completion", "percent")}
-        rows = [
-            {"why": ", ".join(_KINDS[kind] for kind in flag.kinds)}
-            | {key: getattr(flag, key) for key in columns if key != "why"}
-            for flag in flagged[:_MOST_LISTED]
-        ]
-        table = table_block("Examples with a duplicate in the training data", columns, rows, most=10)
-        return [shares, table] if flagged else [shares]
+        rows = [asdict(flag) | {"why": ", ".join(map(_KINDS.__getitem__, flag.kinds))} for flag in flagged]
+        title = "Examples with a duplicate in the training data"
+        return [shares, table_block(title, columns, rows[:_MOST_LISTED], most=10)] if flagged else [shares]
 
 
 def find_overlap(
@@ -154,12 +143,11 @@ def find_overlap(
     training: Iterable[Preference],
     *,
     num_words: int = NUM_WORDS,
-    near: float = NEAR,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> OverlapDiagnostics:
     """Read the training data once and flag the examples that it has.
 
-    `on_progress` receives how many preferences were read, and 0, for the total is not known.
+    `num_words`: of a run. `on_progress` receives how many preferences were read, and 0, for the total is not known.
     """
     index = _Index([_Texts.of(example.context, example.completions) for example in examples], num_words)
     count = 0
@@ -168,15 +156,15 @@ def find_overlap(
         if count % _PROGRESS_EVERY == 0:
             on_progress(count, 0)
     on_progress(count, 0)
-    flags = [index.flag(i, example, near) for i, example in enumerate(examples)]
-    return OverlapDiagnostics(tuple(flags), num_words, near, count)
+    flags = [index.flag(i, example) for i, example in enumerate(examples)]
+    return OverlapDiagnostics(tuple(flags), count)
 
 
 def compare_overlap(
     suite: Suite, scored: Sequence[ScoredExample], overlap: OverlapDiagnostics, model: str = "model"
 ) -> Diagnostic:
     """The suite's headline over all examples, over those without a flag and over those with one."""
-    flagged = {flag.id for flag in overlap.flags if flag.flagged}
+    flagged = {flag.id for flag in overlap.flags if flag.kinds}
     groups = {
         "accuracy": scored,
         "accuracy_clean": [one for one in scored if one.example.id not in flagged],
@@ -233,22 +221,20 @@ class _Index:
             places = np.minimum(np.searchsorted(self._runs, found), len(self._runs) - 1)
             self._met[places[self._runs[places] == found]] = True
 
-    def flag(self, i: int, example: EvalExample, near: float) -> OverlapFlag:
+    def flag(self, i: int, example: EvalExample) -> OverlapFlag:
         """The parts of the example that were met."""
         texts = self._texts[i]
         exact = {
             "prompt": self._has("context", texts.context),
-            "conversation": any(
-                self._has("conversation", texts.context, completion) for completion in texts.completions
-            ),
-            "completion": any(self._is_exact(completion) for completion in texts.completions),
+            "conversation": any(self._has("conversation", texts.context, words) for words in texts.completions),
+            "completion": any(self._is_exact(words) for words in texts.completions),
         }
         of_prompt = 1.0 if self._has("prompt", texts.prompt) else self._coverage(texts.prompt)
-        shares = [1.0 if self._is_exact(completion) else self._coverage(completion) for completion in texts.completions]
+        shares = [1.0 if self._is_exact(words) else self._coverage(words) for words in texts.completions]
         of_completion = max(shares, default=0.0)
         kinds = [kind for kind, hit in exact.items() if hit]
-        kinds += ["near_prompt"] if of_prompt >= near and not exact["prompt"] else []
-        kinds += ["near_completion"] if of_completion >= near and not exact["completion"] else []
+        kinds += ["near_prompt"] if of_prompt >= _NEAR and not exact["prompt"] else []
+        kinds += ["near_completion"] if of_completion >= _NEAR and not exact["completion"] else []
         any_run = of_prompt > 0 or of_completion > 0 or exact["conversation"]
         return OverlapFlag(example.id, example.subset, of_prompt, of_completion, tuple(kinds), any_run)
 

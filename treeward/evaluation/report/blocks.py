@@ -1,4 +1,4 @@
-"""Blocks: what a report is made of; each is a JSON object whose `kind` says how the page shows it.
+"""Blocks: what a report is made of. Each is a JSON object whose `kind` says how the page shows it.
 
     {"kind": "headline", "items": [{"label": "RewardBench", "value": 0.71, "low": 0.62, "high": 0.79, "count": 100,
                                     "format": "percent", "reference": 0.5, "note": "four sections"}]}
@@ -28,116 +28,68 @@ it, and the contents do not list it. A number that is None or not finite shows a
 fraction), points (a difference of fractions, in percentage points), number, signed, integer, text. A table's cell may
 be an object {"value", "low", "high", "count"}, with its own "format" where it is not the column's. A column may name
 the column that it `explains`: narrow screens show it below that one's cells. `most` is the number of rows on a table's
-first page. An item of bars may have its own `reference`, where chance differs. Curves may name places of the x axis,
-`x_ticks` [{"x", "label"}], and points, `labels` beside x and y; mark places, `lines` [{"x", "label", "colour"}]; and be
-`spoken`, a description for screen readers in place of all numbers. A series of curves may have the `colour` and the
-`dash` of another, by number, and `dots` or none. The rows of `examples` are those of
-`treeward.evaluation.examples.to_row`, with a `model` where there is more than one.
+first page. An item of bars may have its own `reference`, where chance differs. Curves may have an `x_scale` or
+`y_scale` (log, symlog), name places of the x axis, `x_ticks` [{"x", "label"}], and points, `labels` beside x and y, and
+mark places, `lines` [{"x", "label", "colour"}]. A series of curves may have the `colour` and the `dash` of another, by
+number, and `dots` or none. The rows of `examples` are those of `treeward.evaluation.examples.to_row`, with a `model`
+where there is more than one.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from treeward.config.base import nearest_name
-from treeward.errors import DataError
+from treeward.evaluation.results import Block, Metric
 
-__all__ = ["BLOCK_KINDS", "FORMATS", "check_blocks", "format_interval", "format_number", "is_number", "plain"]
+__all__ = ["bar_item", "bars_block", "format_interval", "format_number", "is_number", "plain", "table_block"]
 
 ABSENT = "–"
-FORMATS = ("percent", "points", "number", "signed", "integer", "text")
 
-BLOCK_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "headline": (("items",), ()),
-    "text": (("markdown",), ()),
-    "bars": (("title", "series"), ("x_range", "x_label", "reference", "reference_label", "format")),
-    "histogram": (("title", "edges", "series"), ("x_label", "y_label", "mark", "mark_label")),
-    "reliability": (("title", "series"), ("x_label", "y_label")),
-    "scatter": (("title", "series"), ("x_label", "y_label", "source")),
-    "matrix": (("title", "rows", "columns", "values"), ("format", "row_label", "column_label", "range")),
-    "curves": (("title", "series"), ("x_label", "y_label", "x_scale", "x_ticks", "format", "lines", "spoken")),
-    "samples": (("title", "items"), ()),
-    "table": (("title", "columns", "rows"), ("most",)),
-    "examples": (("title", "source"), ()),
-}
-"""The fields that each kind needs and those that it may have, beside `kind`, `title`, `note` and `folded`."""
-
-_EVERY = ("kind", "title", "note", "folded")
 # The number of decimals by size: at least three significant digits.
 _DECIMALS = ((1000, 0), (100, 1), (10, 2), (0.1, 3), (0.01, 4), (1e-4, 5), (0, 3))
 
 
-def check_blocks(blocks: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
-    """Raise `DataError` for the first block that the page could not show, naming it as `blocks[3]`.
+def bar_item(label: str, metric: Metric, note: str | None = None) -> Block:
+    """A metric as an item of a `bars` or `headline` block."""
+    item = {"label": label, "value": metric.value, "low": metric.low, "high": metric.high, "count": metric.count}
+    return item if note is None else item | {"note": note}
 
-    `sources`: the names that blocks of kind `examples` may refer to.
+
+def bars_block(title: str, model: str, items: Sequence[Block], note: str | None = None, **more: Any) -> Block:
+    """Items of one model as a `bars` block from 0 to 1; `more`: fields of the block in place of these."""
+    series = [{"name": model, "items": list(items)}]
+    axis: Block = {"x_range": [0, 1], "reference": 0.5, "format": "percent"}
+    return {"kind": "bars", "title": title, "note": note, "series": series} | axis | more
+
+
+def table_block(
+    title: str, columns: Mapping[str, tuple[str, str]], rows: Sequence[Block], note: str | None = None, **more: Any
+) -> Block:
+    """Rows as a `table` block; `columns`: label and format by key. `more`: further fields of the block."""
+    shown = [{"key": key, "label": label, "format": format} for key, (label, format) in columns.items()]
+    return {"kind": "table", "title": title, "note": note, "columns": shown, "rows": list(rows)} | more
+
+
+def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
+    """`value` as JSON holds it: numpy's numbers and arrays become Python's, and what is not finite becomes None.
+
+    `of_text`: applied to every text.
     """
-    for number, block in enumerate(blocks):
-        where = f"blocks[{number}]"
-        _one_of(block.get("kind"), tuple(BLOCK_KINDS), where, "kind")
-        needed, optional = BLOCK_KINDS[block["kind"]]
-        for name in (*needed, *(["title"] if block.get("folded") else [])):
-            if block.get(name) is None:
-                summary = f"a block of kind {block['kind']} lacks {name}"
-                raise DataError(summary, where=where, field=name, need=f"the fields {', '.join(needed)}")
-        for name in block:
-            _one_of(name, (*_EVERY, *needed, *optional), where, str(name))
-        for path, form in _formats(block, ""):
-            _one_of(form, FORMATS, where, path)
-        if block["kind"] == "examples":
-            _one_of(block["source"], sources, where, "source")
-
-
-def _formats(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every `format` of a block, with the place where it is."""
     if isinstance(value, Mapping):
-        for key, inside in value.items():
-            if key == "format" and inside is not None:
-                yield f"{path}format", inside
-            else:
-                yield from _formats(inside, f"{path}{key}.")
-    elif isinstance(value, list | tuple):
-        for index, inside in enumerate(value):
-            yield from _formats(inside, f"{path[:-1]}[{index}].")
+        return {of_text(str(key)): plain(item, of_text) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, of_text) for item in value]
+    if isinstance(value, str):
+        return of_text(value)
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return plain(value) if isinstance(value, list) else None if is_infinite(value) else value
 
 
-def _one_of(value: Any, names: Sequence[str], where: str, field: str) -> None:
-    if value in names:
-        return
-    near = nearest_name(str(value), names)
-    raise DataError(
-        "the report knows no such name",
-        where=where,
-        field=field,
-        got=value,
-        need=f"one of {', '.join(names)}",
-        fix=f"did you mean {near}?" if near else None,
-    )
-
-
-def plain(value: Any, where: str = "report") -> Any:
-    """`value` as JSON holds it: mappings, lists, text, numbers; a number that is not finite becomes None.
-
-    Numbers and arrays of numpy and torch become Python's. Raises `DataError` for anything else.
-    """
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if hasattr(value, "tolist"):
-        return plain(value.tolist(), where)
-    raise DataError(
-        "this cannot be written as JSON", where=where, got=repr(value), need="numbers, text, lists, objects"
-    )
+def is_infinite(value: Any) -> bool:
+    """Whether `value` is a number that JSON does not have."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

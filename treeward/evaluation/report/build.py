@@ -26,12 +26,15 @@ import vl_convert
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from treeward.evaluation.report.blocks import check_blocks, format_interval, format_number, is_number, plain
+from treeward.evaluation.report.blocks import format_interval, format_number, is_number, plain
 from treeward.evaluation.report.charts import THEME, draw
 from treeward.evaluation.report.examples import OUTCOMES, example_rows, filters, messages, prompt_text
+from treeward.evaluation.results import Block
 from treeward.storage import write_text
 
 __all__ = ["build_report", "write_report"]
+
+Examples = Mapping[str, Sequence[Mapping[str, Any]]]
 
 _FIGURES = ("bars", "histogram", "reliability", "scatter", "curves")
 _MOST_ROWS = 50
@@ -45,26 +48,19 @@ _HIDDEN = re.compile(
 _MARKDOWN = MarkdownIt("zero").enable(["backticks", "emphasis", "list"])
 
 
-def build_report(
-    title: str,
-    blocks: Sequence[Mapping[str, Any]],
-    examples: Mapping[str, Sequence[Mapping[str, Any]]],
-    *,
-    subtitle: str = "",
-) -> str:
+def build_report(title: str, blocks: Sequence[Block], examples: Examples, *, subtitle: str = "") -> str:
     """The page, as the text of an HTML file in UTF-8.
 
     `examples`: by the name that a block of kind `examples` gives as its `source`, rows of `examples.jsonl`.
-    Raises `DataError` for a block that cannot be shown, naming the nearest kind or field.
     """
-    return _page(_report(title, blocks, examples, subtitle), "report")
+    return _page({"title": title, "subtitle": subtitle, "blocks": blocks, "examples": examples}, "report")
 
 
 def write_report(
     folder: str | Path,
     title: str,
-    blocks: Sequence[Mapping[str, Any]],
-    examples: Mapping[str, Sequence[Mapping[str, Any]]],
+    blocks: Sequence[Block],
+    examples: Examples,
     *,
     subtitle: str = "",
     name: str = "report",
@@ -72,50 +68,22 @@ def write_report(
     """Write report.html and report.json into `folder`, which is made where it is not there; returns the page's path.
 
     `name` stands for "report" in both files' names. report.json: {"title", "subtitle", "blocks", "examples"}, None for
-    a number that is not finite. A report that is already there is replaced whole or not at all. Raises as
-    `build_report`.
+    a number that is not finite. A report that is already there is replaced whole or not at all.
     """
-    report = _report(title, blocks, examples, subtitle)
+    report = {"title": title, "subtitle": subtitle, "blocks": blocks, "examples": examples}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{name}.json", json.dumps(report, allow_nan=False) + "\n")
+    write_text(folder / f"{name}.json", json.dumps(plain(report), allow_nan=False) + "\n")
     write_text(folder / f"{name}.html", _page(report, name))
     return folder / f"{name}.html"
 
 
-def _report(
-    title: str,
-    blocks: Sequence[Mapping[str, Any]],
-    examples: Mapping[str, Sequence[Mapping[str, Any]]],
-    subtitle: str,
-) -> dict[str, Any]:
-    check_blocks(blocks, tuple(examples))
-    return {
-        "title": title,
-        "subtitle": subtitle,
-        "blocks": plain(blocks, "blocks"),
-        "examples": plain(examples, "examples"),
-    }
-
-
 def _page(report: Mapping[str, Any], name: str) -> str:
-    shown = _visible(report)
-    sections, has_charts, has_tables = [], False, False
-    for number, block in enumerate(shown["blocks"], start=1):
-        section = dict(block) | {"id": f"block-{number}", "opens": block["kind"] == "text" and bool(block.get("title"))}
-        if block["kind"] in _FIGURES:
-            section["figure"] = draw(block)
-            has_charts = True
-        elif block["kind"] == "table":
-            section |= {"long": len(block["rows"]) > block.get("most", _MOST_ROWS)}
-            has_tables |= section["long"]
-        elif block["kind"] == "examples":
-            rows = shown["examples"][block["source"]]
-            section |= {"examples": example_rows(rows), "filters": filters(rows)}
-            has_tables = True
-        sections.append(section)
+    shown = plain(report, _visible)
+    sections = [_section(block, number, shown["examples"]) for number, block in enumerate(shown["blocks"], start=1)]
+    has_tables = any(section.get("long") or section["kind"] == "examples" for section in sections)
     scripts = [
-        *([_vega()] if has_charts else []),
+        *([_vega()] if any("figure" in section for section in sections) else []),
         *([_datatables()] if has_tables else []),
         _own("page.js"),
     ]
@@ -133,7 +101,20 @@ def _page(report: Mapping[str, Any], name: str) -> str:
     )  # fmt: skip
 
 
-def _contents(sections: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _section(block: Block, number: int, examples: Examples) -> Block:
+    """A block with what the template needs to show it."""
+    section = block | {"id": f"block-{number}", "opens": block["kind"] == "text" and bool(block.get("title"))}
+    if block["kind"] in _FIGURES:
+        section["figure"] = draw(block)
+    elif block["kind"] == "table":
+        section["long"] = len(block["rows"]) > block.get("most", _MOST_ROWS)
+    elif block["kind"] == "examples":
+        rows = examples[block["source"]]
+        section |= {"examples": example_rows(rows), "filters": filters(rows)}
+    return section
+
+
+def _contents(sections: Sequence[Block]) -> list[dict[str, Any]]:
     """The titles of the page: chapters, each with its parts."""
     entries: list[dict[str, Any]] = []
     in_chapter = False
@@ -146,6 +127,11 @@ def _contents(sections: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             entries.append({"section": one, "parts": []})
         in_chapter = in_chapter or one["opens"]
     return entries
+
+
+def _visible(text: str) -> str:
+    """The text with every hidden character replaced by its name, as U+202E in brackets."""
+    return _HIDDEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text.replace("\r\n", "\n"))
 
 
 # --- what the templates call -----------------------------------------------------------------------------------------
@@ -168,59 +154,44 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _table_layout(columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _table_layout(columns: Sequence[Block], rows: Sequence[Block]) -> list[Block]:
     """The columns with what their cells share: whole numbers have no decimals if the column has nothing else.
 
-    `is_dense` of the first: with many columns, intervals stand below their values.
+    `is_dense`: with many columns, intervals stand below their values.
     """
-    found = []
-    with_interval = 0
+    found, with_interval = [], 0
     for column in columns:
         values = [row.get(column["key"]) for row in rows]
         form = column.get("format") or "text"
         cells = [value for value in values if isinstance(value, Mapping)]
         with_interval += any(is_number(cell.get("low")) for cell in cells)
-        if form == "number" and not cells and all(value == round(value) for value in values if is_number(value)):
-            form = "integer"
-        found.append({
-            "key": column["key"], "label": column.get("label") or column["key"], "format": form,
-            "is_text": (column.get("format") or "text") == "text", "explains": column.get("explains"),
-        })  # fmt: skip
+        is_whole = not cells and all(value == round(value) for value in values if is_number(value))
+        shown = "integer" if form == "number" and is_whole else form
+        label = column.get("label") or column["key"]
+        found.append({**column, "label": label, "format": shown, "is_text": form == "text"})
     dense = with_interval > _WIDE_COLUMNS or len(columns) > 2 * _WIDE_COLUMNS
-    return [{**column, "is_dense": dense} for column in found]
+    return [column | {"is_dense": dense} for column in found]
 
 
-def _cell(value: Any, column: Mapping[str, Any]) -> dict[str, Any]:
+def _cell(value: Any, column: Block) -> Block:
     """A table's cell: its `value` and `range` as text, what it is ordered by, and the `rest` of a long text."""
     form = "number" if column["is_text"] else column["format"]
+    shown, interval, order, rest = "", "", None, None
     if isinstance(value, Mapping):
         shown, interval = format_interval(value, value.get("format") or form)
-        return {"value": shown, "range": interval, "order": value.get("value"), "rest": None}
-    if value is None or isinstance(value, bool | int | float):
-        shown = str(value).lower() if isinstance(value, bool) else format_number(value, form)
-        return {"value": shown, "range": "", "order": value, "rest": None}
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    long = len(text) > _LONG_TEXT
-    short = f"{' '.join(text[:_LONG_TEXT].split())}…" if long else text
-    return {"value": short, "range": "", "order": None, "rest": text if long else None}
+        order = value.get("value")
+    elif value is None or isinstance(value, int | float):
+        shown, order = format_number(value, form), value
+    elif len(value) > _LONG_TEXT:
+        shown, rest = f"{' '.join(value[:_LONG_TEXT].split())}…", value
+    else:
+        shown = value
+    return {"value": shown, "range": interval, "order": order, "rest": rest}
 
 
-def _shade(block: Mapping[str, Any], value: Any) -> int:
-    """How dark a cell of a matrix is, in percent."""
-    known = [one for row in block["values"] for one in row if is_number(one)]
-    usual = (0, 1) if block.get("format") == "percent" else (min(0, *known, 0), max(0, *known, 0))
-    low, high = block.get("range") or usual
-    share = (value - low) / ((high - low) or 1) if is_number(value) else 0.0
-    return round(62 * float(min(max(share, 0.0), 1.0)))
-
-
-def _visible(value: Any) -> Any:
-    """`value` with every hidden character of its texts replaced by its name, as U+202E in brackets."""
-    if isinstance(value, str):
-        return _HIDDEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", value.replace("\r\n", "\n"))
-    if isinstance(value, Mapping):
-        return {_visible(key): _visible(item) for key, item in value.items()}
-    return [_visible(item) for item in value] if isinstance(value, list) else value
+def _shade(value: Any) -> int:
+    """How dark a cell of a matrix of shares is, in percent."""
+    return round(62 * float(min(max(value, 0.0), 1.0))) if is_number(value) else 0
 
 
 # --- scripts ---------------------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ def example_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     widest = max((abs(row["margin"]) for row in rows if is_number(row.get("margin"))), default=1.0) or 1.0
     found = []
     for row in rows:
-        gap, margin = _length_gap(row), row.get("margin")
+        gap, margin, outcome = _length_gap(row), row.get("margin"), row.get("outcome") or "none"
         shown = {key: ABSENT if row.get(key) is None else str(row[key]) for key in ("id", "subset", "model")}
         found.append(shown | {
-            "outcome": _outcome(row), "rank": list(OUTCOMES).index(_outcome(row)),
+            "outcome": outcome, "rank": list(OUTCOMES).index(outcome),
             "margin": margin, "share": abs(margin or 0.0) / widest,
             "gap": gap, "shown_gap": ABSENT if gap is None else f"{gap:+,.0f}".replace("-", "\N{MINUS SIGN}"),
             "models": "disagree" if str(row.get("id")) in disputed else "agree",
@@ -42,16 +42,12 @@ def filters(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What the table can be narrowed to: a label, the key of the rows, and values with how many rows each has."""
     found = []
     for label, key in (("Outcome", "outcome"), ("Subset", "subset"), ("Model", "model")):
-        counts = Counter(_outcome(row) if key == "outcome" else row.get(key) for row in rows)
+        counts = Counter(row.get(key) or ("none" if key == "outcome" else "") for row in rows)
         order = [name for name in OUTCOMES if name in counts] if key == "outcome" else sorted(filter(None, counts))
         if len(order) > 1:
-            options = [
-                {"value": one, "label": OUTCOMES[one] if key == "outcome" else one, "count": counts[one]}
-                for one in order
-            ]
+            options = [{"value": one, "label": OUTCOMES.get(one, one), "count": counts[one]} for one in order]
             found.append({"label": label, "key": key, "options": options})
-    disputed = len(_disputed(rows))
-    if disputed:
+    if disputed := len(_disputed(rows)):
         options = [{"value": "disagree", "label": "models disagree", "count": disputed}]
         found.append({"label": "Models", "key": "models", "options": options})
     return found
@@ -59,7 +55,7 @@ def filters(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def messages(value: Any) -> list[dict[str, str]]:
     """Messages as role and text, whatever their content is."""
-    given = value if isinstance(value, list) else [value] if value else []
+    given = [value] if isinstance(value, str) else value or []
     return [
         {"role": "", "text": one} if isinstance(one, str) else
         {"role": str(one.get("role") or ""), "text": _text(one.get("content"))}
@@ -81,17 +77,12 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "" if content is None else json.dumps(content)
 
 
-def _outcome(row: Row) -> str:
-    outcome = row.get("outcome")
-    return outcome if outcome in OUTCOMES else "none"
-
-
 def _disputed(rows: Sequence[Row]) -> set[str]:
     """The ids that one model has right and another has not, though both have scored them."""
     right: dict[str, set[bool]] = {}
     for row in rows:
-        if _outcome(row) not in ("failed", "none"):
-            right.setdefault(str(row.get("id")), set()).add(_outcome(row) == "right")
+        if row.get("outcome") not in ("failed", None):
+            right.setdefault(str(row.get("id")), set()).add(row["outcome"] == "right")
     return {id for id, outcomes in right.items() if len(outcomes) > 1}
 
 
@@ -108,24 +99,22 @@ def _completions(row: Row) -> list[dict[str, Any]]:
     """The completions by rank, each with its name, whether it is better, and its numbers."""
     given = row.get("completions") or []
     num = len(given)
-    columns = {name: list(row.get(name) or []) for name in ("ranks", "scores", "lengths", "num_tokens", "errors")}
-    padded = {name: values + [None] * (num - len(values)) for name, values in columns.items()}
-    ranks = [0 if rank is None else rank for rank in padded["ranks"]]
-    distinct = sorted(set(ranks))
-    known = [score for score in padded["scores"] if score is not None]
+    ranks, scores, lengths, tokens, errors = (
+        [*(row.get(name) or []), *[None] * num][:num] for name in ("ranks", "scores", "lengths", "num_tokens", "errors")
+    )
+    distinct = sorted(set(ranks) - {None})
+    known = [score for score in scores if score is not None]
     found = []
-    for i in sorted(range(num), key=lambda i: ranks[i]):
+    for i in sorted(range(num), key=lambda i: (ranks[i] is not None, ranks[i])):
         if len(distinct) < 2:
             name = "Tied" if num > 1 else "Completion"
         elif len(distinct) == 2:
             name = "Better completion" if ranks[i] == distinct[0] else "Worse completion"
         else:
             name = f"Rank {distinct.index(ranks[i]) + 1} of {len(distinct)}"
-        score = padded["scores"][i]
         found.append({
             "name": name, "is_better": len(distinct) > 1 and ranks[i] == distinct[0],
-            "is_chosen": num > 1 and score is not None and score == max(known), "score": score,
-            "length": padded["lengths"][i], "num_tokens": padded["num_tokens"][i], "error": padded["errors"][i],
-            "messages": messages(given[i]),
+            "is_chosen": num > 1 and scores[i] is not None and scores[i] == max(known), "score": scores[i],
+            "length": lengths[i], "num_tokens": tokens[i], "error": errors[i], "messages": messages(given[i]),
         })  # fmt: skip
     return found
