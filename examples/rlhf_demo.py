@@ -170,7 +170,7 @@ def summary(one: RLRun) -> list[dict[str, object]]:
         {
             "run": one.name,
             "step": step,
-            **{key: curve.at(step) for key, curve in curves.items()},
+            **{key: curve.get(step) for key, curve in curves.items()},
             "alarm": "" if alarm is None or alarm.step > step else f"alarm after step {alarm.step}",
         }
         for step in (0, one.last_step)

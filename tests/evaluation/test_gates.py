@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from treeward.config.data import DatasetConfig
-from treeward.evaluation.diagnostics.length import diagnose_length
-from treeward.evaluation.diagnostics.pairs import statistics_of
+from treeward.evaluation.diagnostics.biases import diagnose_length
+from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.gates import GATE_METRICS, gate_metrics, pooled_gate_metrics, scored_comparison
 from treeward.evaluation.suites.preferences import PreferenceSuite

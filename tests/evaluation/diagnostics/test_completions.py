@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from treeward.evaluation.diagnostics.biases import stratify
 from treeward.evaluation.diagnostics.completions import (
     Completions,
     Pairs,
@@ -19,7 +20,6 @@ from treeward.evaluation.diagnostics.completions import (
     regress_within_prompts,
     shortened,
 )
-from treeward.evaluation.diagnostics.strata import stratify
 
 
 def clustered(seed: int, num_prompts: int = 25, slope: float = 0.7) -> tuple[Any, Any, Any]:
@@ -56,7 +56,7 @@ def test_coefficients_and_intervals_are_those_of_the_formula() -> None:
 def test_intervals_hold_the_slope_in_95_of_100_samples_and_nearly_where_lengths_are_skewed() -> None:
     """Skewed: a few long completions carry the slope and have the largest errors; CR1 holds it in 79 of 100."""
     hits, rng = {"normal": 0, "skewed": 0}, np.random.default_rng(3)
-    for seed in range(400):
+    for seed in range(200):
         scores, features, prompts = clustered(seed, num_prompts=40)
         normal, _ = regress_within_prompts(scores, features, prompts, ["a", "b"])
         prompts, lengths = np.repeat(np.arange(30), 2), rng.lognormal(0, 0.7, size=60)
@@ -65,7 +65,7 @@ def test_intervals_hold_the_slope_in_95_of_100_samples_and_nearly_where_lengths_
         for name, metric, truth in (("normal", normal, 0.7), ("skewed", skewed, 0.5)):
             assert metric.low is not None and metric.high is not None
             hits[name] += metric.low <= truth <= metric.high
-    assert 0.92 <= hits["normal"] / 400 <= 0.98 and hits["skewed"] / 400 >= 0.89
+    assert 0.91 <= hits["normal"] / 200 <= 0.99 and hits["skewed"] / 200 >= 0.88
 
 
 def test_what_a_prompt_adds_to_all_its_completions_changes_nothing_and_neither_do_lone_ones() -> None:
@@ -122,7 +122,6 @@ def test_completions_and_pairs_of_examples(make_example: Any, score_with: Any) -
     assert found.places.tolist() == [1, 0, 1, 0.5, 0.5, 1]
     assert found.prompts.tolist() == [0, 0, 0, 1, 1, 0]  # "c" asks what "a" does
     assert (found.examples.tolist(), found.completions.tolist()) == ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 1])
-    assert found.num_failed == 1
     assert pairs.sides.tolist() == [[1, 0], [1, 2], [0, 1]]
     assert pairs.margins.tolist()[:2] == [3, 2] and np.isnan(pairs.margins[2])
     assert (pairs.outcomes.tolist(), pairs.num_failed) == ([1, 1, 0], 1)
@@ -147,7 +146,7 @@ def test_a_slope_in_standard_deviations_does_not_depend_on_the_scale() -> None:
     found = []
     for scale in (1.0, 40.0):
         whole = np.arange(len(scores))
-        completions = Completions(scale * scores, features[:, 0], features[:, 1], prompts, whole, whole, 0)
+        completions = Completions(scale * scores, features[:, 0], features[:, 1], prompts, whole, whole)
         slope, _ = regress_within_prompts(completions.scores, features, prompts, ["a", "b"])
         found.append(in_standard_deviations(slope, completions, "relative"))
     assert found[0].value == pytest.approx(found[1].value) and found[0].low == pytest.approx(found[1].low)

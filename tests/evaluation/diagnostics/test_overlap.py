@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.overlap import compare_overlap, find_overlap, words_of_text
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.report.blocks import check_blocks
 from treeward.evaluation.suites import PreferenceSuite
 
 LONG = "the quick brown fox jumps over the lazy dog while seven wizards brew a potion of purple ink near the old mill"
@@ -55,7 +52,6 @@ def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_exam
     assert first_16.completion_coverage == pytest.approx(16 / 22) and first_16.kinds == ("near_completion",)
     first_13 = flag_of(example, trained("p", " ".join(words[:13]) + " and then something else", "y"))
     assert first_13.completion_coverage == pytest.approx(13 / 22) and first_13.kinds == () and first_13.any_run
-    assert flag_of(example, trained("p", " ".join(words[:13]), "y"), near=0.5).kinds == ("near_completion",)
     first_12 = flag_of(example, trained("p", " ".join(words[:12]), "y"))
     assert first_12.completion_coverage == 0 and not first_12.any_run
     assert flag_of(example, trained("p", " ".join(words[:12]), "y"), num_words=12).completion_coverage == 12 / 22
@@ -65,18 +61,6 @@ def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_exam
     assert flag_of(example, trained("p", edited, "y"), num_words=8).completion_coverage == pytest.approx(21 / 22)
     reversed_words = " ".join(reversed(words))
     assert flag_of(example, trained("p", reversed_words, "y"), num_words=2).completion_coverage == 0
-
-
-def test_a_prompt_is_found_anywhere_in_the_training_data(make_example: Any) -> None:
-    example = make_example("a", LONG, ["x", "y"])
-    for training in (
-        trained(f"Hello. {LONG} Thank you.", "u", "v"),
-        trained("u", f"You asked: {LONG}", "v"),
-        Preference(
-            (*trained(LONG, "u", "v").context, *trained("And?", "u", "v").context), trained("", "u", "v").completions
-        ),
-    ):
-        assert flag_of(example, training).kinds == ("near_prompt",)
 
 
 def test_the_same_question_after_another_system_message_is_a_near_duplicate(make_example: Any) -> None:
@@ -110,18 +94,6 @@ def test_shares_are_those_of_a_plain_count(text: list[str], training: list[list[
     assert ("completion" in got.kinds) == whole
 
 
-def test_training_data_is_read_once(make_example: Any) -> None:
-    def stream() -> Iterator[Preference]:
-        for i in range(600):
-            yield trained(f"prompt {i}", OTHER, "y")
-
-    told: list[tuple[int, int]] = []
-    example = make_example("a", "prompt 599", ["x", "y"])
-    found = find_overlap([example], stream(), on_progress=lambda *done: told.append(done))
-    assert found.flags[0].kinds == ("prompt", "conversation")
-    assert found.num_training == 600 and told == [(256, 0), (512, 0), (600, 0)]
-
-
 def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: Any) -> None:
     examples = [make_example(str(i), f"Question number {i}?", [f"right {i}", f"wrong {i}"]) for i in range(40)]
     overlap = find_overlap(examples, [trained(f"Question number {i}?", "u", "v") for i in range(10)])
@@ -137,7 +109,6 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
     assert compare_overlap(suite, failed, overlap).accuracy.value == 0
     blocks = json.loads(json.dumps([*overlap.blocks(), *result.figures], allow_nan=False))
-    check_blocks(blocks, [])
     assert [block["kind"] for block in blocks] == ["table", "table", "bars"] and len(blocks[1]["rows"]) == 10
 
 
@@ -148,23 +119,6 @@ def test_the_held_out_bundled_data_is_held_out(bundled: Any) -> None:
     assert not any({"prompt", "conversation"} & set(flag.kinds) for flag in held_out.flags)
     seen = find_overlap(bundled("train")[:50], taught)
     assert all("conversation" in flag.kinds for flag in seen.flags)
-
-
-def test_real_data_overlaps_with_itself_and_hardly_with_another_split(shared_data: Path) -> None:
-    def read(split: str) -> list[Preference]:
-        path = str(shared_data / "hh_harmless" / f"{split}.jsonl.gz")
-        return [p for p, _ in open_dataset(DatasetConfig(dataset_name="HHTranscripts", data_path=path))]
-
-    validation, train = read("validation"), read("train")
-    examples = [
-        EvalExample(
-            str(i), "hh", p.context, tuple(c.messages for c in p.completions), tuple(c.rank for c in p.completions)
-        )
-        for i, p in enumerate(validation)
-    ]
-    assert all("conversation" in flag.kinds for flag in find_overlap(examples, validation).flags)
-    shares = [sum(flag.flagged for flag in find_overlap(examples, train, num_words=n).flags) / 300 for n in (3, 13)]
-    assert shares[1] < 0.1 and shares[1] < shares[0]
 
 
 def test_words_are_without_case_and_punctuation_and_chinese_without_spaces() -> None:

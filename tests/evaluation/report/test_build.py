@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from report_sample import HOSTILE, MODELS, sample_report
 
-from treeward.errors import DataError
-from treeward.evaluation.report.blocks import BLOCK_KINDS, format_number, plain
+from treeward.evaluation.report.blocks import format_number, plain
 from treeward.evaluation.report.build import build_report, write_report
 from treeward.evaluation.report.charts import draw
 
@@ -147,52 +146,16 @@ def test_numbers_read_as_numbers() -> None:
     assert {case: format_number(*case) for case in cases} == cases
 
 
-ANSWERED = {"label": "a", "text": "b", "numbers": [{"label": "c", "value": 1, "format": "sign"}]}
-
-
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        ({"kind": "histgram", "title": "t"}, "did you mean histogram"),
-        ({"title": "t"}, "one of headline, text"),
-        ({"kind": "bars", "title": "t", "series": [], "referance": 0.5}, "did you mean reference"),
-        ({"kind": "bars", "title": "t"}, "lacks series"),
-        ({"kind": "table", "title": "t", "columns": [{"format": "percentage"}], "rows": []}, "columns[0].format"),
-        ({"kind": "examples", "title": "t", "source": "reward_bench"}, "did you mean rewardbench"),
-        ({"kind": "text", "markdown": "x", "folded": True}, "lacks title"),
-        ({"kind": "samples", "title": "t", "items": [{"rows": [{"completions": [ANSWERED]}]}]}, "numbers[0].format"),
-        ({"kind": "text", "markdown": "x", "note": object()}, "blocks[1].note"),
-    ],
-)  # fmt: skip
-def test_a_block_that_cannot_be_shown_is_refused(block: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=re.escape(message)) as raised:
-        build_report("t", [{"kind": "text", "markdown": "fine"}, block], {"rewardbench": []})
-    assert str(raised.value).startswith("blocks[1]")
-
-
-def test_the_sample_shows_every_kind() -> None:
-    assert {block["kind"] for block in sample_report()["blocks"]} == set(BLOCK_KINDS)
-
-
 def test_figures_have_descriptions_and_tables() -> None:
-    figures = {
-        block["kind"]: draw(block)
-        for block in plain(sample_report()["blocks"])
-        if block["kind"] in ("bars", "histogram", "reliability", "scatter", "curves")
-    }
     blocks = {block["kind"]: block for block in plain(sample_report()["blocks"])}
-    item = blocks["bars"]["series"][1]["items"][3]
-    said = f"{item['label']} {format_number(item['value'], 'percent')} ({format_number(item['low'], 'percent')} to "
-    assert said in figures["bars"].description and "NaN" not in json.dumps([one.chart for one in figures.values()])
+    figures = {kind: draw(blocks[kind]) for kind in ("bars", "histogram", "reliability", "scatter", "curves")}
+    assert "NaN" not in json.dumps([one.chart for one in figures.values()])
     sizes = {kind: len(figure.rows) for kind, figure in figures.items()}
-    assert sizes == {"bars": 5, "histogram": 32, "reliability": 20, "scatter": 2, "curves": 24}
-    for figure in figures.values():
-        assert len(figure.description) > 80
+    assert sizes == {"bars": 10, "histogram": 64, "reliability": 18, "scatter": 1995, "curves": 24}
+    for kind, figure in figures.items():
+        assert blocks[kind]["title"] in figure.description
         assert all(column["key"] in row for column in figure.columns for row in figure.rows)
-    points = [(p["x"], p["y"]) for p in blocks["scatter"]["series"][0]["points"] if p["y"] is not None]
-    correlation = np.corrcoef(*zip(*points, strict=True))[0, 1]
-    assert figures["scatter"].rows[0]["correlation"] == pytest.approx(correlation)
-    assert [name for *_, name in figures["scatter"].legend] == [*MODELS, "better", "worse"]
+    assert [name for *_, name in figures["scatter"].legend] == list(MODELS)
 
 
 @pytest.mark.parametrize(("num_groups", "colours", "legend"), [(1, 1, 0), (5, 5, 5), (12, 1, 0)])

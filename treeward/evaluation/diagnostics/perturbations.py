@@ -282,9 +282,9 @@ def _worst_table(examples: Sequence[EvalExample], scores: Sequence[PerturbedScor
         example = by_id[scores[i].id]
         pair = perturb(example)
         before = completion_text(example.completions[(pair.better, pair.worse)[side]])
+        row: Block = {"id": example.id, "rewrite": REWRITES[name].label, "side": ("better", "worse")[side]}
         texts = {"before": shortened(before), "after": shortened(pair.texts[name][side] or "")}
-        row: Block = {"id": example.id, "rewrite": REWRITES[name].label, "side": ("better", "worse")[side], "shift": shift}
-        rows.append(row | texts)
+        rows.append(row | texts | {"shift": shift})
     columns = {"id": ("Example", "text"), "rewrite": ("Rewrite", "text"), "side": ("Completion", "text")}
     columns |= {"shift": ("Shift", "signed"), "before": ("Before", "text"), "after": ("After", "text")}
     return table_block("Completions that a rewrite lifted most", columns, rows, most=8)
