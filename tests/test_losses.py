@@ -72,19 +72,6 @@ def test_loss_and_gradient_equal_a_plain_loop(
     torch.testing.assert_close(got_gradient, want_gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_two_completions_are_minus_log_sigmoid() -> None:
-    scores = torch.tensor([1.5, -0.5, 0.25, 2.0])
-    loss = bradley_terry(scores, ranked_pairs([(0, 1), (1, 0)]))
-    want = -F.logsigmoid(torch.tensor([2.0, 1.75])).sum()
-    torch.testing.assert_close(loss, want)
-
-
-def test_a_margin_asks_for_more() -> None:
-    scores = torch.tensor([1.0, 0.0])
-    loss = bradley_terry(scores, ranked_pairs([(0, 1)], margins=[1.0]))
-    assert float(loss) == pytest.approx(math.log(2))  # exactly the margin apart
-
-
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 88.8, 1e4])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_extreme_differences_stay_finite(difference: float, smoothing: float) -> None:
@@ -109,30 +96,6 @@ def test_ties() -> None:
     equal = torch.tensor([1.0, 1.0], requires_grad=True)
     bradley_terry(equal, half).backward()
     assert equal.grad is not None and equal.grad.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("ranks", [[(0, 1)], [(0, 1, 2, 3)], [(0, 1, 1), (0, 1)], [(2, 0, 2, 1, 5)]])
-def test_every_group_weighs_one(ranks: list[tuple[int, ...]]) -> None:
-    pairs = ranked_pairs(ranks)
-    assert float(pairs.weight_P.sum()) == pytest.approx(len(ranks)) and pairs.num_groups == len(ranks)
-    zero = torch.zeros(sum(map(len, ranks)))
-    assert float(bradley_terry(zero, pairs)) == pytest.approx(len(ranks) * math.log(2))
-
-
-def test_swapping_the_two_negates_the_difference() -> None:
-    scores = torch.tensor([0.7, -1.1])
-    right, wrong = (float(bradley_terry(scores, ranked_pairs([ranks]))) for ranks in ((0, 1), (1, 0)))
-    assert wrong - right == pytest.approx(1.8, rel=1e-6)  # softplus(d) - softplus(-d) = d
-
-
-def test_batches_add_up() -> None:
-    scores, ranks = torch.randn(9, generator=torch.Generator().manual_seed(0)), [(0, 1), (0, 1, 2), (1, 0, 1, 2)]
-    whole = bradley_terry(scores, ranked_pairs(ranks), label_smoothing=0.1)
-    parts = [
-        bradley_terry(part, ranked_pairs([group]), label_smoothing=0.1)
-        for part, group in zip(scores.split([2, 3, 4]), ranks, strict=True)
-    ]
-    torch.testing.assert_close(sum(parts), whole)
 
 
 def test_nothing_to_compare_is_a_loss_of_zero_that_can_be_differentiated() -> None:

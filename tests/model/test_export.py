@@ -14,11 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from treeward.data.rendering import Renderer
-from treeward.model.contract import read_contract
 from treeward.model.export import export_model
 from treeward.model.loading import ensure_pad_token, load_reward_model
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 
 
@@ -53,7 +51,7 @@ def our_scores(model: RewardModel, renderer: Renderer, conversations: list[list[
     return model(model.make_batch([[renderer.encode(conversation) for conversation in conversations]]))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "phi3", "gpt_neox", "gpt2", "bert"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt2", "bert"])
 def test_plain_transformers_gives_the_same_scores(
     family: str, real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -118,19 +116,10 @@ def test_padding_equal_to_the_end_of_text_is_mended_before_it_is_exported(
     want = our_scores(RewardModel(hf), renderer, conversations)
     export_model(RewardModel(hf), tokenizer, tmp_path / "out", rendering=renderer.settings)
     assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) <= 1e-5
-
-
-def test_a_padding_token_that_ends_conversations_would_be_seen(
-    real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    """The same without the mending: the comparison above can fail."""
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    hf = tiny_model("llama", pad_token_id=tokenizer.eos_token_id)
-    renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)
-    want = our_scores(RewardModel(hf), renderer, conversations)
-    export_model(RewardModel(hf), tokenizer, tmp_path / "out", rendering=renderer.settings)
-    assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) > 1e-2
+    # without the mending the comparison fails
+    hf.config.pad_token_id, tokenizer.pad_token = tokenizer.eos_token_id, tokenizer.eos_token
+    export_model(RewardModel(hf), tokenizer, tmp_path / "unmended", rendering=renderer.settings)
+    assert score_error(plain_code(tmp_path / "unmended", conversations, batch=True), want) > 1e-2
 
 
 def test_bfloat16_export(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -151,10 +140,7 @@ def test_bfloat16_export(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: P
     assert score_error(our_scores(ours, renderer, conversations), want) <= 5e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_export_does_not_disturb_training(
-    dtype: torch.dtype, real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_export_does_not_disturb_training(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
     model, tokenizer = trained("llama", tiny_tokenizer)
     renderer = Renderer(tokenizer)
     model.train()
@@ -164,35 +150,13 @@ def test_export_does_not_disturb_training(
     model.hf.config.architectures = ["LlamaForSequenceClassification"]  # which a save writes down
     config, template = copy.deepcopy(model.hf.config.to_dict()), tokenizer.chat_template
     scores = model(batch).detach()
-    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings, dtype=dtype)
+    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings, dtype=torch.bfloat16)
     assert model.training and model.hf.config.to_dict() == config and tokenizer.chat_template == template
     for name, parameter in model.named_parameters():
         value, grad, kind = before[name]
         assert parameter.requires_grad and parameter.dtype == kind
         assert torch.equal(parameter, value) and torch.equal(parameter.grad, grad)
     assert torch.equal(model(batch), scores)
-
-
-def test_the_folder_renders_as_training_did(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """The template given in the configuration travels with the tokenizer; the rest is in the contract."""
-    model, tokenizer = trained("llama", tiny_tokenizer)
-    template = "{% for m in messages %}{{ m['role'] }}{{ tone }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
-    renderer = Renderer(
-        tokenizer,
-        chat_template=template,
-        chat_template_kwargs={"tone": "!"},
-        max_length=77,
-        truncation="truncate_left",
-    )
-    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings, card="# A model\n")
-    sign_folder(tmp_path / "out", model=model, renderer=renderer)
-    loaded = Scorer.load(tmp_path / "out", device="cpu").renderer
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    assert loaded.encode(chat) == renderer.encode(chat)
-    assert (loaded.max_length, loaded.truncation) == (77, "truncate_left")
-    assert (tmp_path / "out" / "README.md").read_text(encoding="utf-8") == "# A model\n"
-    contract = read_contract(tmp_path / "out")
-    assert contract is not None and contract.read.position == "last token" and contract.read.plain_transformers
 
 
 def test_pipelines_of_transformers_give_the_raw_score(

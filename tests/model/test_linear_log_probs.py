@@ -66,15 +66,6 @@ def test_without_gradients_the_values_are_the_same_bits() -> None:
     torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), [hidden])[0], atol=1e-5, rtol=1e-5)
 
 
-def test_no_token_at_all() -> None:
-    hidden, weight, _, targets, _ = tensors(bias=False)
-    values, entropies = linear_log_probs(
-        hidden[:0].requires_grad_(), weight, None, targets[:0], chunk_tokens=5, entropies=True
-    )
-    assert values.shape == (0,) and entropies is not None and entropies.shape == (0,)
-    values.sum().backward()  # type: ignore[no-untyped-call]
-
-
 def test_a_backward_pass_under_autocast_is_no_less_exact() -> None:
     hidden, weight, _, targets, coefficients = tensors(bias=False)
     values, _ = linear_log_probs(hidden.requires_grad_(), weight.requires_grad_(), None, targets, chunk_tokens=5)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import config_of, forest, plain_scores, randomise, score_error, tiny_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from treeward.data.rendering import Renderer
@@ -93,14 +94,17 @@ def test_a_checkpoint_with_two_labels_is_refused(save: Callable[..., Path]) -> N
             load_reward_model(folder, head_seed=seed)
 
 
-def test_missing_weights_are_refused(save: Callable[..., Path]) -> None:
-    from safetensors.torch import load_file, save_file
-
+def test_missing_weights_and_nan_are_refused(save: Callable[..., Path]) -> None:
     folder = save(tiny_model("llama"))
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    broken = weights.pop(name)
+    save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"weights are missing(?s:.*)up_proj"):
+        load_reward_model(folder)
+    broken[0, 0] = torch.nan
+    save_file({**weights, name: broken}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"NaN or infinity(?s:.*)up_proj"):
         load_reward_model(folder)
 
 
@@ -116,25 +120,20 @@ def test_missing_folders_are_refused(tmp_path: Path, save: Callable[..., Path]) 
         load_reward_model(folder)
 
 
-def test_a_broken_config_is_refused(save: Callable[..., Path]) -> None:
+def test_broken_files_are_refused(save: Callable[..., Path]) -> None:
     folder = save(tiny_model("llama"))
-    text = (folder / "config.json").read_text(encoding="utf-8")
-    (folder / "config.json").write_text(text.replace('"hidden_size": 32', '"hidden_size": "wide"'), encoding="utf-8")
-    with pytest.raises(ModelError, match=r"cannot be loaded(?s:.*)expected int"):
-        load_reward_model(folder)
-    (folder / "config.json").write_text("{", encoding="utf-8")
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    text = config.read_text(encoding="utf-8")
+    for wrong, message in ((text.replace('"hidden_size": 32', '"hidden_size": "wide"'), "expected int"), ("{", "")):
+        config.write_text(wrong, encoding="utf-8")
+        with pytest.raises(ModelError, match=rf"cannot be loaded(?s:.*){message}"):
+            load_reward_model(folder)
+    config.write_text(text, encoding="utf-8")
+    weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_reward_model(folder)
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        load_reward_model(folder)
-
-
-def test_pickled_weights_are_refused(tmp_path: Path, save: Callable[..., Path]) -> None:
-    folder = save(tiny_model("llama"))
-    torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+    weights.unlink()
+    torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")  # it is never unpickled
     with pytest.raises(ModelError, match=r"cannot be loaded(?s:.*)safetensors"):
         load_reward_model(folder)
 

@@ -35,8 +35,6 @@ from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.update import PolicyUpdater
-from treeward.training.optimisation import build_optimizer
-from treeward.training.state import RunState, load_state, save_state
 
 CONFIG = LoraConfig(enabled=True, dim=4, alpha=12)
 TIED = {"qwen3": {"tie_word_embeddings": True}}
@@ -97,22 +95,6 @@ def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_p
     assert {n for n, p in policy.hf.named_parameters() if p.grad is not None} == {
         n for n, p in policy.hf.named_parameters() if p.requires_grad
     }
-
-
-@pytest.mark.parametrize("target", ["k_proj", "down_proj", "lm_head"])
-def test_gradients_where_few_layers_are_adapted(target: str, tmp_path: Path) -> None:
-    """Attention is then differentiated by some of its inputs alone."""
-    config = LoraConfig(enabled=True, dim=2, match_all_linear=False, target_modules=(target,))
-    policy = adapted(causal_model("llama"), config)
-    save_adapters(policy, tmp_path)
-    model = peft_model(tmp_path, causal_model("llama"), trainable=True)
-    policy.log_probs(GROUPS, STARTS).values_SL.sum().backward()
-    rows = [row_log_probs(model, s, starts[0]) for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
-    torch.cat(rows).sum().backward()
-    trained = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
-    ours = {name: weight.grad for name, weight in adapter_state(policy).items()}
-    assert gradient_error(ours, trained) < 1e-5  # type: ignore[arg-type]
-    assert_as_rows(policy, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -244,20 +226,6 @@ def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_toke
     check_policy(policy, [[5, 6, 7, 8, 9], [3, 4, 5, 6]])
 
 
-def test_a_bfloat16_model_is_merged_in_float32() -> None:
-    policy = adapted(causal_model("qwen3").bfloat16())
-    name = "model.layers.0.mlp.up_proj"
-    layer: Any = policy.hf.get_submodule(name)
-    exact = layer.base_layer.weight.float() + 3.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
-    assert torch.allclose(plain_state(policy, torch.float32)[f"{name}.weight"], exact, atol=1e-6)
-    assert torch.equal(
-        plain_state(policy)[f"{name}.weight"], plain_state(policy, torch.float32)[f"{name}.weight"].bfloat16()
-    )
-    with torch.no_grad():
-        close = row_log_probs(policy.hf, GROUPS[0][0], 3) - policy.log_probs(GROUPS, STARTS).values_SL[0, :3]
-    assert float(close.abs().max()) < 0.2
-
-
 def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -> None:
     policy = adapted(causal_model("qwen3"))
     save_adapters(policy, tmp_path / "saved")
@@ -347,7 +315,7 @@ def plain_steps(
     return total
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["mixtral"])
 def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
     changes = TIED.get(family, {})
     hf = causal_model(family, **changes)
@@ -371,38 +339,3 @@ def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: 
     with torch.no_grad():
         assert torch.equal(got, PolicyModel(base, chunk_tokens=CHUNK).log_probs(GROUPS, STARTS).values_SL)
         assert float((policy.log_probs(GROUPS, STARTS).values_SL - got).abs().max()) > 0.01
-
-
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
-    def begin(seed: int) -> tuple[PolicyModel, torch.optim.Optimizer, Any]:
-        policy = adapted(causal_model("qwen3"), seed=seed, fresh=True)
-        optimizer = build_optimizer(policy, ADAM)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return policy, optimizer, schedule
-
-    policy, optimizer, schedule = begin(1)
-    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(adapter_state(policy))
-    updater_of(policy, optimizer).learn(*experience(0))
-    schedule.step()
-    save_adapters(policy, tmp_path / "adapter")
-    save_state(tmp_path, RunState(1, {}), optimizer, schedule)
-    updater_of(policy, optimizer).learn(*experience(1))
-
-    resumed, optimizer, schedule = begin(2)
-    load_adapters(resumed, tmp_path / "adapter")
-    assert load_state(tmp_path, optimizer, schedule).step == 1
-    updater_of(resumed, optimizer).learn(*experience(1))
-    for name, weight in adapter_state(policy).items():
-        assert torch.equal(weight, adapter_state(resumed)[name]), name
-
-
-def test_autocast_runs_the_adapters_too() -> None:
-    exact, policy = adapted(causal_model("qwen3")), adapted(causal_model("qwen3"))
-    policy.compute_dtype = torch.bfloat16
-    got = policy.log_probs(GROUPS, STARTS).values_SL
-    with torch.no_grad():
-        assert float((got - exact.log_probs(GROUPS, STARTS).values_SL).abs().max()) < 0.3
-    got.sum().backward()
-    assert {weight.grad.dtype for weight in adapter_state(policy).values() if weight.grad is not None} == {
-        torch.float32
-    }

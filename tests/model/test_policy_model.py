@@ -66,13 +66,6 @@ def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
             assert (gradients[name] - parameter.grad).abs().max() / scale < GRADIENTS, name
 
 
-def test_each_token_of_a_tree_is_computed_once() -> None:
-    policy = PolicyModel(causal_model("llama"))
-    groups, starts = groups_of_completions()
-    got = policy.log_probs(groups, starts)
-    assert got.num_computed_tokens == (13 + 4 + 6 + 3 + 9) + (5 + 7 + 2)
-
-
 @pytest.mark.parametrize("layout", ["tree", "rows"])
 def test_layouts_and_temperature(layout: str) -> None:
     hf = causal_model("qwen3")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.families import DECODERS, VOCABULARY, tiny_model
-from treeward.errors import ConfigError
-from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache, RecentTokens
+from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.reward_model import RewardModel
 from treeward.tree.prefix import Prefix
 
@@ -82,14 +81,6 @@ def test_prompts_with_a_common_beginning_are_each_continued_from_their_own_end()
     assert model.num_computed_tokens - before == 2 + 2 + (40 + 2)
 
 
-def test_rows_have_no_use_for_a_cache() -> None:
-    model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
-    model.layout = "rows"
-    ids = _ids(np.random.default_rng(4), 50)
-    model.score_tokens([ids], cache=cache, prompt_lengths=[40])
-    assert len(cache) == 0
-
-
 def test_the_least_recently_used_go_first() -> None:
     size = _prefix(40).num_bytes
     cache = PrefixCache(2 * size)
@@ -114,15 +105,6 @@ def test_it_never_holds_more_than_its_bytes() -> None:
         assert cache.num_bytes <= 3000
         assert cache.num_bytes == sum(entry.num_bytes for entry in cache._entries.values())
         assert sorted(cache._entries) == cache._sorted
-
-
-def test_what_is_too_short_or_too_large_is_not_kept() -> None:
-    cache = PrefixCache(_prefix(50).num_bytes)
-    cache.put([1] * (MIN_PREFIX_TOKENS - 1), _prefix(MIN_PREFIX_TOKENS - 1))
-    cache.put([1] * 51, _prefix(51))
-    assert len(cache) == 0
-    with pytest.raises(ConfigError):
-        PrefixCache(-1)
 
 
 def test_what_comes_again_is_noticed() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from families import plain_scores, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
@@ -21,10 +23,8 @@ from treeward.data.encoding import encode_dataset
 from treeward.data.preference import Completion, Preference, preference_to_dict
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError, TreewardError
-from treeward.model.export import export_model
 from treeward.model.prefix_cache import PrefixCache
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.golden import sign_folder
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 from treeward.tree.token_tree import TokenTree
@@ -326,41 +326,24 @@ def test_what_was_cut_has_the_score_that_training_gives_it(make_scorer: Any, tmp
     )
 
 
-def test_a_template_that_ends_otherwise_than_in_training_is_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    hf, tokenizer = tiny_model("llama"), copy.deepcopy(tiny_tokenizer)
-    renderer = Renderer(tokenizer)
-    assert renderer.read_token == "eos"
-    export_model(RewardModel(hf), tokenizer, tmp_path / "out", rendering=renderer.settings)
-    sign_folder(tmp_path / "out", model=RewardModel(hf), renderer=renderer)
-    Scorer.load(tmp_path / "out", device="cpu")
-    template = tmp_path / "out" / "chat_template.jinja"
-    template.write_text(template.read_text(encoding="utf-8").replace("eos_token", "''"), encoding="utf-8")
-    with pytest.raises(
-        ModelError,
-        match=r"contract: the chat template or the tokenizer(?s:.*)treeward verify",
-    ):
-        Scorer.load(tmp_path / "out", device="cpu")
-
-
-def test_what_lies_on_the_disk_must_keep_the_contract(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model, renderer = RewardModel(tiny_model("llama")), Renderer(copy.deepcopy(tiny_tokenizer))
-    folder = tmp_path / "out"
-    export_model(model, renderer.tokenizer, folder, rendering=renderer.settings)
-    sign_folder(folder, model=model, renderer=renderer)
+def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        Scorer.load(folder, device="cpu", dtype=dtype)
-    with torch.no_grad():
-        model.head.weight *= 1.5
-    model.hf.save_pretrained(folder)
-    with pytest.raises(ModelError, match=r"does not keep its scoring contract(?s:.*)--write --force"):
-        Scorer.load(folder, device="cpu")
-    assert Scorer.load(folder, device="cpu", check_contract=False).num_computed_tokens == 0
+        assert Scorer.load(model_folder, device="cpu", dtype=dtype).num_computed_tokens == 0
+    changed = Path(shutil.copytree(model_folder, tmp_path / "template"))
+    template = changed / "chat_template.jinja"
+    template.write_text(template.read_text(encoding="utf-8").replace("eos_token", "''"), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"contract: the chat template or the tokenizer(?s:.*)treeward verify"):
+        Scorer.load(changed, device="cpu")
     # Whoever brings another template asks for other tokens, and knows it.
-    model.head.weight.data /= 1.5
-    model.hf.save_pretrained(folder)
-    Scorer.load(
-        folder, device="cpu", chat_template="{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    Scorer.load(changed, device="cpu", chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    scaled = Path(shutil.copytree(model_folder, tmp_path / "weights"))
+    weights = load_file(scaled / "model.safetensors")
+    save_file(
+        {**weights, "score.weight": 1.5 * weights["score.weight"]}, scaled / "model.safetensors", {"format": "pt"}
     )
+    with pytest.raises(ModelError, match=r"does not keep its scoring contract(?s:.*)--write --force"):
+        Scorer.load(scaled, device="cpu")
+    assert Scorer.load(scaled, device="cpu", check_contract=False).score([CHATS[0]])[0].score is not None
 
 
 @pytest.mark.parametrize("rows", [[[]], [[3, 4], [5] * 2000], [[3, -1]], [[3, 600]]])

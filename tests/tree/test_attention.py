@@ -79,14 +79,6 @@ def test_many_real_chats(family: str, shared_data: Path, tiny_tokenizer: Any) ->
         assert_tree_equals_rows(model, groups[start : start + 8], grads=2e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt_oss", "deepseek_v3"])
-def test_three_layers_and_another_forest(family: str) -> None:
-    changes = {"num_hidden_layers": 3}
-    if family in ("gemma2", "gpt_oss"):
-        changes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]  # type: ignore[assignment]
-    assert_tree_equals_rows(RewardModel(tiny_model(family, seed=1, **changes)), forest(1))
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_padding_that_is_the_end_of_text(family: str) -> None:
     """Every sequence ends with EOS, which pads too; plain transformers would read the token before it."""
@@ -323,9 +315,3 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
     for name in ("position_bias", "indices"):
         with pytest.raises(ModelError, match=name):
             attention._tree_attention(module, x, x, x, positions, tree_layout=layout, **{name: x})
-
-
-def test_registering_twice_is_safe() -> None:
-    attention.register()
-    attention.register()
-    assert_tree_equals_rows(RewardModel(tiny_model("llama")), forest())

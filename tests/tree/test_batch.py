@@ -70,11 +70,6 @@ def test_groups_share_a_tree_from_the_threshold_on(shared: int, trees: int) -> N
     assert [path_to(batch, read) for read in batch.reads_S.tolist()] == [s for group in groups for s in group]
 
 
-def test_the_trees_lie_in_the_order_of_their_groups() -> None:
-    groups = [[[9, 9]], [[1]], [[5, 5, 5]]]
-    assert TreeBatch.from_groups(groups).tokens_T.tolist() == [9, 9, 1, 5, 5, 5]
-
-
 @given(GROUPS)
 @settings(deadline=None)
 def test_row_batch_holds_the_rows(groups: list[list[list[int]]]) -> None:
@@ -118,12 +113,6 @@ def test_micro_batches_keep_the_budget_and_lose_nothing(
     assert plan == plan_micro_batches(sizes, max_tokens=tokens, max_groups=groups)
 
 
-def test_micro_batches_are_filled() -> None:
-    sizes = [60, 50, 40, 30, 20]
-    assert plan_micro_batches(sizes, max_tokens=100) == [[0, 2], [1, 3, 4]]
-    assert plan_micro_batches(sizes, max_groups=2) == [[0, 1], [2, 3], [4]]
-
-
 PROMPT = list(range(20, 20 + MIN_SHARED_BETWEEN_SEQUENCES))
 CALL = st.lists(st.tuples(st.booleans(), SEQUENCE), max_size=14).map(
     lambda items: [(PROMPT if with_prompt else []) + sequence for with_prompt, sequence in items]
@@ -146,15 +135,6 @@ def test_sequence_plans_hold_each_once_within_the_budget(sequences: list[list[in
         different = {tuple(s) for group in members for s in group}
         assert computed <= budget or len(different if share else [s for g in members for s in g]) == 1
     assert plan == plan_sequences(sequences, max_tokens=budget, share=share)
-
-
-@pytest.mark.parametrize("budget", [1, 20])
-@pytest.mark.parametrize("length", [1, 3, MIN_SHARED_BETWEEN_SEQUENCES, 20])
-def test_equal_sequences_cost_nothing(length: int, budget: int) -> None:
-    sequences = [list(range(length))] * 50
-    plan = plan_sequences(sequences, max_tokens=budget)
-    assert plan == [[list(range(50))]]
-    assert TreeBatch.from_groups([[sequences[i] for i in group] for group in plan[0]]).num_computed_tokens == length
 
 
 def test_prompts_are_shared_across_a_call() -> None:

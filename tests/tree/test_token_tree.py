@@ -82,13 +82,6 @@ def test_the_order_of_the_sequences_changes_only_the_order_of_the_reads(sequence
     assert one.reads_S[order].tolist() == other.reads_S.tolist()
 
 
-def test_the_example() -> None:
-    tree = TokenTree.from_sequences([[1, 2, 3, 4], np.array([1, 2, 9], dtype=np.int32), (1, 2, 3)])
-    assert tree.tokens_N.tolist() == [1, 2, 3, 4, 9]
-    assert tree.positions_N.tolist() == [0, 1, 2, 3, 2]
-    assert tree.reads_S.tolist() == [3, 4, 2]
-
-
 def test_nothing_and_empty_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one sequence"):
         TokenTree.from_sequences([])
