@@ -23,7 +23,7 @@ def test_it_loads_and_survives_saving(name, tmp_path):
 
 
 def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
-    with caplog.at_level(logging.DEBUG, logger="treeward.config"):
+    with caplog.at_level(logging.INFO, logger="treeward.config"):
         config = load_config(FILES / "rm.yaml")
     assert (config.rm.max_num_steps, config.rm.val_batches) == (None, None)
     assert config.policy.tokenizer.name == "meta-llama/Llama-3.2-1B-Instruct"
@@ -36,13 +36,13 @@ def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
         ("train", None),
         ("validation", "default"),
     ]
-    assert "monitor_gpus has no effect" in caplog.text and "_v2 has no effect" in caplog.text
+    assert "have no effect here" in caplog.text and "monitor_gpus" in caplog.text and "_v2" in caplog.text
     save_config(config, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
 def test_the_first_file_means_what_it_meant(caplog):
-    with caplog.at_level(logging.DEBUG, logger="treeward.config"):
+    with caplog.at_level(logging.INFO, logger="treeward.config"):
         config = load_grpo_config(FILES / "grpo_rm_first.yaml")
     assert (config.grpo.completions_per_step, config.prompts_per_update, config.completions_per_update) == (
         512,
@@ -60,7 +60,7 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert parts(config.data.validation) == [("OpenMathInstruct-2", "validation", 0.05)]
     assert {one.prompt_file for one in (*config.data.train, *config.data.validation)} == {"examples/prompts/cot.txt"}
     for key in ("vllm_kwargs", "max_grad_norm", "monitor_gpus"):
-        assert f"{key} has no effect" in caplog.text
+        assert key in caplog.text
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "the policy itself samples" in warnings[0]
 
@@ -99,23 +99,16 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
         ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled"),
         ("grpo.max_rollout_turns=3", "grpo.max_rollout_turns"),
         ("grpo.advantage_clip_low=-5.0", "grpo.advantage_clip_low"),
-        ("grpo.val_start_at=100", "grpo.val_start_at"),
         ("grpo.reward_shaping.stop_properly_penalty_coef=0.5", "grpo.reward_shaping.stop_properly_penalty_coef"),
         ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.name"),
         ("loss_fn.use_cispo=true", "loss_fn.use_cispo"),
-        ("loss_fn.disable_ppo_ratio=true", "loss_fn.disable_ppo_ratio"),
         ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.enabled"),
         ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size"),
-        ("policy.generation.backend=megatron", "policy.generation.backend"),
-        ("policy.generation.vllm_cfg.precision=fp8", "policy.generation.vllm_cfg.precision"),
-        ("policy.draft.enabled=true", "policy.draft"),
-        ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg"),
-        ("data.train.processor=sft_processor", "data.train.processor"),
-        ("env.math.math_verify_impl=dapo_math_verify", "env.math.math_verify_impl"),
+        ("policy.draft.enabled=true", "policy.draft.enabled"),
+        ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),
+        ("data.train.processor=sft_processor", "data.train[0].processor"),
         ("reward_penalties.penalize_unwanted_tokens=true", "reward_penalties"),
-        ("async_rl.sampler.name=in_order", "async_rl"),
-        ("data_plane.enabled=true", "data_plane"),
-        ("cluster.gpus_per_node=2", "cluster.gpus_per_node"),
+        ("data_plane.enabled=true", "data_plane.enabled"),
     ],
 )
 def test_what_cannot_be_done_is_refused_where_it_is_switched_on(override, field):

@@ -1,5 +1,6 @@
 """What is missing on this machine is reported before anything heavy is imported."""
 
+import gzip
 import importlib.util
 import json
 import subprocess
@@ -56,17 +57,13 @@ def plain_environment(monkeypatch):
     ("text", "override", "field", "fix"),
     [
         (RM, "data.train_data_path={folder}/pears.jsonl", "data.train[0].data_path", "did you mean"),
-        (RM, "data.val_data_path=/nowhere/v.jsonl", "data.validation[0].data_path", "relative paths"),
         (RM, "data.dataset_name=BinaryPreferenceDatset", "data.train[0].dataset_name", "did you mean Binary"),
         (RM, "data.prompt_key=promt", "data.train[0].prompt_key", "perhaps prompt"),
-        (RM, "data.prompt_file=/nowhere/p", "data.train[0].prompt_file", "relative paths"),
         (RM, "policy.model_name=./nowhere", "policy.model_name", "relative paths"),
         (RM, "logger.tensorboard_enabled=true", "logger.tensorboard_enabled", r"treeward\[tensorboard\]"),
-        (RM, "logger.wandb_enabled=true", "logger.wandb_enabled", r"treeward\[wandb\]"),
         (GRPO, "data.input_key=question", "data.train[0].input_key", "data.input_key"),
         (GRPO, "grpo.environments=[judge]", "env.judge", r"treeward\[judge\]"),
         (GRPO, "env.reward_model.num_replicas=2", "env.reward_model", r"treeward\[ray\]"),
-        (GRPO, "grpo.environments_on_ray=[math]", "grpo.environments_on_ray", r"treeward\[ray\]"),
         (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
         (GRPO, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled", r"treeward\[lora\]"),
     ],
@@ -89,20 +86,14 @@ def test_a_run_from_python_checks_packages_first(load, plain_environment, tmp_pa
     assert caught.value.field == key and not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.csv", "data.tsv", "data.json", "empty.jsonl", "broken.jsonl"])
-def test_columns_are_read_where_that_is_cheap(load, tmp_path, name):
-    import gzip
-
-    content = {
-        "data.jsonl.gz": gzip.compress(json.dumps(PAIR).encode()),
-        "data.csv": b"prompt,chosen,rejected\np,c,r\n",
-        "data.tsv": b"prompt\tchosen\trejected\np\tc\tr\n",
-    }.get(name, b"{" if name == "broken.jsonl" else b"")
-    (tmp_path / name).write_bytes(content)
-    check_inputs(load(RM, f"data.train_data_path={tmp_path / name}"))
-    if content not in (b"", b"{"):
+@pytest.mark.parametrize("content", [gzip.compress(json.dumps(PAIR).encode()), b"", b"{"], ids=["rows", "empty", "bad"])
+def test_columns_are_read_where_that_is_cheap(load, tmp_path, content):
+    path = tmp_path / ("data.jsonl.gz" if len(content) > 1 else "data.jsonl")
+    path.write_bytes(content)
+    check_inputs(load(RM, f"data.train_data_path={path}"))
+    if len(content) > 1:
         with pytest.raises(ConfigError, match="the data has no key better"):
-            check_inputs(load(RM, f"data.train_data_path={tmp_path / name}", "data.chosen_key=better"))
+            check_inputs(load(RM, f"data.train_data_path={path}", "data.chosen_key=better"))
 
 
 def test_the_names_are_those_of_the_registries():

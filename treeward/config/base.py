@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Union, cast, get_args, get_origin
 
@@ -32,7 +32,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from treeward.config.elsewhere import KEYS_ELSEWHERE, VALUES_ELSEWHERE, command_of
+from treeward.config.foreign import KEYS_ELSEWHERE, MUST_BE_OFF, VALUES_ELSEWHERE, WITHOUT_EFFECT, command_of
 from treeward.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _ReadableErrors(ModelMetaclass):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
-            raise config_error(error, cast(type[Strict], cls), values, where=cls.__name__) from None
+            raise config_error(error, cast(type[Strict], cls), where=cls.__name__) from None
 
 
 class Strict(BaseModel, metaclass=_ReadableErrors):
@@ -77,39 +77,45 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         validate_default=True,
     )
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of other toolkits that are accepted without effect, each with the reason why that is harmless."""
-
-    switched_off_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of features that treeward does not have, each with the alternative. They are accepted while they are off
-    (null, false, 0, -1, empty, or a section in which nothing is on) and refused otherwise."""
-
     other_names: ClassVar[Mapping[str, str]] = {}
     """Other names of keys -> the key. Two names with different values are an error."""
 
     other_forms: ClassVar[tuple[str, ...]] = ()
     """Keys that the section's own validators turn into its fields."""
 
+    @classmethod
+    def keys_without_effect(cls) -> tuple[str, ...]:
+        """Keys of NeMo RL that are accepted in any state: see `treeward.config.foreign`."""
+        return tuple(key for base in cls.__mro__ for key in WITHOUT_EFFECT.get(base.__name__, "").split())
+
+    @classmethod
+    def keys_that_must_be_off(cls) -> dict[str, str]:
+        """Keys of features that treeward does not have, each with the alternative."""
+        return {key: fix for base in cls.__mro__ for key, fix in MUST_BE_OFF.get(base.__name__, {}).items()}
+
     @model_validator(mode="before")
     @classmethod
     def _accept_keys_of_other_toolkits(cls, raw: Any, info: ValidationInfo) -> Any:
         if not isinstance(raw, Mapping):
             return raw
-        ignored = [key for key in cls.ignored_keys if key in raw]
-        (info.context or {}).get("ignored", {}).update({key: cls.ignored_keys[key] for key in ignored})
-        for key, remedy in cls.switched_off_keys.items():
-            if key in raw and not _is_off(raw[key]):
-                summary, need = f"{key} is not supported", "null, false or no such key"
-                raise ConfigError(summary, field=key, got=raw[key], need=need, fix=remedy)
-        kept = {key: value for key, value in raw.items() if key not in ignored and key not in cls.switched_off_keys}
+        must_be_off, given = cls.keys_that_must_be_off(), dict(raw)
+        for key in must_be_off.keys() & given.keys() - cls.model_fields.keys():
+            value = given.pop(key)
+            if not _is_off(value):
+                field = f"{key}.enabled" if isinstance(value, Mapping) and "enabled" in value else key
+                need, fix = "null, false or no such key", must_be_off[key]
+                raise ConfigError(f"{key} is not supported", field=field, got=value, need=need, fix=fix)
+        for key in set(cls.keys_without_effect()) & given.keys() - cls.model_fields.keys():
+            del given[key]
+            (info.context or {}).get("ignored", []).append(key)
         for theirs, ours in cls.other_names.items():
-            if theirs not in kept:
+            if theirs not in given:
                 continue
-            value = kept.pop(theirs)
-            if kept.setdefault(ours, value) != value:
-                summary, got = f"{ours} and {theirs} contradict each other", f"{ours}: {kept[ours]}, {theirs}: {value}"
+            value = given.pop(theirs)
+            if given.setdefault(ours, value) != value:
+                summary, got = f"{ours} and {theirs} contradict each other", f"{ours}: {given[ours]}, {theirs}: {value}"
                 raise ConfigError(summary, field=ours, got=got, need="one of the two", fix=f"remove {theirs}")
-        return kept
+        return given
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
@@ -119,16 +125,21 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
     def check(self) -> None:
         """Raise `ConfigError` for keys that do not fit together; called when the section is made."""
 
-    def conflict(self, summary: str, *keys: str, need: str, fix: str | None = None) -> ConfigError:
-        """The error of `keys` that do not fit together, at the first of them; `watch.max_kl` is in an inner section."""
-        got = ", ".join(f"{key}: {_shown(functools.reduce(getattr, key.split('.'), self))}" for key in keys)
-        return ConfigError(summary, field=keys[0], got=got, need=need, fix=fix)
+    def refuse(self, wrong: Any, summary: str, keys: str, *, need: str, fix: str | None = None) -> None:
+        """Raise `ConfigError` if `wrong`: `keys` (names, with spaces between) do not fit together.
+
+        The error is at the first of them and shows the values of all; `watch.max_kl` is in an inner section.
+        """
+        if wrong:
+            values = {key: functools.reduce(getattr, key.split("."), self) for key in keys.split()}
+            got = ", ".join(f"{key}: {_shown(value)}" for key, value in values.items())
+            raise ConfigError(summary, field=keys.split()[0], got=got, need=need, fix=fix)
 
     def check_pair(self, one: str, other: str, *, need: str = "both of them, or neither") -> None:
         """Raise `ConfigError`, at the missing key, if only one of two keys is given."""
-        if (getattr(self, one) is None) != (getattr(self, other) is None):
-            keys = (one, other) if getattr(self, one) is None else (other, one)
-            raise self.conflict(f"{one} and {other} belong together", *keys, need=need)
+        given = [getattr(self, key) is not None for key in (one, other)]
+        keys = f"{other} {one}" if given[0] else f"{one} {other}"
+        self.refuse(given[0] != given[1], f"{one} and {other} belong together", keys, need=need)
 
     @classmethod
     def key_names(cls) -> tuple[str, ...]:
@@ -159,22 +170,17 @@ def sections(annotation: Any) -> Iterator[type[Strict]]:
 
 
 def config_error(
-    error: ValidationError,
-    root: type[Strict],
-    tree: Any,
-    *,
-    where: str,
-    origin: Callable[[Location], str] | None = None,
+    error: ValidationError, root: type[Strict], *, where: str, origin: Callable[[Location], str] | None = None
 ) -> ConfigError:
-    """Turn every problem of `error`, found in `tree` for the section `root`, into one `ConfigError`.
+    """Turn every problem of `error`, found for the section `root`, into one `ConfigError`.
 
     `origin` says where the value at a key comes from, if that is not always `where`.
     """
     problems = []
     for details in error.errors(include_url=False):
-        location, problem = _problem(details, root, tree)
-        problem["where"] = origin(location) if origin else where
-        problems.append(ConfigError(**problem))
+        location, problem = _problem(details, root)
+        place = origin(location) if origin else where
+        problems.append(ConfigError(**problem, where=place, field=_joined(location) or None))
     if len(problems) == 1:
         return problems[0]
     listed = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
@@ -187,22 +193,22 @@ def at_field(error: ConfigError, field: str, *, where: str | None = None) -> Con
     return ConfigError(error.summary, where=where, field=field, need=error.need, fix=error.fix, **got)
 
 
-def _problem(details: ErrorDetails, root: type[Strict], tree: Any) -> tuple[Location, dict[str, Any]]:
+def _problem(details: ErrorDetails, root: type[Strict]) -> tuple[Location, dict[str, Any]]:
     """Where a problem is, and the arguments of the `ConfigError` that describes it."""
     # Tags of a union, in angle brackets, are not part of the key.
-    parts = tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
-    location, inner = _as_written(parts, tree), details.get("ctx", {}).get("error")
+    location = tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
+    inner, got = details.get("ctx", {}).get("error"), details["input"]
     if isinstance(inner, ConfigError):
-        location = (*location, *_split(inner.field)) if inner.field else location
-        found = {"summary": inner.summary, "need": inner.need, "fix": inner.fix}
-        return location, found | _described(location, inner.got)
+        if inner.field:
+            location = (*location, *inner.field.replace("[", ".").replace("]", "").split("."))
+        shown = {} if inner.got is None else {"got": inner.got}
+        return location, {"summary": inner.summary, "need": inner.need, "fix": inner.fix} | shown
     if details["type"] == "extra_forbidden":
-        return location, _unknown_key(location, root) | _described(location, details["input"])
-    meaning = _first_sentence(dict(_keys(root)).get(_without_numbers(location), ""))
+        return location, _unknown_key(location, root) | {"got": got}
+    meaning = _first_sentence(dict(_keys(root)).get(without_numbers(location), ""))
     if details["type"] == "missing":
-        return location, {"summary": "a key is missing", "need": meaning} | _described(location, None)
+        return location, {"summary": "a key is missing", "need": meaning}
     need = details["msg"].removeprefix("Input should be ").split(", unable to parse")[0]
-    got = details["input"]
     options = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
     near = None
     if isinstance(got, str) and options:
@@ -210,14 +216,10 @@ def _problem(details: ErrorDetails, root: type[Strict], tree: Any) -> tuple[Loca
         near = same if same in options else nearest_name(got, options)
     return location, {
         "summary": "the value is not valid",
+        "got": _shown(got) if got is None or isinstance(got, bool) else got,
         "need": f"{need} ({meaning})" if meaning else need,
         "fix": f"did you mean {near}?" if near else None,
-    } | _described(location, "null" if got is None else got)
-
-
-def _described(location: Location, got: Any) -> dict[str, Any]:
-    shown = {} if got is None else {"got": _shown(got) if isinstance(got, bool) else got}
-    return {"field": _joined(location) or None} | shown
+    }
 
 
 def _unknown_key(location: Location, root: type[Strict]) -> dict[str, Any]:
@@ -230,12 +232,11 @@ def _unknown_key(location: Location, root: type[Strict]) -> dict[str, Any]:
             "fix": f"run `{command}`, or remove the key: ~{_joined(location)} on the command line",
         }
     keys = dict(_keys(root))
-    candidates = [path[-1] for path in keys if path[:-1] == _without_numbers(parents)]
+    candidates = [path[-1] for path in keys if path[:-1] == without_numbers(parents)]
     elsewhere = {theirs: _existing(ours, keys) for theirs, ours in KEYS_ELSEWHERE.items()}
     # A misspelt name of another toolkit is nearer to that name than to any of ours.
     here = [theirs for theirs, paths in elsewhere.items() if any(path[:-1] == tuple(parents) for path in paths)]
     near = nearest_name(key, [*candidates, *here])
-    meant: list[Location] = []
     if elsewhere.get(key):
         meant = elsewhere[key]
     elif near is not None:
@@ -260,7 +261,7 @@ def _keys(section: type[Strict]) -> Iterator[tuple[Location, str]]:
         yield (other,), ""
 
 
-def _existing(paths: Iterable[str], keys: Container[Location]) -> list[Location]:
+def _existing(paths: Iterable[str], keys: Mapping[Location, str]) -> list[Location]:
     """Those of the full keys that a section has; a section that is made in Python has the ends of them.
 
     The last part may be a key of a mapping without a schema, as `lr` of `policy.optimizer.kwargs`.
@@ -270,30 +271,13 @@ def _existing(paths: Iterable[str], keys: Container[Location]) -> list[Location]
     return [end for end in found if end]
 
 
-def _without_numbers(location: Iterable[str]) -> Location:
+def without_numbers(location: Iterable[str]) -> Location:
+    """The keys of a location, without the numbers of elements of lists."""
     return tuple(part for part in location if not part.isdecimal())
 
 
 def _first_sentence(text: str) -> str:
     return re.split(r"(?<!\bet al)\. ", " ".join(text.split()))[0].rstrip(".")
-
-
-def _as_written(location: Location, tree: Any) -> Location:
-    """Without the number of a list's element where the file has a single block instead of a list."""
-    written: list[str] = []
-    for part in location:
-        if isinstance(tree, dict) and part.isdecimal() and part not in tree:
-            continue
-        written.append(part)
-        if isinstance(tree, list):
-            tree = tree[int(part)] if part.isdecimal() and int(part) < len(tree) else None
-        else:
-            tree = tree.get(part) if isinstance(tree, dict) else None
-    return tuple(written)
-
-
-def _split(field: str) -> Location:
-    return tuple(field.replace("[", ".").replace("]", "").split("."))
 
 
 def _joined(location: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
@@ -144,13 +144,6 @@ def _seconds(value: Any) -> Any:
 class CheckpointingConfig(Strict):
     """When a run is saved, and which checkpoints stay."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "save_consolidated": "an export is always one plain Hugging Face folder",
-        "model_cache_dir": "models are cached where HF_HOME says",
-        "model_repo_id": "the hub section names the repository",
-        "is_async": "a save is finished before training goes on",
-    }
-
     enabled: bool = True
     """Save checkpoints, and resume from them."""
     checkpoint_dir: str = "results/rm"
@@ -190,14 +183,13 @@ class CheckpointingConfig(Strict):
             metric, direction = self._metric(self.metric_name)
         except ConfigError as error:
             raise at_field(error, "metric_name") from None
-        keys = "higher_is_better", "metric_name"
-        if direction is None and self.higher_is_better is None:
-            fix = "rank by length_controlled_accuracy, which has a direction" if metric == "accuracy_gap" else None
-            summary = f"{metric} does not say which of two checkpoints is better"
-            raise self.conflict(summary, *keys, need="true or false", fix=fix)
-        if direction is not None and self.higher_is_better not in (None, direction):
-            need = f"{str(direction).lower()}, or null: the best checkpoints would be deleted"
-            raise self.conflict("higher_is_better contradicts metric_name", *keys, need=need)
+        keys, given = "higher_is_better metric_name", self.higher_is_better
+        fix = "rank by length_controlled_accuracy, which has a direction" if metric == "accuracy_gap" else None
+        summary = f"{metric} does not say which of two checkpoints is better"
+        self.refuse(direction is None and given is None, summary, keys, need="true or false", fix=fix)
+        need = f"{str(direction).lower()}, or null: the best checkpoints would be deleted"
+        is_opposite = direction is not None and given not in (None, direction)
+        self.refuse(is_opposite, "higher_is_better contradicts metric_name", keys, need=need)
 
     @property
     def metric_is_better_when_higher(self) -> bool:
@@ -209,12 +201,6 @@ class CheckpointingConfig(Strict):
 
 class GRPOCheckpointingConfig(CheckpointingConfig):
     """When the run is saved, and which checkpoints stay."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        **CheckpointingConfig.ignored_keys,
-        "save_data_plane": "there is no data plane",
-        "load_replay_buffer": "every completion is sampled by the policy that learns from it",
-    }
 
     checkpoint_dir: str = "results/grpo"
     """Folder of this run's checkpoints and of its export."""

@@ -85,11 +85,6 @@ class SetConfig(Strict):
 class DatasetConfig(SetConfig):
     """One set of comparisons: its format, where it lies, and how to read it."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "processor": "conversations are rendered by the model's own chat template",
-        "env_name": "preference data is not scored by an environment",
-    }
-
     dataset_name: str = "PreferenceDataset"
     """A registered format (`PreferenceDataset`, `BinaryPreferenceDataset`, `HelpSteer3`, `Tulu3Preference`,
     `Bundled`, ...) or the dotted path of a class, as `my.module.MyDataset`."""
@@ -107,10 +102,6 @@ class DatasetConfig(SetConfig):
 class DataConfig(Strict):
     """The training and validation sets, and what happens to rows that do not fit."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        **DatasetConfig.ignored_keys,
-        "num_workers": "the tokenizer uses all cores",
-    }
     other_forms: ClassVar[tuple[str, ...]] = PREFERENCES.keys
 
     train: tuple[DatasetConfig, ...]
@@ -133,7 +124,7 @@ class DataConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, raw: Any) -> Any:
-        return normalise_data(raw, DatasetConfig.key_names(), PREFERENCES) if isinstance(raw, Mapping) else raw
+        return normalise_data(raw, _keys_of(DatasetConfig), PREFERENCES) if isinstance(raw, Mapping) else raw
 
     def check(self) -> None:
         _check_sets(self.train, self.validation)
@@ -146,11 +137,6 @@ class DataConfig(Strict):
 
 class PromptSetConfig(SetConfig):
     """One set of prompts: its format, where it lies, how to read it, and which environment rewards completions."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "repeat": "grpo.num_val_generations is the number of completions of a validation prompt",
-        "download_dir": "data is cached where HF_HOME says",
-    }
 
     dataset_name: str = "ResponseDataset"
     """`ResponseDataset` (rows with a question and its answer), `PromptDataset` (rows with messages), `Bundled`,
@@ -178,11 +164,8 @@ class PromptSetConfig(SetConfig):
 
     def check(self) -> None:
         super().check()
-        if self.part is not None and self.split_validation_size == 0.0:
-            keys = "part", "split_validation_size"
-            raise self.conflict(
-                "part needs split_validation_size", *keys, need="split_validation_size above 0, or no part"
-            )
+        is_useless, need = self.part is not None and self.split_validation_size == 0.0, "split_validation_size above 0"
+        self.refuse(is_useless, "part needs split_validation_size", "part split_validation_size", need=need)
 
     @property
     def environment_names(self) -> tuple[str, ...]:
@@ -195,10 +178,6 @@ class PromptSetConfig(SetConfig):
 class PromptDataConfig(Strict):
     """The prompts to train on and to validate on."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "num_workers": "prompts are short: this process renders them",
-        "use_multiple_dataloader": "sets are mixed by their weights",
-    }
     other_forms: ClassVar[tuple[str, ...]] = PROMPTS.keys
 
     train: tuple[PromptSetConfig, ...]
@@ -217,7 +196,7 @@ class PromptDataConfig(Strict):
         if not isinstance(raw, Mapping):
             return raw
         had_blocks = raw.get("train") is not None
-        data = normalise_data(raw, PromptSetConfig.key_names(), PROMPTS)
+        data = normalise_data(raw, _keys_of(PromptSetConfig), PROMPTS)
         if not had_blocks and not data["validation"]:
             for block in data["train"]:  # as NeMo RL does for these in the flat form
                 if block.get("dataset_name") == "OpenMathInstruct-2":
@@ -230,6 +209,11 @@ class PromptDataConfig(Strict):
 
     def check(self) -> None:
         _check_sets(self.train, self.validation)
+
+
+def _keys_of(section: type[SetConfig]) -> tuple[str, ...]:
+    """The keys that a block may have."""
+    return (*section.key_names(), *section.keys_without_effect())
 
 
 def _add_held_out(data: dict[str, Any]) -> None:
@@ -269,13 +253,13 @@ def _check_sets(train: Sequence[SetConfig], validation: Sequence[SetConfig]) -> 
             raise ConfigError(f"a validation set {problem}", field=f"validation[{i}].{key}", got=got, need=need)
 
 
-def check_longest_input(longest: int | None, limit: int, *, what_shares_it: str = "") -> None:
+def check_longest_input(longest: int | None, limit: int) -> None:
     """Raise `ConfigError` for a `data.max_input_seq_length` above `policy.max_total_sequence_length`, in tokens."""
     if longest is not None and longest > limit:
         raise ConfigError(
             "data.max_input_seq_length is larger than policy.max_total_sequence_length",
             field="data.max_input_seq_length",
             got=f"{longest} tokens, policy.max_total_sequence_length: {limit}",
-            need=f"at most policy.max_total_sequence_length{what_shares_it}",
+            need="at most policy.max_total_sequence_length, which prompt and completion share",
             fix="set data.max_input_seq_length=null to follow policy.max_total_sequence_length",
         )

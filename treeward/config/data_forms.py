@@ -40,8 +40,6 @@ class DataForm(NamedTuple):
     """Keys of a block that may stand beside the blocks, for all of them."""
     own_splits: Mapping[str, Mapping[str | None, str | None]]
     """Sets that bring their own data: name of a validation set -> its split; under None the training split."""
-    foreign_keys: tuple[str, ...]
-    """Keys of other toolkits that `default` may have."""
     train_keys: tuple[str, ...] = ()
     """Flat keys that only training sets take."""
 
@@ -62,7 +60,6 @@ PREFERENCES = DataForm(
         **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),
         "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},
     },
-    foreign_keys=("processor", "env_name"),
     train_keys=("non_contextual_answer",),
 )
 PROMPTS = DataForm(
@@ -76,7 +73,6 @@ PROMPTS = DataForm(
         "AIME2024": {None: "train", "default": "train"},
         "Bundled": {None: "train", "default": "validation"},
     },
-    foreign_keys=("repeat", "download_dir"),
 )
 
 
@@ -124,7 +120,7 @@ def _shared_values(data: Block, block_keys: Sequence[str], form: DataForm) -> Bl
     if not isinstance(default, Mapping):
         raise ConfigError("default is not a block", field="default", got=default, need="{dataset_name: ...}")
     for key, value in default.items():
-        if key not in block_keys and key not in form.foreign_keys:
+        if key not in block_keys:
             near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
             fix = f"did you mean data.default.{near}?" if near else None
             raise ConfigError("there is no such key", field=f"default.{key}", got=value, need=need, fix=fix)

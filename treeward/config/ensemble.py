@@ -42,9 +42,8 @@ class EnsembleConfig(Strict):
         self.check_pair("means", "stds", need="both of them, one number for each member, or neither")
         if self.means is None or self.stds is None:
             return
-        if len(self.means) != len(self.stds):
-            summary = "means and stds are for different numbers of members"
-            raise self.conflict(summary, "stds", "means", need="one number for each member in both")
-        if not self.standardize:
-            summary = "means and stds are given, and standardize is off"
-            raise self.conflict(summary, "standardize", "means", need="standardize: true, or neither means nor stds")
+        is_uneven = len(self.means) != len(self.stds)
+        summary = "means and stds are for different numbers of members"
+        self.refuse(is_uneven, summary, "stds means", need="one number for each member in both")
+        summary, need = "means and stds are given, and standardize is off", "standardize: true, or neither"
+        self.refuse(not self.standardize, summary, "standardize means", need=need)

@@ -22,7 +22,6 @@ from treeward.config.base import Strict
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.policy import (
     BatchingConfig,
-    MegatronConfig,
     Precision,
     RewardModelConfig,
     ScoringTokenizerConfig,
@@ -32,9 +31,6 @@ from treeward.config.policy import (
 from treeward.config.reward_shaping import ShapingOrContract
 
 __all__ = ["ResourcesConfig", "RewardModelEnvironmentConfig"]
-
-_NO_LOGPROBS = "a reward model computes scores, no log-probabilities"
-_NO_TRAINING = "the reward model is not trained here"
 
 # Error locations leave out tags in angle brackets.
 _OneOrSeveral = Annotated[
@@ -55,8 +51,6 @@ class ResourcesConfig(Strict):
 class ScoringDTensorConfig(ShardingConfig):
     """How the model is sharded, and what is moved to save memory."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {**ShardingConfig.ignored_keys, "lora_cfg": _NO_TRAINING}
-
     _can_offload: ClassVar[bool] = True
     _saves_memory: ClassVar[str] = (
         "each GPU of `resources` holds a replica of the whole model; precision: bfloat16, cpu_offload and a smaller "
@@ -75,19 +69,6 @@ class ScoringDTensorConfig(ShardingConfig):
 class RewardModelEnvironmentConfig(Strict):
     """A reward model as the environment of an RL loop."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "logprob_batch_size": _NO_LOGPROBS,
-        "logprob_chunk_size": _NO_LOGPROBS,
-        "offload_optimizer_for_logprob": _NO_LOGPROBS,
-        "generation": "a reward model generates nothing",
-        "max_grad_norm": _NO_TRAINING,
-        "make_sequence_length_divisible_by": "packed trees are not padded",
-        "processor": "it belongs to the loop's data, which this environment does not read",
-        "env_name": "it belongs to the loop's data, which this environment does not read",
-    }
-    switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "checkpoint_path": "give the folder of the exported model as model_name",
-    }
     other_forms: ClassVar[tuple[str, ...]] = ("cpu_offload", "activation_checkpointing")
 
     enabled: bool = True
@@ -146,8 +127,6 @@ class RewardModelEnvironmentConfig(Strict):
     """Accepted in either state: a forward pass is always filled up to a limit."""
     sequence_packing: BatchingConfig = BatchingConfig()
     """Accepted in either state: conversations are always packed."""
-    megatron_cfg: MegatronConfig = MegatronConfig()
-    """Must be disabled."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -173,24 +152,22 @@ class RewardModelEnvironmentConfig(Strict):
 
     def check(self) -> None:
         names = self.model_names
-        if not self.enabled:
-            raise self.conflict("this environment is switched off", "enabled", need="true")
-        if not names:
-            raise self.conflict("there is no model", "model_name", need="a folder or hub name")
-        if len(names) > 1 and (self.ensemble is None or self.ensemble.over != "models"):
-            raise self.conflict(
-                "model_name names several models, and no ensemble over models combines their scores",
-                *("model_name", "ensemble"),
-                need="one model, or an `ensemble` section with over: models",
-            )
-        if len(names) > 1 and self.tokenizer != ScoringTokenizerConfig():
-            summary = "the models of an ensemble use their own tokenizers and templates"
-            raise self.conflict(summary, "tokenizer", need="no such section")
+        self.refuse(not self.enabled, "this environment is switched off", "enabled", need="true")
+        self.refuse(not names, "there is no model", "model_name", need="a folder or hub name")
+        self.refuse(
+            len(names) > 1 and (self.ensemble is None or self.ensemble.over != "models"),
+            "model_name names several models, and no ensemble over models combines their scores",
+            "model_name ensemble",
+            need="one model, or an `ensemble` section with over: models",
+        )
+        is_extra = len(names) > 1 and self.tokenizer != ScoringTokenizerConfig()
+        summary = "the models of an ensemble use their own tokenizers and templates"
+        self.refuse(is_extra, summary, "tokenizer", need="no such section")
         gpus = self.resources.gpus_per_node * self.resources.num_nodes
-        given = "resources" in self.model_fields_set and self.num_replicas is not None
-        if given and gpus not in (0, self.num_replicas):
-            raise self.conflict(
-                "num_replicas and resources contradict each other",
-                *("num_replicas", "resources.gpus_per_node", "resources.num_nodes"),
-                need="a replica for each GPU, or resources.gpus_per_node: 0 for replicas on the CPU",
-            )
+        is_given = "resources" in self.model_fields_set and self.num_replicas is not None
+        self.refuse(
+            is_given and gpus not in (0, self.num_replicas),
+            "num_replicas and resources contradict each other",
+            "num_replicas resources.gpus_per_node resources.num_nodes",
+            need="a replica for each GPU, or resources.gpus_per_node: 0 for replicas on the CPU",
+        )

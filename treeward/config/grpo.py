@@ -31,9 +31,8 @@ from pydantic import (
 )
 
 from treeward.config.base import Limit, Period, Strict
-from treeward.config.policy import DisabledSection
 
-__all__ = ["AdvantageEstimatorConfig", "AlarmKind", "AsyncGRPOConfig", "Estimator", "GRPOConfig"]
+__all__ = ["AdvantageEstimatorConfig", "AlarmKind", "Estimator", "GRPOConfig"]
 __all__ += ["OverlongShapingConfig", "PolicyLossConfig", "RewardScalingConfig", "WatchConfig"]
 
 Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
@@ -44,13 +43,6 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 class PolicyLossConfig(Strict):
     """The clipped surrogate, and the penalty on leaving the reference policy."""
 
-    switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "disable_ppo_ratio": "set loss_fn.force_on_policy_ratio=true for one update per batch without ratios",
-        "use_cispo": "use the clipped surrogate: set loss_fn.use_cispo=false",
-        "seq_logprob_error_in_loss": "set loss_fn.seq_logprob_error_in_loss=false: token_mult_prob_error is logged",
-        "positive_example_nll_weight": "set loss_fn.positive_example_nll_weight=0",
-        "truncated_importance_sampling_ratio_min": "set loss_fn.truncated_importance_sampling_type=tis, which has none",
-    }
     other_names: ClassVar[Mapping[str, str]] = {"use_kl_in_reward": "kl_in_reward"}
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
@@ -81,39 +73,39 @@ class PolicyLossConfig(Strict):
     use_importance_sampling_correction: bool = False
     """Weight tokens by the trainer's probability over the generator's, for a generator with other numerics."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
-    """The largest such weight. None: no limit."""
-    truncated_importance_sampling_type: Literal["tis"] | None = None
-    """Accepted for NeMo RL's files: larger weights are always cut to `truncated_importance_sampling_ratio`."""
+    """The largest such weight; larger ones are cut to it. None: no limit."""
     use_on_policy_kl_approximation: bool = False
     """Weight the estimated KL of a token by its new probability over its probability when it was sampled."""
     force_on_policy_ratio: bool = False
     """Set the ratio to 1 and keep its gradient; needs one update per batch."""
 
     def check(self) -> None:
-        if self.reference_policy_kl_type == "k1" and not self.kl_in_reward and self.reference_policy_kl_penalty > 0:
-            raise self.conflict(
-                "k1 as a loss teaches nothing: its expected gradient is zero",
-                *("reference_policy_kl_type", "kl_in_reward"),
-                need="k3 or k2 in the loss, or k1 in the reward",
-                fix="set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3",
-            )
-        if self.sequence_level_importance_ratios and self.token_level_loss:
-            raise self.conflict(
-                "sequence_level_importance_ratios needs a loss over whole completions",
-                *("sequence_level_importance_ratios", "token_level_loss"),
-                need="token_level_loss: false",
-            )
-        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max:
-            keys = "ratio_clip_c", "ratio_clip_max"
-            raise self.conflict(
-                "the dual clip is inside the clip", *keys, need="more than 1 + ratio_clip_max; usually 3"
-            )
-        if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
-            raise self.conflict(
-                "truncated_importance_sampling_ratio limits a correction that is switched off",
-                *("truncated_importance_sampling_ratio", "use_importance_sampling_correction"),
-                need="use_importance_sampling_correction: true, or null",
-            )
+        is_k1 = self.reference_policy_kl_type == "k1" and not self.kl_in_reward
+        self.refuse(
+            is_k1 and self.reference_policy_kl_penalty > 0,
+            "k1 as a loss teaches nothing: its expected gradient is zero",
+            "reference_policy_kl_type kl_in_reward",
+            need="k3 or k2 in the loss, or k1 in the reward",
+            fix="set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3",
+        )
+        self.refuse(
+            self.sequence_level_importance_ratios and self.token_level_loss,
+            "sequence_level_importance_ratios needs a loss over whole completions",
+            "sequence_level_importance_ratios token_level_loss",
+            need="token_level_loss: false",
+        )
+        self.refuse(
+            self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max,
+            "the dual clip is inside the clip",
+            "ratio_clip_c ratio_clip_max",
+            need="more than 1 + ratio_clip_max; usually 3",
+        )
+        self.refuse(
+            self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction,
+            "truncated_importance_sampling_ratio limits a correction that is switched off",
+            "truncated_importance_sampling_ratio use_importance_sampling_correction",
+            need="use_importance_sampling_correction: true, or null",
+        )
 
 
 class AdvantageEstimatorConfig(Strict):
@@ -133,17 +125,13 @@ class AdvantageEstimatorConfig(Strict):
 
     def check(self) -> None:
         always = {"leave_one_out": "use_leave_one_out_baseline", "reinforce_plus_plus": "normalize_rewards"}
-        key = always.get(self.name)
-        if key is not None and getattr(self, key) is False:
-            raise self.conflict(f"{self.name} always has {key}: true", key, "name", need="name: grpo, or no such key")
+        key = always.get(self.name, "name")
+        is_false, need = getattr(self, key) is False, "name: grpo, or no such key"
+        self.refuse(is_false, f"{self.name} always has {key}: true", f"{key} name", need=need)
 
 
 class OverlongShapingConfig(Strict):
     """A penalty that grows over the last tokens before the limit (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13)."""
-
-    switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "stop_properly_penalty_coef": "use grpo.truncated=penalty: a factor would raise negative rewards",
-    }
 
     enabled: bool = False
     """Subtract the penalty."""
@@ -172,15 +160,8 @@ class RewardScalingConfig(Strict):
 
     def check(self) -> None:
         for low, high in (("source_min", "source_max"), ("target_min", "target_max")):
-            if getattr(self, low) >= getattr(self, high):
-                raise self.conflict("a range of reward_scaling does not rise", low, high, need=f"{low} below {high}")
-
-
-class AsyncGRPOConfig(DisabledSection):
-    """Training while older completions are still being sampled: accepted while disabled."""
-
-    reason = "asynchronous GRPO is not supported"
-    remedy = "set grpo.async_grpo.enabled=false: every completion is sampled by the policy that learns from it"
+            is_falling, need = getattr(self, low) >= getattr(self, high), f"{low} below {high}"
+            self.refuse(is_falling, "a range of reward_scaling does not rise", f"{low} {high}", need=need)
 
 
 class WatchConfig(Strict):
@@ -221,22 +202,6 @@ def _with_weights(value: Any) -> Any:
 class GRPOConfig(Strict):
     """The length of the run, its groups, their rewards and advantages, and its validations."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "calculate_advantages_on_gpu": "advantages are a few numbers",
-        "deduplicate_multimodal_data": "prompts are text",
-        "debug_payload_metrics": "there are no payloads",
-    }
-    switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "advantage_clip_low": "set grpo.advantage_clip_low=null: loss_fn.ratio_clip_c limits negative advantages",
-        "advantage_clip_high": "set grpo.advantage_clip_high=null: grpo.advantage_std_floor limits advantages",
-        "seq_logprob_error_threshold": "set it to null: token_mult_prob_error is logged",
-        "val_start_at": "set grpo.val_start_at=-1: grpo.val_period says when to validate",
-        "stop_at_validation_metric": "set it to null; grpo.watch.stop ends a run that exploits its reward",
-        "stop_at_validation_threshold": "set it to null; grpo.watch.stop ends a run that exploits its reward",
-        "invalid_tool_call_advantage": "set it to null: there are no tools",
-        "malformed_thinking_advantage": "set it to null: use an environment with a rule for the form",
-        "interleave_rollouts": "set it to false",
-    }
     other_names: ClassVar[Mapping[str, str]] = {"val_num_generations_per_prompt": "num_val_generations"}
 
     num_prompts_per_step: PositiveInt = 32
@@ -299,8 +264,6 @@ class GRPOConfig(Strict):
     """Dynamic sampling: after this number of batches the step goes on with the groups that it has."""
     batch_multiplier: float = Field(default=1.0, ge=1.0)
     """Dynamic sampling: a batch has this many times `num_prompts_per_step` prompts."""
-    async_grpo: AsyncGRPOConfig | None = AsyncGRPOConfig()
-    """Must be disabled."""
     skip_reference_policy_logprobs_calculation: bool = False
     """Run without a reference policy: no KL is measured. Needs `loss_fn.reference_policy_kl_penalty: 0`."""
 
@@ -365,21 +328,22 @@ class GRPOConfig(Strict):
         return raw
 
     def check(self) -> None:
-        if self.overlong_filtering and self.truncated != "mask":
-            raise self.conflict(
-                "overlong_filtering and truncated contradict each other",
-                *("truncated", "overlong_filtering"),
-                need="truncated: mask, which is what overlong_filtering means",
-            )
-        if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
-            keys = "batch_multiplier", "use_dynamic_sampling"
-            raise self.conflict(
-                "batch_multiplier needs dynamic sampling", *keys, need="1, or use_dynamic_sampling: true"
-            )
-        if self.environments is not None and (not self.environments or 0.0 in self.environments.values()):
-            raise self.conflict(
-                "an environment without weight rewards nothing",
-                "environments",
-                need="names of sections of env with weights other than 0, or null",
-                fix="to watch an environment without training on it set grpo.gold_environment",
-            )
+        self.refuse(
+            self.overlong_filtering and self.truncated != "mask",
+            "overlong_filtering and truncated contradict each other",
+            "truncated overlong_filtering",
+            need="truncated: mask, which is what overlong_filtering means",
+        )
+        self.refuse(
+            self.batch_multiplier != 1.0 and not self.use_dynamic_sampling,
+            "batch_multiplier needs dynamic sampling",
+            "batch_multiplier use_dynamic_sampling",
+            need="1, or use_dynamic_sampling: true",
+        )
+        self.refuse(
+            self.environments is not None and (not self.environments or 0.0 in self.environments.values()),
+            "an environment without weight rewards nothing",
+            "environments",
+            need="names of sections of env with weights other than 0, or null",
+            fix="to watch an environment without training on it set grpo.gold_environment",
+        )

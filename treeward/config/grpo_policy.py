@@ -11,27 +11,19 @@ With `backend: vllm`, `sglang` or `openai` and a `url`, a server samples, and ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict, TextOrTexts
 from treeward.config.policy import DEFAULT_MICRO_BATCH_TOKENS, ShardingConfig, TokenizerConfig, TrainedModelConfig
 
-__all__ = ["ColocatedConfig", "GRPOPolicyConfig", "GenerationConfig", "LoraConfig", "VllmConfig"]
-
-_SERVER = "the settings of a server are given to the server"
+__all__ = ["ColocatedConfig", "GRPOPolicyConfig", "GenerationConfig", "LoraConfig"]
 
 
 class LoraConfig(Strict):
     """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the policy is its frozen model and a product of two
     small matrices beside each adapted linear layer. The frozen model is the KL reference too, and costs no memory."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "use_triton": "the adapters are plain matrix products",
-        "dropout_position": "there is no dropout",
-    }
 
     enabled: bool = False
     """Train adapters instead of the whole model."""
@@ -54,44 +46,23 @@ class LoraConfig(Strict):
     noise."""
 
     def check(self) -> None:
-        if self.enabled and self.dropout != 0.0:
-            raise self.conflict("adapters have no dropout in reinforcement learning", "dropout", need="0")
-        if self.enabled and self.match_all_linear == bool(self.target_modules):
-            raise self.conflict(
-                "match_all_linear and target_modules do not fit together",
-                *("target_modules", "match_all_linear"),
-                need="match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj]",
-            )
+        if self.enabled:
+            need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj]"
+            summary = "match_all_linear and target_modules do not fit together"
+            self.refuse(self.dropout, "adapters have no dropout in reinforcement learning", "dropout", need="0")
+            is_wrong = self.match_all_linear == bool(self.target_modules)
+            self.refuse(is_wrong, summary, "target_modules match_all_linear", need=need)
 
 
 class ColocatedConfig(Strict):
     """Whether generation shares the GPUs of training."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {"resources": "a server runs on the GPUs that it was started on"}
-
     enabled: bool = True
     """Generation and training take turns on the same GPU. False: a server at `url` generates on GPUs of its own."""
 
 
-class VllmConfig(Strict):
-    """NeMo RL's settings of vLLM. A server has its own settings; only the precision is checked."""
-
-    model_config = ConfigDict(extra="allow")
-
-    precision: Annotated[str, Field(pattern="^[^8]*$")] | None = None
-    """Number format of the generator's weights; eight-bit formats are not supported."""
-
-
 class GenerationConfig(Strict):
     """How completions are sampled, and by what."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "vllm_kwargs": _SERVER,
-        "sglang_cfg": _SERVER,
-        "sglang_kwargs": _SERVER,
-        "mcore_generation_config": "there is no Megatron generator",
-        "val_temperature": "validation samples as training does",
-    }
 
     backend: Literal["hf", "vllm", "sglang", "openai"] = "hf"
     """`hf`: the policy itself, in this process. `vllm`, `sglang`, `openai`: the server at `url`. Without a `url`, as in
@@ -135,8 +106,6 @@ class GenerationConfig(Strict):
     `openai`."""
     weight_folder: str | None = None
     """That folder. None: `weights` in `checkpointing.checkpoint_dir`."""
-    vllm_cfg: VllmConfig = VllmConfig()
-    """NeMo RL's settings of vLLM; only the precision is checked."""
     colocated: ColocatedConfig = ColocatedConfig()
     """Whether generation shares the GPUs of training."""
 
@@ -151,26 +120,24 @@ class GenerationConfig(Strict):
         return self.url is not None
 
     def check(self) -> None:
-        if self.backend == "hf" and self.url is not None:
-            raise self.conflict(
-                "url is given, and backend hf samples in this process",
-                *("url", "backend"),
-                need="backend: vllm, sglang or openai, or no url",
-            )
-        if self.url is None and (self.backend == "openai" or not self.colocated.enabled):
-            raise self.conflict(
-                "backend openai, and generation on GPUs of its own, need a server",
-                *("url", "backend", "colocated.enabled"),
-                need="a url, as http://127.0.0.1:8000/v1; or backend: hf and colocated.enabled: true",
-            )
-        unknown = {
-            "top_k": (self.top_k is not None, "no top_k"),
-            "stop_token_ids": (bool(self.stop_token_ids), "stop_strings instead"),
-            "weight_sync": (self.weight_sync == "folder", "none, or module.function"),
-        }
-        for key, (is_set, need) in unknown.items():
-            if self.backend == "openai" and is_set:
-                raise self.conflict("OpenAI's completions have no such parameter", *(key, "backend"), need=need)
+        self.refuse(
+            self.backend == "hf" and self.url is not None,
+            "url is given, and backend hf samples in this process",
+            "url backend",
+            need="backend: vllm, sglang or openai, or no url",
+        )
+        self.refuse(
+            self.url is None and (self.backend == "openai" or not self.colocated.enabled),
+            "backend openai, and generation on GPUs of its own, need a server",
+            "url backend colocated.enabled",
+            need="a url, as http://127.0.0.1:8000/v1; or backend: hf and colocated.enabled: true",
+        )
+        if self.backend == "openai":
+            summary = "OpenAI's completions have no such parameter"
+            self.refuse(self.top_k is not None, summary, "top_k backend", need="no top_k")
+            self.refuse(self.stop_token_ids, summary, "stop_token_ids backend", need="stop_strings instead")
+            is_folder = self.weight_sync == "folder"
+            self.refuse(is_folder, summary, "weight_sync backend", need="none, or module.function")
 
 
 class PolicyDTensorConfig(ShardingConfig):
@@ -182,19 +149,6 @@ class PolicyDTensorConfig(ShardingConfig):
 
 class GRPOPolicyConfig(TrainedModelConfig):
     """The policy, its batches, its numerics, its optimiser and its generation."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "logprob_batch_size": "log-probabilities without gradients are computed in the micro-batches of training",
-        "offload_optimizer_for_logprob": "the optimiser's state stays where it is",
-        "make_sequence_length_divisible_by": "packed trees are not padded",
-        "refit_buffer_size_gb": "weights are handed to a server as files",
-    }
-    switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "reward_model_cfg": "train a reward model with `treeward train`; the reward of GRPO is env.reward_model",
-        "draft": "set policy.draft.enabled=false: completions are sampled token by token",
-        "lora_cfg": "move the section to policy.dtensor_cfg.lora_cfg",
-        "router_replay": "set policy.router_replay.enabled=false",
-    }
 
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer, and how prompts are rendered for the policy; environments render them for their own models."""
@@ -235,22 +189,21 @@ class GRPOPolicyConfig(TrainedModelConfig):
 
     def check(self) -> None:
         super().check()
-        if self.hf_config_overrides and self.architecture is not None:
-            raise self.conflict(
-                "hf_config_overrides change a loaded model, and model_config builds one",
-                "hf_config_overrides",
-                need="these keys in policy.model_config",
-            )
+        self.refuse(
+            self.hf_config_overrides and self.architecture is not None,
+            "hf_config_overrides change a loaded model, and model_config builds one",
+            "hf_config_overrides",
+            need="these keys in policy.model_config",
+        )
         longest, new = self.max_total_sequence_length, self.generation.max_new_tokens
-        if new is not None and new > longest:
-            raise self.conflict(
-                "generation.max_new_tokens is larger than max_total_sequence_length",
-                *("generation.max_new_tokens", "max_total_sequence_length"),
-                need="at most policy.max_total_sequence_length; prompt and completion share it",
-                fix="set policy.generation.max_new_tokens=null for the room that the prompt leaves",
-            )
+        self.refuse(
+            new is not None and new > longest,
+            "generation.max_new_tokens is larger than max_total_sequence_length",
+            "generation.max_new_tokens max_total_sequence_length",
+            need="at most policy.max_total_sequence_length; prompt and completion share it",
+            fix="set policy.generation.max_new_tokens=null for the room that the prompt leaves",
+        )
         positions = {**(self.architecture or {}), **self.hf_config_overrides}.get("max_position_embeddings")
-        if isinstance(positions, int) and positions < longest:
-            raise self.conflict(
-                f"the model has only {positions} positions", "max_total_sequence_length", need=f"at most {positions}"
-            )
+        too_few = isinstance(positions, int) and positions < longest
+        summary, need = f"the model has only {positions} positions", f"at most {positions}"
+        self.refuse(too_few, summary, "max_total_sequence_length", need=need)

@@ -9,8 +9,7 @@ is a whole configuration: every other key has a default, written once, on its fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -29,17 +28,6 @@ __all__ = ["GRPORunConfig"]
 
 class GRPORunConfig(Strict):
     """What `treeward grpo` reads."""
-
-    switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "async_rl": "remove it: every completion is sampled by the policy that learns from it",
-        "data_plane": "set data_plane.enabled=false",
-        "on_policy_distillation": "set on_policy_distillation.enabled=false",
-        "reward_penalties": "set its keys to false; use an environment with a rule for the form",
-        "rollout_checkpointing": "remove it",
-        "rollout_recovery": "remove it",
-        "telemetry": "set telemetry.enabled=false; logger says where metrics go",
-        "token_capture": "set token_capture.enabled=false",
-    }
 
     grpo: GRPOConfig = GRPOConfig()
     """The length of the run, its groups, their rewards and advantages, and its validations."""
@@ -136,27 +124,21 @@ class GRPORunConfig(Strict):
         unread = [key for key in of_a_server if getattr(generation, key) != type(generation).model_fields[key].default]
         unused = [f"env.{name}" for name in self.environments if name not in others]
         here = "the policy itself samples, in this process"
-        found = (
-            (
-                generation.backend != "hf" and not generation.is_remote,
-                f"policy.generation.backend is {generation.backend} and no url is given: {here}",
+        found = {
+            f"policy.generation.backend is {generation.backend} and no url is given: {here}": (
+                generation.backend != "hf" and not generation.is_remote
             ),
-            (
-                unread and not generation.is_remote,
-                f"policy.generation.{', '.join(unread)} has no effect without a url: {here}",
+            f"policy.generation.{', '.join(unread)} has no effect without a url: {here}": (
+                unread and not generation.is_remote
             ),
-            (unused, f"no set of data uses {', '.join(unused)}; its rows may name them"),
-            (
-                self.grpo.reward_shaping.enabled and self.grpo.truncated == "mask",
-                "grpo.reward_shaping penalises long completions, and grpo.truncated: mask leaves the longest out of "
-                "the loss",
+            f"no set of data uses {', '.join(unused)}; its rows may name them": unused,
+            "grpo.reward_shaping penalises long completions, and grpo.truncated: mask leaves the longest out of the "
+            "loss": self.grpo.reward_shaping.enabled and self.grpo.truncated == "mask",
+            "grpo.watch has nothing to watch: data has no validation set": (
+                self.grpo.watch.enabled and not self.data.validation
             ),
-            (
-                self.grpo.watch.enabled and not self.data.validation,
-                "grpo.watch has nothing to watch: data has no validation set",
-            ),
-        )
-        return [remark for applies, remark in found if applies]
+        }
+        return [remark for remark, applies in found.items() if applies]
 
     @field_validator("env")
     @classmethod
@@ -177,138 +159,121 @@ class GRPORunConfig(Strict):
     def _check_batches(self) -> None:
         size, group = self.policy.train_global_batch_size, self.grpo.num_generations_per_prompt
         whole = self.grpo.completions_per_step
-        if size is not None and (size % group or whole % size):
-            raise self.conflict(
-                "policy.train_global_batch_size does not divide a step into whole groups",
-                *("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
-                need=f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step",
-                fix=f"set policy.train_global_batch_size=null for one update from all {whole}",
-            )
-        if self.loss_fn.force_on_policy_ratio and self.grpo.updates_per_batch * self.updates_per_pass > 1:
-            raise self.conflict(
-                "loss_fn.force_on_policy_ratio does not limit several updates from the same completions",
-                *("loss_fn.force_on_policy_ratio", "grpo.updates_per_batch", "policy.train_global_batch_size"),
-                need="grpo.updates_per_batch: 1 and policy.train_global_batch_size: null",
-                fix="set loss_fn.force_on_policy_ratio=false",
-            )
+        self.refuse(
+            size is not None and (size % group or whole % size),
+            "policy.train_global_batch_size does not divide a step into whole groups",
+            "policy.train_global_batch_size grpo.num_prompts_per_step grpo.num_generations_per_prompt",
+            need=f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step",
+            fix=f"set policy.train_global_batch_size=null for one update from all {whole}",
+        )
+        self.refuse(
+            self.loss_fn.force_on_policy_ratio and self.grpo.updates_per_batch * self.updates_per_pass > 1,
+            "loss_fn.force_on_policy_ratio does not limit several updates from the same completions",
+            "loss_fn.force_on_policy_ratio grpo.updates_per_batch policy.train_global_batch_size",
+            need="grpo.updates_per_batch: 1 and policy.train_global_batch_size: null",
+            fix="set loss_fn.force_on_policy_ratio=false",
+        )
 
     def _check_generator(self) -> None:
-        loss, generation = self.loss_fn, self.policy.generation
+        loss, sampling = self.loss_fn, self.policy.generation
         in_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty > 0 and not loss.kl_in_reward
-        if not generation.is_remote or not (loss.use_importance_sampling_correction or in_kl):
-            return
         key = "use_on_policy_kl_approximation" if in_kl else "use_importance_sampling_correction"
-        filters = generation.temperature != 1.0 and (generation.top_k is not None or generation.top_p != 1.0)
-        if (generation.backend == "openai" and generation.retokenize) or (generation.backend != "sglang" and filters):
-            raise self.conflict(
-                f"{key} needs the generator's log-probabilities, and it returns none for these settings",
-                f"loss_fn.{key}",
-                *(f"policy.generation.{each}" for each in ("backend", "retokenize", "temperature", "top_k", "top_p")),
-                need="a generator that returns the log-probabilities of the tokens that it sampled",
-                fix=f"set loss_fn.{key}=false, or sample with backend hf or sglang",
-            )
+        filters = sampling.temperature != 1.0 and (sampling.top_k is not None or sampling.top_p != 1.0)
+        is_text, is_filtered = sampling.backend == "openai" and sampling.retokenize, sampling.backend != "sglang"
+        keys = (f"policy.generation.{each}" for each in ("backend", "retokenize", "temperature", "top_k", "top_p"))
+        self.refuse(
+            sampling.is_remote
+            and (loss.use_importance_sampling_correction or in_kl)
+            and (is_text or (is_filtered and filters)),
+            f"{key} needs the generator's log-probabilities, and it returns none for these settings",
+            f"loss_fn.{key} {' '.join(keys)}",
+            need="a generator that returns the log-probabilities of the tokens that it sampled",
+            fix=f"set loss_fn.{key}=false, or sample with backend hf or sglang",
+        )
 
     def _check_reference(self) -> None:
         watches_kl = self.grpo.watch.enabled and self.grpo.watch.max_kl is not None
-        for key, is_on in (
-            ("loss_fn.reference_policy_kl_penalty", self.loss_fn.reference_policy_kl_penalty > 0),
-            ("grpo.watch.max_kl", watches_kl),
-        ):
-            if is_on and not self.needs_reference:
-                raise self.conflict(
-                    f"{key} needs the reference policy",
-                    *("grpo.skip_reference_policy_logprobs_calculation", key),
-                    need=f"false, or no {key}",
-                    fix="set grpo.skip_reference_policy_logprobs_calculation=false",
-                )
+        penalty = self.loss_fn.reference_policy_kl_penalty
+        for key, is_on in (("loss_fn.reference_policy_kl_penalty", penalty), ("grpo.watch.max_kl", watches_kl)):
+            self.refuse(
+                is_on and not self.needs_reference,
+                f"{key} needs the reference policy",
+                f"grpo.skip_reference_policy_logprobs_calculation {key}",
+                need=f"false, or no {key}",
+                fix="set grpo.skip_reference_policy_logprobs_calculation=false",
+            )
 
     def _check_lengths(self) -> None:
-        check_longest_input(
-            self.data.max_input_seq_length,
-            self.policy.max_total_sequence_length,
-            what_shares_it="; prompt and completion share it",
-        )
+        check_longest_input(self.data.max_input_seq_length, self.policy.max_total_sequence_length)
         shaping = self.grpo.reward_shaping
-        if shaping.enabled and shaping.overlong_buffer_length > self.max_response_length:
-            raise self.conflict(
-                "the overlong penalty would begin before the completion",
-                *("grpo.reward_shaping.overlong_buffer_length", "max_response_length"),
-                need="at most max_response_length, or policy.generation.max_new_tokens where that is null",
-                fix=f"set grpo.reward_shaping.overlong_buffer_length={max(self.max_response_length // 4, 1)}",
-            )
+        self.refuse(
+            shaping.enabled and shaping.overlong_buffer_length > self.max_response_length,
+            "the overlong penalty would begin before the completion",
+            "grpo.reward_shaping.overlong_buffer_length max_response_length",
+            need="at most max_response_length, or policy.generation.max_new_tokens where that is null",
+            fix=f"set grpo.reward_shaping.overlong_buffer_length={max(self.max_response_length // 4, 1)}",
+        )
 
     def _check_environments(self) -> None:
-        gold = (self.grpo.gold_environment,) if self.grpo.gold_environment else ()
-        for field, names in (
-            ("grpo.environments", tuple(self.grpo.environments or ())),
-            ("grpo.gold_environment", gold),
-            ("grpo.environments_on_ray", self.grpo.environments_on_ray),
-            *((f"data.train[{i}].env_name", one.environment_names) for i, one in enumerate(self.data.train)),
-            *((f"data.validation[{i}].env_name", one.environment_names) for i, one in enumerate(self.data.validation)),
-        ):
-            for name in names:
-                if name not in self.environments:
-                    near, is_off = nearest_name(name, self.environments), name in self.env
-                    raise ConfigError(
-                        f"env.{name} is switched off" if is_off else f"there is no environment {name} in env",
-                        field=field,
-                        got=name,
-                        need=f"one of {', '.join(self.environments)}" if self.environments else "a section of env",
-                        fix=f"did you mean {near}?" if near and not is_off else f"add or enable the section env.{name}",
-                    )
         if not self.environments:
-            raise ConfigError(
-                "no environment is enabled",
-                field="env",
-                got=f"{', '.join(self.env)}, with enabled: false",
-                need="an environment that rewards completions",
-                fix=f"set env.{next(iter(self.env))}.enabled=true",
-            )
+            fix = f"set env.{next(iter(self.env))}.enabled=true"
+            got, need = f"{', '.join(self.env)}, with enabled: false", "an environment that rewards completions"
+            raise ConfigError("no environment is enabled", field="env", got=got, need=need, fix=fix)
+        named = {
+            "grpo.environments": tuple(self.grpo.environments or ()),
+            "grpo.gold_environment": (self.grpo.gold_environment,) if self.grpo.gold_environment else (),
+            "grpo.environments_on_ray": self.grpo.environments_on_ray,
+        }
+        for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
+            named |= {f"data.{kind}[{i}].env_name": one.environment_names for i, one in enumerate(sets)}
+        for field, name in ((field, name) for field, names in named.items() for name in names):
+            if name not in self.environments:
+                near, is_off = nearest_name(name, self.environments), name in self.env
+                raise ConfigError(
+                    f"env.{name} is switched off" if is_off else f"there is no environment {name} in env",
+                    field=field,
+                    got=name,
+                    need=f"one of {', '.join(self.environments)}",
+                    fix=f"did you mean {near}?" if near and not is_off else f"add or enable the section env.{name}",
+                )
 
     def _check_watch(self) -> None:
         gold, watch = self.grpo.gold_environment, self.grpo.watch
-        if gold is not None and gold in self.used_environments:
-            raise self.conflict(
-                "the gold reward is trained on, and could not show over-optimisation",
-                *("grpo.gold_environment", "grpo.environments"),
-                need="an environment that neither grpo.environments nor a set of data names",
-                fix="set grpo.gold_environment=null, or grpo.environments to the others",
-            )
-        if watch.stop and watch.stop_on == ("gold_falls",) and gold is None:
-            raise self.conflict(
-                "grpo.watch is to stop when the gold reward falls, and there is none",
-                *("grpo.watch.stop", "grpo.watch.stop_on", "grpo.gold_environment"),
-                need="a gold_environment, or another kind of alarm in stop_on",
-                fix="set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]",
-            )
-        if watch.stop and not (self.data.validation and self.grpo.validates):
-            raise self.conflict(
-                "grpo.watch is to stop the run, and there is no validation to watch",
-                *("grpo.watch.stop", "grpo.val_period"),
-                need="a set in data.validation, and a validation",
-                fix="give data.val_data_path, or set grpo.watch.stop=false",
-            )
+        self.refuse(
+            gold is not None and gold in self.used_environments,
+            "the gold reward is trained on, and could not show over-optimisation",
+            "grpo.gold_environment grpo.environments",
+            need="an environment that neither grpo.environments nor a set of data names",
+            fix="set grpo.gold_environment=null, or grpo.environments to the others",
+        )
+        self.refuse(
+            watch.stop and watch.stop_on == ("gold_falls",) and gold is None,
+            "grpo.watch is to stop when the gold reward falls, and there is none",
+            "grpo.watch.stop grpo.watch.stop_on grpo.gold_environment",
+            need="a gold_environment, or another kind of alarm in stop_on",
+            fix="set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]",
+        )
+        self.refuse(
+            watch.stop and not (self.data.validation and self.grpo.validates),
+            "grpo.watch is to stop the run, and there is no validation to watch",
+            "grpo.watch.stop grpo.val_period",
+            need="a set in data.validation, and a validation",
+            fix="give data.val_data_path, or set grpo.watch.stop=false",
+        )
 
     def _check_ranking_metric(self) -> None:
         metric = self.ranking_metric
-        for is_missing, why, need in (
-            (not self.data.validation, "data has no validation set", "a set in data.validation"),
-            (not self.grpo.validates, "grpo.val_period says never", "grpo.val_period or grpo.val_at_end"),
-            (
-                metric == "gold_reward" and self.grpo.gold_environment is None,
-                "there is no gold reward",
-                "grpo.gold_environment",
-            ),
-            (
-                metric == "kl" and not self.needs_reference,
-                "there is no reference policy",
-                "grpo.skip_reference_policy_logprobs_calculation: false",
-            ),
-        ):
-            if metric is not None and is_missing:
-                raise self.conflict(
-                    f"checkpointing.metric_name is never measured: {why}",
-                    "checkpointing.metric_name",
-                    need=need,
-                    fix="set checkpointing.metric_name=null to keep the latest checkpoints",
-                )
+        needs = {
+            "a set in data.validation": bool(self.data.validation),
+            "grpo.val_period or grpo.val_at_end": self.grpo.validates,
+            "grpo.gold_environment": metric != "gold_reward" or self.grpo.gold_environment is not None,
+            "grpo.skip_reference_policy_logprobs_calculation: false": metric != "kl" or self.needs_reference,
+        }
+        for need, is_there in needs.items():
+            self.refuse(
+                metric is not None and not is_there,
+                "checkpointing.metric_name is never measured",
+                "checkpointing.metric_name",
+                need=need,
+                fix="set checkpointing.metric_name=null to keep the latest checkpoints",
+            )

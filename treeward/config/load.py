@@ -8,9 +8,8 @@ OmegaConf reads the file, lays it over those that its `defaults:` names, applies
 references, to other keys or to the functions `mul`, `div`, `max`, `min` and `int`; pydantic checks the result. Every
 mistake is a `ConfigError`. An override is one of these:
 
-    rm.seed=7            set the key
+    rm.seed=7            set the key; ++rm.seed=7 does the same
     +rm.seed=7           add the key; an error if the configuration has it
-    ++rm.seed=7          set the key, as the first
     ~logger.wandb        remove the key; an error if the configuration does not have it
 
 A value is YAML, as in the file: `3`, `1e-5`, `true`, `null`, `[a, b]`, `{lr: 1e-5}`, `'quoted text'`. A mapping is
@@ -31,7 +30,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, config_error, nearest_name
+from treeward.config.base import Location, Strict, config_error, nearest_name, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
@@ -40,7 +39,7 @@ __all__ = ["apply_override", "load_config", "load_file", "load_grpo_config", "lo
 
 logger = logging.getLogger(__name__)
 
-_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL)
 _Section = TypeVar("_Section", bound=Strict)
 _Run = TypeVar("_Run", RewardModelRunConfig, GRPORunConfig)
 
@@ -73,17 +72,17 @@ def load_file(
     `path`: None for a configuration without a file. `values`: laid over the file's values before the overrides, as a
     command's own options. Raises `ConfigError`.
     """
-    _check_arguments(path, overrides)
     where = "command line" if path is None else str(path)
     config = OmegaConf.create() if path is None else OmegaConf.create(_read_with_defaults(Path(path), ()))
     config.merge_with(values or {})
-    given: dict[Location, str] = {}
-    for text in overrides:
-        given[apply_override(config, text)] = text
+    given = {apply_override(config, text): text for text in overrides}
 
     def origin(location: Location) -> str:
-        found = [text for key, text in given.items() if location[: len(key)] == key]
-        return f"command line, {found[-1]}" if found else where
+        for at in (location, without_numbers(location)):
+            for key, text in reversed(given.items()):
+                if at[: len(key)] == key[: len(at)]:
+                    return f"command line, {text}"
+        return where
 
     return _checked(section, config, where, origin)
 
@@ -106,83 +105,49 @@ def save_config(config: RewardModelRunConfig | GRPORunConfig, path: str | PathLi
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a file, with `${...}` references as they are. Raises `ConfigError` naming the file."""
     try:
-        config = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError) as error:
-        need = "a YAML file in UTF-8"
-        raise ConfigError("the configuration cannot be read", where=str(path), got=str(error), need=need) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = str(path) if mark is None else f"{path}:{mark.line + 1}"
-        raise ConfigError(f"the YAML is not valid: {getattr(error, 'problem', None) or error}", where=where) from error
-    if not isinstance(config, DictConfig):
-        raise ConfigError("a configuration is not a mapping", where=str(path), got=config, need="policy: {...}")
-    tree = OmegaConf.to_container(config)
-    assert isinstance(tree, dict)
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        mark, got = getattr(error, "problem_mark", None), str(getattr(error, "problem", None) or error)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError("the YAML cannot be read", where=where, got=got, need="a file in UTF-8") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("the configuration is not a mapping", where=str(path), got=tree, need="policy: {...}")
     return {str(key): value for key, value in tree.items()}
 
 
 def apply_override(config: DictConfig, text: str) -> Location:
-    """Change `config` in place; returns the outermost key that the override set. Raises `ConfigError`."""
+    """Change `config` in place; returns the key that the override names. Raises `ConfigError`."""
     match = _OVERRIDE.fullmatch(text)
-    if match is None or (match["value"] in (None, "=")) != (match["sign"] == "~"):
+    if match is None or (match["value"] is None) != (match["sign"] == "~"):
         need = "key=value, +key=value, ++key=value or ~key, as policy.optimizer.kwargs.lr=1e-5; null for no value"
-        fix = f"write {text.lstrip('-')}" if text.startswith("-") and "=" in text else None
-        raise _bad_override("an override is not understood", text, need, fix)
-    sign, key = match["sign"], re.sub(r"\[(\d+)\]", r".\1", match["key"])
-    path = tuple(key.split("."))
+        raise ConfigError("an override is not understood", where="command line", got=text, need=need)
+    sign, path = match["sign"], tuple(re.sub(r"\[(\d+)\]", r".\1", match["key"]).split("."))
+    key = ".".join(path)
     try:
-        outermost = next((path[:i] for i in range(1, len(path)) if not _has(config, path[:i])), path)
+        parent = OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
+        last: Any = int(path[-1]) if isinstance(parent, ListConfig) else path[-1]
+        is_there = last < len(parent) if isinstance(parent, ListConfig) else isinstance(parent, DictConfig)
+        is_there = is_there and (isinstance(parent, ListConfig) or last in parent)
+        if sign in ("+", "~") and is_there != (sign == "~"):
+            near = nearest_name(path[-1], map(str, parent)) if sign == "~" and isinstance(parent, DictConfig) else None
+            summary = "a key to be removed is not there" if sign == "~" else "+ adds a key, and it is there already"
+            fix = f"did you mean {near}?" if near else f"write {text[1:]}" if sign == "+" else None
+            raise ConfigError(summary, where="command line", got=text, fix=fix)
         if sign == "~":
-            _remove(config, path, text)
-        elif sign == "+" and _has(config, path):
-            need = f"a key that is not there; it is {OmegaConf.select(config, key)!r}"
-            raise _bad_override("+ adds a key, and the configuration has it already", text, need, f"write {text[1:]}")
-        else:
-            parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))
-            value = parsed["value"]
-            both = isinstance(value, dict) and isinstance(OmegaConf.select(config, key), DictConfig)
-            OmegaConf.update(config, key, value, merge=both)
+            del parent[last]
+            return path
+        value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))["value"]  # type: ignore[call-overload, index]
+        both = isinstance(value, dict) and isinstance(OmegaConf.select(config, key), DictConfig)
+        OmegaConf.update(config, key, value, merge=both)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        summary = f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}"
+        reason = str(getattr(error, "problem", None) or error).splitlines()[0]
         need = "a key of a section or an element of a list, and a value in YAML"
         fix = "put a value with special characters in single quotes, and in double quotes for the shell"
-        raise _bad_override(summary, text, need, fix) from None
-    return outermost
-
-
-def _bad_override(summary: str, text: str, need: str, fix: str | None) -> ConfigError:
-    return ConfigError(summary, where="command line", got=text, need=need, fix=fix)
-
-
-def _parent(config: DictConfig, path: Location) -> Any:
-    return OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
-
-
-def _has(config: DictConfig, path: Location) -> bool:
-    parent = _parent(config, path)
-    if isinstance(parent, ListConfig):
-        return path[-1].isdecimal() and int(path[-1]) < len(parent)
-    return isinstance(parent, DictConfig) and path[-1] in parent
-
-
-def _remove(config: DictConfig, path: Location, text: str) -> None:
-    parent = _parent(config, path)
-    if not _has(config, path):
-        names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
-        near, need = nearest_name(path[-1], names), f"one of {', '.join(names)}" if names else "a key that is there"
-        fix = f"did you mean {near}?" if near else None
-        raise _bad_override("a key to be removed is not there", text, need, fix)
-    del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
-
-
-def _check_arguments(path: Any, overrides: Any) -> None:
-    """Refuse what Python would take for something else: a text is a sequence of letters, a mapping one of keys."""
-    if path is not None and not isinstance(path, str | PathLike):
-        raise ConfigError("a configuration is read from a file", got=path, need="the path of a YAML file")
-    if isinstance(overrides, str | Mapping) or not all(isinstance(one, str) for one in overrides):
-        raise ConfigError("overrides are a list", got=overrides, need="a list of texts, as ['policy.model_name=...']")
+        summary = f"an override cannot be applied: {reason}"
+        raise ConfigError(summary, where="command line", got=text, need=need, fix=fix) from None
+    return path
 
 
 def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
@@ -202,24 +167,16 @@ def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]
     return _laid_over(base, tree)
 
 
-def _laid_over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    _replace_sections(base, tree)
-    merged = OmegaConf.to_container(OmegaConf.merge(base, tree))
-    assert isinstance(merged, dict)
-    return {str(key): value for key, value in merged.items()}
-
-
-def _replace_sections(base: dict[str, Any], tree: dict[str, Any]) -> None:
-    """Drop from `base` the values that are replaced, not merged: NeMo RL's `_override_: true`, and lists."""
+def _laid_over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings are merged; lists, and sections with NeMo RL's `_override_: true`, replace those of `base`."""
+    merged = dict(base)
     for key, value in tree.items():
-        old = base.get(key)
-        if isinstance(value, dict) and value.get("_override_") is True:
-            del value["_override_"]
-            base.pop(key, None)
-        elif isinstance(value, dict) and isinstance(old, dict):
-            _replace_sections(old, value)
-        else:
-            base.pop(key, None)
+        old = merged.get(key)
+        if isinstance(value, dict):
+            replaces = value.get("_override_") is True or not isinstance(old, dict)
+            value = _laid_over({} if replaces else old or {}, {k: v for k, v in value.items() if k != "_override_"})
+        merged[key] = value
+    return merged
 
 
 def _checked(section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]) -> _Section:
@@ -235,15 +192,13 @@ def _checked(section: type[_Section], config: DictConfig, where: str, origin: Ca
             field=field or None,
             need="a value, or a ${reference} to a key or function that exists",
         ) from None
-    ignored: dict[str, str] = {}
+    ignored: list[str] = []
     try:
         checked = section.model_validate(resolved, context={"ignored": ignored})
     except ValidationError as error:
-        raise config_error(error, section, resolved, where=where, origin=origin) from None
+        raise config_error(error, section, where=where, origin=origin) from None
     if ignored:
-        logger.info("keys that have no effect here: %s", ", ".join(ignored))
-        for key, reason in ignored.items():
-            logger.debug("%s has no effect: %s", key, reason)
+        logger.info("keys that have no effect here: %s", ", ".join(dict.fromkeys(ignored)))
     return checked
 
 
@@ -252,13 +207,13 @@ def _register_functions() -> None:
     functions: dict[str, Callable[..., Any]] = {
         "mul": lambda a, b: a * b,
         "div": _div,
-        "max": lambda *numbers: max(numbers),
-        "min": lambda *numbers: min(numbers),
-        "int": lambda number: int(number),
+        "max": max,
+        "min": min,
+        "int": int,
     }
     for name, function in functions.items():
         if not OmegaConf.has_resolver(name):
-            OmegaConf.register_resolver(name, function)
+            OmegaConf.register_resolver(name, lambda *numbers, function=function: function(*numbers))
 
 
 def _div(a: Any, b: Any) -> Any:

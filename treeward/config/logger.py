@@ -9,9 +9,6 @@ logger:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from pydantic import ConfigDict
 
 from treeward.config.base import Strict
@@ -53,17 +50,6 @@ class MlflowConfig(Strict):
 class LoggerConfig(Strict):
     """Where the metrics go."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "num_val_samples_to_print": "validating a reward model generates no text",
-        "monitor_gpus": "the use of the GPUs is not sampled",
-        "gpu_monitoring": "the use of the GPUs is not sampled",
-        "swanlab": "there is no SwanLab tracker",
-    }
-
-    switched_off_keys: ClassVar[Mapping[str, str]] = {
-        "swanlab_enabled": "enable tensorboard, wandb or mlflow; logger.log_dir always has a metrics.jsonl",
-    }
-
     log_dir: str = "logs/rm"
     """Folder of `metrics.jsonl` and of the trackers' files."""
     tensorboard_enabled: bool = False
@@ -82,11 +68,6 @@ class LoggerConfig(Strict):
 
 class GRPOLoggerConfig(LoggerConfig):
     """Where the metrics go."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        **LoggerConfig.ignored_keys,
-        "num_val_samples_to_print": "grpo.num_logged_samples says how many go to samples.jsonl and the report",
-    }
 
     log_dir: str = "logs/grpo"
     """Folder of `metrics.jsonl`, `samples.jsonl` and of the trackers' files."""

@@ -9,8 +9,7 @@ NeMo Gym's own keys of the section are known and have no effect; `host` and `por
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
@@ -22,7 +21,6 @@ from treeward.errors import ConfigError
 
 __all__ = ["NemoGymConfig"]
 
-_GYMS_OWN = "it is NeMo Gym's own"
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _TOKENS_OF_A_CONVERSATION = 2048
 _TOKENS_OF_A_CUSTOM_ONE = 512  # the size of a conversation in `serving.custom_reward`, whatever its length
@@ -35,14 +33,6 @@ _Ensemble = Annotated[
 
 class NemoGymConfig(HostedModelConfig):
     """The configuration of a reward model resources server."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        key: _GYMS_OWN
-        for key in (
-            *("entrypoint", "domain", "verified", "verified_url", "description", "value", "name", "datasets"),
-            *("expose_tools_over_mcp", "license", "skills"),
-        )
-    } | {"num_workers": "one process batches the requests of all agents together"}
 
     model_path: Models
     """Folder or hub name of a reward model, or a list of them, which are scored as an ensemble."""
@@ -100,18 +90,17 @@ class NemoGymConfig(HostedModelConfig):
     def check(self) -> None:
         self.check_pair("reward_mean", "reward_std", need="both of them, or neither for those of the model's contract")
         given = [key for key in _SHORTHANDS if key in self.model_fields_set]
-        if self.shaping is not None and given:
-            need = "all of it in the shaping section"
-            raise self.conflict("rewards are shaped in two ways", given[0], "shaping", need=need)
-        if isinstance(self.shaping, RewardShapingConfig) and self.shaping.running:
-            raise self.conflict(
-                "with running statistics a rollout that is verified again would have another reward",
-                "shaping.running",
-                need="constants: reward_mean and reward_std, or those of the model's contract",
-            )
-        if self.reward_class is not None and self._is_ensemble:
-            need = "one model_path, without ensemble"
-            raise self.conflict("a reward class serves one model", "model_path", "ensemble", need=need)
+        is_twice = self.shaping is not None and given
+        keys = f"{(given or ['shaping'])[0]} shaping"
+        self.refuse(is_twice, "rewards are shaped in two ways", keys, need="all of it in the shaping section")
+        self.refuse(
+            isinstance(self.shaping, RewardShapingConfig) and self.shaping.running,
+            "with running statistics a rollout that is verified again would have another reward",
+            "shaping.running",
+            need="constants: reward_mean and reward_std, or those of the model's contract",
+        )
+        are_several, need = self.reward_class is not None and self._is_ensemble, "one model_path, without ensemble"
+        self.refuse(are_several, "a reward class serves one model", "model_path ensemble", need=need)
         taken = {"models", "host", "port"} | ({"batch_tokens"} if self.batch_size is not None else set())
         for key in sorted(taken & self.server.keys()):
             raise ConfigError(

@@ -77,9 +77,8 @@ class NamedScheduleConfig(Strict):
     """The last learning rate as a fraction of the peak."""
 
     def check(self) -> None:
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            keys = "warmup_steps", "warmup_ratio"
-            raise self.conflict("warmup_steps and warmup_ratio exclude each other", *keys, need="at most one of them")
+        is_both, need = self.warmup_steps is not None and self.warmup_ratio is not None, "at most one of them"
+        self.refuse(is_both, "warmup_steps and warmup_ratio exclude each other", "warmup_steps warmup_ratio", need=need)
 
 
 class TorchSchedulerConfig(Strict):
@@ -101,9 +100,9 @@ class TorchScheduleConfig(Strict):
 
     def check(self) -> None:
         steps, num_steps = self.milestones, len(self.schedulers) - 1
-        if len(steps) != num_steps or any(a >= b for a, b in itertools.pairwise(steps)):
-            need = f"{num_steps} rising steps: where each scheduler but the first begins"
-            raise self.conflict("the milestones do not fit the schedulers", "milestones", need=need)
+        need = f"{num_steps} rising steps: where each scheduler but the first begins"
+        is_wrong = len(steps) != num_steps or any(a >= b for a, b in itertools.pairwise(steps))
+        self.refuse(is_wrong, "the milestones do not fit the schedulers", "milestones", need=need)
 
 
 def _normalise_schedule(raw: Any) -> Any:

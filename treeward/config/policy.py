@@ -6,9 +6,7 @@
       max_total_sequence_length: 4096       # tokens
 
 The section is called `policy` as in the configs of RL toolkits. In a run of `treeward train` it holds the reward model.
-`TrainedModelConfig` is what that has in common with the policy of GRPO (`treeward.config.grpo_policy`), with the
-sections that NeMo RL's configs carry for its backends: what treeward always does is accepted in either state, and what
-it cannot do yet is accepted while it is off.
+`TrainedModelConfig` is what that has in common with the policy of GRPO (`treeward.config.grpo_policy`).
 """
 
 from __future__ import annotations
@@ -16,22 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Strict
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError
 
-__all__ = ["DEFAULT_MICRO_BATCH_TOKENS", "DEFAULT_VOCAB_SIZE", "BatchingConfig", "DisabledSection", "MegatronConfig"]
-__all__ += [
-    "PolicyConfig",
-    "Precision",
-    "RewardModelConfig",
-    "ScoringTokenizerConfig",
-    "ShardingConfig",
-    "TokenizerConfig",
-]
-__all__ += ["TrainedModelConfig", "take_batching_budget"]
+__all__ = ["DEFAULT_MICRO_BATCH_TOKENS", "DEFAULT_VOCAB_SIZE", "BatchingConfig", "PolicyConfig", "Precision"]
+__all__ += ["RewardModelConfig", "ScoringTokenizerConfig", "ShardingConfig", "TokenizerConfig", "TrainedModelConfig"]
+__all__ += ["take_batching_budget"]
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 DEFAULT_VOCAB_SIZE = 4096
@@ -44,46 +35,8 @@ Precision = Annotated[
 ]
 
 
-class DisabledSection(Strict):
-    """A section of another toolkit: anything goes while it is disabled, and enabling it is an error."""
-
-    model_config = ConfigDict(extra="allow")
-
-    reason: ClassVar[str]
-    """Why it cannot be enabled: the summary of the error."""
-    remedy: ClassVar[str]
-
-    enabled: bool = False
-    """Must be false; the other keys of the section are then not read."""
-
-    def check(self) -> None:
-        if self.enabled:
-            raise self.conflict(self.reason, "enabled", need="false", fix=self.remedy)
-
-
-class MegatronConfig(DisabledSection):
-    """Megatron-Core: accepted while disabled."""
-
-    reason = "treeward has no Megatron backend"
-    remedy = "set megatron_cfg.enabled=false: the model runs on PyTorch"
-
-
-class DisabledLoraConfig(DisabledSection):
-    """Low-rank adapters: accepted while disabled."""
-
-    reason = "low-rank adapters of a reward model are not supported yet"
-    remedy = "set policy.dtensor_cfg.lora_cfg.enabled=false: the whole model is trained"
-
-
 class ShardingConfig(Strict):
     """How the model is sharded over processes, and what is recomputed to save memory."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "_v2": "there is one implementation",
-        "clear_cache_every_n_steps": "micro-batches are planned to one size, so the allocator does not fragment",
-        "env_vars": "the environment is set where the command is started",
-        "sequence_parallel": "it has no effect while tensor_parallel_size is 1",
-    }
 
     _can_offload: ClassVar[bool] = False
     _saves_memory: ClassVar[str] = "activation checkpointing and a smaller policy.train_micro_batch_tokens save memory"
@@ -104,29 +57,17 @@ class ShardingConfig(Strict):
     def check(self) -> None:
         for key in ("tensor_parallel_size", "context_parallel_size", "custom_parallel_plan", "cpu_offload"):
             default = ShardingConfig.model_fields[key].default
-            if getattr(self, key) != default and not (key == "cpu_offload" and self._can_offload):
-                need = "null" if default is None else str(default).lower()
-                raise self.conflict(f"{key} is not supported yet", key, need=need, fix=self._saves_memory)
+            is_given = getattr(self, key) != default and not (key == "cpu_offload" and self._can_offload)
+            self.refuse(is_given, f"{key} is not supported yet", key, need=str(default or None), fix=self._saves_memory)
 
 
 class DTensorConfig(ShardingConfig):
     """How the model is sharded over processes, and what is recomputed to save memory."""
 
-    lora_cfg: DisabledLoraConfig = DisabledLoraConfig()
-    """Must be disabled."""
-
 
 class BatchingConfig(Strict):
     """NeMo RL's sections on batching. Micro-batches are always filled to a token budget, and trees are always packed;
     an enabled section sets the budget."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "algorithm": "the planner packs in an order that the seed determines",
-        "fuse_loss": "the loss reads one number per completion or token",
-        "logprob_mb_tokens": "log-probabilities without gradients are computed in the micro-batches of training",
-        "max_sequences_per_bin": "the token budget alone limits a micro-batch",
-        "sequence_length_round": "packed trees are not padded",
-    }
 
     enabled: bool = False
     """True: `train_mb_tokens` is the budget of a forward pass, instead of a number of sequences."""
@@ -221,8 +162,6 @@ class TrainedModelConfig(Strict):
     """Accepted in either state: micro-batches are always filled to a token budget."""
     sequence_packing: BatchingConfig = BatchingConfig()
     """Accepted in either state: trees are always packed."""
-    megatron_cfg: MegatronConfig = MegatronConfig()
-    """Must be disabled."""
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -249,53 +188,43 @@ class TrainedModelConfig(Strict):
         return take_batching_budget(raw, "train_micro_batch_tokens", "train_micro_batch_size")
 
     def check(self) -> None:
-        if self.model_name is None and self.architecture is None:
-            raise self.conflict("there is no model", "model_name", need="a hub name or a folder")
-        if self.model_name is not None and self.architecture is not None:
-            raise self.conflict(
-                "model_name and model_config exclude each other",
-                "model_name",
-                need="no policy.model_config to load a model, or no policy.model_name to train one from scratch",
-            )
         architecture, trained = self.architecture or {}, self.trained_vocab_size
+        is_neither = self.model_name is None and self.architecture is None
+        self.refuse(is_neither, "there is no model", "model_name", need="a hub name or a folder")
+        self.refuse(
+            self.model_name is not None and self.architecture is not None,
+            "model_name and model_config exclude each other",
+            "model_name",
+            need="no policy.model_config to load a model, or no policy.model_name to train one from scratch",
+        )
         if self.architecture is not None and not isinstance(architecture.get("model_type"), str):
-            raise ConfigError(
-                "a bare model_config does not say its family",
-                field="model_config.model_type",
-                got=architecture.get("model_type"),
-                need="a model type of transformers, as qwen3 or llama",
-            )
+            got, need = architecture.get("model_type"), "a model type of transformers, as qwen3 or llama"
+            summary = "a bare model_config does not say its family"
+            raise ConfigError(summary, field="model_config.model_type", got=got, need=need)
         size, whole = self.train_micro_batch_size, self.train_global_batch_size
-        if size is not None and whole is not None and size > whole:
-            raise self.conflict(
-                "train_micro_batch_size is larger than train_global_batch_size",
-                *("train_micro_batch_size", "train_global_batch_size"),
-                need="at most as many in a forward pass as in an optimiser step",
-            )
-        if trained is None and self.tokenizer.vocab_size is not None:
-            raise self.conflict(
-                "vocab_size is given for a tokenizer that is not trained",
-                *("tokenizer.vocab_size", "tokenizer.name"),
-                need="no such key, or policy.model_config with no policy.tokenizer.name",
-            )
+        self.refuse(
+            size is not None and whole is not None and size > whole,
+            "train_micro_batch_size is larger than train_global_batch_size",
+            "train_micro_batch_size train_global_batch_size",
+            need="at most as many in a forward pass as in an optimiser step",
+        )
+        self.refuse(
+            trained is None and self.tokenizer.vocab_size is not None,
+            "vocab_size is given for a tokenizer that is not trained",
+            "tokenizer.vocab_size tokenizer.name",
+            need="no such key, or policy.model_config with no policy.tokenizer.name",
+        )
         rows = architecture.get("vocab_size")
-        if trained is not None and isinstance(rows, int) and rows < trained:
-            raise self.conflict(
-                "the tokenizer has more tokens than the model has embeddings",
-                "tokenizer.vocab_size",
-                need=f"at most {rows} tokens, the vocab_size of model_config",
-            )
+        self.refuse(
+            trained is not None and isinstance(rows, int) and rows < trained,
+            "the tokenizer has more tokens than the model has embeddings",
+            "tokenizer.vocab_size",
+            need=f"at most {rows} tokens, the vocab_size of model_config",
+        )
 
 
 class PolicyConfig(TrainedModelConfig):
     """The model, its batches, its numerics and its optimiser."""
-
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "logprob_batch_size": "training a reward model computes no log-probabilities",
-        "offload_optimizer_for_logprob": "training a reward model computes no log-probabilities",
-        "make_sequence_length_divisible_by": "packed trees are not padded",
-        "refit_buffer_size_gb": "no weights are sent to a generation engine",
-    }
 
     train_global_batch_size: PositiveInt = 128
     """Comparisons per optimiser step."""

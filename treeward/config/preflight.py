@@ -8,20 +8,18 @@ names and classes by dotted path are left to those that load them.
 
 from __future__ import annotations
 
-import csv
 import glob
 import gzip
 import importlib.util
-import io
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from treeward.config.base import nearest_name
-from treeward.config.data import DatasetConfig, PromptSetConfig, SetConfig
+from treeward.config.data import DatasetConfig, SetConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import is_enabled
 from treeward.config.run import RewardModelRunConfig
@@ -39,8 +37,7 @@ PROMPT_SETS = (
 )
 """The names of the datasets in `treeward.data`, which this layer cannot import."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow|feather)(\.gz)?$", re.IGNORECASE)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
 
 
 def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
@@ -54,50 +51,37 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
 
 def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
     """Raise `ConfigError` for the first optional package that the configuration needs and that is not installed."""
-    for need in _packages(config):
-        missing = [name for name in need.modules if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ConfigError(
-                f"the package {missing[0]} is not installed",
-                field=need.field,
-                got=need.got,
-                need=" and ".join(need.modules),
-                fix=f"pip install 'treeward[{need.extra}]', or {need.alternative}",
-            )
+    for field, modules, extra, alternative in _packages(config):
+        for module in modules:
+            if importlib.util.find_spec(module) is None:
+                fix = f"pip install 'treeward[{extra}]', or {alternative}"
+                need = " and ".join(modules)
+                raise ConfigError(f"the package {module} is not installed", field=field, need=need, fix=fix)
 
 
-class _Need(NamedTuple):
-    field: str
-    got: str
-    modules: tuple[str, ...]
-    extra: str
-    alternative: str
-
-
-def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[_Need]:
-    """The optional packages that the configuration needs."""
+def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """For each optional package: the key that needs it, its modules, its extra, and what to do without it."""
     for name in ("tensorboard", "wandb", "mlflow"):
         if getattr(config.logger, f"{name}_enabled"):
             field = f"logger.{name}_enabled"
-            yield _Need(field, "true", (name,), name, f"set {field}=false: metrics.jsonl is always written")
+            yield field, (name,), name, f"set {field}=false: metrics.jsonl is always written"
     if isinstance(config, RewardModelRunConfig):
         return
     if config.policy.dtensor_cfg.lora_cfg.enabled:
-        yield _Need("policy.dtensor_cfg.lora_cfg.enabled", "true", ("peft",), "lora", "train the whole model")
+        yield "policy.dtensor_cfg.lora_cfg.enabled", ("peft",), "lora", "train the whole model"
     for name, section in _used_environments(config).items():
         field, kind = f"env.{name}", str(section.get("type") or name)
         if kind == "math" or (kind == "rules" and section.get("rule") == "math"):
-            yield _Need(field, "rule: math", ("math_verify", "pebble"), "math", "use another rule")
+            yield field, ("math_verify", "pebble"), "math", "use another rule"
         elif kind == "judge":
-            yield _Need(field, "type: judge", ("openai",), "judge", "use another environment")
+            yield field, ("openai",), "judge", "use another environment"
         elif kind == "reward_model":
             resources = section.get("resources") or {}
             replicas = section.get("num_replicas") or max(resources.get("gpus_per_node", 1), 1)
-            if replicas * (resources.get("num_nodes") or 1) > 1 or name in config.grpo.environments_on_ray:
-                yield _Need(field, f"{replicas} replicas", ("ray",), "ray", f"set {field}.num_replicas=1")
+            if replicas * (resources.get("num_nodes") or 1) > 1:
+                yield field, ("ray",), "ray", f"set {field}.num_replicas=1"
     if config.grpo.environments_on_ray:
-        on_ray = ", ".join(config.grpo.environments_on_ray)
-        yield _Need("grpo.environments_on_ray", on_ray, ("ray",), "ray", "set grpo.environments_on_ray=[]")
+        yield "grpo.environments_on_ray", ("ray",), "ray", "set grpo.environments_on_ray=[]"
 
 
 def _used_environments(config: GRPORunConfig) -> Mapping[str, Mapping[str, Any]]:
@@ -110,32 +94,24 @@ def _check_set(dataset: SetConfig, field: str) -> None:
     name, known = dataset.dataset_name, COMPARISON_SETS if isinstance(dataset, DatasetConfig) else PROMPT_SETS
     if name not in known and "." not in name:
         near, need = nearest_name(name, known), f"one of {', '.join(known)}, or the dotted path of a class"
-        fix = f"did you mean {near}?" if near else None
-        raise ConfigError(
-            "there is no dataset of this name", field=f"{field}.dataset_name", got=name, need=need, fix=fix
-        )
+        fix, summary = f"did you mean {near}?" if near else None, "there is no dataset of this name"
+        raise ConfigError(summary, field=f"{field}.dataset_name", got=name, need=need, fix=fix)
     for key in ("prompt_file", "system_prompt_file"):
         path = getattr(dataset, key)
         if path is not None and not Path(path).is_file():
             raise _no_such(path, f"{field}.{key}", "a text file")
     path = dataset.data_path
-    if path is None or "." in name or Path(path).is_dir():
+    if path is None or "." in name or glob.has_magic(path) or (_HUB_NAME.fullmatch(path) and not Path(path).exists()):
         return
     if not Path(path).exists():
-        if glob.has_magic(path) or (_HUB_NAME.fullmatch(path) and not _DATA_FILE.search(path)):
-            return
         raise _no_such(path, f"{field}.data_path", "a file, a folder or a hub name, as org/name")
-    _check_columns(dataset, path, field)
-
-
-def _check_columns(dataset: SetConfig, path: str, field: str) -> None:
-    needed: dict[str, str] = {}
-    if isinstance(dataset, DatasetConfig) and dataset.dataset_name == "BinaryPreferenceDataset":
-        needed = {key: getattr(dataset, key) for key in ("prompt_key", "chosen_key", "rejected_key")}
-    elif isinstance(dataset, PromptSetConfig) and dataset.dataset_name == "ResponseDataset":
-        needed = {"input_key": dataset.input_key or "input", "output_key": dataset.output_key or "output"}
-    columns = _columns(path) if needed else None
-    for key, column in needed.items():
+    keys: dict[str, str] = {
+        "BinaryPreferenceDataset": {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
+        "ResponseDataset": {"input_key": "input", "output_key": "output"},
+    }.get(name, {})
+    columns = _columns(path) if keys else None
+    for key, default in keys.items():
+        column = str(getattr(dataset, key) or default)
         if columns is not None and column not in columns:
             near, got = nearest_name(column, columns), f"a first row with the keys {', '.join(columns)}"
             fix = f"set data.{key} to the key that holds it" + (f", perhaps {near}" if near else "")
@@ -144,17 +120,13 @@ def _check_columns(dataset: SetConfig, path: str, field: str) -> None:
 
 
 def _columns(path: str) -> list[str] | None:
-    """The keys of the first row of a jsonl, csv or tsv file; None where they are not known at once."""
-    kind = _DATA_FILE.search(path)
-    if kind is None or kind[1].lower() not in ("jsonl", "ndjson", "csv", "tsv"):
+    """The keys of the first row of a jsonl file; None where they are not known at once."""
+    if not path.lower().removesuffix(".gz").endswith(".jsonl"):
         return None
     try:
-        with gzip.open(path) if kind[2] else open(path, "rb") as file:
-            line = file.readline(1 << 24).decode("utf-8-sig")
-        if kind[1].lower() in ("csv", "tsv"):
-            return next(csv.reader(io.StringIO(line), delimiter="\t" if kind[1].lower() == "tsv" else ","))
-        row = json.loads(line)
-    except (OSError, ValueError, StopIteration):
+        with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+            row = json.loads(file.readline(1 << 24).decode("utf-8-sig"))
+    except (OSError, ValueError):
         return None  # the reader of the rows reports it with its line
     return list(row) if isinstance(row, dict) else None
 
@@ -167,10 +139,9 @@ def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
         names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
     if isinstance(config, GRPORunConfig):
         for name, section in _used_environments(config).items():
-            models = section.get("model_name")
-            if str(section.get("type") or name) == "reward_model" and models is not None:
-                each = [models] if isinstance(models, str) else models
-                names += [(f"env.{name}.model_name", model) for model in each]
+            models = section.get("model_name") if str(section.get("type") or name) == "reward_model" else None
+            each = [models] if isinstance(models, str) else models or []
+            names += [(f"env.{name}.model_name", model) for model in each]
     for field, model in names:
         is_path = isinstance(model, str) and (model.startswith((".", "/", "~")) or model.count("/") > 1)
         if is_path and not os.path.exists(os.path.expanduser(model)):
@@ -179,7 +150,6 @@ def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
 
 def _no_such(path: str, field: str, need: str) -> ConfigError:
     folder = Path(path).parent
-    others = os.listdir(folder) if folder.is_dir() else []
-    near = nearest_name(Path(path).name, others)
+    near = nearest_name(Path(path).name, os.listdir(folder)) if folder.is_dir() else None
     fix = f"did you mean {folder / near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}"
     return ConfigError("there is no such file or folder", field=field, got=path, need=need, fix=fix)

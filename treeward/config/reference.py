@@ -163,12 +163,10 @@ def _section(section: type[Strict], path: str, *, of: str = "", forms: str | Non
         doc = re.sub(r"\bNone\b", "`null`", " ".join((field.description or "").split()))
         yield f"| `{key}` | {_cell(_type_name(field.annotation))} | {_cell(_default(field))} | {_cell(doc)} |"
     yield ""
-    if section.ignored_keys:
-        listed = "; ".join(f"`{key}` ({reason})" for key, reason in section.ignored_keys.items())
-        yield f"Accepted, without effect: {listed}.\n"
-    if section.switched_off_keys:
-        listed = "; ".join(f"`{key}` ({remedy})" for key, remedy in section.switched_off_keys.items())
-        yield f"Accepted while switched off: {listed}.\n"
+    if keys := section.keys_without_effect():
+        yield f"Accepted, without effect: {', '.join(f'`{key}`' for key in keys)}.\n"
+    if off := [f"`{key}` ({fix})" for key, fix in section.keys_that_must_be_off().items()]:
+        yield f"Accepted while switched off: {'; '.join(off)}.\n"
 
 
 def _type_name(annotation: Any) -> str:

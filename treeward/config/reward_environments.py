@@ -62,20 +62,16 @@ class RuleEnvironmentConfig(Strict):
     """Processes of the rule `math`."""
 
     def check(self) -> None:
-        if self.pattern is not None and self.rule != "regex":
-            need = "rule: regex; extract finds the answer for the other rules"
-            raise self.conflict(f"pattern has no effect with rule: {self.rule}", "pattern", "rule", need=need)
-        if self.correct <= self.wrong:
-            summary = "the reward of a right answer is not above that of a wrong one"
-            raise self.conflict(summary, "correct", "wrong", need="correct above wrong")
+        need = "rule: regex; extract finds the answer for the other rules"
+        is_unread = self.pattern is not None and self.rule != "regex"
+        self.refuse(is_unread, f"pattern has no effect with rule: {self.rule}", "pattern rule", need=need)
+        summary = "the reward of a right answer is not above that of a wrong one"
+        self.refuse(self.correct <= self.wrong, summary, "correct wrong", need="correct above wrong")
 
 
 class MathEnvironmentConfig(RuleEnvironmentConfig):
     """The rule math under the keys of NeMo RL: `env.math: {num_workers: 8, math_verify_impl: hf_math_verify}`."""
 
-    ignored_keys: ClassVar[Mapping[str, str]] = {
-        "stop_strings": "policy.generation.stop_strings ends completions",
-    }
     other_names: ClassVar[Mapping[str, str]] = {"num_workers": "workers"}
 
     rule: Literal["math"] = "math"
@@ -131,12 +127,10 @@ class JudgeEnvironmentConfig(Strict):
 
     def check(self) -> None:
         missing = [name for name in REQUIRED_PLACEHOLDERS[self.mode] if self.template and name not in self.template]
-        if missing:
-            need = f"{' and '.join(REQUIRED_PLACEHOLDERS[self.mode])}, where the texts to judge go"
-            raise self.conflict(f"the template of mode {self.mode} has no {missing[0]}", "template", need=need)
-        if self.lowest_rating >= self.highest_rating:
-            keys = "lowest_rating", "highest_rating"
-            raise self.conflict("the scale of ratings does not rise", *keys, need="lowest_rating below highest_rating")
+        need = f"{' and '.join(REQUIRED_PLACEHOLDERS[self.mode])}, where the texts to judge go"
+        self.refuse(missing, f"the template of mode {self.mode} has no {missing[:1]}", "template", need=need)
+        is_falling, need = self.lowest_rating >= self.highest_rating, "lowest_rating below highest_rating"
+        self.refuse(is_falling, "the scale of ratings does not rise", "lowest_rating highest_rating", need=need)
 
 
 class CustomEnvironmentConfig(Strict):
@@ -192,13 +186,13 @@ class HybridEnvironmentConfig(Strict):
 
     def check(self) -> None:
         for name, member in self.members.items():
-            problem, weight = None, member.weight
+            field, weight = f"members.{name}.weight", member.weight
             if self.mode == "fallback" and weight is not None:
-                problem, need = "a weight has no meaning in mode fallback", "mode: weighted, or no weight"
-            elif self.missing == "renormalise" and weight is not None and weight <= 0:
-                problem, need = "missing: renormalise needs weights above 0", "missing: mask, or a positive weight"
-            if problem is not None:
-                raise ConfigError(problem, field=f"members.{name}.weight", got=weight, need=need)
+                need = "mode: weighted, or no weight"
+                raise ConfigError("a weight has no meaning in mode fallback", field=field, got=weight, need=need)
+            if self.missing == "renormalise" and weight is not None and weight <= 0:
+                need = "missing: mask, or a positive weight"
+                raise ConfigError("missing: renormalise needs weights above 0", field=field, got=weight, need=need)
 
 
 ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
@@ -217,10 +211,10 @@ def is_enabled(section: Any) -> bool:
     return not isinstance(section, Mapping) or section.get("enabled", True) is not False
 
 
-def check_environment(name: str, section: Any, ignored: dict[str, str] | None = None) -> None:
+def check_environment(name: str, section: Any, ignored: list[str] | None = None) -> None:
     """Raise `ConfigError`, its `field` relative to `env`, for a section that its environment would refuse.
 
-    `ignored`: collects keys without effect and the reasons. A section with `enabled: false` may hold anything. A kind
+    `ignored`: collects keys without effect. A section with `enabled: false` may hold anything. A kind
     that is not in `ENVIRONMENT_SECTIONS` may be registered in Python; it is refused if it is nearly a known name.
     """
     if not isinstance(section, Mapping):
@@ -238,9 +232,9 @@ def check_environment(name: str, section: Any, ignored: dict[str, str] | None = 
             raise ConfigError("there is no such kind of environment", field=field, got=kind, need=need, fix=fix)
         return
     try:
-        checked = schema.model_validate(settings, context={"ignored": {} if ignored is None else ignored})
+        checked = schema.model_validate(settings, context={"ignored": [] if ignored is None else ignored})
     except ValidationError as error:
-        one = config_error(error, schema, settings, where=f"env.{name}")
+        one = config_error(error, schema, where=f"env.{name}")
         raise at_field(one, ".".join(part for part in (name, one.field) if part)) from None
     if isinstance(checked, HybridEnvironmentConfig):
         for member, given in checked.members.items():

@@ -103,19 +103,19 @@ class RewardShapingConfig(Strict):
 
     def check(self) -> None:
         self.check_pair("reward_mean", "reward_std", need="both of them, or neither for those of the model's contract")
-        if self.running and (not self.normalize_rewards or self.reward_mean is not None):
-            raise self.conflict(
-                "running statistics need normalize_rewards, and exclude fixed constants",
-                *("running", "normalize_rewards", "reward_mean"),
-                need="normalize_rewards: true, without reward_mean and reward_std",
-            )
-        if self.reference is not None and self.uses_contract_constants:
-            raise self.conflict(
-                "the contract's constants describe scores, not rewards relative to a reference",
-                *("normalize_rewards", "reference"),
-                need="constants of the relative rewards, or running: true",
-                fix="set normalize_rewards to false: relative rewards are bounded from above already",
-            )
+        self.refuse(
+            self.running and (not self.normalize_rewards or self.reward_mean is not None),
+            "running statistics need normalize_rewards, and exclude fixed constants",
+            "running normalize_rewards reward_mean",
+            need="normalize_rewards: true, without reward_mean and reward_std",
+        )
+        self.refuse(
+            self.reference is not None and self.uses_contract_constants,
+            "the contract's constants describe scores, not rewards relative to a reference",
+            "normalize_rewards reference",
+            need="constants of the relative rewards, or running: true",
+            fix="set normalize_rewards to false: relative rewards are bounded from above already",
+        )
 
 
 ShapingOrContract = Annotated[
@@ -165,12 +165,12 @@ class LengthCurve(Strict):
 
     def check(self) -> None:
         rising = all(a < b for a, b in itertools.pairwise(self.lengths))
-        if len(self.lengths) != len(self.values) or not rising:
-            raise self.conflict(
-                "the knots of the length curve are not a curve",
-                *("lengths", "values"),
-                need="strictly increasing lengths, and one value for each",
-            )
+        self.refuse(
+            len(self.lengths) != len(self.values) or not rising,
+            "the knots of the length curve are not a curve",
+            "lengths values",
+            need="strictly increasing lengths, and one value for each",
+        )
 
 
 class CalibrationProvenance(Strict):

@@ -122,8 +122,8 @@ class HubConfig(Strict):
     """Make the repository private if it is new."""
 
     def check(self) -> None:
-        if self.push_to_hub and self.repo_id is None:
-            raise self.conflict("push_to_hub needs a repository", "repo_id", "push_to_hub", need="organisation/name")
+        is_missing = self.push_to_hub and self.repo_id is None
+        self.refuse(is_missing, "push_to_hub needs a repository", "repo_id push_to_hub", need="organisation/name")
 
 
 class RewardModelRunConfig(Strict):
@@ -187,20 +187,20 @@ class RewardModelRunConfig(Strict):
     def check(self) -> None:
         check_longest_input(self.data.max_input_seq_length, self.policy.max_total_sequence_length)
         for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
-            if is_on and not self.checkpointing.enabled:
-                raise self.conflict(
-                    f"{key} needs the exported model, and checkpointing.enabled is false",
-                    *(key, "checkpointing.enabled"),
-                    need="checkpointing.enabled: true",
-                    fix=f"set checkpointing.enabled=true, or {key}=false",
-                )
-        if self.evaluation.enabled and not (self.data.validation or self.evaluation.suites):
-            raise self.conflict(
-                "evaluation.enabled has nothing to evaluate on",
-                "evaluation.enabled",
-                need="a set in data.validation, or evaluation.suites",
-                fix="give data.val_data_path or evaluation.suites, or set evaluation.enabled=false",
+            self.refuse(
+                is_on and not self.checkpointing.enabled,
+                f"{key} needs the exported model, and checkpointing.enabled is false",
+                f"{key} checkpointing.enabled",
+                need="checkpointing.enabled: true",
+                fix=f"set checkpointing.enabled=true, or {key}=false",
             )
+        self.refuse(
+            self.evaluation.enabled and not (self.data.validation or self.evaluation.suites),
+            "evaluation.enabled has nothing to evaluate on",
+            "evaluation.enabled",
+            need="a set in data.validation, or evaluation.suites",
+            fix="give data.val_data_path or evaluation.suites, or set evaluation.enabled=false",
+        )
         if self.reward_shaping is not None and self.reward_shaping.uses_calibration and not self.data.validation:
             raise ConfigError(
                 "reward_shaping needs constants that are fitted on validation sets, and data has none",
@@ -214,13 +214,13 @@ class RewardModelRunConfig(Strict):
 
     def _check_ranking_metric(self, given: str) -> None:
         names, field = self.validation_names, "checkpointing.metric_name"
-        if not names:
-            raise self.conflict(
-                "checkpointing.metric_name is a validation metric, and data has no validation set",
-                field,
-                need="a set in data.validation",
-                fix="give data.val_data_path, or set checkpointing.metric_name=null to keep the latest checkpoints",
-            )
+        self.refuse(
+            not names,
+            "checkpointing.metric_name is a validation metric, and data has no validation set",
+            field,
+            need="a set in data.validation",
+            fix="give data.val_data_path, or set checkpointing.metric_name=null to keep the latest checkpoints",
+        )
         try:
             validation, metric = parse_metric_name(given, names)
         except ConfigError as error:
@@ -229,16 +229,13 @@ class RewardModelRunConfig(Strict):
             near = nearest_name(validation, names) or names[0]
             if f"{validation}_{metric}" in METRICS:  # validation-length_controlled_accuracy: the set is missing
                 metric = f"{validation}_{metric}"
-            raise self.conflict(
-                f"checkpointing.metric_name names a validation set that is not in data: {validation}",
-                field,
-                need=f"one of the sets {', '.join(names)}",
-                fix=f"set checkpointing.metric_name=validation-{near}/{metric}",
-            )
-        if self.rm.val_period is None and not self.rm.val_at_end:
-            raise self.conflict(
-                "checkpointing.metric_name is never measured: rm.val_period says never",
-                *(field, "rm.val_period", "rm.val_at_end"),
-                need="a validation",
-                fix="set rm.val_period, or rm.val_at_end=true, or checkpointing.metric_name=null",
-            )
+            summary = f"checkpointing.metric_name names a validation set that is not in data: {validation}"
+            fix = f"set checkpointing.metric_name=validation-{near}/{metric}"
+            self.refuse(True, summary, field, need=f"one of the sets {', '.join(names)}", fix=fix)
+        self.refuse(
+            self.rm.val_period is None and not self.rm.val_at_end,
+            "checkpointing.metric_name is never measured: rm.val_period says never",
+            f"{field} rm.val_period rm.val_at_end",
+            need="a validation",
+            fix="set rm.val_period, or rm.val_at_end=true, or checkpointing.metric_name=null",
+        )

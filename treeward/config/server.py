@@ -83,15 +83,14 @@ class ServedModelConfig(HostedModelConfig):
         return f"{self.ensemble.method}-of-{'-'.join(names)}"
 
     def check(self) -> None:
-        if (self.model is None) == (self.models is None):
-            need = "model: FOLDER, or models: [FOLDER, FOLDER] with ensemble"
-            raise self.conflict("a served model is either one model or several", "model", "models", need=need)
-        if self.reward_class is not None and (self.models is not None or self.ensemble is not None):
-            need = "model: PATH, without models and ensemble"
-            raise self.conflict("a reward class serves one model", "reward_class", "models", need=need)
-        if self.models is not None and self.ensemble is None:
-            need = "an ensemble section, as {method: mean}"
-            raise self.conflict("several models need a section that combines their scores", "ensemble", need=need)
+        is_unclear = (self.model is None) == (self.models is None)
+        need = "model: FOLDER, or models: [FOLDER, FOLDER] with ensemble"
+        self.refuse(is_unclear, "a served model is either one model or several", "model models", need=need)
+        are_several = self.reward_class is not None and (self.models is not None or self.ensemble is not None)
+        need = "model: PATH, without models and ensemble"
+        self.refuse(are_several, "a reward class serves one model", "reward_class models", need=need)
+        are_apart, need = self.models is not None and self.ensemble is None, "an ensemble section, as {method: mean}"
+        self.refuse(are_apart, "several models need a section that combines their scores", "ensemble", need=need)
 
 
 class ServerConfig(Strict):
