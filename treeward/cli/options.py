@@ -135,8 +135,8 @@ def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer |
     from treeward.scoring.scorer import Scorer
 
     check_device(section.device)
-    if section.reward_class is not None:
-        raise section.conflict("a reward class is served, with `treeward serve`", "reward_class", need="a reward model")
+    is_class = section.reward_class is not None
+    section.refuse(is_class, "a reward class is served, with `treeward serve`", "reward_class", need="a reward model")
     given = {"batch_tokens": batch_tokens, "max_length": section.max_length, "truncation": section.truncation}
     options: dict[str, Any] = {
         "device": section.device,
