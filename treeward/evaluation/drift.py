@@ -4,30 +4,22 @@
     drift[0].steps[0].drift.shift          # Metric: by how much the scores moved from the first to the second
 
 An accuracy that stands still may hide scores that move or spread: a policy that is trained against one checkpoint and
-then against the next sees other rewards for the same completions. Each checkpoint is compared with the next on the same
-completions (`compare_checkpoints`). `final` is one of the checkpoints, exported: it is compared with the one that has
-the same scores (`SuiteDrift.final_is`).
+then against the next sees other rewards for the same completions. `final` is one of the checkpoints, exported: it is
+compared with the one that has the same scores (`SuiteDrift.final_is`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import rankdata
 
-from treeward.errors import DataError
-from treeward.evaluation.diagnostics.completions import (
-    Floats,
-    correlation_metric,
-    divided,
-    moments_metric,
-)
+from treeward.evaluation.diagnostics.completions import Floats, correlation_metric, divided, moments_metric
 from treeward.evaluation.diagnostics.scores import standard_deviation
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import percent
@@ -42,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _FINAL = "final"
 _STEP = re.compile(r"step_(\d+)")
-
 _OF_CHECKPOINT = {
     "accuracy": ("Accuracy", "percent"),
     "length_controlled_accuracy": ("Length-controlled accuracy", "percent"),
@@ -57,17 +48,17 @@ _OF_STEP = {
     "shift": ("Scores moved by", "signed"),
     "relative_shift": ("in standard deviations", "signed"),
     "rank_correlation": ("Rank correlation", "number"),
+    "num_left_out": ("Scored by one alone", "integer"),
 }
+_WITH_INTERVAL = ("accuracy", "length_controlled_accuracy", "order_agreement")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """From checkpoint `before` to checkpoint `after`. `drift`: None where `problem` says why there is none."""
+class Step(NamedTuple):
+    """From checkpoint `before` to checkpoint `after`."""
 
     before: str
     after: str
-    drift: Diagnostic | None
-    problem: str | None = None
+    drift: Diagnostic
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +77,23 @@ class SuiteDrift:
 
     def plain(self) -> dict[str, Any]:
         """As results.json holds it."""
-
-        def listed(metrics: Mapping[str, Metric]) -> list[dict[str, Any]]:
-            return [dataclasses.asdict(metric) for metric in metrics.values()]
-
+        checkpoints = [{"model": name, "metrics": _listed(numbers)} for name, numbers in self.checkpoints.items()]
         steps = [
-            {"before": one.before, "after": one.after, "problem": one.problem}
-            | {"metrics": [] if one.drift is None else listed(one.drift.numbers)}
+            {"before": one.before, "after": one.after, "metrics": _listed(one.drift.numbers)}
+            | {"num_left_out": one.drift.num_left_out}
             for one in self.steps
         ]
-        checkpoints = [{"model": name, "metrics": listed(metrics)} for name, metrics in self.checkpoints.items()]
         return {"suite": self.suite, "final_is": self.final_is, "checkpoints": checkpoints, "steps": steps}
 
     def blocks(self) -> list[Block]:
         """The blocks of a report: a chapter with the accuracies by step, and both tables."""
+        final = f"{_FINAL} (is {self.final_is})" if self.final_is else _FINAL
         of_checkpoints = [
-            _cells(metrics, "accuracy", "length_controlled_accuracy")
-            | {"name": f"{name} (is {self.final_is})" if name == _FINAL and self.final_is else name}
-            for name, metrics in self.checkpoints.items()
+            _cells(numbers) | {"name": final if name == _FINAL else name} for name, numbers in self.checkpoints.items()
         ]
         of_steps = [
-            _cells({} if step.drift is None else step.drift.numbers, "order_agreement")
-            | {"name": f"{step.before} to {step.after}", "problem": step.problem or ""}
-            for step in self.steps
+            _cells(drift.numbers) | {"name": f"{before} to {after}", "num_left_out": drift.num_left_out}
+            for before, after, drift in self.steps
         ]
         return [
             {"kind": "text", "title": f"Drift between checkpoints: {self.title}", "markdown": self._words()},
@@ -121,7 +106,7 @@ class SuiteDrift:
             ),
             table_block(
                 f"{self.title}: from one checkpoint to the next",
-                {"name": ("checkpoints", "text")} | _OF_STEP | {"problem": ("", "text")},
+                {"name": ("checkpoints", "text")} | _OF_STEP,
                 of_steps,
                 "Each checkpoint against the next, on the same completions. Ordered alike: of pairs of completions of "
                 "one prompt, which is all that a reward is used for.",
@@ -135,21 +120,17 @@ class SuiteDrift:
     def _words(self) -> str:
         """The largest change of the order, the largest shift, and which checkpoint `final` is."""
         parts = [f"The checkpoints of one run on {self.title}, each against the next."]
-        trained = [step for step in self.steps if step.after != _FINAL or self.final_is is None]
-        known = [(step, step.drift) for step in trained if step.drift is not None]
-        if known:
+        if trained := [step for step in self.steps if step.after != _FINAL or self.final_is is None]:
             # An unknown agreement (no pairs) is no change.
-            step, drift = min(known, key=lambda one: 1.0 if (same := one[1].order_agreement.value) is None else same)
+            turned = min(trained, key=lambda one: (value := one.drift.order_agreement.value) is None or value)
+            moved = max(trained, key=lambda one: abs(one.drift.relative_shift.value or 0.0))
             parts.append(
-                f"The order changed most from **{step.before}** to **{step.after}**: {percent(drift.order_agreement)} "
-                f"of the pairs are ordered alike, and the spread of the scores is "
-                f"{format_number(drift.scale_ratio.value)} times what it was."
-            )
-            moved, most = max(known, key=lambda one: abs(one[1].relative_shift.value or 0.0))
-            parts.append(
-                "A common shift of all scores changes nothing, as only differences between completions of one prompt "
-                f"count; the most they moved is {format_number(most.relative_shift.value, 'signed')} standard "
-                f"deviations, from {moved.before} to {moved.after}."
+                f"The order changed most from **{turned.before}** to **{turned.after}**: "
+                f"{percent(turned.drift.order_agreement)} of the pairs are ordered alike, and the spread of the scores "
+                f"is {format_number(turned.drift.scale_ratio.value)} times what it was. A common shift of all scores "
+                "changes nothing, as only differences between completions of one prompt count; the most they moved is "
+                f"{format_number(moved.drift.relative_shift.value, 'signed')} standard deviations, from {moved.before} "
+                f"to {moved.after}."
             )
         if self.final_is is None and _FINAL in self.checkpoints:
             parts.append(f"`{_FINAL}` was exported; none of these checkpoints has its scores.")
@@ -157,26 +138,20 @@ class SuiteDrift:
 
     def _curves(self) -> list[Block]:
         """The accuracies by step, or by place in order where the names have no step; `final` is left out."""
-        drawn = {name: metrics for name, metrics in self.checkpoints.items() if name != _FINAL}
+        drawn = {name: numbers for name, numbers in self.checkpoints.items() if name != _FINAL}
         if len(drawn) < 2:
             return []
-        numbers = [int(match[1]) for match in map(_STEP.fullmatch, drawn) if match]
-        known = len(numbers) == len(drawn)
-        x = numbers if known else list(range(1, 1 + len(drawn)))
+        steps = [int(match[1]) for match in map(_STEP.fullmatch, drawn) if match]
+        known = len(steps) == len(drawn)
         series = []
         for key in ("accuracy", "length_controlled_accuracy"):
-            own = [metrics[key] for metrics in drawn.values()]
+            own = [numbers[key] for numbers in drawn.values()]
             ends = {"y": [m.value for m in own], "low": [m.low for m in own], "high": [m.high for m in own]}
+            x = steps if known else list(range(1, 1 + len(drawn)))
             series.append({"name": _OF_CHECKPOINT[key][0], "x": x} | ends)
-        block: Block = {
-            "kind": "curves",
-            "title": f"{self.title}: accuracy by checkpoint",
-            "x_label": "step" if known else "checkpoint",
-            "y_label": "accuracy",
-            "format": "percent",
-            "series": series,
-        }
-        return [block]
+        title, axis = f"{self.title}: accuracy by checkpoint", "step" if known else "checkpoint"
+        block: Block = {"kind": "curves", "title": title, "x_label": axis, "y_label": "accuracy", "format": "percent"}
+        return [block | {"series": series}]
 
 
 def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
@@ -188,12 +163,17 @@ def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
     if final_is is not None:
         logger.info("%s is %s: all their scores are equal.", _FINAL, final_is)
     for suite in dict.fromkeys(summary.suite for summary in summaries):
-        own = [summary for summary in summaries if summary.suite == suite]
-        compared = list(zip(own, own[1:], strict=False))
-        if final_is is not None and own[-1].model == _FINAL:
-            compared[-1] = (next(one for one in own if one.model == final_is), own[-1])
-        checkpoints = {one.model: _numbers(one) for one in own}
-        found.append(SuiteDrift(suite, own[0].title, checkpoints, tuple(_step(*pair) for pair in compared), final_is))
+        own = {summary.model: summary for summary in summaries if summary.suite == suite}
+        models, checkpoints = list(own.values()), {}
+        for name, one in own.items():
+            every = {**one.length.numbers, **one.scores.numbers, **one.statistics.numbers}
+            every["accuracy"] = replace(one.result.headline, name="accuracy")
+            checkpoints[name] = {key: every[key] for key in _OF_CHECKPOINT}
+        steps = []
+        for before, after in zip(models, models[1:], strict=False):
+            first = own[final_is] if final_is is not None and after.model == _FINAL else before
+            steps.append(Step(first.model, after.model, compare_checkpoints(first.examples, after.examples)))
+        found.append(SuiteDrift(suite, models[0].title, checkpoints, tuple(steps), final_is))
     return found
 
 
@@ -204,49 +184,40 @@ def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredE
     deviation of the second by that of the first. `rank_correlation`: Spearman's, over all completions.
     `order_agreement`: pairs with different ranks that both order alike. `num_left_out`: completions with a score of
     only one of the two.
-
-    Raises `DataError` where fewer than two completions have both scores.
     """
     others = {one.example.id: one for one in second}
-    matched = [(one, others[one.example.id]) for one in first if one.example.id in others]
     rows: list[tuple[float, float]] = []
     owners: list[str] = []
     agreements: list[tuple[float, str]] = []
-    for a, b in matched:
-        prompt = a.example.prompt_key
-        scores = [np.array(one.scores, dtype=np.float64) for one in (a, b)]  # None becomes NaN
-        rows += zip(*(one.tolist() for one in scores), strict=True)
-        owners += [prompt] * len(scores[0])
-        margins = [[own[i] - own[j] for i, j in a.pairs()] for own in scores]
-        agreements += [(float(np.sign(x) == np.sign(y)), prompt) for x, y in zip(*margins, strict=True)
-                       if np.isfinite(x) and np.isfinite(y)]  # fmt: skip
-    table, prompts = np.asarray(rows, dtype=np.float64).reshape(-1, 2), np.unique(owners, return_inverse=True)[1]
-    missing = np.isnan(table)
-    there = ~missing.any(axis=1)
-    table, prompts = table[there], prompts[there]
-    if len(table) < 2:
-        raise DataError(
-            "there are no scores to compare", got=f"{len(table)} completions with a score of both", need="two at least"
-        )
+    for a in first:
+        if (b := others.get(a.example.id)) is None:
+            continue
+        scores = np.array([a.scores, b.scores], dtype=np.float64)  # None becomes NaN
+        rows += [(x, y) for x, y in scores.T.tolist()]
+        owners += [a.example.prompt_key] * scores.shape[1]
+        for i, j in a.pairs():
+            x, y = scores[:, i] - scores[:, j]
+            if np.isfinite(x) and np.isfinite(y):
+                agreements.append((float(np.sign(x) == np.sign(y)), a.example.prompt_key))
+    table, prompts = np.array(rows, dtype=np.float64).reshape(-1, 2), np.unique(owners, return_inverse=True)[1]
+    num_missing = np.isnan(table).sum(axis=1)
+    table, prompts = table[num_missing == 0], prompts[num_missing == 0]
     x, y = table.T
-    centred = [x - x.mean(), y - y.mean()]
-    squares = [column**2 for column in centred]
+    centred = table - (table.mean(axis=0) if len(table) else 0.0)
     shift = moments_metric("shift", (y - x)[:, None], prompts, lambda means: means[:, 0])
+    moments = np.column_stack([centred, centred**2])
     numbers = (
         shift,
-        divided(shift, float(x.std()), "relative_shift"),
-        moments_metric(
-            "scale_ratio", np.column_stack([centred[0], squares[0], centred[1], squares[1]]), prompts, _ratio
-        ),
+        divided(shift, float(x.std()) if len(x) else 0.0, "relative_shift"),
+        moments_metric("scale_ratio", moments, prompts, _ratio),
         correlation_metric(rankdata(x), rankdata(y), prompts, "rank_correlation"),
         accuracy_metric([agrees for agrees, _ in agreements], "order_agreement", [prompt for _, prompt in agreements]),
     )
-    num_unmatched = int((missing.sum(axis=1) == 1).sum())
-    return Diagnostic({metric.name: metric for metric in numbers}, num_left_out=num_unmatched)
+    return Diagnostic({metric.name: metric for metric in numbers}, num_left_out=int((num_missing == 1).sum()))
 
 
 def _ratio(means_R4: Floats) -> Floats:
-    return standard_deviation(means_R4[:, 2:]) / standard_deviation(means_R4[:, :2])
+    return standard_deviation(means_R4[:, 1::2]) / standard_deviation(means_R4[:, ::2])
 
 
 def _final_is(summaries: Sequence[Summary]) -> str | None:
@@ -261,24 +232,13 @@ def _final_is(summaries: Sequence[Summary]) -> str | None:
     return next((name for name, own in of_models.items() if own == final), None)
 
 
-def _numbers(summary: Summary) -> dict[str, Metric]:
-    accuracy = dataclasses.replace(summary.result.headline, name="accuracy")
-    every = {"accuracy": accuracy, **summary.length.numbers, **summary.scores.numbers, "ece": summary.statistics.ece}
-    return {name: every[name] for name in _OF_CHECKPOINT}
+def _listed(numbers: Mapping[str, Metric]) -> list[dict[str, Any]]:
+    return [asdict(metric) for metric in numbers.values()]
 
 
-def _step(before: Summary, after: Summary) -> Step:
-    try:
-        drift = compare_checkpoints(before.examples, after.examples)
-    except DataError as error:  # nothing has a score of both: the rest of the report stands
-        return Step(before.model, after.model, None, f"{error.summary}: {error.got}")
-    left_out = f"{drift.num_left_out} completions have a score of only one of them" if drift.num_left_out else None
-    return Step(before.model, after.model, drift, left_out)
-
-
-def _cells(metrics: Mapping[str, Metric], *with_interval: str) -> dict[str, Any]:
+def _cells(numbers: Mapping[str, Metric]) -> Block:
     """Values by name; the table would be too wide to read with all the intervals, which results.json has."""
     return {
-        name: bar_item("", metric) | {"count": None} if name in with_interval else metric.value
-        for name, metric in metrics.items()
+        name: bar_item("", metric) | {"count": None} if name in _WITH_INTERVAL else metric.value
+        for name, metric in numbers.items()
     }

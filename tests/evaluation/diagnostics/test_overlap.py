@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference
-from treeward.evaluation.diagnostics.overlap import compare_overlap, find_overlap, words_of_text
+from treeward.evaluation.diagnostics.overlap import compare_overlap, find_overlap
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
 
@@ -121,6 +121,10 @@ def test_the_held_out_bundled_data_is_held_out(bundled: Any) -> None:
     assert all("conversation" in flag.kinds for flag in seen.flags)
 
 
-def test_words_are_without_case_and_punctuation_and_chinese_without_spaces() -> None:
-    assert words_of_text("Don't STOP_now: 3.5 Straße!") == ["don", "t", "stop", "now", "3", "5", "strasse"]
-    assert words_of_text("你好,ab世界 カナ") == ["你", "好", "ab", "世", "界", "カ", "ナ"]
+def test_words_are_without_case_and_punctuation_and_chinese_without_spaces(make_example: Any) -> None:
+    for text, trained_on in (
+        ("Don't STOP_now: 3.5 Straße!", "don t stop now 3,5 STRASSE"),
+        ("你好,ab世界", "你 好 AB 世 界"),
+    ):
+        assert flag_of(make_example("a", text, ["x"], ranks=[0]), trained(trained_on, "y")).kinds == ("prompt",)
+        assert flag_of(make_example("a", text, ["x"], ranks=[0]), trained(trained_on + "z", "y")).kinds == ()

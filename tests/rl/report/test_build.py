@@ -70,7 +70,7 @@ def test_the_verdict_names_what_became_of_each_run(runs: list[RLRun]) -> None:
     for words in ("200 steps", "KL of 56.25 nats", "60 to 192 tokens", "Alarm at step 120: gold falls"):
         assert words in hacked.sentence()
     todo = " ".join(advice(hacked))
-    for words in ("step 50", "reference_policy_kl_penalty` (it was 0.0)", "lr` (it was 0.0001)", "length_calibration"):
+    for words in ("step 50", "reference_policy_kl_penalty", "optimizer.kwargs.lr", "length_calibration"):
         assert words in todo
     assert "ensemble" in todo and advice(clean) == []
     assert advice(cured) == ["Gold was at its best at the end: more steps may gain more."]
@@ -138,10 +138,9 @@ def test_signs_are_alarms_of_three_kinds_where_the_proxy_rose(kind: AlarmKind, p
 
 
 def test_where_the_proxy_fell_too_the_policy_broke() -> None:
-    settings = {"policy": {"optimizer": {"kwargs": {"lr": 1e3}}}, "loss_fn": {"reference_policy_kl_penalty": 0.01}}
     words = ("The policy broke", "Completions grew", "ensemble")
-    (broke,) = advice(sum_up(measured(-4.0, -0.4, tokens=60.0, config=settings)))
-    assert broke.startswith(words[0]) and "lr` (it was 1000.0)" in broke and "kl_penalty` (it was 0.01)" in broke
+    (broke,) = advice(sum_up(measured(-4.0, -0.4, tokens=60.0)))
+    assert broke.startswith(words[0])
     cases = {
         (False, True, True): measured(4.0, -0.4, tokens=60.0),
         (False, False, False): measured(-4.0, -0.4, error=2.1, alarms=(Alarm("kl_budget", 10, "Far.", {}),)),

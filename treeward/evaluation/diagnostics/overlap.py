@@ -21,11 +21,10 @@ false match is about one in 2000.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +38,7 @@ from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
 
-__all__ = ["OverlapDiagnostics", "OverlapFlag", "compare_overlap", "find_overlap", "words_of_text"]
+__all__ = ["OverlapDiagnostics", "OverlapFlag", "compare_overlap", "find_overlap"]
 
 NUM_WORDS = 13
 _NEAR = 0.7
@@ -149,14 +148,15 @@ def find_overlap(
 
     `num_words`: of a run. `on_progress` receives how many preferences were read, and 0, for the total is not known.
     """
-    index = _Index([_Texts.of(example.context, example.completions) for example in examples], num_words)
+    texts = [_texts(example.context, example.completions) for example in examples]
+    index = _Index(texts, num_words)
     count = 0
     for count, preference in enumerate(training, start=1):
-        index.add(_Texts.of(preference.context, [completion.messages for completion in preference.completions]))
+        index.add(_texts(preference.context, [completion.messages for completion in preference.completions]))
         if count % _PROGRESS_EVERY == 0:
             on_progress(count, 0)
     on_progress(count, 0)
-    flags = [index.flag(i, example) for i, example in enumerate(examples)]
+    flags = [index.flag(example, own) for example, own in zip(examples, texts, strict=True)]
     return OverlapDiagnostics(tuple(flags), count)
 
 
@@ -166,71 +166,66 @@ def compare_overlap(
     """The suite's headline over all examples, over those without a flag and over those with one."""
     flagged = {flag.id for flag in overlap.flags if flag.kinds}
     groups = {
-        "accuracy": scored,
-        "accuracy_clean": [one for one in scored if one.example.id not in flagged],
-        "accuracy_flagged": [one for one in scored if one.example.id in flagged],
+        "accuracy": ("All", scored),
+        "accuracy_clean": ("Without a duplicate in training", [o for o in scored if o.example.id not in flagged]),
+        "accuracy_flagged": ("With a duplicate", [one for one in scored if one.example.id in flagged]),
     }
-    numbers = {name: replace(suite.summarize(own).headline, name=name) for name, own in groups.items()}
-    labels = ("All", "Without a duplicate in training", "With a duplicate")
+    numbers = {name: replace(suite.summarize(own).headline, name=name) for name, (_, own) in groups.items()}
     note = (
         "Each n counts pairs of completions; an example that has a duplicate has it for all of its pairs."
         if suite.summarize(scored).unit == "pairs"
         else "Each n counts whole examples: right where every best completion is ahead of every other."
     )
-    items = [bar_item(label, metric) for label, metric in zip(labels, numbers.values(), strict=True)]
+    items = [bar_item(label, numbers[name]) for name, (label, _) in groups.items()]
     return Diagnostic(numbers, (bars_block("Accuracy and overlap", model, items, note),))
 
 
-def words_of_text(text: str) -> list[str]:
-    """The compared words of a text: in lower case, without punctuation; each character of Chinese."""
-    return _WORD.findall(text.casefold())
-
-
-@dataclass(frozen=True, slots=True)
-class _Texts:
+class _Texts(NamedTuple):
     """Hashed words of a context, of its prompt (the context without system messages) and of its completions."""
 
     context: Hashes
     prompt: Hashes
     completions: tuple[Hashes, ...]
 
-    @classmethod
-    def of(cls, context: Sequence[Message], completions: Iterable[Sequence[Message]]) -> _Texts:
-        prompt = [message for message in context if message.get("role") != "system"]
-        return cls(_hashed(context), _hashed(prompt), tuple(map(_hashed, completions)))
+    def keys(self, num_words: int) -> list[Hashable]:
+        """Whole texts; a completion that is shorter than a run is no duplicate by itself: many are "Yes." """
+        keys: list[Hashable] = [("context", self.context.tobytes()), ("prompt", self.prompt.tobytes())]
+        for words in self.completions:
+            keys.append(("conversation", self.context.tobytes(), words.tobytes()))
+            keys += [("completion", words.tobytes())] if len(words) >= num_words else []
+        return list(map(hash, keys))
 
 
 class _Index:
     """The runs and the whole texts of an evaluation, and which of them were met."""
 
     def __init__(self, texts: Sequence[_Texts], num_words: int) -> None:
-        self._texts = texts
         self._num_words = num_words
         runs = [_runs(words, num_words) for one in texts for words in (one.prompt, *one.completions)]
-        self._runs = np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.uint64)
+        self._runs = np.unique(np.concatenate([np.zeros(1, np.uint64), *runs]))
         self._met = np.zeros(len(self._runs), dtype=bool)
-        self._wholes = {key: False for one in texts for key in self._keys(one)}
+        self._wholes = {key: False for one in texts for key in one.keys(num_words)}
 
     def add(self, texts: _Texts) -> None:
         """Take a training comparison in."""
-        for key in self._keys(texts):
+        for key in texts.keys(self._num_words):
             if key in self._wholes:
                 self._wholes[key] = True
-        if len(self._runs):
-            found = np.concatenate([_runs(words, self._num_words) for words in (texts.prompt, *texts.completions)])
-            places = np.minimum(np.searchsorted(self._runs, found), len(self._runs) - 1)
-            self._met[places[self._runs[places] == found]] = True
+        found = np.concatenate([_runs(words, self._num_words) for words in (texts.prompt, *texts.completions)])
+        places = np.minimum(np.searchsorted(self._runs, found), len(self._runs) - 1)
+        self._met[places[self._runs[places] == found]] = True
 
-    def flag(self, i: int, example: EvalExample) -> OverlapFlag:
+    def flag(self, example: EvalExample, texts: _Texts) -> OverlapFlag:
         """The parts of the example that were met."""
-        texts = self._texts[i]
+        is_whole = [self._has("completion", words) for words in texts.completions]
         exact = {
-            "prompt": self._has("context", texts.context),
+            "prompt": len(texts.context) > 0 and self._has("context", texts.context),
             "conversation": any(self._has("conversation", texts.context, words) for words in texts.completions),
-            "completion": any(self._is_exact(words) for words in texts.completions),
+            "completion": any(is_whole),
         }
-        of_prompt = 1.0 if self._has("prompt", texts.prompt) else self._coverage(texts.prompt)
-        shares = [1.0 if self._is_exact(words) else self._coverage(words) for words in texts.completions]
+        is_prompt = len(texts.prompt) > 0 and self._has("prompt", texts.prompt)
+        of_prompt = 1.0 if is_prompt else self._coverage(texts.prompt)
+        shares = [max(float(w), self._coverage(words)) for w, words in zip(is_whole, texts.completions, strict=True)]
         of_completion = max(shares, default=0.0)
         kinds = [kind for kind, hit in exact.items() if hit]
         kinds += ["near_prompt"] if of_prompt >= _NEAR and not exact["prompt"] else []
@@ -239,10 +234,7 @@ class _Index:
         return OverlapFlag(example.id, example.subset, of_prompt, of_completion, tuple(kinds), any_run)
 
     def _has(self, kind: str, *texts: Hashes) -> bool:
-        return self._wholes.get(_key(kind, *texts), False)
-
-    def _is_exact(self, words: Hashes) -> bool:
-        return len(words) >= self._num_words and self._has("completion", words)
+        return self._wholes.get(hash((kind, *(words.tobytes() for words in texts))), False)
 
     def _coverage(self, words: Hashes) -> float:
         """The share of words (W,) in a run that was met; 0 for a text shorter than a run."""
@@ -256,42 +248,22 @@ class _Index:
         np.add.at(steps, hits + self._num_words, -1)
         return float((np.cumsum(steps)[:-1] > 0).mean())
 
-    def _keys(self, texts: _Texts) -> list[bytes]:
-        """Whole texts; a completion that is shorter than a run is no duplicate by itself: many are "Yes." """
-        keys = [_key("context", texts.context)] if len(texts.context) else []
-        keys += [_key("prompt", texts.prompt)] if len(texts.prompt) else []
-        for completion in texts.completions:
-            keys.append(_key("conversation", texts.context, completion))
-            if len(completion) >= self._num_words:
-                keys.append(_key("completion", completion))
-        return keys
+
+def _texts(context: Sequence[Message], completions: Iterable[Sequence[Message]]) -> _Texts:
+    prompt = [message for message in context if message.get("role") != "system"]
+    return _Texts(_hashed(context), _hashed(prompt), tuple(map(_hashed, completions)))
 
 
 def _hashed(messages: Sequence[Message]) -> Hashes:
-    words = (word for message in messages for word in words_of_text(completion_text([message])))
-    return np.array([_word_hash(word) for word in words], dtype=np.uint64)
-
-
-@lru_cache(maxsize=1 << 18)
-def _word_hash(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    text = "\n".join(completion_text([message]) for message in messages)
+    return np.array([hash(word) for word in _WORD.findall(text.casefold())], dtype=np.int64).view(np.uint64)
 
 
 def _runs(words: Hashes, num_words: int) -> Hashes:
     """Hashes of all runs of words (W,): sum_k w_(i+k) m^k modulo 2^64. (max(0, W - num_words + 1),)"""
-    count = len(words) - num_words + 1
-    if count <= 0:
-        return np.zeros(0, np.uint64)
-    found = np.zeros(count, np.uint64)
+    found = np.zeros(max(0, len(words) - num_words + 1), np.uint64)
     power = 1
-    for k in range(num_words):
-        found += words[k : k + count] * np.uint64(power)
+    for k in range(num_words if len(found) else 0):
+        found += words[k : k + len(found)] * np.uint64(power)
         power = power * _MULTIPLIER % (1 << 64)
     return found
-
-
-def _key(kind: str, *texts: Hashes) -> bytes:
-    digest = hashlib.blake2b(kind.encode(), digest_size=12)
-    for words in texts:
-        digest.update(len(words).to_bytes(8, "little") + words.tobytes())
-    return digest.digest()

@@ -30,6 +30,18 @@ KINDS: dict[AlarmKind, str] = {
 }
 """What each kind of alarm is, in a few words."""
 
+_KL, _LR = "loss_fn.reference_policy_kl_penalty", "policy.optimizer.kwargs.lr"
+_ADVICE: dict[AlarmKind, str] = {
+    "gold_falls": f"Hold the policy nearer to the reference: raise `{_KL}`, or lower `{_LR}`.",
+    "kl_budget": f"Hold the policy nearer to the reference: raise `{_KL}`, or lower `{_LR}`.",
+    "length_growth": "Completions grew with the reward: calibrate it for length (`treeward calibrate`, then "
+    "`reward_shaping.length_calibration: true`) or set `reward_shaping.length_penalty`.",
+    "entropy_collapse": f"Entropy collapsed: lower `{_LR}`, or raise `loss_fn.ratio_clip_max`.",
+    "truncation": "Completions are cut: raise `policy.generation.max_new_tokens`, or set `grpo.truncated`.",
+    "no_signal": "Completions of a group have to differ in reward: `grpo.use_dynamic_sampling: true`, prompts of other "
+    "difficulty, a reward with degrees, or a higher `policy.generation.temperature`.",
+}
+
 _SIGNS: frozenset[AlarmKind] = frozenset({"kl_budget", "length_growth", "entropy_collapse"})
 """The alarms that are signs of over-optimisation, where the proxy rose."""
 
@@ -43,7 +55,6 @@ Z95 = 1.959964
 _LONGER = 1.5
 _MOSTLY = 0.9
 _OF_REWARDS = ("env.", "grpo.environments", "grpo.reward_scaling.", "grpo.reward_shaping.", "grpo.truncat")
-_KL, _LR = "loss_fn.reference_policy_kl_penalty", "policy.optimizer.kwargs.lr"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,52 +238,30 @@ def scales_remark(runs: Sequence[RLRun]) -> str:
 
 def advice(summary: RunSummary) -> list[str]:
     """What to do next after this run, most useful first; empty where nothing is amiss."""
-    run, kinds = summary.run, {alarm.kind for alarm in summary.run.alarms}
-
-    def set_now(path: str) -> str:
-        value = run.setting(path)
-        return f"`{path}`" if value is None else f"`{path}` (it was {value})"
-
-    found = []
-    first, last = summary.length or (0.0, 0.0)
+    run, outcome, found = summary.run, summary.outcome, []
+    kinds = {alarm.kind for alarm in run.alarms} | ({"gold_falls"} if outcome == "worse" else set())
+    if summary.length is not None and outcome in ("over-optimised", "worse") and summary.proxy_rose:
+        kinds |= {"length_growth"} if summary.length[1] > _LONGER * summary.length[0] else set()
+    kinds |= {"no_signal"} if summary.is_silent else set()
     if summary.is_broken:
-        found.append(f"The policy broke, as even the proxy fell: lower {set_now(_LR)}, or raise {set_now(_KL)}.")
-    if summary.outcome == "over-optimised":
+        found.append(f"The policy broke, as even the proxy fell: lower `{_LR}`, or raise `{_KL}`.")
+        kinds -= {"gold_falls", "kl_budget"}
+    if outcome == "over-optimised":
         found.append(f"Take the checkpoint nearest to step {summary.best_step:,}, where gold was best, not the last.")
         found.append("End such runs at the alarm: `grpo.watch.stop: true`.")
-    if summary.outcome in ("over-optimised", "worse") or kinds & {"kl_budget", "length_growth"}:
-        if not summary.is_broken:
-            found.append(f"Hold the policy nearer to the reference: raise {set_now(_KL)}. Or lower {set_now(_LR)}.")
-        if summary.proxy_rose and (last > _LONGER * first or "length_growth" in kinds):
-            found.append(
-                "Completions grew with the reward: calibrate it for length (`treeward calibrate`, then "
-                "`reward_shaping.length_calibration: true`) or set `reward_shaping.length_penalty`."
-            )
-        if summary.proxy_rose:
-            found.append(
-                "Score with an ensemble of reward models, or train the reward model on completions of this policy."
-            )
-    if "entropy_collapse" in kinds:
-        found.append(f"Entropy collapsed: lower {set_now(_LR)} or raise `loss_fn.ratio_clip_max`.")
-    if "truncation" in kinds:
-        key = set_now("policy.generation.max_new_tokens")
-        found.append(f"Completions are cut: raise {key}, or set `grpo.truncated` to mask or penalty.")
-    if "no_signal" in kinds or summary.is_silent:
-        key = set_now("policy.generation.temperature")
-        found.append(
-            "Completions of a group have to differ in reward: `grpo.use_dynamic_sampling: true`, prompts of other "
-            f"difficulty, a reward with degrees, or a higher {key}."
-        )
+    found += dict.fromkeys(text for kind, text in _ADVICE.items() if kind in kinds)
+    if outcome in ("over-optimised", "worse") and summary.proxy_rose:
+        found.append("Score with an ensemble, or train the reward model on completions of this policy.")
     if summary.best_gold is None and run.setting("grpo.gold_environment") is None:
         found.append("Give a gold reward (`grpo.gold_environment`): without one, signs are all that can be seen.")
     elif summary.best_gold is None:
         found.append("Find out why the gold reward gave no value: the run printed it, as a warning.")
     elif summary.source == "train":
         found.append("Validate (`grpo.val_period`): gold on training batches moves with the prompts drawn.")
-    elif summary.outcome == "improved" and summary.best_step == run.last_step:
+    elif outcome == "improved" and summary.best_step == run.last_step:
         found.append("Gold was at its best at the end: more steps may gain more.")
-    elif summary.outcome == "level" and not summary.is_broken and not summary.is_silent:
-        found.append(f"Train for longer, or faster: raise {set_now(_LR)}; or validate on more prompts.")
+    elif outcome == "level" and not summary.is_broken and not summary.is_silent:
+        found.append(f"Train for longer, or faster: raise `{_LR}`; or validate on more prompts.")
     return found
 
 
