@@ -72,7 +72,7 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
     for name, section in _used_environments(config).items():
         field, kind = f"env.{name}", str(section.get("type") or name)
         if kind == "math" or (kind == "rules" and section.get("rule") == "math"):
-            yield field, ("math_verify", "pebble"), "math", "use another rule"
+            yield field, ("math_verify",), "math", "use another rule"
         elif kind == "judge":
             yield field, ("openai",), "judge", "use another environment"
         elif kind == "reward_model":

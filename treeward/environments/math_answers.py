@@ -6,7 +6,7 @@ r"""`MathChecker`: whether a completion's answer is mathematically equal to a gr
 math-verify extracts the answer from the completion (in `\boxed{}`, after "the answer is", else the last expression),
 parses it (LaTeX, fractions, percentages, units, sets, intervals, matrices) and compares it by algebra. Algebra can take
 for ever or fill the memory, and math-verify's own timeouts work in a main thread only. So it runs in processes of its
-own: each item has a time limit, first by an alarm inside the process, then by the end of the process.
+own, which are given one item at a time as JSON and are killed where it takes too long.
 
 Those processes import this module: it stays light.
 """
@@ -15,38 +15,32 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import logging
-import multiprocessing
-import multiprocessing.context
+import os
+import queue
 import resource
-import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any
 
 from treeward.errors import ConfigError, ModelError
 
 __all__ = ["MathChecker", "MathVerdict", "marked", "number_text"]
 
-logger = logging.getLogger(__name__)
-
-_Finding = Literal["correct", "wrong", "unparsed", "gold_unparsed", "gold_timeout", "timeout", "memory"]
-
-_GRACE_SECONDS = 2.0
 _MEMORY_BYTES = 4 * 2**30
-_MOST_POOLS = 3
 _MATHEMATICS = ("$", "\\boxed", "\\(", "\\[")
-
-_ERRORS: dict[str, str] = {
+_ERRORS = {
     "gold_unparsed": "the ground truth is not mathematics that can be parsed",
-    "gold_timeout": "the ground truth could not be parsed in time",
-    "timeout": "the answer could not be compared in time",
     "memory": "comparing the answer took too much memory",
+    "timeout": "the answer could not be compared in time",
+    "died": "the process that compared the answer died",
 }
 
 
@@ -60,23 +54,19 @@ class MathVerdict:
 
 
 class MathChecker:
-    """Compares answers in processes, which start with the first comparison and end with `close`.
+    """Compares answers in processes, which start when they are needed and end with `close`.
 
-    `timeout_seconds`: for one item. Raises `ConfigError` where math-verify or pebble is not installed.
+    `timeout_seconds`: for one item. Raises `ConfigError` where math-verify is not installed.
     """
 
     def __init__(self, *, workers: int = 2, timeout_seconds: float = 5.0) -> None:
-        missing = [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ConfigError(
-                f"the rule math needs the package {missing[0]}",
-                field="rule",
-                got="math",
-                fix="pip install 'treeward[math]'",
-            )
+        if importlib.util.find_spec("math_verify") is None:
+            fix = "pip install 'treeward[math]'"
+            raise ConfigError("the rule math needs the package math_verify", field="rule", got="math", fix=fix)
         self.workers, self.timeout_seconds = workers, timeout_seconds
-        self._pool: Any = None
-        self._lock = threading.Lock()
+        self._processes: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
+        for _ in range(workers):
+            self._processes.put(None)
 
     def __enter__(self) -> MathChecker:
         return self
@@ -88,119 +78,32 @@ class MathChecker:
         """Compare each (accepted ground truths, completion), in order; one equal ground truth is enough.
 
         Ground truths may be bare (`1/2`, `50%`) or marked as mathematics (`$...$`, `\\boxed{...}`). Processes that die
-        are replaced. Raises `ModelError` if they keep dying.
+        are replaced. Raises `ModelError` if they do not start.
         """
-        with self._lock:
-            verdicts: list[MathVerdict | None] = [None] * len(items)
-            for _ in range(_MOST_POOLS):
-                self._check_open(items, verdicts)
-                finished = [verdict for verdict in verdicts if verdict is not None]
-                if len(finished) == len(items):
-                    return finished
-                logger.warning("the processes of the math rule died; they are started again")
-                self._stop()
-        raise ModelError(
-            "the processes of the math rule do not stay alive",
-            got=f"{_MOST_POOLS} pools that died",
-            need="room for processes and memory",
-            fix="read their messages on stderr; fewer workers need less memory",
-        )
+        with ThreadPoolExecutor(self.workers) as threads:
+            return list(threads.map(self._check, items))
 
     def close(self) -> None:
         """End the processes. The next comparison would start new ones."""
-        with self._lock:
-            self._stop()
+        for _ in range(self.workers):
+            _end(self._processes.get())
+        for _ in range(self.workers):
+            self._processes.put(None)
 
-    def _check_open(self, items: Sequence[tuple[Sequence[str], str]], verdicts: list[MathVerdict | None]) -> None:
-        """Fill in the verdicts that are still None, until the pool dies."""
-        futures: list[tuple[int, Future[_Finding]]] = []
+    def _check(self, item: tuple[Sequence[str], str]) -> MathVerdict:
+        process = self._processes.get()
         try:
-            if self._pool is None and items:
-                self._pool = self._start()
-            for i, (golds, reply) in enumerate(items):
-                if verdicts[i] is None:
-                    limit = self.timeout_seconds + _GRACE_SECONDS
-                    arguments = (tuple(golds), reply, self.timeout_seconds)
-                    futures.append((i, self._pool.schedule(_compare, args=arguments, timeout=limit)))
-        except (BrokenProcessPool, RuntimeError):  # pebble says with a RuntimeError that its pool has failed
-            pass
-        from pebble import ProcessExpired
-
-        for i, future in futures:
-            try:
-                verdicts[i] = _verdict(future.result())
-            except TimeoutError:
-                verdicts[i] = MathVerdict(None, error=_ERRORS["timeout"])
-            except ProcessExpired:
-                verdicts[i] = MathVerdict(None, error="the process that compared the answer died")
-            except BrokenProcessPool:
-                continue
-
-    def _start(self) -> Any:
-        from pebble import ProcessPool
-
-        return ProcessPool(max_workers=self.workers, initializer=_prepare, context=_Context())
-
-    def _stop(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.stop()
-            pool.join()
-
-
-def number_text(value: float | int) -> str:
-    """A number without an exponent, in which math-verify would read Euler's e."""
-    return format(Decimal(repr(value)), "f")
-
-
-def _verdict(finding: _Finding) -> MathVerdict:
-    if finding in _ERRORS:
-        return MathVerdict(None, error=_ERRORS[finding])
-    return MathVerdict(finding == "correct", parsed=finding != "unparsed")
-
-
-# What follows runs in the processes.
-
-
-class _OutOfTime(BaseException):
-    """Not an `Exception`: algebra catches those."""
-
-
-def _prepare() -> None:
-    """Import and warm up, which takes a second, outside the time limit of the first item."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
-    import math_verify
-
-    one, two = (math_verify.parse(text, parsing_timeout=None) for text in (r"\boxed{\frac{1}{2}}", "It is 0.5"))
-    math_verify.verify(one, two, timeout_seconds=None)
-    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
-def _compare(golds: Sequence[str], reply: str, seconds: float) -> _Finding:
-    import math_verify
-
-    def parsed(text: str) -> list[Any]:
-        # No limit here: math-verify's alarm would replace ours.
-        found: list[Any] = math_verify.parse(text, parsing_timeout=None)
-        return found
-
-    stage: _Finding = "gold_timeout"
-    try:
-        with _alarm(seconds):
-            parsed_golds = [each for each in (parsed(marked(gold)) for gold in golds) if each]
-            if not parsed_golds:
-                return "gold_unparsed"
-            stage = "timeout"
-            answer = parsed(reply)
-            if not answer:
-                return "unparsed"
-            equal = any(math_verify.verify(gold, answer, timeout_seconds=None) for gold in parsed_golds)
-            return "correct" if equal else "wrong"
-    except _OutOfTime:
-        return stage
-    except MemoryError:
-        return "memory"
+            if process is None or process.poll() is not None:
+                process = _start()
+            finding = _ask(process, json.dumps([list(item[0]), item[1]]), self.timeout_seconds)
+            if finding in ("died", "timeout"):
+                _end(process)
+                process = None
+        finally:
+            self._processes.put(process)
+        if finding in _ERRORS:
+            return MathVerdict(None, error=_ERRORS[finding])
+        return MathVerdict(finding == "correct", parsed=finding != "unparsed")
 
 
 def marked(text: str) -> str:
@@ -208,46 +111,81 @@ def marked(text: str) -> str:
     return text if any(mark in text for mark in _MATHEMATICS) else f"\\boxed{{{text}}}"
 
 
-@contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    def ring(number: int, frame: object) -> None:
-        raise _OutOfTime
+def number_text(value: float | int) -> str:
+    """A number without an exponent, in which math-verify would read Euler's e."""
+    return format(Decimal(repr(value)), "f")
 
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+def _start() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+    )
+    assert process.stdout is not None
+    if not process.stdout.readline():
+        raise ModelError(
+            "the processes of the math rule do not start",
+            got=f"exit code {process.wait()}",
+            need="room for processes and memory",
+            fix="read their messages on stderr; fewer workers need less memory",
+        )
+    return process
+
+
+def _ask(process: subprocess.Popen[str], item: str, seconds: float) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    end = time.monotonic() + seconds
+    killer = threading.Timer(seconds, process.kill)
+    killer.start()
     try:
-        yield
+        process.stdin.write(f"{item}\n")
+        process.stdin.flush()
+        found = process.stdout.readline().strip()
+    except BrokenPipeError:
+        found = ""
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        killer.cancel()
+    return found or ("timeout" if time.monotonic() >= end else "died")
 
 
-# A new process would first run the main script again, as far as it is not under `if __name__ == "__main__"`. These
-# processes need nothing of it.
+def _end(process: subprocess.Popen[str] | None) -> None:
+    if process is not None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]
 
 
-class _Process(multiprocessing.context.SpawnProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802
-        with _hidden_main_script():
-            return multiprocessing.context.SpawnProcess._Popen(process_obj)
+# What follows runs in the processes.
 
 
-class _Context(multiprocessing.context.SpawnContext):
-    Process = _Process
+def serve() -> None:
+    """Compare the items that come as lines of standard input, and answer with a word each."""
+    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
+    _compare(["1/2"], "It is 0.5")  # what it imports takes a second, outside the time limit of the first item
+    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    print("ready", file=out, flush=True)  # noqa: T201
+    for line in sys.stdin:
+        print(_compare(*json.loads(line)), file=out, flush=True)  # noqa: T201
 
 
-@contextlib.contextmanager
-def _hidden_main_script() -> Iterator[None]:
-    main = sys.modules["__main__"]
-    with _HIDING:
-        hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-        for name in hidden:
-            setattr(main, name, None)
-        try:
-            yield
-        finally:
-            for name, value in hidden.items():
-                setattr(main, name, value)
+def _compare(golds: Sequence[str], completion: str) -> str:
+    import math_verify
 
-
-_HIDING = threading.Lock()
+    try:
+        parsed: list[Any] = [math_verify.parse(marked(gold), parsing_timeout=None) for gold in golds]
+        if not any(parsed):
+            return "gold_unparsed"
+        answer = math_verify.parse(completion, parsing_timeout=None)
+        if not answer:
+            return "unparsed"
+        equal = any(math_verify.verify(gold, answer, timeout_seconds=None) for gold in parsed if gold)
+        return "correct" if equal else "wrong"
+    except MemoryError:
+        return "memory"
