@@ -196,9 +196,8 @@ def test_an_exception_costs_its_sample_and_is_logged_once(rewards_file: str, cap
         "KeyError: 'x'",
         "ValueError",
     ]
-    exception, traceback, summary = caplog.records
-    assert [exception.levelname, traceback.levelname, summary.levelname] == ["WARNING", "DEBUG", "WARNING"]
-    assert traceback.exc_info is not None
+    *tracebacks, summary = caplog.records
+    assert all(one.levelname == "DEBUG" and one.exc_info is not None for one in tracebacks)
     assert summary.getMessage() == "custom_env: 3 of 4 samples have no reward; the first: sample 0: ValueError: odd"
 
 
@@ -278,7 +277,6 @@ def test_by_module_path(rewards_file: str, monkeypatch: pytest.MonkeyPatch) -> N
         ("{file}:CONSTANT", {}, "not a function or class"),
         ("{file}:Mute", {}, "no method that scores"),
         ("builtins:print", {}, "fit no known signature"),
-        ("builtins:getattr", {}, "parameters of the function are not known"),
         ("{file}:CustomRewardModel", {}, "cannot be constructed"),
         ("{file}:batch", {"kwargs": {"scal": 1}}, "cannot be called"),
         ("{file}:single", {"signature": "conversations", "kwargs": {"x": 1}}, "cannot be called"),

@@ -27,7 +27,7 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import CustomEnvironmentConfig
@@ -126,15 +126,17 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
     def __init__(self, env_config: Mapping[str, Any] | CustomEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self._function = import_object(self.config.function, where=WHERE, field="function")
+        self._function = import_object(self.config.function, field="function", where=WHERE)
         self._kwargs = dict(self.config.kwargs)
         if isinstance(self._function, type):
-            self._function, self._kwargs = _method(self._function, self._kwargs, self.config.function), {}
+            self._function, self._kwargs = self._method(self._function), {}
         if not callable(self._function):
             raise ConfigError("not a function or class", where=WHERE, field="function", got=self.config.function)
-        self._convention = _convention(self._function, self.config)
+        self._parameters = inspect.signature(self._function).parameters
+        self._convention = self._find_convention()
         self._check_call()
-        self._logged = False
+        call = getattr(self._function, "__call__", None)  # noqa: B004
+        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(call)
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
@@ -151,51 +153,38 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         return rewards
 
     def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
-        if self._convention.batched:
-            return self._batch(samples)
-        if _is_async(self._function):
-            return run_async(self._gather(samples))
-        return [self._single(sample) for sample in samples]
-
-    def _batch(self, samples: Sequence[_Sample]) -> list[Reward]:
-        try:
-            result = self._call(samples)
-            if inspect.isawaitable(result):
-                result = run_async(_awaited(result))
-        except _OWN_FAILURES as error:
-            return [self._failed(error)] * len(samples)
-        result = result.tolist() if hasattr(result, "tolist") else result
+        calls = [samples] if self._convention.batched else [[one] for one in samples]
+        values = run_async(self._gather(calls)) if self._is_async else [self._value(call) for call in calls]
+        if not self._convention.batched or isinstance(values[0], Reward):
+            return [_reward(value) for value in values] * (len(samples) // len(values))
+        result = values[0].tolist() if hasattr(values[0], "tolist") else values[0]
         if not isinstance(result, Sequence) or isinstance(result, str | bytes) or len(result) != len(samples):
-            got = f"{len(result)} rewards" if isinstance(result, Sequence) else type(result).__name__
             raise ConfigError(
                 "the function does not return one reward per sample",
                 where=WHERE,
                 field="function",
-                got=f"{got} from {self.config.function}",
+                got=f"{result!r:.100} from {self.config.function}",
                 need=f"a list of {len(samples)}; None for a sample without a reward",
             )
         return [_reward(each) for each in result]
 
-    def _single(self, sample: _Sample) -> Reward:
+    def _value(self, samples: Sequence[_Sample]) -> Any:
         try:
-            return _reward(self._call([sample]))
+            return self._call(samples)
         except _OWN_FAILURES as error:
             return self._failed(error)
 
-    async def _gather(self, samples: Sequence[_Sample]) -> list[Reward]:
+    async def _gather(self, calls: Sequence[Sequence[_Sample]]) -> list[Any]:
         slots = asyncio.Semaphore(self.config.max_concurrency)
 
-        async def one(sample: _Sample) -> Reward:
+        async def one(samples: Sequence[_Sample]) -> Any:
             async with slots:
                 try:
-                    return _reward(await self._call([sample]))
+                    return await self._call(samples)
                 except _OWN_FAILURES as error:
-                    task = asyncio.current_task()
-                    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                        raise  # the step itself is cancelled
                     return self._failed(error)
 
-        return await asyncio.gather(*(one(sample) for sample in samples))
+        return await asyncio.gather(*(one(samples) for samples in calls))
 
     def _call(self, samples: Sequence[_Sample]) -> Any:
         """Call the function with a batch or, where it takes one sample, with the only one in `samples`."""
@@ -209,9 +198,8 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         return self._function(**(self._accepted(named) | self._kwargs))
 
     def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = inspect.signature(self._function).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        return {name: value for name, value in named.items() if takes_any or name in parameters}
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in self._parameters.values())
+        return {name: value for name, value in named.items() if takes_any or name in self._parameters}
 
     def _check_call(self) -> None:
         """Raise `ConfigError` if the function does not take its arguments, apart from columns of the data."""
@@ -234,20 +222,39 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             ) from None
 
     def _failed(self, error: BaseException) -> Reward:
-        if not self._logged:
-            self._logged = True
-            logger.warning("%s raised %s: %s", self.config.function, type(error).__name__, error)
-            logger.debug("the traceback of the first exception", exc_info=error)
+        logger.debug("%s raised an exception.", self.config.function, exc_info=error)
         text = f"{type(error).__name__}: {error}"
         return Reward(None, error=text.splitlines()[0] if str(error) else type(error).__name__)
 
+    def _method(self, cls: type) -> Any:
+        """The scoring method of a new object of `cls`."""
+        at: dict[str, Any] = {"where": WHERE, "got": self.config.function}
+        try:
+            instance = cls(**self._kwargs)
+        except TypeError as error:
+            raise ConfigError(f"the class cannot be constructed: {error}", field="kwargs", **at) from error
+        for name in _METHODS:
+            if callable(getattr(instance, name, None)):
+                return getattr(instance, name)
+        need = f"one of {', '.join(_METHODS)}"
+        raise ConfigError("the class has no method that scores", field="function", **at, need=need)
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    def _find_convention(self) -> _Convention:
+        wanted = self.config.signature
+        candidates = [one for one in _CONVENTIONS if wanted in (None, one.name)]
+        for one in candidates:
+            if one.sign in self._parameters:
+                return one
+        if wanted is not None:
+            return candidates[0]
+        raise ConfigError(
+            "the parameters of the function fit no known signature",
+            where=WHERE,
+            field="signature",
+            got=f"{self.config.function}({', '.join(self._parameters)})",
+            need="; ".join(f"{one.name}: ({', '.join(one.parameters)})" for one in _CONVENTIONS),
+            fix="set signature, or rename the parameters",
+        )
 
 
 def _reward(value: Any) -> Reward:
@@ -282,53 +289,3 @@ def _number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _method(cls: type, kwargs: Mapping[str, Any], path: str) -> Callable[..., Any]:
-    """The scoring method of a new object of `cls`."""
-    signature = inspect.signature(cls)
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise ConfigError(
-            f"the class cannot be constructed: {error}",
-            where=WHERE,
-            field="kwargs",
-            got=", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "no arguments",
-            need=f"{path}{signature}",
-            fix="set the missing arguments in kwargs, or remove the unknown ones",
-        ) from None
-    instance = cls(**kwargs)
-    for name in _METHODS:
-        if callable(getattr(instance, name, None)):
-            method: Callable[..., Any] = getattr(instance, name)
-            return method
-    need = f"one of {', '.join(_METHODS)}"
-    raise ConfigError("the class has no method that scores", where=WHERE, field="function", got=path, need=need)
-
-
-def _convention(function: Callable[..., Any], config: CustomEnvironmentConfig) -> _Convention:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except ValueError:  # some functions written in C have none
-        raise ConfigError(
-            "the parameters of the function are not known",
-            where=WHERE,
-            field="function",
-            got=config.function,
-            fix="call it in a function of your own",
-        ) from None
-    candidates = [one for one in _CONVENTIONS if config.signature in (None, one.name)]
-    found = next((one for one in candidates if one.sign in names), None)
-    if found is None and config.signature is not None:
-        found = candidates[0]
-    if found is None:
-        raise ConfigError(
-            "the parameters of the function fit no known signature",
-            where=WHERE,
-            field="signature",
-            got=f"{config.function}({', '.join(names)})",
-            need="; ".join(f"{one.name}: ({', '.join(one.parameters)})" for one in _CONVENTIONS),
-            fix="set signature, or rename the parameters",
-        )
-    return found

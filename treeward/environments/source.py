@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 from omegaconf import OmegaConf
-from pydantic import model_validator
 
 from treeward.config.base import Strict
 from treeward.config.load import load_section
@@ -51,32 +50,17 @@ class RewardSourceConfig(Strict):
     on_failure: Literal["raise", "nan"] = "raise"
     """A completion without a reward stops the run with the reason (`raise`), or gets NaN (`nan`)."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> RewardSourceConfig:
-        given = [name for name in ("model", "environment", "actor") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ConfigError(
-                "rewards need one source",
-                field=given[-1] if given else "model",
-                got=" and ".join(given) or "none",
-                need="model, environment or actor",
+    def check(self) -> None:
+        if sum(value is not None for value in (self.model, self.environment, self.actor)) != 1:
+            raise self.conflict(
+                "rewards need one source", "model", "environment", "actor", need="model, environment or actor"
             )
-        if self.namespace is not None and self.actor is None:
-            raise ConfigError(
-                "namespace belongs to an actor, and there is none",
-                field="namespace",
-                got=self.namespace,
-                need="actor, the name of one",
-                fix="give actor too, or remove namespace",
-            )
-        return self
 
 
 class RewardSource:
     """Turns requests from any thread into steps of one environment; made by `reward_source`.
 
-    A step that raises fails its own requests only. `SystemExit` and cancellations become a `ModelError` there: they
-    must not end the threads and loops that wait.
+    A step that raises fails its own requests only.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -99,8 +83,11 @@ class RewardSource:
             try:
                 rewards = self._environment.reward([r.messages for r in requests], [r.env_info for r in requests])
             except BaseException as error:  # the callers wait for it, and others will ask
+                # An exit or a cancellation must not end the threads and loops that wait.
+                is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                raised = error if is_plain else ModelError("the environment ended its step", got=repr(error))
                 for request in requests:
-                    request.future.set_exception(_as_error(error))
+                    request.future.set_exception(raised)
             else:
                 for request, reward in zip(requests, rewards, strict=True):
                     request.future.set_result(reward)
@@ -121,8 +108,7 @@ def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSour
 
     Raises `ConfigError` for faulty settings, or a Ray actor that does not exist.
     """
-    plain = {key: _plain(value) for key, value in settings.items()}
-    config = load_section(RewardSourceConfig, plain, where=_WHERE)
+    config = load_section(RewardSourceConfig, OmegaConf.create(dict(settings)), where=_WHERE)
     # A forked process does not have the threads of its parent.
     key = (os.getpid(), json.dumps(config.model_dump(exclude={"on_failure"}), sort_keys=True, default=str))
     with _LOCK:
@@ -132,6 +118,7 @@ def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSour
 
 
 def _environment(config: RewardSourceConfig) -> Environment:
+    shared = 'RewardModelEnvironment.options(name="...", lifetime="detached").remote(config)'
     if config.actor is not None:
         try:
             return RemoteEnvironment(config.actor, start_ray().get_actor(config.actor, namespace=config.namespace))
@@ -142,31 +129,17 @@ def _environment(config: RewardSourceConfig) -> Environment:
                 field="actor",
                 got=config.actor,
                 need="a living actor in this cluster and namespace",
-                fix='start it with RewardModelEnvironment.options(name="...", lifetime="detached").remote(config)',
+                fix=f"start it with {shared}",
             ) from None
     section = {"model_name": config.model} if config.environment is None else config.environment
     environment = make_environment("reward_model", section, where=f"{_WHERE}.environment")
-    if not environment.is_stateful:
-        return environment
-    environment.shutdown()
-    raise ConfigError(
-        "running statistics must cover the whole run, and each reward worker would have its own",
-        where=_WHERE,
-        field="environment",
-        got="an environment with running statistics (reward_shaping.running)",
-        need="actor: one environment that all reward workers share; or fixed reward_mean and reward_std",
-        fix='start it with RewardModelEnvironment.options(name="...", lifetime="detached").remote(config), and give '
-        "its name as actor",
-    )
-
-
-def _as_error(error: BaseException) -> Exception:
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # no coroutine can receive that one
-        return error
-    raised = ModelError("the environment ended its step instead of rewarding it", got=repr(error), need="rewards")
-    raised.__cause__ = error
-    return raised
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    if environment.is_stateful:
+        environment.shutdown()
+        raise ConfigError(
+            "running statistics must cover the whole run, and each reward worker would have its own",
+            where=_WHERE,
+            field="environment",
+            need="actor: one environment that all reward workers share; or fixed reward_mean and reward_std",
+            fix=f"start it with {shared}, and give its name as actor",
+        )
+    return environment

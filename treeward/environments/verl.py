@@ -102,18 +102,8 @@ def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str
         prompt = extra_info.get(key)
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
-        if prompt is None:
-            continue
-        messages = list(prompt)  # from parquet it is a list or an array
-        if messages and all(isinstance(message, Mapping) for message in messages):
-            return messages
-        raise DataError(
-            "the prompt is not a conversation",
-            where=f"data_source {data_source}",
-            field=f"extra_info.{key}",
-            got=messages,
-            need="messages, or the text of one",
-        )
+        if prompt is not None:
+            return list(prompt)  # from parquet it is a list or an array
     raise DataError(
         "a reward model reads the prompt too, and verl does not pass it on",
         where=f"data_source {data_source}",
