@@ -228,9 +228,15 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         given = {key: value for key, value in optional.items() if value is not None}
         return {"model": self.config.model, **given, **self.config.extra_body}
 
-    def _refusal(self, status: int, reason: str) -> ModelError:
-        summary, field, need = _REFUSED[status]
-        return ModelError(summary, where=self.config.base_url, field=field, got=reason, need=need)
+    def _refusal(self, status: int | None, reason: str) -> ModelError:
+        field = {401: "api_key_env", 403: "api_key_env", 404: "model"}.get(status or 0)
+        return ModelError(
+            "the judge's endpoint refuses the requests",
+            where=self.config.base_url,
+            field=field,
+            got=reason,
+            need="a valid key, one of its models (and /v1 in base_url), and settings that it knows (null: not sent)",
+        )
 
 
 def parse_verdict(text: str, config: JudgeEnvironmentConfig) -> float | None:
@@ -255,22 +261,6 @@ class _NoVerdict(NamedTuple):
     reason: str
     status: int | None = None
     param: str | None = None
-
-
-_REFUSED: Mapping[int, tuple[str, str | None, str]] = {
-    400: (
-        "the judge's endpoint refuses the requests",
-        None,
-        "settings that it knows: model, temperature and max_tokens (null: not sent), extra_body, system_prompt",
-    ),
-    401: ("the judge's endpoint does not accept the key", "api_key_env", "a valid key"),
-    403: ("the judge's endpoint does not allow it", "api_key_env", "a key that may use the model"),
-    404: (
-        "the judge's endpoint does not know the model",
-        "model",
-        "the name of one of its models, and /v1 in base_url",
-    ),
-}
 
 
 def _references(value: Any) -> list[str]:
