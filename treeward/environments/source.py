@@ -51,10 +51,9 @@ class RewardSourceConfig(Strict):
     """A completion without a reward stops the run with the reason (`raise`), or gets NaN (`nan`)."""
 
     def check(self) -> None:
-        if sum(value is not None for value in (self.model, self.environment, self.actor)) != 1:
-            raise self.conflict(
-                "rewards need one source", "model", "environment", "actor", need="model, environment or actor"
-            )
+        num_sources = sum(value is not None for value in (self.model, self.environment, self.actor))
+        keys = "model environment actor"
+        self.refuse(num_sources != 1, "rewards need one source", keys, need="model, environment or actor")
 
 
 class RewardSource:
