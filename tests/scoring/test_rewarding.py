@@ -59,7 +59,7 @@ def test_company_changes_no_reward_and_names_reach_the_scorer() -> None:
     assert together == [scorer.score([one])[0] for one in chats]
     assert isinstance(scorer.scorer, Lengths)
     assert scorer.scorer.calls[0] == ([f"row {n}" for n in range(19)], "mask")
-    assert scorer.scorer.calls[1] == (["conversation 0"], "raise")
+    assert scorer.scorer.calls[1] == (None, "raise")
 
 
 def test_what_has_no_score_has_no_reward() -> None:

@@ -12,6 +12,7 @@ any beginning of its tokens; a longer entry replaces the one that it continues, 
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections import OrderedDict
 
 import numpy as np
@@ -19,8 +20,6 @@ import numpy as np
 from treeward.errors import ConfigError
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds, common_prefix_length
-
-__all__ = ["MIN_PREFIX_TOKENS", "PrefixCache", "RecentTokens"]
 
 MIN_PREFIX_TOKENS = 32
 """Shorter beginnings are not kept: computing them again costs about as much as a lookup."""
@@ -98,35 +97,30 @@ class PrefixCache:
 
 
 class RecentTokens:
-    """The tokens of recent sequences, to find prompts that come again.
+    """The beginnings of recent sequences, to find prompts that come again.
 
     A rendered text does not say where its prompt ends; the tokens that it shares with an earlier text are the prompt,
-    or more. `max_sequences`, `max_bytes`: of tokens; the oldest go first.
+    or more. Kept are hashes of the beginnings that end with a block of 32 tokens; the oldest of `max_blocks` go first.
     """
 
-    def __init__(self, max_sequences: int = 4096, max_bytes: int = 2**25) -> None:
-        self.max_sequences, self.max_bytes = max_sequences, max_bytes
-        self._num_bytes = 0
+    def __init__(self, max_blocks: int = 2**17) -> None:
+        self.max_blocks = max_blocks
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._sorted: list[bytes] = []
 
     def add(self, tokens: TokenIds) -> int:
-        """How many of the first tokens an earlier sequence had too; 0 if they are too few to matter."""
-        key = _key(tokens)
-        place = bisect.bisect_left(self._sorted, key)
-        neighbours = self._sorted[max(place - 1, 0) : place + 1]
-        shared = max((common_prefix_length(_tokens(other), _tokens(key)) for other in neighbours), default=0)
-        if key not in self._seen and len(key) <= self.max_bytes:
-            self._sorted.insert(place, key)
-            self._num_bytes += len(key)
-        if len(key) <= self.max_bytes:
-            self._seen[key] = None
-            self._seen.move_to_end(key)
-        while len(self._seen) > self.max_sequences or self._num_bytes > self.max_bytes:
-            oldest, _ = self._seen.popitem(last=False)
-            self._num_bytes -= len(oldest)
-            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
-        return shared if shared >= MIN_PREFIX_TOKENS else 0
+        """How many of the first tokens an earlier sequence had too, in whole blocks."""
+        key, hashed, known = _key(tokens), hashlib.blake2b(digest_size=16), 0
+        size = 8 * MIN_PREFIX_TOKENS
+        for start in range(0, len(key) - size + 1, size):
+            hashed.update(key[start : start + size])
+            block = hashed.digest()
+            if block in self._seen:
+                known = start // 8 + MIN_PREFIX_TOKENS
+            self._seen[block] = None
+            self._seen.move_to_end(block)
+        while len(self._seen) > self.max_blocks:
+            self._seen.popitem(last=False)
+        return known
 
 
 def _key(tokens: TokenIds) -> bytes:

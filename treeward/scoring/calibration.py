@@ -38,7 +38,7 @@ from treeward.data.preference import Preference, preference_to_dict
 from treeward.errors import ConfigError, DataError
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import completion_length, length_effect
+from treeward.scoring.shaping import completion_length
 from treeward.version import VERSION
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ _SMOOTHING = 2 / 3  # Cleveland's: the part of the points that a local regressio
 _FEWEST_NEIGHBOURS = 10
 _ROBUST_ROUNDS = 3
 _EXACT_UP_TO = 1000  # points; above that, local regressions are skipped within a hundredth of the range
-_FEWEST_COMPARISONS = 2
 
 
 @dataclass
@@ -113,14 +112,9 @@ def calibrate(
     temperature = fit_temperature(scores[better] - scores[worse], name=name)
     curve = fit_length_curve(scores, lengths, unit=length_unit)
     if curve is not None:
-        left = scores - np.array([length_effect(length, curve) for length in lengths])
-        curve = curve.model_copy(
-            update={
-                "residual_temperature": fit_temperature(
-                    left[better] - left[worse], name=f"{name}, beside the length curve"
-                )
-            }
-        )
+        left = scores - np.interp(lengths, curve.lengths, curve.values)
+        of_rest = fit_temperature(left[better] - left[worse], name=f"{name}, beside the length curve")
+        curve = curve.model_copy(update={"residual_temperature": of_rest})
     return RewardCalibration(
         normalization=NormalizationConstants(mean=float(scores.mean()), std=float(scores.std())),
         length_curve=curve,
@@ -149,16 +143,19 @@ def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> Le
     knots = np.unique(np.quantile(lengths, np.linspace(0, 1, MAX_KNOTS), method="nearest"))
     order = np.argsort(lengths, kind="stable")
     values = np.interp(knots, lengths[order], fitted[order])
-    rough = LengthCurve(unit=unit, lengths=tuple(knots), values=tuple(values), residual_mean=0.0, residual_std=1.0)
-    residuals = scores - np.array([length_effect(length, rough) for length in lengths])
+    residuals = scores - np.interp(lengths, knots, values)
     if residuals.std() <= 1e-6 * scores.std():
         logger.warning(
             "no length curve: length alone explains every one of the %d scores, so they would all become the same.",
             len(scores),
         )
         return None
-    return rough.model_copy(
-        update={"residual_mean": float(residuals.mean()), "residual_std": float(residuals.std())},
+    return LengthCurve(
+        unit=unit,
+        lengths=tuple(knots),
+        values=tuple(values),
+        residual_mean=float(residuals.mean()),
+        residual_std=float(residuals.std()),
     )
 
 
@@ -240,29 +237,25 @@ def _collect(
 
 
 def _check(found: _Collected, name: str) -> None:
-    if found.num_usable < _FEWEST_COMPARISONS:
+    if found.num_usable < 2:
         reason = f"; the first failure: {found.first_error}" if found.first_error else ""
         raise DataError(
             "there are too few comparisons to calibrate on",
             where=name,
             got=f"{found.num_usable} with two scored completions, of {found.num_comparisons} comparisons; "
             f"{found.num_failed} completions have no score{reason}",
-            need=f"{_FEWEST_COMPARISONS} at least, and hundreds for constants worth using",
+            need="2 at least, and hundreds for constants worth using",
         )
     if min(found.scores) == max(found.scores):
         raise DataError(
             "all completions have the same score, so there is nothing to calibrate",
             where=name,
             got=f"{found.scores[0]} for each of {len(found.scores)} completions",
-            need="a model whose score depends on what it reads",
         )
     if found.num_failed:
-        logger.warning(
-            "%d of %d completions have no score and are left out; the first: %s.",
-            found.num_failed,
-            found.num_failed + len(found.scores),
-            found.first_error,
-        )
+        total = found.num_failed + len(found.scores)
+        logger.warning("%d of %d completions have no score and are left out; the first: %s.",
+                       found.num_failed, total, found.first_error)  # fmt: skip
 
 
 def _smooth(scores: Floats, lengths: Floats, most_at_one_length: int) -> Floats:

@@ -95,10 +95,8 @@ class EnsembleScorer:
         config = config or EnsembleConfig()
         if all(Path(name).is_dir() for name in names):  # before any weights are loaded
             _constants(config, [read_contract(name) for name in names], names)
-        if config.over == "heads":
-            scorer_options["head_weights"] = (
-                scorer_options.get("head_weights") or "mean"
-            )  # the ensemble combines the heads by its own method
+        if config.over == "heads" and scorer_options.get("head_weights") is None:
+            scorer_options["head_weights"] = "mean"  # so that it loads; the ensemble has its own method
         loaded = {name: Scorer.load(name, **scorer_options) for name in dict.fromkeys(names)}
         return cls([loaded[name] for name in names], config, names=names)
 
@@ -153,15 +151,22 @@ class EnsembleScorer:
 
     def score_prepared(self, prepared: Sequence[tuple[Prepared, ...]], *, on_error: OnError = "raise") -> list[Score]:
         """The second half of `score`: the tokens of `prepare` go through each member."""
-        scores: list[Score] = []
+        by_member: list[list[Score]] = []
         for m, member in enumerate(self.members):
             with self._errors_name(m):
-                found = member.score_prepared([one[m] for one in prepared], on_error=on_error)
-            if self.config.over == "heads":
-                return self._combined([s if s.score is None else replace(s, members=s.heads) for s in found])
-            of_member = [self._of_member(m, score) for score in found]
-            scores = of_member if m == 0 else [_joined(*pair) for pair in zip(scores, of_member, strict=True)]
-        return self._combined(scores)
+                by_member.append(member.score_prepared([one[m] for one in prepared], on_error=on_error))
+        if self.config.over == "heads":
+            joined = [one if one.score is None else replace(one, members=one.heads) for one in by_member[0]]
+        else:
+            joined = [self._joined(scores) for scores in zip(*by_member, strict=True)]
+        values_SM = np.array([one.members for one in joined if one.score is not None], dtype=np.float64)
+        if not len(values_SM):
+            return joined
+        if self._constants is not None:
+            values_SM = standardize(values_SM, *self._constants)
+        coefficient = self.config.uncertainty_coefficient
+        combined = iter(combine(values_SM, self.config.method, uncertainty_coefficient=coefficient).tolist())
+        return [one if one.score is None else replace(one, score=next(combined)) for one in joined]
 
     def score_completions(
         self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
@@ -169,11 +174,13 @@ class EnsembleScorer:
         """Score several completions of one context; a completion is messages, or the text of an assistant message."""
         return self.score(as_conversations(context, completions), on_error=on_error)
 
-    def _of_member(self, m: int, score: Score) -> Score:
-        """A member's score: its value is in `members`, and an error names the member."""
-        if score.score is None:
-            return replace(score, heads=(), error=f"{self._label(m)}: {score.error}")
-        return replace(score, heads=(), members=(score.score,))
+    def _joined(self, scores: Sequence[Score]) -> Score:
+        """One conversation's scores by the members; the first member without one gives the error."""
+        joined = replace(scores[0], heads=(), truncated=any(one.truncated for one in scores))
+        for m, one in enumerate(scores):
+            if one.score is None:
+                return replace(joined, score=None, error=f"{self._label(m)}: {one.error}")
+        return replace(joined, members=tuple(one.score for one in scores if one.score is not None))
 
     @contextlib.contextmanager
     def _errors_name(self, m: int) -> Iterator[None]:
@@ -186,27 +193,6 @@ class EnsembleScorer:
 
     def _label(self, m: int) -> str:
         return f"member {m + 1} of {len(self.members)}, {self.names[m]}"
-
-    def _combined(self, scores: Sequence[Score]) -> list[Score]:
-        values_SM = np.array([score.members for score in scores if score.score is not None], dtype=np.float64)
-        if not len(values_SM):
-            return list(scores)
-        if self._constants is not None:
-            values_SM = standardize(values_SM, *self._constants)
-        combined = iter(
-            combine(values_SM, self.config.method, uncertainty_coefficient=self.config.uncertainty_coefficient).tolist()
-        )
-        return [score if score.score is None else replace(score, score=next(combined)) for score in scores]
-
-
-def _joined(score: Score, added: Score) -> Score:
-    """The scores of the members so far, and that of the next one. The first member without a score gives the error."""
-    truncated = score.truncated or added.truncated
-    if score.score is None:
-        return replace(score, truncated=truncated)
-    if added.score is None:
-        return replace(score, score=None, truncated=truncated, members=(), error=added.error)
-    return replace(score, truncated=truncated, members=(*score.members, *added.members))
 
 
 def _named(error: TreewardError, label: str) -> TreewardError:

@@ -138,14 +138,11 @@ class RewardScorer:
         Raises what the scorer raises, and `ModelError` for a reward that is not finite; with `on_error="mask"` such a
         reward is None.
         """
-        names = list(where) if where is not None else [f"conversation {i}" for i in range(len(conversations))]
-
-        def score(asked: list[Conversation], of: list[str]) -> list[Score]:
-            return self.scorer.score(asked, where=of, on_error=on_error)
-
-        rewards = Rewarder(score, self.shaper).rewards(conversations, where=names)
-        for one, name in zip(rewards, names, strict=True):
+        scores = self.scorer.score(conversations, where=where, on_error=on_error)
+        rewards = self.shaper.shape(scores, conversations)
+        for i, one in enumerate(rewards):
             if on_error == "raise" and one.value is None and one.raw is not None:
+                name = where[i] if where is not None else f"conversation {i}"
                 raise ModelError("the conversation has no reward", where=name, got=one.error)
         return [replace(one.score, score=one.value, error=one.error) for one in rewards]
 
