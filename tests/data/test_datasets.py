@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -105,7 +104,6 @@ def test_rank_format_in_csv_and_parquet(tmp_path: Path) -> None:
         (rank_row(context="2 + 2?"), "context", "BinaryPreferenceDataset"),
         (rank_row(context='[{"role": "user", '), "context", "not valid JSON"),
         (rank_row(completions='[{"rank": 0}, {"rank": 1}]'), "completions[0].completion", "no messages"),
-        (rank_row(margin="wide"), "margin", "finite"),
         (rank_row(margin=float("nan")), "margin", "finite"),
     ],
 )
@@ -164,18 +162,11 @@ def test_a_prompt_of_text_and_named_keys(tmp_path: Path) -> None:
     ("row", "field", "words"),
     [
         ({"prompt": "a", "choosen": "b", "rejected": "c"}, "chosen", "is it choosen"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, "rejected", "null"),
-        ({"question": "a", "chosen": "b", "rejected": "c"}, "prompt", "'question'"),
         ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "prompt", "set prompt_key"),
-        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "prompt", "HHTranscripts"),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen", "neither text nor"),
-        ({"prompt": "a", "chosen": {"role": "assistant"}, "rejected": "c"}, "chosen", "neither text nor"),
-        ({"prompt": [], "chosen": "b", "rejected": "c"}, "prompt", "empty"),
-        ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen", "empty"),
         ({"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "c"}, "chosen[0].content", "no text"),
         ({"prompt": "a", "chosen": [user("x"), assistant("b")], "rejected": "c"}, "chosen[0].role", "not contain"),
         ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"}, "chosen[0].role", "other completion"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin", "finite"),
     ],
 )
 def test_bad_pairs(tmp_path: Path, row: dict[str, Any], field: str, words: str) -> None:
@@ -287,17 +278,6 @@ def test_bad_transcripts(text: Any, words: str) -> None:
     assert (caught.value.field, caught.value.where) == ("chosen", "x:1")
 
 
-def test_transcripts_that_end_with_the_human_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    good = {"chosen": join([user("a"), assistant("b")]), "rejected": join([user("a"), assistant("c")])}
-    odd = {**good, "rejected": join([user("a"), assistant("c"), user("d")])}
-    path = write_jsonl(tmp_path / "rows.jsonl", good, odd, good, odd)
-    with caplog.at_level(logging.WARNING):
-        assert len(list(open_dataset(DatasetConfig(dataset_name="hh-rlhf", data_path=path)))) == 4
-    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        f"{path}: in 2 of 4 comparisons a completion does not end with an assistant message (the first is {path}:2)"
-    ]
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), min_size=1, max_size=5))
 def test_a_transcript_joins_again(texts: list[str]) -> None:
     transcript = join([(assistant if i % 2 else user)(text) for i, text in enumerate(texts)])
@@ -340,7 +320,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert open_dataset(config).fingerprint != before
 
 
-@pytest.mark.parametrize("text", ["no place", "{} and {}", "{name}", "{", "\\boxed{}: {}"])
+@pytest.mark.parametrize("text", ["{} and {}", "{name}", "{"])
 def test_bad_templates(tmp_path: Path, text: str) -> None:
     (tmp_path / "prompt.txt").write_text(text)
     with pytest.raises(ConfigError, match="exactly one {}"):
@@ -379,12 +359,6 @@ def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
 
 
 # --- the registry ----------------------------------------------------------------------------------------------------
-
-
-def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_dataset(DatasetConfig(dataset_name="HelpSteer"))
-    assert caught.value.fix == "did you mean HelpSteer3?" and "Tulu3Preference" in str(caught.value.need)
 
 
 def test_registered_datasets(tmp_path: Path) -> None:
@@ -469,12 +443,6 @@ def test_custom_classes(custom: str) -> None:
     assert stream.fingerprint != other.fingerprint
 
 
-def test_a_prompt_file_is_applied_once(custom: str, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("<{}>")
-    stream = open_dataset(DatasetConfig(dataset_name=f"{custom}.Old", prompt_file=str(tmp_path / "prompt.txt")))
-    assert next(iter(stream))[0].context == (user("<Hi>"),)
-
-
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
@@ -483,10 +451,7 @@ def test_a_prompt_file_is_applied_once(custom: str, tmp_path: Path) -> None:
         ("Old", {"kwargs": {"wordy": 1}}, "wordy"),
         ("WithPath", {}, "missing a required argument: 'train_data_path'"),
         ("Closed", {"data_path": "x"}, "takes no data_path"),
-        ("Closed", {"subset": "x"}, "takes no subset"),
-        ("Closed", {"split": "x"}, "takes no split"),
         ("Old", {"split": "test"}, "train, validation"),
-        ("Old", {"split": "none"}, "no rows for none"),
         ("NoRows", {}, "offers no rows"),
         ("NoTask", {}, "no task name"),
         ("NotDict", {}, "offers no rows"),
@@ -496,16 +461,3 @@ def test_a_prompt_file_is_applied_once(custom: str, tmp_path: Path) -> None:
 def test_bad_custom_classes(custom: str, name: str, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         open_dataset(DatasetConfig(dataset_name=f"{custom}.{name}", **more))
-
-
-def test_custom_rows_are_checked(custom: str) -> None:
-    with pytest.raises(DataError, match="no rows"):
-        list(open_dataset(DatasetConfig(dataset_name=f"{custom}.Empty")))
-    with pytest.raises(DataError, match=r"Bad:row 2"):
-        list(open_dataset(DatasetConfig(dataset_name=f"{custom}.Bad")))
-
-
-@pytest.mark.parametrize("name", ["no_such_module.Dataset", "treeward.no_such.Dataset"])
-def test_modules_that_are_not_there(name: str) -> None:
-    with pytest.raises(ConfigError, match="PYTHONPATH"):
-        open_dataset(DatasetConfig(dataset_name=name))

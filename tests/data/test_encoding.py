@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import pickle
-import resource
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +25,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.encoding import Comparison, EncodedDataset, EncodingCounts, count_tree_tokens, encode_dataset
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, DataError
+from treeward.errors import DataError
 from treeward.training.setup import num_shared
 
 SHARED = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
@@ -267,21 +266,6 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
             encode_dataset(tied, renderer_of(), ties="drop", cache_dir=tmp_path)
     with pytest.raises(DataError, match="no comparison is left"):
         encode_dataset(Rows([], fingerprint="none"), renderer_of(), ties="drop", cache_dir=tmp_path)
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"cannot be written(?s:.*)data\.cache_dir"):
-        encode_dataset(Rows(varied(3)), renderer_of(), ties="drop", cache_dir=tmp_path / "file")
-    (tmp_path / "full").mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        with pytest.raises(ConfigError, match=r"cannot be written(?s:.*)data\.cache_dir"):
-            encode_dataset(Rows(varied(300)), renderer_of(), ties="drop", cache_dir=tmp_path / "full")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list((tmp_path / "full").iterdir()) == []
 
 
 @pytest.mark.slow

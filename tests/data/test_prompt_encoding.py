@@ -6,8 +6,6 @@ import logging
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from templates import TEMPLATES, byte_bpe, family_renderer
 
 from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
@@ -55,18 +53,6 @@ def test_a_prompt_is_how_an_answered_one_begins(name: str, chat: list[Any]) -> N
             chat, chat_template=renderer.chat_template, add_generation_prompt=True, return_dict=False
         )
         assert asked == own
-
-
-@given(st.text(min_size=1).filter(str.strip), st.text(alphabet="abc 🙂é.", min_size=1).map("A".__add__))
-def test_without_a_template_it_is_the_default_one(tiny_tokenizer: Any, question: str, answer: str) -> None:
-    try:
-        question.encode()
-    except UnicodeEncodeError:
-        return
-    renderer = Renderer(tiny_tokenizer)
-    asked = renderer.encode_prompt([user(question)])
-    assert tiny_tokenizer.decode(asked).endswith("\n<|assistant|>\n")
-    assert renderer.encode([user(question), assistant(answer)])[: len(asked)] == asked
 
 
 def test_an_encoder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -255,14 +254,6 @@ def test_an_unknown_environment_is_refused_at_once(tmp_path: Path) -> None:
         open_prompts(config, environments=["math", "rm"])
 
 
-def test_tools_that_the_policy_does_not_see_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    params = GYM["responses_create_params"] | {"tools": [{"type": "function", "name": "add"}]}
-    with caplog.at_level(logging.WARNING, "treeward"):
-        opened(tmp_path, "PromptDataset", {"prompt": "1"}, GYM | {"responses_create_params": params})
-    (record,) = caplog.records
-    assert "1 of 2 rows have tools" in record.message and "rows.jsonl:2" in record.message
-
-
 # --- how many --------------------------------------------------------------------------------------------------------
 
 
@@ -307,13 +298,7 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
         ("PromptDataset", {"question": "2?"}, "the row asks nothing(.|\n)*need: .*messages(.|\n)*input_key"),
         ("PromptDataset", {"prompt": "2?", "messages": [user("3?")]}, "several prompts(.|\n)*messages and prompt"),
         ("PromptDataset", {"prompt": 3}, "neither text nor a list of messages(.|\n)*got:   3"),
-        ("PromptDataset", {"prompt": "  "}, "the prompt asks nothing"),
         ("PromptDataset", {"prompt": None, "x": 1}, "the row asks nothing(.|\n)*field: prompt\n *got:   prompt: null"),
-        (
-            "PromptDataset",
-            {"prompt": [{"role": "system", "content": "Be kind."}]},
-            "asks nothing(.|\n)*got:   .*system",
-        ),
         (
             "PromptDataset",
             {"messages": [{"role": "system", "content": "Be kind."}, assistant("2")]},
@@ -321,8 +306,6 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
         ),
         ("PromptDataset", {"prompt": [user("1"), assistant("2")]}, "ends with a message of the assistant"),
         ("PromptDataset", {"messages": [assistant("2")]}, "nothing comes before the completion(.|\n)*field: messages"),
-        ("PromptDataset", {"messages": [{"content": "2?"}]}, r"field: messages\[0\].role"),
-        ("PromptDataset", {"responses_create_params": {}}, "field: responses_create_params.input"),
         (
             "PromptDataset",
             {"responses_create_params": {"input": [{"type": "input_image"}]}},
@@ -330,10 +313,7 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
         ),
         ("ResponseDataset", {"inputs": "2?", "output": "2"}, "the row has no input(.|\n)*is it inputs"),
         ("ResponseDataset", {"input": "2?"}, "the row has no output(.|\n)*PromptDataset"),
-        ("ResponseDataset", {"input": "2?", "output": True}, "output is no answer"),
         ("OpenMathInstruct-2", {"problem": 3, "expected_answer": "3"}, "neither text nor(.|\n)*field: problem"),
-        ("OpenMathInstruct-2", {"problem": "3?", "expected_answer": None}, "no expected_answer(.|\n)*got:   null"),
-        ("OpenMathInstruct-2", {"messages": [user("3?")]}, "the row has no ground_truth"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], message: str) -> None:

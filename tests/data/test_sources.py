@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treeward.data.sources import fingerprint, read_jsonl_stream, read_rows
+from treeward.data.sources import fingerprint, read_rows
 from treeward.errors import DataError
 
 ROWS = [
@@ -88,15 +88,6 @@ def test_nested_values_and_places(tmp_path: Path, kind: str) -> None:
     assert [row.where for row in read] == [f"{path}:{place.format(i)}" for i in range(1, 6)]
 
 
-def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n   \n{"a": 2}')
-    assert [(row.values, row.where) for row in read_rows(str(path))] == [
-        ({"a": 1}, f"{path}:1"),
-        ({"a": 2}, f"{path}:4"),
-    ]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -120,12 +111,6 @@ def test_csv_names_the_line_where_a_row_begins(tmp_path: Path) -> None:
         ({"a": "x\ny", "b": "1"}, f"{path}:2"),
         ({"a": "z", "b": "[1, 2]"}, f"{path}:5"),
     ]
-
-
-def test_stream_of_text_and_bytes() -> None:
-    rows = list(read_jsonl_stream(['{"a": 1}\n', b"\n", b'{"a": 2}'], "-"))
-    assert [(row.values["a"], row.where) for row in rows] == [(1, "-:1"), (2, "-:3")]
-    assert list(read_jsonl_stream([], "-")) == []
 
 
 # --- errors of files -------------------------------------------------------------------------------------------------
@@ -283,15 +268,6 @@ def test_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("org/preferences").got == "train, test"
     digests = {fingerprint("org/preferences", split=s, subset=b) for s in ("train", "test") for b in (None, "b")}
     assert len(digests) == 4
-
-
-def test_hub_failure_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("Couldn't reach the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    error = refused("org/preferences")
-    assert "Couldn't reach" in str(error) and "HF_TOKEN" in str(error)
 
 
 # --- fingerprints ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from treeward.data.preference import preference_from_dict
 from treeward.data.synthetic import (
     SPLITS,
     bundled_path,
-    generate,
     gold_breakdown,
     gold_quality,
     parse_question,
@@ -53,17 +52,6 @@ def test_command_writes_the_committed_files(tmp_path: Any) -> None:
     main(["--output", str(tmp_path / "new")])
     written = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
     assert written == {f"{split}.jsonl": bundled_path(split).read_bytes() for split in SPLITS}
-
-
-def test_seed_and_length_bias_are_arguments() -> None:
-    num_rows = {"train": 300, "validation": 20, "length_controlled": 20}
-    few = generate(3, num_rows=num_rows)
-    assert {split: len(few[split]) for split in few} == num_rows
-    assert few == generate(3, num_rows=num_rows)
-    assert few != generate(4, num_rows=num_rows)
-    biased = generate(3, longer_is_better=1.0, num_rows=num_rows)
-    assert _share_longer(biased["train"]) > _share_longer(few["train"]) + 0.08
-    assert abs(_share_longer(biased["length_controlled"]) - 0.5) < 0.1
 
 
 @pytest.mark.parametrize("split", SPLITS)
