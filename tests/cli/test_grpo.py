@@ -67,28 +67,15 @@ def test_alarms_are_printed(command: Callable[..., int], capsys: pytest.CaptureF
     assert "The policy of step 1 of 2" in out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "Saved. The same command goes on from here."),
-        (["checkpointing.enabled=false"], "Nothing was saved"),
-        (["checkpointing.save_optimizer=false"], "cannot be resumed"),
-    ],
-)
 def test_what_ctrl_c_has_saved_is_told(
-    command: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    message: str,
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect = grpo_module.collect
     monkeypatch.setattr(
         grpo_module, "collect", lambda *a, **k: (signal.raise_signal(signal.SIGINT), collect(*a, **k))[1]
     )
-    assert command(*options) == 130
-    error = capsys.readouterr().err
-    assert "Stopped after step 1 of 2 (SIGINT)." in error and message in error
+    assert command() == 130
+    assert "Stopped after step 1 of 2 (SIGINT). Saved. The same command goes on" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_leaves_at_once(

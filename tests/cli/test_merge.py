@@ -48,11 +48,6 @@ def test_two_folders_become_one(members: list[Path], tmp_path: Path, caplog: pyt
     assert main(["score", str(output), "--data", str(data), "--output", str(scores)]) == 0
 
 
-def test_the_number_format(members: list[Path], tmp_path: Path) -> None:
-    assert main(["merge", *map(str, members), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
-    assert load_file(tmp_path / "out" / WEIGHTS)["model.norm.weight"].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import socket
 import ssl
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -153,33 +148,6 @@ def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
     renamed.close()
 
 
-@pytest.mark.slow
-def test_a_rewards_server_gives_the_same(
-    collect: Callable[..., int], rows: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    serve = ["serve", str(model_folder), "--port", str(port), "--device", "cpu", "token_env=RM_TOKEN"]
-    environment = {**os.environ, "RM_TOKEN": "secret"}
-    server = subprocess.Popen([sys.executable, "-m", "treeward.cli.main", *serve], env=environment)
-    try:
-        _wait_until_open(port, server)
-        url = f"http://127.0.0.1:{port}"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RM_TOKEN", "secret")
-            assert collect(rows, "--rewards-url", url, "--rewards-token-env", "RM_TOKEN") == 0
-            patch.setenv("RM_TOKEN", "wrong")
-            assert collect(rows, "--rewards-url", url, "--rewards-token-env", "RM_TOKEN", "--resume") == 2
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
-    scorer = Scorer.load(model_folder, device="cpu")
-    for row in read(tmp_path):
-        conversation = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": text(row)}]
-        assert row["reward"] == pytest.approx(scorer.score([conversation])[0].score, abs=1e-5)
-
-
 def test_all_forms_of_rows(
     collect: Callable[..., int], write_rows: Callable[..., Path], tmp_path: Path, policy: FakePolicy
 ) -> None:
@@ -220,25 +188,6 @@ def test_all_forms_of_rows(
     assert "reward" not in written[0] and len(written) == 3
 
 
-def test_rows_that_ask_the_same_are_one_task(
-    collect: Callable[..., int], write_rows: Callable[..., Path], tmp_path: Path
-) -> None:
-    data = [{"prompt": "Why?"}, {"prompt": "Who?"}, {"prompt": "Why?", "note": 1}]
-    assert collect(write_rows("rows.jsonl", data), "--num-repeats", "2") == 0
-    keys = [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in read(tmp_path)]
-    assert keys == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-
-
-def test_limit_and_concurrency(write_rows: Callable[..., Path], tmp_path: Path) -> None:
-    data = write_rows("rows.jsonl", [{"prompt": f"{n}?"} for n in range(30)])
-    with FakePolicy(delay=0.02) as policy:
-        common = ["--model-url", policy.url, "--model", "m", "--input", str(data), "--concurrency", "4"]
-        output = ["--output", str(tmp_path / "out" / "rollouts.jsonl")]
-        assert main(["rollouts", *common, *output, "--limit", "20"]) == 0
-    assert policy.most_at_once == 4
-    assert len(read(tmp_path)) == 20 == len(policy.requests)
-
-
 class TestChatAnswers:
     def test_calls_thoughts_and_refusals(
         self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy, model_folder: Path
@@ -260,13 +209,6 @@ class TestChatAnswers:
             conversation = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             assert row["reward"] == pytest.approx(scorer.score([conversation])[0].score, abs=1e-5)
 
-    def test_an_empty_answer_is_an_answer(
-        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy, model_folder: Path
-    ) -> None:
-        policy.replies = {"Why?": {"content": ""}}
-        assert collect(rows, "--limit", "1", "--reward-model", str(model_folder), "--device", "cpu") == 0
-        assert text(read(tmp_path)[0]) == ""
-
 
 class TestFailures:
     def test_what_passes_is_tried_again(
@@ -275,13 +217,6 @@ class TestFailures:
         policy.failures.update({"Why?": [503], "Who?": [429]})
         assert collect(rows) == 0
         assert len(read(tmp_path)) == 3 and len(policy.requests) == 5
-
-    def test_the_server_says_when(self, collect: Callable[..., int], rows: Path, policy: FakePolicy) -> None:
-        policy.failures["Why?"] = [429]
-        policy.retry_after = "1.2"
-        started = time.monotonic()
-        assert collect(rows, "--limit", "1") == 0
-        assert time.monotonic() - started >= 1.2  # a lower bound: a slow machine does not fail it
 
     def test_what_does_not_pass_is_in_the_failures_and_tried_on_resume(
         self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy, model_folder: Path
@@ -315,14 +250,6 @@ class TestFailures:
         assert collect(rows, "--concurrency", "1") == 2
         assert len(policy.requests) == 1
         assert f"told to answer {status}" in capsys.readouterr().err
-
-    def test_a_token_is_sent(self, collect: Callable[..., int], rows: Path, policy: FakePolicy) -> None:
-        policy.token = "secret"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("POLICY_KEY", "secret")
-            assert collect(rows, "--model-token-env", "POLICY_KEY") == 0
-            patch.setenv("POLICY_KEY", "")
-            assert collect(rows, "--model-token-env", "POLICY_KEY", "--resume") == 2
 
     def test_an_answer_that_no_file_could_hold(
         self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy
@@ -379,46 +306,6 @@ class TestResume:
             (task, repeat) for task in range(3) for repeat in range(2)
         ]
 
-    @pytest.mark.slow
-    def test_a_killed_run_goes_on(self, write_rows: Callable[..., Path], model_folder: Path, tmp_path: Path) -> None:
-        prompts = [f"{n}?" for n in range(12)]
-        rows = write_rows("rows.jsonl", [{"prompt": prompt} for prompt in prompts])
-        output = tmp_path / "out" / "rollouts.jsonl"
-        with FakePolicy(delay=0.1) as policy:
-            common = ["--model-url", policy.url, "--model", "m", "--input", str(rows), "--output", str(output)]
-            more = ["--num-repeats", "2", "--concurrency", "2", "--reward-model", str(model_folder), "--device", "cpu"]
-            command = [sys.executable, "-m", "treeward.cli.main", "rollouts", *common, *more]
-            process = subprocess.Popen(command)
-            while not output.exists() or output.read_bytes().count(b"\n") < 5:
-                assert process.poll() is None
-                time.sleep(0.02)
-            process.kill()
-            process.wait()
-            before = output.read_bytes()
-            whole = before.count(b"\n")
-            assert 5 <= whole < 24
-            with output.open("ab") as stream:
-                stream.write(b'{"_ng_task_index": 3, "cut in')
-            policy.requests.clear()
-            policy.delay = 0.0
-            assert main(["rollouts", *common, *more, "--resume"]) == 0
-            assert len(policy.requests) == 24 - whole
-        assert output.read_bytes().startswith(before)
-        found = read(tmp_path)
-        assert [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in found] == [
-            (task, repeat) for task in range(12) for repeat in range(2)
-        ]
-        metrics = json.loads((tmp_path / "out" / "rollouts_aggregate_metrics.json").read_text(encoding="utf-8"))
-        assert metrics["agent_metrics"]["mean/reward"] == pytest.approx(sum(row["reward"] for row in found) / 24)
-        assert metrics["agent_metrics"]["num_repeats"] == 2
-
-    def test_more_repeats_keep_what_is_there(
-        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy
-    ) -> None:
-        assert collect(rows) == 0
-        assert collect(rows, "--num-repeats", "3", "--resume") == 0
-        assert len(policy.requests) == 9 and len(read(tmp_path)) == 9
-
     def test_rollouts_are_not_overwritten(
         self, collect: Callable[..., int], rows: Path, policy: FakePolicy, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -446,18 +333,6 @@ class TestResume:
         assert collect(rows) == 0
         assert collect(rows, "--resume", *(str(model_folder) if one == "MODEL" else one for one in change)) == 2
         assert len(policy.requests) == 3
-
-    def test_other_rows_do_not_mix(
-        self,
-        collect: Callable[..., int],
-        rows: Path,
-        write_rows: Callable[..., Path],
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        assert collect(rows) == 0
-        other = write_rows("other.jsonl", [{"prompt": "Where?"}, *({"prompt": prompt} for prompt in PROMPTS)])
-        assert collect(other, "--resume") == 2
-        assert "of another row" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -499,12 +374,3 @@ def test_rows_that_cannot_be_asked(
 )
 def test_options_that_do_not_fit(arguments: tuple[str, ...], collect: Callable[..., int], rows: Path) -> None:
     assert collect(rows, *arguments) == 2
-
-
-def _wait_until_open(port: int, process: subprocess.Popen[bytes]) -> None:
-    while True:
-        assert process.poll() is None, "the server ended"
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)

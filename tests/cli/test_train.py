@@ -62,17 +62,6 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_malformed_row_is_named(
-    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": "b"}\n')
-    data = json.dumps({"dataset_name": "BinaryPreferenceDataset", "data_path": str(rows), "split": None})
-    assert command(f"data.train={data}") == 2
-    error = capsys.readouterr().err
-    assert f"{rows}:2" in error and "rejected" in error
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -97,21 +86,6 @@ def test_what_ctrl_c_has_saved_is_told(
     if not options:
         monkeypatch.undo()
         assert command() == 0
-
-
-def test_a_second_ctrl_c_leaves_at_once_and_without_a_traceback(
-    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt_twice(*_: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        raise AssertionError("not reached")
-
-    monkeypatch.setattr(train_module.RewardModelRun, "step", interrupt_twice)
-    assert command() == 130
-    error = capsys.readouterr().err
-    assert "interrupted" in error and "Traceback" not in error
-    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_ctrl_c_while_a_run_is_prepared_leaves_at_once(

@@ -9,8 +9,6 @@ import copy
 import json
 import math
 import shutil
-import ssl
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 
 from treeward.cli.main import main
 from treeward.client.dialects import DIALECTS
-from treeward.client.rewards import RewardClient
 from treeward.client.verification import verify_server
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError
@@ -34,7 +31,6 @@ from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.golden import sign_folder
-from treeward.scoring.scorer import Scorer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -178,7 +174,7 @@ def test_a_server_without_a_mistake(dialect: str, served: Served, serve: Any, ve
     server = serve(Mistaken(served))
     code, text = verify(served.folder, f"{server.url}{DIALECTS[dialect].path}", "--dialect", dialect)
     assert code == 0 and "differs" not in text, text
-    assert f"(as {dialect}, text sent" in text and ": equal: 10 golden scores of" in text
+    assert f"(as {dialect}, text sent" in text and ": equal: 10 golden scores, to within" in text
     posts = [request for request in server.requests if request.method == "POST"]
     assert len(posts) == 11  # each alone, and all together
     assert (posts[0].json.get("model") == "served-rm") == (dialect in ("vllm", "sglang"))
@@ -249,14 +245,6 @@ def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify:
     assert all(f"  {name}: " in last for name in ("got", "need", "fix")), last
 
 
-@pytest.mark.parametrize("dialect", ["sglang", "openrlhf", "tei"])
-@pytest.mark.parametrize("mistake", ["sigmoid", "two BOS", "padding"])
-def test_in_every_dialect(mistake: str, dialect: str, served: Served, serve: Any) -> None:
-    settings, part, _ = MISTAKES[mistake]
-    result = verify_server(served.folder, serve(Mistaken(served, **settings(served))).url, dialect=dialect)
-    assert result.first_difference is not None and result.first_difference.part == part
-
-
 def test_another_template(served: Served, serve: Any, verify: Verify) -> None:
     server = serve(Mistaken(served, template=OTHER_TEMPLATE))
     assert verify(served.folder, server.url, "--dialect", "vllm")[0] == 0  # the template is not used for text
@@ -278,18 +266,6 @@ def test_a_server_in_bfloat16_that_is_meant_to_be(served: Served, serve: Any, ve
     sigmoidal = serve(Mistaken(served, model=rounded(served), activation=sigmoid))
     code, text = verify(served.folder, sigmoidal.url, "--dialect", "vllm", "--dtype", "bfloat16")
     assert code == 1 and "a sigmoid" in text
-
-
-def test_json(served: Served, serve: Any, verify: Verify) -> None:
-    server = serve(Mistaken(served))
-    code, text = verify(served.folder, server.url, "--dialect", "tei", "--json")
-    result = json.loads(text)
-    assert code == 0 and result["equal"] is True and result["first_difference"] is None
-    assert (result["against"], result["dialect"], result["form"]) == (server.url, "tei", "text")
-    assert [check["part"] for check in result["checks"]] == [
-        "contract", "files", "template", "tokens", "read position", "precision", "activation", "weights",
-    ]  # fmt: skip
-    assert result["largest_difference"] <= result["tolerance"] and result["num_scores"] == 10
 
 
 def several_heads(values: Sequence[float], names: Sequence[str]) -> Callable[[Asked], Any]:
@@ -350,22 +326,6 @@ def test_an_ensemble_is_named(served: Served, serve: Any, verify: Verify) -> Non
     code, text = verify(served.folder, serve(answer(f"{own}+{own}")).url)
     assert code == 1 and "the contract: the server's model is an ensemble of 2 models" in text
     assert f"need:  sha256 {own[:12]} alone" in text
-
-
-def test_a_certificate(served: Served, tmp_path: Path, verify: Verify) -> None:
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -keyout key.pem -out cert.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(["openssl", *words.split(), *subject], cwd=tmp_path, check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    with Loopback(Mistaken(served), tls=context) as server:
-        code, text = verify(served.folder, server.url, "--dialect", "tei")
-        assert code == 2 and "certificate verify failed" in text and "--tls-ca" in text
-        assert verify(served.folder, server.url, "--dialect", "tei", "--tls-ca", tmp_path / "cert.pem")[0] == 0
-        code, text = verify(served.folder, server.url, "--tls-ca", tmp_path / "nowhere.pem")
-        assert code == 2 and "the certificates cannot be read" in text
-    code, text = verify(served.folder, "http://127.0.0.1:1", "--timeout", 1)
-    assert code == 2 and "a server that listens there" in text
 
 
 def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,26 +440,3 @@ def test_our_server_says_whose_contract_it_keeps(
     assert verify(served.folder, our_server, "--model", "shaped")[0] == 0  # raw scores are asked for
     code, text = verify(served.folder, our_server, "--model", "shaped", "--dialect", "vllm")
     assert code == 1 and "scaled and shifted: 0.5 x score -0.5" in text
-
-
-def test_the_client_gives_the_scores_of_the_scorer(served: Served, our_server: str) -> None:
-    scorer = Scorer.load(served.folder, device="cpu")
-    chats = [
-        [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"It is {i + 1}." * (i % 7)}]
-        for i in range(60)
-    ]
-    want = [score.score for score in scorer.score(chats)]
-    with RewardClient(our_server, max_conversations=7, max_concurrency=3) as client:
-        assert client.ready() and [model["id"] for model in client.models()] == ["rm", "shaped"]
-        assert [score.score for score in client.score(chats)] == pytest.approx(want, abs=1e-5)
-        ends = [chat[1]["content"] for chat in chats[:9]]
-        assert [one.score for one in client.score_completions(chats[0][:1], ends)] == pytest.approx(
-            [one.score for one in scorer.score_completions(chats[0][:1], ends)], abs=1e-5
-        )
-        long = [{"role": "assistant", "content": "word " * 2000}]
-        masked = client.score([chats[0], long], on_error="mask")
-        assert masked[0].num_tokens == scorer.score(chats[:1])[0].num_tokens
-        assert masked[1].score is None and "too long" in str(masked[1].error)
-    with RewardClient(our_server, model="shaped") as client:
-        assert [one.score for one in client.score(chats)] == pytest.approx(want, abs=1e-5)
-        assert client.rewards(chats) == pytest.approx([(x - 1.0) / 2.0 for x in want if x is not None], abs=1e-5)

@@ -20,7 +20,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.running import common_reasons, folder_names
+from treeward.evaluation.running import folder_names
 from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites import get_suite
@@ -193,14 +193,6 @@ def test_training_data_is_looked_for_once_in_each_suite_and_before_any_model_is_
         run_evaluation([Candidate("x", load)], [(Questions(), None)], training_data=[missing])
 
 
-def test_a_suite_without_texts_to_rewrite_costs_its_part_of_the_report_alone(caplog: Any) -> None:
-    pictures = Questions("pictures", answers=("", " "))
-    with caplog.at_level("WARNING", logger="treeward"):
-        done = run_evaluation([candidate("x")], [(pictures, None), (Questions(), None)], num_perturbations=5)
-    assert done.summaries[0].perturbations is None and done.summaries[1].perturbations is not None
-    assert "pictures: no example has a better and a worse completion of text" in caplog.text
-
-
 def test_published_files_and_notes(tmp_path: Path) -> None:
     models = [candidate("a", published_name="org/a"), candidate("b", note="rewards, shaped by x")]
     run_evaluation(models, [(Questions(), "5")], tmp_path)
@@ -223,12 +215,6 @@ def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
     run_evaluation([candidate("a")], [(Questions(), None)], tmp_path)
     with pytest.raises(CheckpointError, match="another model"):
         run_evaluation([Candidate("a", lambda: (Model(), {"model": "another"}))], [(Questions(), None)], tmp_path)
-
-
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
-        run_evaluation([candidate("a")], [(Questions(), "5")], tmp_path / "file")
 
 
 @pytest.fixture(scope="module")
@@ -338,20 +324,6 @@ def test_results_that_a_new_evaluation_would_drop_are_refused(tmp_path: Path) ->
     assert found == [(m, s) for m in "xy" for s in ("first", "other")]
 
 
-def test_the_rows_of_one_limit_are_of_use_to_another(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    def run(limit: int | None) -> tuple[int, int]:
-        model = Model()
-        done = run_evaluation([candidate("m", model)], [(Questions(), None)], tmp_path, limit=limit, report=False,
-                              on_progress=lambda *what: seen.append(what))  # fmt: skip
-        assert [one.example.id for one in done.summaries[0].examples] == [str(n) for n in range(limit or 90)]
-        return model.num_scored, len((tmp_path / "m" / "questions" / "examples.jsonl").read_text().splitlines())
-
-    assert [run(limit) for limit in (5, 20, 10, None)] == [(10, 5), (30, 20), (0, 20), (140, 90)]
-    assert all(done <= total for _, done, total in seen) and seen[-1] == ("m on questions", 90, 90)
-
-
 def test_rows_say_why_a_score_is_missing_and_a_warning_says_how_many(tmp_path: Path, caplog: Any) -> None:
     model = Model(lambda text: None if text == "It is 3." else float(len(text)))
     run_evaluation([candidate("m", model)], [(Questions(), "8")], tmp_path)
@@ -380,16 +352,6 @@ def test_folder_names_say_which_model_is_meant() -> None:
         with pytest.raises(ConfigError, match="named twice") as raised:
             folder_names(models)
         assert raised.value.got == f"{models[-2]}, {models[-1]}"
-
-
-def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
-    errors = {f"too long to score: {n} tokens, at most 512": 2 for n in (600, 1700, 801)}
-    errors |= {"gold_3 is null": 4, "gold_4 is null": 1}
-    assert common_reasons(errors) == [
-        ("too long to score: 600 tokens, at most 512, and 2 like it with other numbers", 6),
-        ("gold_3 is null", 4),
-        ("gold_4 is null", 1),
-    ]
 
 
 def test_drift_is_of_the_checkpoints_and_reaches_the_files(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from treeward.evaluation.statistics import (
 )
 
 _ROWS = "examples.jsonl"
-_AGREEMENT_RESAMPLES = 1000
+_AGREEMENT_RESAMPLES = 500
 _Pair = tuple[str, ScoredExample, ScoredExample]
 
 

@@ -87,7 +87,8 @@ def cluster_bootstrap(
     sizes = np.bincount(codes)
     if len(sizes) < 2:
         return None, None
-    members = np.split(np.argsort(codes, kind="stable"), np.cumsum(sizes)[:-1])
+    order = np.argsort(codes, kind="stable")
+    members = np.split(order, np.cumsum(sizes)[:-1])
     sums = np.bincount(codes, weights=rows) if statistic is None else sizes
 
     def of_means(drawn: NDArray[np.int64], axis: int) -> Floats:
@@ -95,7 +96,8 @@ def cluster_bootstrap(
 
     def of_any(drawn: NDArray[np.int64]) -> float:
         assert statistic is not None
-        value = statistic(rows[np.concatenate([members[cluster] for cluster in drawn])])
+        is_alone = len(sizes) == len(rows)
+        value = statistic(rows[order[drawn] if is_alone else np.concatenate([members[cluster] for cluster in drawn])])
         return math.nan if value is None else value
 
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of resamples without a statistic
@@ -272,11 +274,9 @@ def cohen_kappa(first: ArrayLike, second: ArrayLike) -> float | None:
     labels, codes = np.unique(np.concatenate([np.asarray(first), np.asarray(second)]), return_inverse=True)
     if len(labels) < 2:
         return None
-    from statsmodels.stats.inter_rater import cohens_kappa
-
-    table = np.zeros((len(labels), len(labels)))
-    np.add.at(table, tuple(np.split(codes, 2)), 1)
-    return float(cohens_kappa(table, return_results=False))
+    a, b = np.split(codes, 2)
+    expected = float(np.bincount(a, minlength=len(labels)) @ np.bincount(b, minlength=len(labels))) / len(a) ** 2
+    return (float(np.mean(a == b)) - expected) / (1.0 - expected)
 
 
 # --- orders ---------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def spearman(first: ArrayLike, second: ArrayLike) -> float | None:
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
-    return float(stats.spearmanr(a, b).statistic)
+    return float(np.corrcoef(stats.rankdata(a), stats.rankdata(b))[0, 1])
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.statistics import wilson
 from treeward.evaluation.suites.llmbar import SIZES, LLMBar
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
@@ -97,26 +95,6 @@ def test_the_real_pairs(shared_data: Path) -> None:
         labels = [json.loads(line)["label"] for line in stream]
     assert [1 + e.ranks.index(0) for e in examples] == labels
     assert examples == LLMBar().load(str(shared_data / "llmbar" / "natural.jsonl.gz"))
-
-
-def test_one_set_has_its_accuracy_with_its_own_interval(shared_data: Path, scored: Make) -> None:
-    examples = LLMBar().load(str(shared_data / "llmbar"))
-    rows = [scored(e, (1.0, 0.0)) for e in examples]  # always the first output
-    right = sum(e.ranks == (0, 1) for e in examples)
-    result = LLMBar().summarize(rows)
-    assert result.headline.value == right / 100
-    assert (result.headline.low, result.headline.high) == pytest.approx(wilson(right, 100))
-    assert "Natural alone" in str(result.headline.note) and "not comparable" not in str(result.headline.note)
-
-
-@pytest.mark.parametrize(
-    ("change", "field"), [({"label": 0}, "label"), ({"label": None}, "label"), ({"output_2": None}, "output_2")]
-)
-def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str) -> None:
-    file = write(tmp_path / "Natural" / "dataset.json", [*rows_of("x", 1), rows_of("x", 1)[0] | change])
-    with pytest.raises(DataError) as caught:
-        LLMBar().load(str(tmp_path / "Natural"))
-    assert caught.value.where == f"{file}:row 2" and caught.value.field == field
 
 
 def test_the_mean_of_the_adversarial_sets_is_that_of_the_paper(scored: Make) -> None:

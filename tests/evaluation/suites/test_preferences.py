@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from treeward.config.data import DatasetConfig
-from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.statistics import wilson
 from treeward.evaluation.suites import PreferenceSuite
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
@@ -45,22 +43,6 @@ def test_rows_become_examples(suite_of: Callable[..., PreferenceSuite]) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["Bundled", "HHTranscripts", "BinaryPreferenceDataset"])
-def test_whatever_the_trainer_reads(tmp_path: Path, kind: str) -> None:
-    if kind == "Bundled":
-        config = DatasetConfig(dataset_name=kind, split="validation")
-    elif kind == "HHTranscripts":
-        file = tmp_path / "hh.jsonl"
-        file.write_text(json.dumps({side: f"\n\nHuman: Hi\n\nAssistant: {side}" for side in ("chosen", "rejected")}))
-        config = DatasetConfig(dataset_name=kind, data_path=str(file))
-    else:
-        file = tmp_path / "binary.csv"
-        file.write_text("question,chosen,rejected\nHi,yes,no\n")
-        config = DatasetConfig(dataset_name=kind, data_path=str(file), prompt_key="question")
-    examples = PreferenceSuite(kind, config).load()
-    assert examples and all(len(e.completions) >= 2 and e.context for e in examples)
-
-
 def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:
     suite = suite_of(ranked("a", 0, 1), ranked("b", 0, 1, 2), ranked("c", 0, 0, 1))
     a, b, c = suite.load()
@@ -71,13 +53,6 @@ def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., 
     assert result.details["best_of_accuracy"]["value"] == pytest.approx(1 / 3)
     assert result.headline.low is not None and result.headline.low <= 0.5 <= (result.headline.high or 0)
     assert "3 prompts" in str(result.headline.note)
-
-
-def test_single_pairs_have_wilsons_interval(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:
-    suite = suite_of(*(ranked(f"prompt {i}", 0, 1) for i in range(10)))
-    result = suite.summarize([scored(e, (1.0, float(int(e.id) > 7) * 2)) for e in suite.load()])
-    assert result.headline.value == 0.7
-    assert (result.headline.low, result.headline.high) == pytest.approx(wilson(7, 10))
 
 
 @pytest.mark.parametrize(("policy", "value"), [("strict", 2 / 6), ("half", 3 / 6)])
@@ -102,8 +77,3 @@ def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceS
     result = suite.summarize([scored(a, (2.0, 1.0, None)), scored(b, (1.0, 0.0))])
     assert result.headline.value == 2 / 4 and result.num_failed == 1
     assert result.headline_of_scored.value == 1.0
-
-
-def test_a_bad_row_is_named(suite_of: Callable[..., PreferenceSuite]) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl:2"):
-        suite_of(ranked("a", 0, 1), {"context": []}).load()

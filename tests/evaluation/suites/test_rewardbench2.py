@@ -153,9 +153,8 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
     ("change", "field", "text"),
     [
         ({"id": "ties:0"}, "id", "which prompt of Ties"),
-        ({"num_correct": 1}, "num_correct", "not the number"),
-        ({"chosen": []}, "chosen", "at least 1 item"),
-        ({"rejected": ["a", None]}, "rejected[1]", "does not fit"),
+        ({"num_correct": 1}, "num_correct", "not their number"),
+        ({"rejected": ["a", None]}, "rejected.1", "does not fit"),
         ({"subset": "Math"}, "chosen", "one right completion"),
     ],
 )

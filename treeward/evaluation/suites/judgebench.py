@@ -29,16 +29,14 @@ from treeward.evaluation.parts import by_subset, with_notes
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.suites.rows import (
-    OneOf,
     Prompt,
-    assistant,
     data_files,
+    example,
+    one_of,
     read_as,
     repository_rows,
     with_distinct_ids,
 )
-
-__all__ = ["CATEGORIES", "JudgeBench"]
 
 CATEGORIES: Mapping[str, str] = MappingProxyType(
     {
@@ -64,7 +62,7 @@ class JudgedRow(BaseModel):
     response_model: str
     response_A: str
     response_B: str
-    label: Annotated[str, OneOf(("A>B", "B>A"), "label of JudgeBench")]
+    label: Annotated[str, one_of("A>B", "B>A")]
 
 
 class JudgeBench(Suite):
@@ -126,21 +124,12 @@ def _example(row: Row) -> EvalExample:
     one = read_as(JudgedRow, row)
     category = next((name for name, start in CATEGORIES.items() if one.source.startswith(start)), None)
     if category is None:
-        raise DataError(
-            "there is no such source in JudgeBench",
-            where=row.where,
-            field="source",
-            got=one.source,
-            need=f"a name that begins with {', '.join(CATEGORIES.values())}",
-        )
+        need = f"a name that begins with {', '.join(CATEGORIES.values())}"
+        summary = "there is no such source in JudgeBench"
+        raise DataError(summary, where=row.where, field="source", got=one.source, need=need)
     model = one.response_model
     writer = next((name for name in _WRITERS if model.lower().startswith(name)), model)
-    return EvalExample(
-        id=str(one.pair_id),
-        subset=f"{category} ({writer})",
-        context=one.question,
-        completions=(assistant(one.response_A), assistant(one.response_B)),
-        ranks=(0, 1) if one.label == "A>B" else (1, 0),
-        suite_data={"writer": writer, "category": category},
-        where=row.where,
-    )
+    ranks = (0, 1) if one.label == "A>B" else (1, 0)
+    texts = (one.response_A, one.response_B)
+    subset = f"{category} ({writer})"
+    return example(row.where, str(one.pair_id), subset, one.question, texts, ranks, writer=writer, category=category)

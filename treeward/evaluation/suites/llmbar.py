@@ -18,19 +18,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from treeward.data.sources import Row, read_rows
-from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import by_subset, combined, with_notes
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.suites.rewardbench import PairRow
-from treeward.evaluation.suites.rows import Prompt, assistant, data_files, read_as, repository_rows
-
-__all__ = ["SIZES", "LLMBar"]
+from treeward.evaluation.suites.rows import Prompt, data_files, example, one_of, read_as, repository_rows
 
 SIZES: Mapping[str, int] = MappingProxyType(
     {"Natural": 100, "Neighbor": 134, "GPTInst": 92, "GPTOut": 47, "Manual": 46}
@@ -46,7 +44,8 @@ class InstructionRow(BaseModel):
     input: Prompt
     output_1: str
     output_2: str
-    label: int | str
+    label: Annotated[str, one_of("1", "2")]
+    model_config = ConfigDict(coerce_numbers_to_str=True)
 
 
 class LLMBar(Suite):
@@ -67,11 +66,13 @@ class LLMBar(Suite):
             own = _set_of(source) or os.path.basename(source).split(".")[0]
             return [_example(row, own, number) for number, row in enumerate(read_rows(source), 1)]
         if source is not None and os.path.isdir(source):
-            files = [file for file in data_files(source) if not _not_a_set(source, file)]
+            others = {"evaluators", "CaseStudy", "Processed"}  # results, and data of other benchmarks
+            files = [
+                file for file in data_files(source) if not others & set(os.path.relpath(file, source).split(os.sep))
+            ]
             sets = {name: file for file in reversed(files) if (name := _set_of(file)) is not None}
             if sets:
-                ordered = [name for name in SIZES if name in sets]
-                return [example for name in ordered for example in self.load(sets[name])]
+                return [one for name in SIZES if name in sets for one in self.load(sets[name])]
         return _of_rewardbench(repository_rows(source, _REWARDBENCH, split="filtered"))
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -89,11 +90,6 @@ class LLMBar(Suite):
         )
 
 
-def _not_a_set(root: str, file: str) -> bool:
-    """Whether a file of the authors' repository holds results or data of another benchmark, not a set."""
-    return bool({"evaluators", "CaseStudy", "Processed"} & set(Path(os.path.relpath(file, root)).parts))
-
-
 def _set_of(file: str) -> str | None:
     """The set of `Adversarial/GPTOut/dataset.json`, `natural.jsonl.gz` or `Adversarial_GPTInst.jsonl`, if it is one."""
     path = Path(os.path.abspath(file))
@@ -109,16 +105,8 @@ def _named(text: str) -> str | None:
 
 def _example(row: Row, name: str, number: int) -> EvalExample:
     one = read_as(InstructionRow, row)
-    if str(one.label) not in ("1", "2"):
-        raise DataError("label is neither output", where=row.where, field="label", got=one.label, need="1 or 2")
-    return EvalExample(
-        id=f"{name}/{number}",
-        subset=name,
-        context=one.input,
-        completions=(assistant(one.output_1), assistant(one.output_2)),
-        ranks=(0, 1) if str(one.label) == "1" else (1, 0),
-        where=row.where,
-    )
+    ranks = (0, 1) if one.label == "1" else (1, 0)
+    return example(row.where, f"{name}/{number}", name, one.input, (one.output_1, one.output_2), ranks)
 
 
 def _of_rewardbench(rows: Iterator[Row]) -> list[EvalExample]:
@@ -127,18 +115,9 @@ def _of_rewardbench(rows: Iterator[Row]) -> list[EvalExample]:
         pair = read_as(PairRow, row)
         name = _named(pair.subset) if pair.subset.startswith("llmbar-") else None
         if name is not None:
-            by_set[name].append(
-                EvalExample(
-                    id=f"{name}/{len(by_set[name]) + 1}",
-                    subset=name,
-                    context=pair.prompt,
-                    completions=(assistant(pair.chosen), assistant(pair.rejected)),
-                    ranks=(0, 1),
-                    suite_data={"id": pair.id},
-                    where=row.where,
-                )
-            )
-    return [example for examples in by_set.values() for example in examples]
+            own, texts = by_set[name], (pair.chosen, pair.rejected)
+            own.append(example(row.where, f"{name}/{len(own) + 1}", name, pair.prompt, texts, (0, 1), id=pair.id))
+    return [one for examples in by_set.values() for one in examples]
 
 
 def _incomplete(groups: Mapping[str, Sequence[ScoredExample]]) -> list[str]:

@@ -24,9 +24,7 @@ from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import by_subset, combined, incomplete, with_notes
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.rows import OneOf, Prompt, assistant, read_as, repository_rows, with_distinct_ids
-
-__all__ = ["SECTIONS", "SIZES", "WEIGHTS", "RewardBench", "published_scores", "result_path", "section_scores"]
+from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, repository_rows, with_distinct_ids
 
 SECTIONS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -77,7 +75,7 @@ class PairRow(BaseModel):
     prompt: Prompt
     chosen: str
     rejected: str
-    subset: Annotated[str, OneOf(tuple(SIZES), "subset of RewardBench")]
+    subset: Annotated[str, one_of(*SIZES)]
     id: str | int
 
 
@@ -104,19 +102,12 @@ class RewardBench(Suite):
 
     def load(self, source: str | None = None) -> list[EvalExample]:
         """The rows of the split `filtered`; see `Suite.load`."""
+        rows = repository_rows(source, self.hub_path, split="filtered")
+        pairs = [(row.where, read_as(PairRow, row)) for row in rows]
         return with_distinct_ids(
             [
-                EvalExample(
-                    id=f"{pair.subset}/{pair.id}",
-                    subset=pair.subset,
-                    context=pair.prompt,
-                    completions=(assistant(pair.chosen), assistant(pair.rejected)),
-                    ranks=(0, 1),
-                    suite_data={"id": pair.id},
-                    where=row.where,
-                )
-                for row in repository_rows(source, self.hub_path, split="filtered")
-                for pair in [read_as(PairRow, row)]
+                example(where, f"{p.subset}/{p.id}", p.subset, p.prompt, (p.chosen, p.rejected), (0, 1), id=p.id)
+                for where, p in pairs
             ]
         )
 
@@ -145,7 +136,10 @@ class RewardBench(Suite):
         As `scripts/run_rm.py` of the package writes them; the texts are messages, as it has them for models that render
         conversations themselves. A pair that could not be scored has null scores and the result 0.
         """
-        groups = {subset: [int(one.outcome == "right") for one in group] for subset, group in by_subset(scored).items()}
+        right = {
+            subset: sum(one.outcome == "right" for one in group) / len(group)
+            for subset, group in by_subset(scored).items()
+        }
         columns = {
             "text_chosen": [one.example.conversations[0] for one in scored],
             "text_rejected": [one.example.conversations[1] for one in scored],
@@ -155,9 +149,7 @@ class RewardBench(Suite):
             "scores_chosen": [one.scores[0] for one in scored],
             "scores_rejected": [one.scores[1] for one in scored],
         }
-        return published_scores(
-            {subset: sum(group) / len(group) for subset, group in groups.items()}, columns, model_name
-        )
+        return published_scores(right, columns, model_name)
 
 
 def published_scores(subsets: Mapping[str, Any], columns: Mapping[str, Any], model_name: str) -> dict[str, Any]:

@@ -38,9 +38,7 @@ from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.statistics import cluster_bootstrap, wilson
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.suites.rewardbench import published_scores
-from treeward.evaluation.suites.rows import OneOf, Prompt, assistant, read_as, repository_rows, with_distinct_ids
-
-__all__ = ["SIZES", "RewardBench2", "TiePair", "best_of_credit", "ties_score", "ties_terms"]
+from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, repository_rows, with_distinct_ids
 
 SIZES: Mapping[str, int] = MappingProxyType(
     {"Factuality": 475, "Precise IF": 160, "Math": 183, "Safety": 450, "Focus": 495, "Ties": 102}
@@ -67,7 +65,7 @@ class BestOfRow(BaseModel):
     prompt: Prompt
     chosen: Annotated[list[str], Field(min_length=1)]
     rejected: Annotated[list[str], Field(min_length=1)]
-    subset: Annotated[str, OneOf(tuple(SIZES), "subset of RewardBench 2")]
+    subset: Annotated[str, one_of(*SIZES)]
     id: str | int
     num_correct: int | None = None
 
@@ -156,39 +154,24 @@ class RewardBench2(Suite):
 def _example(row: Row) -> EvalExample:
     one = read_as(BestOfRow, row)
     if one.num_correct not in (None, len(one.chosen)):
-        raise DataError(
-            "num_correct is not the number of chosen completions",
-            where=row.where,
-            field="num_correct",
-            got=one.num_correct,
-            need=str(len(one.chosen)),
-        )
+        got = f"{one.num_correct} for {len(one.chosen)} chosen completions"
+        raise DataError("num_correct is not their number", where=row.where, field="num_correct", got=got)
     if one.subset == "Ties":
         _tie_number(str(one.id), row.where)
     elif len(one.chosen) != 1:
         got = f"{len(one.chosen)} completions"
         raise DataError(f"a prompt of {one.subset} has one right completion", where=row.where, field="chosen", got=got)
-    return EvalExample(
-        id=f"{one.subset}/{one.id}",
-        subset=one.subset,
-        context=one.prompt,
-        completions=tuple(map(assistant, (*one.chosen, *one.rejected))),
-        ranks=(0,) * len(one.chosen) + (1,) * len(one.rejected),
-        suite_data={"id": one.id},
-        where=row.where,
-    )
+    texts = (*one.chosen, *one.rejected)
+    ranks = (0,) * len(one.chosen) + (1,) * len(one.rejected)
+    return example(row.where, f"{one.subset}/{one.id}", one.subset, one.prompt, texts, ranks, id=one.id)
 
 
 def _tie_number(published: str, where: str | None) -> tuple[str, int]:
     kind, _, number = published.partition(":")
     if kind not in ("ref", "tied") or not number.isdecimal():
-        raise DataError(
-            "the id does not say which prompt of Ties this is",
-            where=where,
-            field="id",
-            got=published,
-            need="tied:<number> or ref:<number>",
-        )
+        need = "tied:<number> or ref:<number>"
+        raise DataError("the id does not say which prompt of Ties this is", where=where, field="id", got=published,
+                        need=need)  # fmt: skip
     return kind, int(number)
 
 

@@ -27,16 +27,14 @@ from treeward.evaluation.parts import Part, by_subset, combined, with_notes
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite, TiePolicy
 from treeward.evaluation.suites.rows import (
-    OneOf,
     Prompt,
-    assistant,
     data_files,
+    example,
+    one_of,
     read_as,
     repository_rows,
     with_distinct_ids,
 )
-
-__all__ = ["DIFFICULTIES", "DOMAINS", "STYLES", "RMBench", "style_matrix"]
 
 STYLES = ("concise", "detailed", "markdown")
 """From plain to fancy, the order of the completions in the data."""
@@ -65,7 +63,7 @@ class StyleRow(BaseModel):
     prompt: Prompt
     chosen: ThreeTexts
     rejected: ThreeTexts
-    domain: Annotated[str, OneOf(_SUBSETS, "domain of RM-Bench")]
+    domain: Annotated[str, one_of(*_SUBSETS)]
 
 
 def style_matrix(
@@ -92,7 +90,11 @@ class RMBench(Suite):
 
         In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it.
         """
-        totals = [] if source is None else [f for f in data_files(source) if _name(f).startswith("total_dataset")]
+        totals = (
+            []
+            if source is None
+            else [file for file in data_files(source) if os.path.basename(file).startswith("total_dataset")]
+        )
         rows = repository_rows(totals[0] if totals else source, self.hub_path, split=None)
         return with_distinct_ids([_example(row) for row in rows])
 
@@ -128,21 +130,11 @@ class RMBench(Suite):
         return style_matrix([scores[:3]], [scores[3:]], self.tie_policy)
 
 
-def _name(file: str) -> str:
-    return os.path.basename(file)
-
-
 def _example(row: Row) -> EvalExample:
     one = read_as(StyleRow, row)
-    return EvalExample(
-        id=f"{one.domain}/{one.id}",
-        subset=one.domain,
-        context=one.prompt,
-        completions=tuple(map(assistant, (*one.chosen, *one.rejected))),
-        ranks=(0, 0, 0, 1, 1, 1),
-        suite_data={"id": one.id, "styles": [*STYLES, *STYLES]},
-        where=row.where,
-    )
+    texts, styles = (*one.chosen, *one.rejected), [*STYLES, *STYLES]
+    ranks = (0, 0, 0, 1, 1, 1)
+    return example(row.where, f"{one.domain}/{one.id}", one.domain, one.prompt, texts, ranks, id=one.id, styles=styles)
 
 
 def _incomplete(count: int, domains: Mapping[str, Sequence[ScoredExample]]) -> str | None:

@@ -3,7 +3,7 @@
     class PairRow(BaseModel):
         prompt: Prompt
         chosen: str
-        subset: Annotated[str, OneOf(("chat", "code"), "subset of the suite")]
+        subset: Annotated[str, one_of("chat", "code")]
 
     for row in repository_rows(source, "allenai/reward-bench", split="filtered"):
         pair = read_as(PairRow, row)
@@ -18,20 +18,16 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, count
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ValidationError
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
-from treeward.config.base import nearest_name
-from treeward.data.preference import Message, check_messages
+from treeward.data.preference import check_messages
 from treeward.data.sources import KINDS, Row, file_suffix, read_file, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample
-
-__all__ = ["OneOf", "Prompt", "assistant", "data_files", "read_as", "repository_rows", "with_distinct_ids"]
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -90,46 +86,31 @@ def read_as(schema: type[Schema], row: Row) -> Schema:
         return schema.model_validate(row.values)
     except ValidationError as error:
         first = error.errors()[0]
-    name, *rest = (str(part) for part in first["loc"] if not str(part).startswith(("function-", "list[")))
-    field = name + "".join(f"[{part}]" if part.isdecimal() else "" for part in rest[:1])
-    if row.values.get(name) is None:
-        near = nearest_name(name, map(str, row.values))
-        raise DataError(
-            f"the row has no {name}",
-            where=row.where,
-            field=name,
-            got="null" if name in row.values else f"keys {sorted(map(str, row.values))}",
-            fix=f"is it {near}?" if near and near != name else "is this the data of another suite?",
-        )
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, DataError):  # of a validator here
-        fields = {"field": cause.field or field, "got": cause.got, "need": cause.need, "fix": cause.fix}
-        raise DataError(cause.summary, where=row.where, **{key: value for key, value in fields.items() if value})
-    raise DataError(f"{field} does not fit the suite's schema", where=row.where, field=field, got=first["input"],
-                    need=first["msg"].removeprefix("Input should be ").removeprefix("List should have "))  # fmt: skip
+    if isinstance(cause, DataError):  # of `check_messages`
+        raise DataError(cause.summary, where=row.where, field=cause.field, got=cause.got, need=cause.need)
+    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "list[")))
+    raise DataError(
+        f"the row's {field} does not fit the suite",
+        where=row.where,
+        field=field,
+        got=first["input"]
+        if row.values.get(field.split(".")[0]) is not None
+        else f"keys {sorted(map(str, row.values))}",
+        need=first["msg"],
+        fix="is this the data of another suite?",
+    )
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """One of `known`, whatever its case; `what` is the noun for the error."""
+def one_of(*known: str) -> AfterValidator:
+    """A text that is one of these."""
 
-    known: Sequence[str]
-    what: str
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"one of {', '.join(known)}")
+        return value
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._canonical, handler(source))
-
-    def _canonical(self, value: str) -> str:
-        found = next((name for name in self.known if name.lower() == value.lower()), None)
-        if found is None:
-            near = nearest_name(value, self.known)
-            raise DataError(
-                f"there is no such {self.what}",
-                got=value,
-                need=f"one of {', '.join(self.known)}",
-                fix=f"did you mean {near}?" if near else "evaluate data of your own as a preference file",
-            )
-        return found
+    return AfterValidator(check)
 
 
 def _messages(value: Any) -> Any:
@@ -143,19 +124,22 @@ Prompt = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages)]
 """A prompt: text, or a list of messages; read as messages."""
 
 
-def assistant(text: str) -> tuple[Message, ...]:
-    """A completion of one message."""
-    return ({"role": "assistant", "content": text},)
+def example(
+    where: str, name: str, subset: str, prompt: Any, texts: Sequence[str], ranks: Sequence[int], **suite_data: Any
+) -> EvalExample:
+    """An example whose completions are one message each."""
+    completions = tuple(({"role": "assistant", "content": text},) for text in texts)
+    return EvalExample(name, subset, prompt, completions, tuple(ranks), suite_data, where)
 
 
 def with_distinct_ids(examples: Sequence[EvalExample]) -> list[EvalExample]:
     """The same examples; the second of an id becomes `id#2`, and so on. The published id is in `suite_data`."""
-    given, taken = {example.id for example in examples}, set[str]()
+    given, taken = {one.id for one in examples}, set[str]()
     distinct = []
-    for example in examples:
-        name = example.id
+    for one in examples:
+        name = one.id
         if name in taken:
-            name = next(new for n in count(2) if (new := f"{example.id}#{n}") not in taken | given)
+            name = next(new for n in count(2) if (new := f"{one.id}#{n}") not in taken | given)
         taken.add(name)
-        distinct.append(replace(example, id=name))
+        distinct.append(replace(one, id=name))
     return distinct
