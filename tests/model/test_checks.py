@@ -175,12 +175,6 @@ def test_who_cannot_share_a_prefix_runs_as_rows_and_says_so_once(
     assert re.search(reason, record.getMessage())
 
 
-@pytest.mark.parametrize("family", ENCODERS)
-def test_encoders(family: str) -> None:
-    hf = tiny_model(family)
-    assert choose_layout(hf, "tree") == choose_layout(hf, "rows") == "encoder"
-
-
 @pytest.mark.parametrize("family", [*ROW_FAMILIES, *ENCODERS, "gemma2"])
 def test_rows_are_plain_rows_alone_and_in_a_crowd(family: str) -> None:
     """Scores and gradients through padded rows of very different lengths equal one row at a time."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +33,6 @@ from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check
 from treeward.scoring.diagnosis import diagnose
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.tree.token_tree import common_prefix_length
-
-logger = logging.getLogger(__name__)
 
 _OTHER_COMPLETION = "~"
 _MOST_PROMPTS = 4096
@@ -125,11 +122,12 @@ class Scorer:
         )
         contract = read_contract(model)
         own = None if contract is None else contract.rendering
+        limits = [max_length or (own.max_length if own else None), loaded.model.max_positions]
         renderer = Renderer(
             loaded.tokenizer,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs or (own.chat_template_kwargs if own else None),
-            max_length=_length_limit(max_length, own.max_length if own else None, loaded.model.max_positions),
+            max_length=min((limit for limit in limits if limit is not None), default=None),
             truncation=truncation or (own.truncation if own else "drop"),
         )
         if contract is not None and head_weights is None and [head.weight for head in contract.heads] != [1.0]:
@@ -193,16 +191,14 @@ class Scorer:
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
         """The second half of `score`: the tokens of `prepare` go through the model."""
         with_ids = [one for one in prepared if one.ids is not None]
-        values_SH = iter(
-            self._values([one.ids or [] for one in with_ids], [one.prompt_length for one in with_ids]).tolist()
-        )
-        scores = []
-        for one in prepared:
-            score = Score(None, one.num_tokens, one.truncated, error=one.error)
-            if one.ids is not None:
-                score = self._score(next(values_SH), one, on_error)
-            scores.append(score)
-        return scores
+        values_SH = self._values([one.ids or [] for one in with_ids], [one.prompt_length for one in with_ids])
+        remaining = iter(values_SH.tolist())
+        return [
+            Score(None, one.num_tokens, one.truncated, error=one.error)
+            if one.ids is None
+            else self._score(next(remaining), one, on_error)
+            for one in prepared
+        ]
 
     def score_completions(
         self,
@@ -285,15 +281,13 @@ class Scorer:
         return min(length, len(ids) - 1)
 
     def _score(self, values: list[float], one: Prepared, on_error: OnError) -> Score:
-        error = None
         try:
             check_finite(values, one.name, one.num_tokens)
-        except ModelError as problem:
+        except ModelError as error:
             if on_error == "raise":
                 raise
-            error = _one_line(problem)
-        score = self._combined(values) if error is None else None
-        return Score(score, one.num_tokens, one.truncated, heads=() if error else tuple(values), error=error)
+            return Score(None, one.num_tokens, one.truncated, error=_one_line(error))
+        return Score(self._combined(values), one.num_tokens, one.truncated, heads=tuple(values))
 
     def _combined(self, values: Sequence[float]) -> float:
         if self.head_weights is None:
@@ -371,16 +365,6 @@ def check_conversation(conversation: Conversation, name: str) -> Conversation:
             need="an assistant message at the end",
         )
     return messages
-
-
-def _length_limit(asked: int | None, of_contract: int | None, max_positions: int | None) -> int | None:
-    limit = asked if asked is not None else of_contract
-    if limit is None or max_positions is None or limit <= max_positions:
-        return max_positions if limit is None else limit
-    logger.warning(
-        "Conversations have at most %d tokens, not %d: the model has no more positions.", max_positions, limit
-    )
-    return max_positions
 
 
 def _head_weights(weights: Sequence[float] | Literal["mean"] | None, num_heads: int) -> tuple[float, ...] | None:
