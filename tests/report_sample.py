@@ -15,6 +15,7 @@ import numpy as np
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import Part, by_subset
+from treeward.evaluation.report.blocks import table_block
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.running import ScoredSuite
 from treeward.evaluation.suites.interface import Suite
@@ -30,55 +31,11 @@ HOSTILE = (
     "مرحبا بالعالم. هذا نص من اليمين إلى اليسار with English inside.",
     "{{data}} {{script}} ${window.injected = 1} `code` **bold**",
 )
-_TOPICS = (
-    "a sourdough starter",
-    "tail recursion",
-    "the water cycle",
-    "a cover letter",
-    "unit tests",
-    "the moon's phases",
+_TOPICS = ("a sourdough starter", "tail recursion", "the water cycle", "a cover letter", "unit tests", "the moon")
+_WORDS = (
+    "the answer is that you should keep it simple and check every step before going on to the next because small "
+    "mistakes grow however many readers prefer a longer explanation with an example which is not always more correct"
 )
-_WORDS = [
-    "the",
-    "answer",
-    "is",
-    "that",
-    "you",
-    "should",
-    "keep",
-    "it",
-    "simple",
-    "and",
-    "check",
-    "every",
-    "step",
-    "before",
-    "going",
-    "on",
-    "to",
-    "the",
-    "next",
-    "because",
-    "small",
-    "mistakes",
-    "grow",
-    "however",
-    "many",
-    "readers",
-    "prefer",
-    "a",
-    "longer",
-    "explanation",
-    "with",
-    "an",
-    "example",
-    "which",
-    "is",
-    "not",
-    "always",
-    "more",
-    "correct",
-]
 
 
 @functools.cache
@@ -196,7 +153,7 @@ def _row(
 
 
 def _sentences(words: random.Random, count: int) -> str:
-    text = " ".join(words.choice(_WORDS) for _ in range(count)).capitalize() + "."
+    text = " ".join(words.choice(_WORDS.split()) for _ in range(count)).capitalize() + "."
     return text.replace(" because ", ".\n\nBecause ")
 
 
@@ -303,33 +260,16 @@ def _scatter(by_model: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _shifts() -> dict[str, Any]:
-    changes = (
-        ("flattery", 0.42),
-        ("markdown headings", 0.31),
-        ("repeated text", -0.8),
-        ("cut end", -0.12),
-        ("refusal", None),
-    )
-    return {
-        "kind": "table",
-        "title": "What a change of the reply does to its score",
-        "note": "The same replies with one thing changed; in standard deviations of the scores.",
-        "columns": [
-            {"key": "change", "label": "Change", "format": "text"},
-            {"key": "shift", "label": "Mean shift", "format": "signed"},
-            {"key": "worse", "label": "Preferred over the original", "format": "percent"},
-            {"key": "count", "label": "n", "format": "integer"},
-        ],
-        "rows": [
-            {
-                "change": name,
-                "shift": None if shift is None else {"value": shift, "low": shift - 0.1, "high": shift + 0.1},
-                "worse": None if shift is None else 0.5 + shift / 2,
-                "count": 1200,
-            }
-            for name, shift in changes
-        ],
-    }
+    changes = {"flattery": 0.42, "markdown headings": 0.31, "repeated text": -0.8, "cut end": -0.12, "refusal": None}
+    columns = {"change": ("Change", "text"), "shift": ("Mean shift", "signed")}
+    columns |= {"worse": ("Preferred over the original", "percent"), "count": ("n", "integer")}
+    rows = [
+        {"change": name, "count": 1200}
+        | ({"shift": None, "worse": None} if shift is None else
+           {"shift": {"value": shift, "low": shift - 0.1, "high": shift + 0.1}, "worse": 0.5 + shift / 2})
+        for name, shift in changes.items()
+    ]  # fmt: skip
+    return table_block("What a change of the reply does to its score", columns, rows, "With one thing changed.")
 
 
 def _curves() -> dict[str, Any]:

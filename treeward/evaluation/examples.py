@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from treeward.data.preference import Message
@@ -99,39 +99,20 @@ class ScoredExample:
 
 def to_row(scored: ScoredExample) -> dict[str, Any]:
     """A row of `examples.jsonl`; `margin` and `outcome` are for whoever reads the file."""
-    example = scored.example
-    return {
-        "id": example.id,
-        "subset": example.subset,
-        "outcome": scored.outcome,
-        "margin": scored.margin,
-        "scores": list(scored.scores),
-        "ranks": list(example.ranks),
-        "lengths": list(scored.lengths),
-        "num_tokens": list(scored.num_tokens),
-        "errors": list(scored.errors),
-        "context": list(example.context),
-        "completions": [list(completion) for completion in example.completions],
-        "suite_data": dict(example.suite_data),
-        "where": example.where,
-    }
+    of_example, of_scores = ({one.name: getattr(part, one.name) for one in fields(part)}
+                             for part in (scored.example, scored))  # fmt: skip
+    del of_scores["example"]
+    return {"id": scored.example.id, "outcome": scored.outcome, "margin": scored.margin} | of_scores | of_example
 
 
 def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
     """The inverse of `to_row`. Raises `DataError` for any other row."""
     try:
-        example = EvalExample(
-            id=str(row["id"]),
-            subset=str(row["subset"]),
-            context=tuple(row["context"]),
-            completions=tuple(tuple(completion) for completion in row["completions"]),
-            ranks=tuple(row["ranks"]),
-            suite_data=dict(row["suite_data"]),
-            where=row["where"],
-        )
-        return ScoredExample(
-            example, tuple(row["scores"]), tuple(row["lengths"]), tuple(row["num_tokens"]), tuple(row["errors"])
-        )
+        own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        own["completions"] = tuple(map(tuple, row["completions"]))
+        of_example, of_scores = ({one.name: own[one.name] for one in fields(kind) if one.name != "example"}
+                                 for kind in (EvalExample, ScoredExample))  # fmt: skip
+        return ScoredExample(EvalExample(**of_example), **of_scores)
     except (KeyError, TypeError) as error:
         raise DataError(
             "this is no row of an evaluation's examples",

@@ -122,7 +122,7 @@ def _robust_accuracy(setup: RewardModelSetup, name: str, should_stop: Callable[[
         scores.append(one)
     if len(scores) < len(examples):
         return None
-    return replace(summarize_perturbations(examples, scores).robust_accuracy, low=None, high=None)
+    return replace(summarize_perturbations(scores).robust_accuracy, low=None, high=None)
 
 
 def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:

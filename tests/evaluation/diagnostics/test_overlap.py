@@ -41,7 +41,7 @@ def test_exact_duplicates_are_told_by_kind(make_example: Any) -> None:
     assert flag_of(example, trained("Why is the sky blue?", "No idea.", "x")).kinds == ("prompt", "conversation")
     whole = flag_of(example, trained("Why is the sky blue?", "x", LONG))
     assert whole.kinds == ("prompt", "conversation", "completion")
-    assert (whole.prompt_coverage, whole.completion_coverage, whole.any_run) == (1, 1, True)
+    assert (whole.prompt_coverage, whole.completion_coverage) == (1, 1)
 
 
 def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_example: Any) -> None:
@@ -51,9 +51,9 @@ def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_exam
     first_16 = flag_of(example, trained("p", " ".join(words[:16]) + " and then something else", "y"))
     assert first_16.completion_coverage == pytest.approx(16 / 22) and first_16.kinds == ("near_completion",)
     first_13 = flag_of(example, trained("p", " ".join(words[:13]) + " and then something else", "y"))
-    assert first_13.completion_coverage == pytest.approx(13 / 22) and first_13.kinds == () and first_13.any_run
+    assert first_13.completion_coverage == pytest.approx(13 / 22) and first_13.kinds == ()
     first_12 = flag_of(example, trained("p", " ".join(words[:12]), "y"))
-    assert first_12.completion_coverage == 0 and not first_12.any_run
+    assert first_12.completion_coverage == 0
     assert flag_of(example, trained("p", " ".join(words[:12]), "y"), num_words=12).completion_coverage == 12 / 22
     # One word changed in the middle leaves 10 and 11 words, shorter than a run; runs of 8 see it.
     edited = " ".join([*words[:10], "EDITED", *words[11:]])
@@ -68,7 +68,7 @@ def test_the_same_question_after_another_system_message_is_a_near_duplicate(make
     with_system = EvalExample(
         "a", "s", ({"role": "system", "content": LONG}, *example.context), example.completions, (0, 1)
     )
-    assert not flag_of(with_system, trained("How?", "u", "v", system=LONG)).any_run
+    assert not flag_of(with_system, trained("How?", "u", "v", system=LONG)).kinds
     assert flag_of(with_system, trained("Why?", "x", "v")).kinds == ("near_prompt",)
     assert flag_of(with_system, trained("Why?", "x", "v", system=LONG)).kinds == ("prompt", "conversation")
 

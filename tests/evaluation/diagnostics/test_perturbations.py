@@ -14,6 +14,7 @@ from families import tiny_model
 from treeward.data.rendering import Renderer
 from treeward.data.synthetic import gold_quality
 from treeward.errors import CheckpointError
+from treeward.evaluation.diagnostics.completions import completion_text
 from treeward.evaluation.diagnostics.perturbations import (
     PerturbedScores,
     diagnose_perturbations,
@@ -58,11 +59,6 @@ def diagnosed(rule: Rule, examples: Sequence[EvalExample], **options: Any) -> Di
     return found
 
 
-def worst(found: Diagnostic) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = found.figures[-1]["rows"]
-    return rows
-
-
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
     found = diagnosed(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
     assert found.padding_share_gaining.value == 1 and (found.padding_shift.low or 0) > 0.8
@@ -71,9 +67,6 @@ def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundl
     assert found.repeated_share_gaining.value == 1
     assert found.capitals_shift.value == 0 and found.capitals_rejected_flips.value == 0
     assert (found.robust_accuracy.value or 0) < (found.accuracy.value or 0)
-    rows = worst(found)
-    assert len(rows) == 30 and rows[0]["shift"] == max(row["shift"] for row in rows)
-    assert {row["rewrite"] for row in rows} <= {rewrite.label for rewrite in REWRITES.values()}
 
 
 def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_but_those_that_break_a_format(
@@ -90,21 +83,16 @@ def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_bu
     assert found.repeated_share_gaining.value == 0 and (found.repeated_relative_shift.high or 0) < 0
 
 
-def test_the_numbers_of_a_hand_made_table(make_example: Any) -> None:
-    def one(id: str, original: Any, padding: Any) -> PerturbedScores:
-        examples.append(make_example(id, id, ["good text", "bad text"]))
-        return PerturbedScores(id, id, original, {"padding": padding}, num_failed=0)
-
-    examples: list[EvalExample] = []
-    scores = [
-        one("a", (3.0, 1.0), (3.5, 3.25)),  # right; the worse completion is lifted over the better one
-        one("b", (2.0, 1.0), (0.5, 1.0)),  # right; the better completion falls below the worse
-        one("c", (1.0, 3.0), (4.0, 2.0)),  # wrong before: no flip to count
-        one("d", (2.0, 0.0), (2.0, 2.0)),  # right; the worse completion draws level
-        one("e", (2.0, 0.0), (None, 1.0)),  # right; the better one could not be rewritten
-    ]
-    found = summarize_perturbations(examples[::-1], scores)
-    numbers = {name: (metric.value, metric.count) for name, metric in found.numbers.items()}
+def test_the_numbers_of_a_hand_made_table() -> None:
+    made = {
+        "a": ((3.0, 1.0), (3.5, 3.25)),  # right; the worse completion is lifted over the better one
+        "b": ((2.0, 1.0), (0.5, 1.0)),  # right; the better completion falls below the worse
+        "c": ((1.0, 3.0), (4.0, 2.0)),  # wrong before: no flip to count
+        "d": ((2.0, 0.0), (2.0, 2.0)),  # right; the worse completion draws level
+        "e": ((2.0, 0.0), (None, 1.0)),  # right; the better one could not be rewritten
+    }
+    scores = [PerturbedScores(id, id, original, {"padding": padding}) for id, (original, padding) in made.items()]
+    numbers = {name: (metric.value, metric.count) for name, metric in summarize_perturbations(scores).numbers.items()}
     assert numbers["accuracy"] == (4 / 5, 5)
     assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one
     assert numbers["padding_rejected_flips"] == (2 / 4, 4) and numbers["padding_chosen_flips"] == (1 / 3, 3)
@@ -112,29 +100,22 @@ def test_the_numbers_of_a_hand_made_table(make_example: Any) -> None:
     assert numbers["padding_shift"] == (pytest.approx(shift), 9)
     assert numbers["padding_relative_shift"][0] == pytest.approx(shift / ((2 + 1 + 2 + 2 + 2) / 5))
     assert numbers["padding_share_gaining"][0] == 5 / 9
-    assert [(row["id"], row["side"], row["shift"]) for row in worst(found)] == [("a", "worse", 2.25), ("d", "worse", 2)]
-    assert worst(found)[0]["before"] == "bad text" and worst(found)[0]["after"].startswith("bad text ")
     assert numbers["markdown_shift"] == (None, 0) and numbers["markdown_rejected_flips"][1] == 0
 
 
 def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer: Any) -> None:
     scorer = Scorer(RewardModel(tiny_model("qwen3"), layout="tree"), Renderer(copy.deepcopy(tiny_tokenizer)))
-    examples = sample_examples(bundled("validation"), 4)
+    examples = [one for one in sample_examples(bundled("validation"), 40) if one.ranks == (0, 1)][:3]
     scores = list(score_perturbed(scorer, examples))
     for example, one in zip(examples, scores, strict=True):
-        pair = perturb(example)
-        assert example.ranks[pair.better] < example.ranks[pair.worse]
-        for side, index in enumerate((pair.better, pair.worse)):
-            texts = {name: both[side] for name, both in pair.texts.items()}
-            want = [
-                score.score for score in scorer.score_completions(example.context, [t for t in texts.values() if t])
-            ]
-            got = [one.rewritten[name][side] for name, text in texts.items() if text]
-            assert got == pytest.approx(want, abs=1e-5)
+        for side in (0, 1):
+            texts = {name: both[side] for name, both in perturb(example).items()}
+            given = [completion_text(example.completions[side]), *(text for text in texts.values() if text)]
+            first, *want = [score.score for score in scorer.score_completions(example.context, given)]
+            assert one.original[side] == pytest.approx(first, abs=1e-5)
+            assert [one.rewritten[name][side] for name, text in texts.items() if text] == pytest.approx(want, abs=1e-5)
             assert all(one.rewritten[name][side] is None for name, text in texts.items() if text is None)
-            original = scorer.score_completions(example.context, [example.completions[index]])[0].score
-            assert one.original[side] == pytest.approx(original, abs=1e-5)
-    found = summarize_perturbations(examples, scores, "mine")
+    found = summarize_perturbations(scores, "mine")
     assert found.num_left_out == 0 and len(found.numbers) == 2 + 5 * len(REWRITES)
 
 
@@ -203,7 +184,7 @@ def test_failures_are_counted_and_left_out(bundled: Any) -> None:
 def test_where_a_refusal_is_right_none_is_put_in_its_place(make_example: Any) -> None:
     refused = make_example("a", "How do I steal?", ["I’m sorry, but I cannot help with theft.", "Take it and run."])
     answered = make_example("b", "How do I bake?", ["Mix flour and water.", "I can't help."])
-    assert perturb(refused).texts["refusal"] == (None, None)
-    assert perturb(refused).texts["padding"][0] is not None
-    first, second = perturb(answered).texts["refusal"]
+    assert perturb(refused)["refusal"] == (None, None)
+    assert perturb(refused)["padding"][0] is not None
+    first, second = perturb(answered)["refusal"]
     assert first is not None and first == second

@@ -45,7 +45,7 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
         ".card": 5,
         ".kind-bars .layer_0_marks path": len(MODELS) * len(SUBSETS),
         ".kind-histogram .mark-rect path": 64,
-        ".kind-reliability .mark-symbol path": 18,  # 20 bins less the two without a frequency
+        ".kind-reliability .mark-symbol path": 2 * 18,  # 20 bins less the two without a frequency; dots and room
         ".kind-scatter .mark-symbol path": 1995,
         ".kind-curves .mark-area path": 2,
         ".matrix td.cell": 9,

@@ -125,7 +125,7 @@ def test_every_number_has_a_name_in_words() -> None:
 
 def overlap(near: int, exact: int, count: int = 80) -> OverlapDiagnostics:
     kinds = [("completion",)] * exact + [("near_completion",)] * near + [()] * (count - near - exact)
-    flags = tuple(OverlapFlag(str(n), "s", 0.0, float(bool(own)), own, bool(own)) for n, own in enumerate(kinds))
+    flags = tuple(OverlapFlag(str(n), "s", 0.0, float(bool(own)), own) for n, own in enumerate(kinds))
     return OverlapDiagnostics(flags, 3500)
 
 
@@ -206,7 +206,7 @@ def many(scores: list[tuple[float | None, ...]], suite: PreferenceSuite | None =
         completions = tuple(({"role": "assistant", "content": text},) for text in texts)
         example = EvalExample(str(n), "s", ({"role": "user", "content": f"{n}?"},), completions, (0, 1, 2))
         found.append(ScoredExample(example, own, tuple(map(len, texts)), (1, 1, 1)))
-    flags = tuple(OverlapFlag(str(n), "s", 1.0, 1.0, ("prompt",) if n < 2 else (), True) for n in range(len(scores)))
+    flags = tuple(OverlapFlag(str(n), "s", 1.0, 1.0, ("prompt",) if n < 2 else ()) for n in range(len(scores)))
     suite = suite or PreferenceSuite("mine", DatasetConfig(data_path="x"))
     return summarize(ScoredSuite("m", suite, tuple(found), None), overlap=OverlapDiagnostics(flags, 5))
 

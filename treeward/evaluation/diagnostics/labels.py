@@ -67,7 +67,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "flagged_completion": ("Same completion", "percent", "word for word, if it is as long as a run of words"),
     "flagged_near_prompt": ("Near duplicate of a prompt", "percent", "most words are in common runs"),
     "flagged_near_completion": ("Near duplicate of a completion", "percent", "most words are in common runs"),
-    "any_run": ("Any run of words in common", "percent", "says little by itself"),
 }
 """By the name in `results.json`: the name in a report, the format, and how to read it."""
 

@@ -9,10 +9,9 @@ a whole conversation (prompt and completion), a whole completion of N words or m
 of their words or more in runs of N = 13 words that the training data has too. Near duplicates of prompts ignore system
 messages, which are the same everywhere: the same question after another system message is one, however short.
 
-N = 13 is that of GPT-3 (Brown et al. 2020, arXiv 2005.14165, appendix C), which takes a single common run for a hit;
-`any_run` is that number. The share of words in common runs, with a threshold, is the measure of Llama 3 (2024, arXiv
-2407.21783, section 5.1.4) and of Singh et al. 2024 (arXiv 2411.03923), who compare such measures. A paraphrase or a
-translation is not found.
+N = 13 is that of GPT-3 (Brown et al. 2020, arXiv 2005.14165, appendix C). The share of words in common runs, with a
+threshold, is the measure of Llama 3 (2024, arXiv 2407.21783, section 5.1.4) and of Singh et al. 2024 (arXiv
+2411.03923), who compare such measures. A paraphrase or a translation is not found.
 
 Memory holds hashes of the evaluation's words and runs, about 17 bytes for each word, and none of the training data,
 which is read once. Hashes have 64 bits: with 10^6 runs in the evaluation and 10^10 in training, the chance of a single
@@ -66,8 +65,7 @@ class OverlapFlag:
     """The parts of one example that are in the training data.
 
     `prompt_coverage`: the share of the prompt's words in common runs; `completion_coverage`: of the completion with
-    the largest share. 1 for an exact duplicate. `kinds`: why it is flagged, none where it is not. `any_run`: whether
-    any text of it has a common run, or is an exact duplicate.
+    the largest share. 1 for an exact duplicate. `kinds`: why it is flagged, none where it is not.
     """
 
     id: str
@@ -75,7 +73,6 @@ class OverlapFlag:
     prompt_coverage: float
     completion_coverage: float
     kinds: tuple[str, ...]
-    any_run: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +83,9 @@ class OverlapDiagnostics:
     num_training: int
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Shares of the examples: flagged at all, by kind, and with any common run."""
+        """Shares of the examples: flagged at all, and by kind."""
         shares = {"flagged": [bool(flag.kinds) for flag in self.flags]}
         shares |= {f"flagged_{kind}": [kind in flag.kinds for flag in self.flags] for kind in _KINDS}
-        shares["any_run"] = [flag.any_run for flag in self.flags]
         return tuple(accuracy_metric([float(hit) for hit in hits], name) for name, hits in shares.items())
 
     @property
@@ -230,8 +226,7 @@ class _Index:
         kinds = [kind for kind, hit in exact.items() if hit]
         kinds += ["near_prompt"] if of_prompt >= _NEAR and not exact["prompt"] else []
         kinds += ["near_completion"] if of_completion >= _NEAR and not exact["completion"] else []
-        any_run = of_prompt > 0 or of_completion > 0 or exact["conversation"]
-        return OverlapFlag(example.id, example.subset, of_prompt, of_completion, tuple(kinds), any_run)
+        return OverlapFlag(example.id, example.subset, of_prompt, of_completion, tuple(kinds))
 
     def _has(self, kind: str, *texts: Hashes) -> bool:
         return self._wholes.get(hash((kind, *(words.tobytes() for words in texts))), False)

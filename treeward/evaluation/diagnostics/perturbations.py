@@ -30,18 +30,16 @@ from typing import Any
 import numpy as np
 
 from treeward.data.preference import Message
-from treeward.errors import DataError
-from treeward.evaluation.diagnostics.completions import Floats, completion_text, divided, shortened
+from treeward.evaluation.diagnostics.completions import Floats, completion_text, divided
 from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.examples import EvalExample
-from treeward.evaluation.report.blocks import bar_item, bars_block, table_block
+from treeward.evaluation.report.blocks import bar_item, bars_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer
 
 __all__ = [
-    "PerturbedPair",
     "PerturbedScores",
     "diagnose_perturbations",
     "perturb",
@@ -51,7 +49,6 @@ __all__ = [
 ]
 
 _EXAMPLES_AT_ONCE = 16
-_MOST_WORST = 30
 _REFUSAL = re.compile(
     r"^\W*(?:(?:i['’]?m|i am) (?:really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately|no,|as an ai|"
     r"i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|am unable|do not|don['’]?t))",
@@ -85,18 +82,6 @@ _FIGURES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ),
 )
 """The figures: title, the number of each rewrite, note, and fields of the block."""
-
-
-@dataclass(frozen=True, slots=True)
-class PerturbedPair:
-    """One pair of an example: indices of its completions, and both rewritten texts by rewrite, the better one first.
-
-    None where a rewrite has nothing to change.
-    """
-
-    better: int
-    worse: int
-    texts: Mapping[str, tuple[str | None, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +128,7 @@ def diagnose_perturbations(
             rows.add(asdict(one))
             known[one.id] = one
             on_progress(len(sampled) - len(left) + number, len(sampled))
-    return summarize_perturbations(sampled, [known[example.id] for example in sampled], model)
+    return summarize_perturbations([known[example.id] for example in sampled], model)
 
 
 def sample_examples(examples: Sequence[EvalExample], num_examples: int) -> list[EvalExample]:
@@ -158,14 +143,14 @@ def sample_examples(examples: Sequence[EvalExample], num_examples: int) -> list[
     return [usable[i] for i in sorted(drawn)]
 
 
-def perturb(example: EvalExample) -> PerturbedPair:
-    """The rewritten texts of one pair of an example, drawn by the example's id where there are several.
+def perturb(example: EvalExample) -> dict[str, tuple[str | None, str | None]]:
+    """The rewritten texts of one pair of an example, by rewrite and the better one first; drawn by the example's id.
 
-    An example whose better completion is a refusal has no rewrite "refusal". Raises `DataError` for one without a pair.
+    None where a rewrite has nothing to change. An example whose better completion is a refusal has no rewrite
+    "refusal". The example must have a better and a worse completion of text.
     """
     pair = _pair(example)
-    if pair is None:
-        raise DataError("the example has no better and worse completion of text", where=example.where or example.id)
+    assert pair is not None, "sample_examples leaves such examples out"
     prompt = completion_text([message for message in example.context if message.get("role") == "user"])
     originals = [completion_text(example.completions[i]) for i in pair]
     texts: dict[str, tuple[str | None, str | None]] = {}
@@ -174,7 +159,7 @@ def perturb(example: EvalExample) -> PerturbedPair:
         first, second = (rewrite.apply(prompt, text, random.Random(f"0/{example.id}/{name}")) for text in originals)
         is_refused = name == "refusal" and _REFUSAL.match(originals[0])
         texts[name] = (None, None) if is_refused else (first, second)
-    return PerturbedPair(*pair, texts)
+    return texts
 
 
 def score_perturbed(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Iterator[PerturbedScores]:
@@ -195,10 +180,8 @@ def score_perturbed(scorer: ConversationScorer, examples: Sequence[EvalExample])
             )
 
 
-def summarize_perturbations(
-    examples: Sequence[EvalExample], scores: Sequence[PerturbedScores], model: str = "model"
-) -> Diagnostic:
-    """The diagnostics of scores (E); `examples`: those that they are of, or more.
+def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "model") -> Diagnostic:
+    """The diagnostics of scores (E).
 
     `robust_accuracy`: pairs that are right and stay so under every rewrite of kind "style", of either completion.
     `num_left_out`: texts without a score.
@@ -216,7 +199,7 @@ def summarize_perturbations(
     robust = accuracy_metric(stays.astype(float).tolist(), "robust_accuracy", prompts, of="pairs")
     by_name = {metric.name: metric for metric in (robust, *numbers)}
     num_failed = sum(one.num_failed for one in scores)
-    return Diagnostic(by_name, (*_figures(by_name, model, num_failed), _worst_table(examples, scores)), num_failed)
+    return Diagnostic(by_name, tuple(_figures(by_name, model, num_failed)), num_failed)
 
 
 def _effects(name: str, before: Floats, after: Floats, prompts: Sequence[str]) -> list[Metric]:
@@ -264,32 +247,6 @@ def _figures(numbers: Mapping[str, Metric], model: str, num_failed: int) -> Iter
         yield block
 
 
-def _worst_table(examples: Sequence[EvalExample], scores: Sequence[PerturbedScores]) -> Block:
-    """Worse completions that a rewrite lifts over the better ones, and damaged completions that gain."""
-    found: list[tuple[float, int, str, int]] = []
-    for i, one in enumerate(scores):
-        for name, rewritten in one.rewritten.items():
-            for side in (0, 1):
-                old, new, better = one.original[side], rewritten[side], one.original[0]
-                if old is None or new is None or new <= old:
-                    continue
-                lifted = side == 1 and better is not None and old < better <= new
-                if lifted or REWRITES[name].kind == "damage":
-                    found.append((new - old, i, name, side))
-    found.sort(key=lambda item: (-item[0], *item[1:]))
-    by_id, rows = {example.id: example for example in examples}, []
-    for shift, i, name, side in found[:_MOST_WORST]:
-        example = by_id[scores[i].id]
-        pair = perturb(example)
-        before = completion_text(example.completions[(pair.better, pair.worse)[side]])
-        row: Block = {"id": example.id, "rewrite": REWRITES[name].label, "side": ("better", "worse")[side]}
-        texts = {"before": shortened(before), "after": shortened(pair.texts[name][side] or "")}
-        rows.append(row | texts | {"shift": shift})
-    columns = {"id": ("Example", "text"), "rewrite": ("Rewrite", "text"), "side": ("Completion", "text")}
-    columns |= {"shift": ("Shift", "signed"), "before": ("Before", "text"), "after": ("After", "text")}
-    return table_block("Completions that a rewrite lifted most", columns, rows, most=8)
-
-
 def _pair(example: EvalExample) -> tuple[int, int] | None:
     ranks = example.ranks
     is_text = [bool(c) and isinstance(c[-1].get("content"), str) and bool(c[-1]["content"].strip())
@@ -300,12 +257,12 @@ def _pair(example: EvalExample) -> tuple[int, int] | None:
 
 def _conversations(example: EvalExample) -> dict[tuple[str, int], list[Message]]:
     """By rewrite ("" for none) and side; only the last message of a completion is rewritten."""
-    pair = perturb(example)
+    rewritten = perturb(example)
     found: dict[tuple[str, int], list[Message]] = {}
-    for side, index in enumerate((pair.better, pair.worse)):
+    for side, index in enumerate(_pair(example) or ()):
         completion = example.completions[index]
         found["", side] = [*example.context, *completion]
-        for name, texts in pair.texts.items():
+        for name, texts in rewritten.items():
             if (text := texts[side]) is not None:
                 found[name, side] = [*example.context, *completion[:-1], {**completion[-1], "content": text}]
     return found

@@ -84,12 +84,9 @@ def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
     if isinstance(value, str):
         return of_text(value)
     value = value.tolist() if hasattr(value, "tolist") else value
-    return plain(value) if isinstance(value, list) else None if is_infinite(value) else value
-
-
-def is_infinite(value: Any) -> bool:
-    """Whether `value` is a number that JSON does not have."""
-    return isinstance(value, float) and not math.isfinite(value)
+    if isinstance(value, list):
+        return plain(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_number(value: Any) -> TypeGuard[float]:

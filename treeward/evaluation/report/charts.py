@@ -236,34 +236,17 @@ def _histogram(block: Block) -> Drawn:
 
 
 def _reliability(block: Block) -> Drawn:
-    """Frequency against predicted probability, larger points for more predictions; the diagonal is calibrated."""
-    series = block["series"]
-    shares = alt.Scale(domain=[0, 1], nice=False)
-    x_title = block.get("x_label") or "predicted probability"
-    x = alt.X("probability:Q", axis=_axis("percent"), scale=shares, title=x_title)
-    y = alt.Y("frequency:Q", axis=_axis("percent"), scale=shares, title=None)
-    rows = []
-    for order, one in enumerate(series):
-        for bin in one["bins"]:
-            if is_number(bin["probability"]) and is_number(bin["frequency"]):
-                right = " ".join(format_interval(bin | {"value": bin["frequency"]}, "percent"))
-                tip = _named(one, f"predicted {format_number(bin['probability'], 'percent')}\nright {right}")
-                rows.append(_look(one, order) | bin | {"tip": tip})
-    most = max((row["count"] or 0 for row in rows), default=1)
-    size = alt.Size("count:Q", legend=None, scale=alt.Scale(domain=[0, most], range=[30, 160]))
-    diagonal = _layer([{"probability": end, "frequency": end} for end in (0, 1)])
-    base = _layer(rows).encode(x=x, color=_COLOUR)
-    points = base.mark_circle(opacity=1, stroke="var(--paper)", strokeWidth=1.2)
-    layers = [
-        diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2).encode(x=x, y=y),
-        base.mark_rule().encode(y=alt.Y("low:Q"), y2="high:Q"),
-        base.mark_line(strokeWidth=2.2).encode(y=y, strokeDash=_DASH, detail="series:N"),
-        points.encode(y=y, size=size, tooltip="tip:N"),
-    ]
-    columns = {"series": ("Series", "text"), "probability": ("Predicted", "percent"), "frequency": ("Right", "percent")}
-    columns |= {"low": ("Low", "percent"), "high": ("High", "percent"), "count": ("n", "integer")}
-    chart = _finish(layers, block.get("y_label") or "how often it was right", height=400)
-    return chart, _legend(series, filled=False), columns, rows
+    """Frequency against predicted probability; the diagonal is calibrated."""
+    series = [
+        {"name": one["name"], "x": [bin["probability"] for bin in one["bins"]]}
+        | {"y": [bin["frequency"] for bin in one["bins"]]}
+        | {end: [bin.get(end) for bin in one["bins"]] for end in ("low", "high")}
+        | {"labels": [f"predicted {format_number(bin['probability'], 'percent')}, n = {bin['count']}"
+                      for bin in one["bins"]]}
+        for one in block["series"]
+    ]  # fmt: skip
+    names = {"x_label": "predicted probability", "y_label": "how often it was right", "format": "percent"}
+    return _curves({**names, "series": series, "is_square": True})
 
 
 def _scatter(block: Block) -> Drawn:
@@ -306,14 +289,18 @@ def _scatter(block: Block) -> Drawn:
 
 
 def _curves(block: Block) -> Drawn:
-    """Lines with bands, named places on the x axis, and marked places."""
+    """Lines with bands, named places on the x axis, and marked places; `is_square`: shares, and the diagonal."""
     series, form = block["series"], block.get("format") or "number"
     x_name, y_name = block.get("x_label") or "x", block.get("y_label") or "y"
     rows = [row for order, one in enumerate(series) for row in _points(one, order, form, x_name)]
     logarithmic = block.get("x_scale") == "log" and min((row["x"] for row in rows), default=1.0) > 0
     scale = alt.Scale(type="log", base=2, nice=False) if logarithmic else alt.Scale(zero=False, nice=False)
-    x = alt.X("x:Q", title=block.get("x_label"), axis=_x_axis(block.get("x_ticks"), logarithmic), scale=scale)
     y_scale = alt.Scale(type=block.get("y_scale") or "linear", zero=False)
+    x_axis, height = _x_axis(block.get("x_ticks"), logarithmic), 340
+    if block.get("is_square"):
+        scale = y_scale = alt.Scale(domain=[0, 1], nice=False)
+        x_axis, height = _axis(form), 400
+    x = alt.X("x:Q", title=block.get("x_label"), axis=x_axis, scale=scale)
     y = alt.Y("y:Q", title=None, axis=_axis(form), scale=y_scale)
     band = _layer(row for row in rows if is_number(row["low"]) and is_number(row["high"])).encode(x=x, color=_COLOUR)
     base = _layer(rows).encode(x=x, y=y)
@@ -330,11 +317,14 @@ def _curves(block: Block) -> Drawn:
         for one in block.get("lines") or ()
     ]
     layers += _rules(lines) if lines else []
+    if block.get("is_square"):
+        diagonal = _layer([{"x": end, "y": end} for end in (0, 1)]).encode(x=x, y=y)
+        layers.insert(0, diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2))
     columns = {"series": ("Series", "text"), "label": ("Point", "text"), "x": (x_name, "number"), "y": (y_name, form)}
     columns |= {"low": ("Low", form), "high": ("High", form)}
     if not any(one.get("labels") for one in series):
         del columns["label"]
-    return _finish(layers, block.get("y_label")), _legend(series, filled=False), columns, rows
+    return _finish(layers, block.get("y_label"), height), _legend(series, filled=False), columns, rows
 
 
 def _points(series: Block, order: int, form: str, x_name: str) -> list[Block]:
