@@ -31,10 +31,7 @@ export function formatNumber(value, digits = 3) {
   return (value < 0 && /[1-9]/.test(text) ? "\u2212" : "") + text;
 }
 
-export function formatShare(value) {
-  if (value > 0.999 && value < 1) return "> 99.9%";
-  return value < 0.001 && value > 0 ? "< 0.1%" : `${(value * 100).toFixed(1)}%`;
-}
+export const formatShare = (value) => `${(value * 100).toFixed(value > 0.999 || value < 0.001 ? 3 : 1)}%`;
 
 export function swatch(index) {
   const line = s("line", { class: "line", x1: 0, x2: 22, y1: 6, y2: 6, "stroke-dasharray": dashOf(index) });

@@ -5,10 +5,9 @@ import { showScores } from "./results.js";
 import { showTraces } from "./trace.js";
 
 const ROLES = ["system", "user", "assistant", "tool", "developer"];
-const THEMES = ["system", "light", "dark"];
 const state = empty();
 let served = [];
-let scored = null; // the last scores: {body, model, contract, data, traces}
+let scored = null; // the last scores: {body, data}
 let running = null;
 
 const say = (text) => (byId("status").textContent = text);
@@ -68,7 +67,6 @@ function add(list, message) {
 
 function complain(error) {
   if (error.name === "AbortError") return;
-  if (!(error instanceof Trouble)) console.error(error);
   byId("trouble").textContent = error.message;
   byId("trouble").scrollIntoView({ block: "nearest" });
   if (error.status !== 401) return;
@@ -112,8 +110,8 @@ async function score() {
     const body = JSON.parse(written());
     const blank = state.completions.map(isEmpty);
     const model = chosen();
-    const { data, contract, model: name } = await ask("v1/rewards", { ...body, on_error: "mask" }, turn.signal);
-    scored = { body, model: name, contract, data, traces: [] };
+    const { data } = await ask("v1/rewards", { ...body, on_error: "mask" }, turn.signal);
+    scored = { body, data };
     for (const [id, isHidden] of [["results", false], ["stale", true], ["trace", true]]) byId(id).hidden = isHidden;
     byId("before-shaping").hidden = !model?.shaped;
     say(showScores(data, model, blank));
@@ -127,21 +125,15 @@ async function score() {
   }
 }
 
-// A completion without a score or a text has no trace; the reason of any other is told once.
-async function traceAll(body, blank, turn) {
-  const wanted = [...scored.data.keys()].filter((index) => isNumber(scored.data[index].score) && !blank[index]);
-  const results = await Promise.allSettled(wanted.map(async (index) => {
-    const { completions, ...shared } = body;
-    const { points, tokens } = await ask("v1/rewards/trace", { ...shared, completion: completions[index], max_points: 128 }, turn.signal);
-    return { index, points, tokens };
+// A completion without a score or a text has no trace.
+async function traceAll({ completions, ...shared }, blank, turn) {
+  const wanted = [...completions.keys()].filter((index) => isNumber(scored.data[index].score) && !blank[index]);
+  const traces = await Promise.all(wanted.map(async (index) => {
+    const body = { ...shared, completion: completions[index], max_points: 128 };
+    return { index, ...(await ask("v1/rewards/trace", body, turn.signal)) };
   }));
   if (turn !== running) return;
-  const problems = results.map((result, i) => result.reason && `${nameOf(wanted[i])}: ${result.reason.message}`);
-  byId("trace-status").textContent = problems.filter(Boolean).join(" ");
-  const traces = results.filter((result) => result.value).map((result) => result.value);
-  scored.traces = traces.map(({ index, points, tokens }) => ({ index, points, tokens }));
   byId("trace").hidden = !wanted.length;
-  byId("plot").hidden = !traces.length;
   showTraces(traces);
 }
 
@@ -151,25 +143,8 @@ async function copy(text, done) {
     await navigator.clipboard.writeText(text);
     say(done);
   } catch {
-    say("The browser does not let this page copy: here is the text.");
-    byId("link-field").hidden = false;
-    byId("link").value = text;
-    byId("link").select();
+    prompt("The browser does not let this page copy: here is the text.", text);
   }
-}
-
-function copyLink() {
-  history.replaceState(null, "", location.pathname + location.search + toFragment(state));
-  copy(location.href, "The link is copied. Whoever opens it, and reaches this server, sees the same text.");
-}
-
-function download() {
-  const { body, ...results } = scored ?? {};
-  const isCurrent = JSON.stringify(body) === written();
-  const content = JSON.stringify({ ...asBody(state), ...(isCurrent && { results }) }, null, 2);
-  const url = URL.createObjectURL(new Blob([content], { type: "application/json" }));
-  h("a", { href: url, download: "playground.json" }).click();
-  say(`The text${isCurrent ? " and its scores are" : " is"} downloaded as playground.json.`);
 }
 
 function openLink() {
@@ -183,23 +158,15 @@ function openLink() {
   }
 }
 
-function usePasted(event) {
-  event.preventDefault();
+// A conversation as JSON, pasted anywhere, is read; any other text is pasted as usual.
+function paste(event) {
   try {
-    const { context, completions, model } = fromText(byId("paste-text").value);
+    const { context, completions, model } = fromText(event.clipboardData.getData("text"));
     load({ model: model ?? state.model, context, completions: completions.length ? completions : state.completions });
+    event.preventDefault();
     showModels();
-    byId("paste-dialog").close();
     say(`${plural(context.length, "turn")} and ${plural(completions.length, "completion")} were read.`);
-  } catch (error) {
-    byId("paste-trouble").textContent = error.message;
-  }
-}
-
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  byId("theme").textContent = `Theme: ${name}`;
-  sessionStorage.setItem("treeward-theme", name);
+  } catch { /* another text */ }
 }
 
 function listen() {
@@ -207,14 +174,12 @@ function listen() {
   on("add-context", () => add("context", { role: state.context.at(-1)?.role === "user" ? "assistant" : "user", content: "" }));
   on("add-completions", () => add("completions", completionOf("")));
   on("score", score);
-  on("copy-link", copyLink);
+  on("copy-link", () => {
+    history.replaceState(null, "", location.pathname + location.search + toFragment(state));
+    copy(location.href, "The link is copied. Whoever opens it, and reaches this server, sees the same text.");
+  });
   on("copy-json", () => copy(JSON.stringify(asBody(state), null, 2), "Copied as JSON; it is a body for POST /v1/rewards."));
-  on("download", download);
   on("clear", () => confirm("Clear the conversation and its completions?") && load({ ...empty(), model: state.model }));
-  on("paste", () => byId("paste-dialog").showModal());
-  on("paste-cancel", () => byId("paste-dialog").close());
-  on("paste-form", usePasted, "submit");
-  on("theme", () => setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % 3]));
   on("model", (event) => {
     state.model = event.target.value;
     showModels();
@@ -227,13 +192,13 @@ function listen() {
     loadModels();
   }, "submit");
   addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !byId("paste-dialog").open) score();
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) score();
   });
+  addEventListener("paste", paste);
   addEventListener("hashchange", () => openLink() && score());
 }
 
 async function start() {
-  setTheme(sessionStorage.getItem("treeward-theme") ?? "system");
   listen();
   const draft = sessionStorage.getItem("treeward-draft");
   const isShared = openLink();

@@ -1,10 +1,9 @@
-// The score over the tokens: a chart with a cursor, the texts shaded, and the same as tables.
+// The score over the tokens: a chart with a cursor, and the texts shaded.
 import { byId, colourOf, dashOf, formatNumber, h, nameOf, s, swatch } from "./elements.js";
 
 const HEIGHT = 300;
 const TOP = 26;
 const BOTTOM = HEIGHT - 44;
-const MOST_ROWS = 600;
 let observer = null;
 
 // White space that would not be seen by itself.
@@ -18,7 +17,6 @@ const pointAt = (trace, token) => (token > trace.tokens.length ? -1 : trace.poin
 export function showTraces(traces) {
   observer?.disconnect();
   byId("tip").hidden = true;
-  byId("tables").replaceChildren(...traces.map(table));
   byId("legend").replaceChildren(...traces.map((trace) => h("li", {}, swatch(trace.index), ` ${nameOf(trace.index)}`)));
   const last = Math.max(1, ...traces.map((trace) => trace.tokens.length));
   byId("texts").replaceChildren(...traces.map((trace) => shaded(trace, traces)));
@@ -100,14 +98,6 @@ function shaded(trace, traces) {
   });
   const words = h("div", { class: "words", dir: "auto", tabindex: "0", role: "region", "aria-label": `Text of ${nameOf(trace.index).toLowerCase()}, shaded`, onpointerleave: () => choose(traces, null) }, trace.spans);
   return h("article", { class: `text ${colourOf(trace.index)}` }, h("h3", {}, nameOf(trace.index)), words);
-}
-
-function table(trace) {
-  const row = (point, at) => [point.tokens, visible(textOf(trace, at)), formatNumber(point.score), at ? formatNumber(changeOf(trace, at)) : "\u2013"];
-  return h("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": `${nameOf(trace.index)}: the score over the tokens` },
-    h("table", {}, h("caption", {}, nameOf(trace.index)),
-      h("thead", {}, h("tr", {}, ["token", "text", "score", "change"].map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, trace.points.slice(0, MOST_ROWS).map((point, at) => h("tr", {}, row(point, at).map((text, i) => h("td", { class: i === 1 ? "piece" : "numeric" }, String(text))))))));
 }
 
 // Round numbers within [low, high], about `count` of them.
