@@ -1,13 +1,13 @@
-"""RLHF in seven minutes on two cores: a policy is warmed up, then optimised against the quickstart's reward model.
+"""RLHF in seven minutes on two cores: a policy is fine-tuned, then optimised against the quickstart's reward model.
 
 python examples/rlhf_demo.py
 
 The bundled data's true quality ("gold") is known and never trained on, so it shows what each run really does:
 
-    close     KL to the warm start costs: near the answers that it was trained on the reward model is right
+    close     KL to the fine-tuned policy costs: near the completions of its training the reward model is right
     hacked    no KL: the policy finds what the reward model likes besides quality, and the alarm says so
-    cured     no KL either: the worst of three reward models that have also seen answers to other questions, less what
-              an answer is too long
+    cured     no KL either: the worst of three reward models that have also seen completions of other prompts, less what
+              a completion is too long
 
 It may be run again: what is finished is not done again, and a run that was stopped goes on.
 """
@@ -31,10 +31,10 @@ from treeward.tables import Column, results_table
 
 CONFIGS = Path(__file__).parent / "configs"
 RESULTS, LOGS = Path("results/rlhf_demo"), Path("logs/rlhf_demo")
-WARM_START, REPORT = RESULTS / "warm_start", RESULTS / "report.html"
+SFT, REPORT = RESULTS / "sft", RESULTS / "report.html"
 REWARD_MODEL = Path("results/quickstart/final")
 MEMBERS = [RESULTS / f"reward_model_{seed}" for seed in range(3)]
-WARM_EPOCHS = 10
+SFT_EPOCHS = 10
 SHORTER: list[str] = []
 SHORTER_TRAINING: list[str] = []
 """Overrides of the runs of optimisation, and of training, by which a test makes this a matter of seconds."""
@@ -73,7 +73,7 @@ COLUMNS = [
 
 
 def run() -> int:
-    steps: list[Callable[[], int]] = [reward_models, warm_policy]
+    steps: list[Callable[[], int]] = [reward_models, fine_tuned_policy]
     steps += [
         lambda name=name, overrides=overrides: optimise(name, overrides)  # type: ignore[misc]
         for name, overrides in RUNS.items()
@@ -85,7 +85,7 @@ def run() -> int:
     runs = [RLRun.read(name, LOGS / name) for name in RUNS]
     write_rl_report(runs, REPORT, title="RLHF on the bundled data")
     sys.stdout.write(f"\n{results_table([row for one in runs for row in summary(one)], COLUMNS)}\n")
-    sys.stdout.write(f"\nAll three, with sample answers over time:  {REPORT}\n")
+    sys.stdout.write(f"\nAll three, with sample completions over time:  {REPORT}\n")
     return 0
 
 
@@ -99,7 +99,7 @@ def reward_models() -> int:
 
 
 def train_member(train: list[str], seed: int, member: Path) -> int:
-    """A reward model that also sees, for each question, a good answer to another one as the worst of all.
+    """A reward model that also sees, for each prompt, a good completion of another one as the worst of all.
 
     It is calibrated, so that its scores can be compared with those of the others.
     """
@@ -124,9 +124,9 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
     return code
 
 
-def warm_policy() -> int:
-    """A policy that imitates all answers of the training data, good and bad."""
-    if WARM_START.is_dir():
+def fine_tuned_policy() -> int:
+    """A policy that imitates all completions of the training data, good and bad."""
+    if SFT.is_dir():
         return 0
     stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="train"))
     tokenizer = train_tokenizer(texts_of([stream]), vocab_size=1024)
@@ -140,12 +140,12 @@ def warm_policy() -> int:
 
     def tell(step: int, total: int, loss: float) -> None:
         if step % 50 == 0 or step == total:
-            logging.getLogger("treeward").info("warm start: step %d/%d  loss %.3f", step, total, loss)
+            logging.getLogger("treeward").info("sft: step %d/%d  loss %.3f", step, total, loss)
 
-    sft(policy, groups, num_epochs=WARM_EPOCHS, learning_rate=4e-3, groups_per_step=64, seed=0, on_step=tell)
-    making = WARM_START.with_name("warm_start.making")
+    sft(policy, groups, num_epochs=SFT_EPOCHS, learning_rate=4e-3, groups_per_step=64, seed=0, on_step=tell)
+    making = SFT.with_name("sft.making")
     export_policy(policy, tokenizer, making, chat_template=renderer.chat_template)
-    making.rename(WARM_START)
+    making.rename(SFT)
     return 0
 
 

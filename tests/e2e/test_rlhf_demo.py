@@ -18,7 +18,7 @@ def test_the_demo_makes_everything_it_needs_and_reports(
     demo = runpy.run_path(str(DEMO), run_name="demo")
     run = demo["run"]
     quick = {
-        "WARM_EPOCHS": 1,
+        "SFT_EPOCHS": 1,
         "SHORTER": ["grpo.max_num_steps=2", "grpo.max_val_samples=8", "policy.generation.max_new_tokens=16"],
         "SHORTER_TRAINING": ["rm.max_num_steps=4", "rm.val_period=4", "checkpointing.save_period=4"],
     }
@@ -31,6 +31,6 @@ def test_the_demo_makes_everything_it_needs_and_reports(
     ]
     page = (tmp_path / "results/rlhf_demo/report.html").read_text(encoding="utf-8")
     assert all(name in page for name in ("close", "hacked", "cured"))
-    made = (tmp_path / "results/rlhf_demo/warm_start/model.safetensors").stat().st_mtime_ns
+    made = (tmp_path / "results/rlhf_demo/sft/model.safetensors").stat().st_mtime_ns
     assert run() == 0  # again: what is done stands
-    assert (tmp_path / "results/rlhf_demo/warm_start/model.safetensors").stat().st_mtime_ns == made
+    assert (tmp_path / "results/rlhf_demo/sft/model.safetensors").stat().st_mtime_ns == made

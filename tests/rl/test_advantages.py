@@ -69,12 +69,6 @@ def test_it_is_the_formula(config: GRPOConfig, given_rewards: Tensor) -> None:
             assert float(got[p, g]) == pytest.approx(want, abs=1e-6)
 
 
-def test_the_only_good_completion_is_not_blown_up() -> None:
-    """With the std of the others its advantage would be of the order 1 / floor."""
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1e-4]])
-    assert float(advantages(rewards, GRPOConfig(use_leave_one_out_baseline=True)).abs().max()) < 3
-
-
 def test_a_large_offset_does_not_swallow_the_differences() -> None:
     small = torch.tensor([[0.0, 0.0625, 0.5, 1.0, 0.125]])
     for config in ALL:
@@ -87,12 +81,6 @@ def test_equal_rewards_teach_exactly_nothing(value: float, size: int, config: GR
     rewards = torch.full((2, size), value, dtype=torch.float64)
     tiny = config.model_copy(update={"advantage_std_floor": 1e-12})
     assert torch.equal(advantages(rewards, tiny), torch.zeros(2, size))
-
-
-def test_without_rewards(given_rewards: Tensor) -> None:
-    for config in ALL:
-        assert not advantages(given_rewards.fill_(torch.nan), config).any()
-        assert advantages(torch.zeros(0, 0), config).shape == (0, 0)
 
 
 def test_informative_groups(given_rewards: Tensor) -> None:

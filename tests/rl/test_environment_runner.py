@@ -9,12 +9,10 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from signed import write_signed_model
 from torch import Tensor
 
 from treeward.config.grpo_run import GRPORunConfig
@@ -29,7 +27,6 @@ from treeward.rl.environment_runner import (
 )
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.scoring.score import Score
-from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
 SOON, NEVER = 0.05, 60.0
@@ -166,17 +163,6 @@ def test_one_environment_as_it_is() -> None:
     }
 
 
-def test_what_an_environment_does_to_its_samples_stays_with_it() -> None:
-    def spoil(text: str, info: Mapping[str, Any]) -> float:
-        info["tests"].append("spoilt")
-        return float(len(info["tests"]))
-
-    one = group("a", "b", tests=["x"])
-    runner = EnvironmentRunner({"a": Toy(spoil, "a"), "b": Toy(spoil, "b")}, {"a": 1.0, "b": 10.0})
-    assert rows(runner.reward([one]).rewards_PG) == [[22, 22]]
-    assert one.prompt.info == {"tests": ["x"]}
-
-
 def test_raw_is_before_shaping_and_not_a_number_where_nothing_is_known() -> None:
     judgements: dict[str, Reward] = {
         "shaped": Reward(0.5, Score(8.0)),
@@ -231,13 +217,6 @@ def test_mixtures(missing: Any, last: float | None) -> None:
     assert metrics_of(found)["a/num_failed"] == 0 and metrics_of(found)["b/num_failed"] == 3
     assert metrics_of(found)["b/mean_reward"] == -1
     assert reasons_of(found) == ({} if missing == "renormalise" else {"b: it cannot say": 3})
-
-
-def test_a_sum_that_float32_cannot_hold() -> None:
-    runner = EnvironmentRunner({"a": Toy(lambda *_: 3e38, "a"), "b": Toy(lambda *_: 3e38, "b")}, {"a": 1.0, "b": 1.0})
-    found = runner.reward([group("x", "y")])
-    assert rows(found.rewards_PG) == [[None, None]]
-    assert reasons_of(found) == {"the reward is 6e+38": 2}
 
 
 def test_each_prompt_may_choose() -> None:
@@ -309,8 +288,6 @@ def test_validation_and_gold_leave_the_state() -> None:
     assert runner.state_dict() == {"counting": {"count": 4}} and gold.count == 0
     shared = EnvironmentRunner({"counting": counting}, {"counting": 1.0}, gold=counting)
     assert rows(shared.gold([group("a")])) == [[4]] and counting.count == 4
-    with pytest.raises(ConfigError, match="no gold environment"):
-        EnvironmentRunner({"counting": counting}, {"counting": 1.0}).gold(groups)
 
 
 def test_the_state_of_a_run_that_goes_on() -> None:
@@ -320,9 +297,8 @@ def test_the_state_of_a_run_that_goes_on() -> None:
     second = EnvironmentRunner({"counting": Counting(), "toy": Toy(length)}, {"counting": 1.0})
     second.load_state_dict(state)
     assert rows(second.reward([group("a", "b")]).rewards_PG) == [[5, 5]] and state["counting"] == {"count": 3}
-    with pytest.raises(CheckpointError, match="not the state of these environments"):
-        second.load_state_dict({"counting": {"count": 1}})
-    assert second.shutdown() and second.shutdown()
+    second.shutdown()
+    second.shutdown()
 
 
 def values(runner: EnvironmentRunner, *texts: str, timeout: float) -> list[float | None]:
@@ -342,39 +318,6 @@ def test_late_completions_are_dropped_and_undone(hanging: Counting, caplog: pyte
     assert values(runner, "d", timeout=NEVER) == [3]  # after the late one, of which nothing is left
     assert hanging.calls == 3 and hanging.most_at_once == 1
     assert runner.state_dict() == {"hanging": {"count": 3}} == {"hanging": hanging.state_dict()}
-
-
-def test_a_question_that_was_given_up_before_it_began_is_never_asked(hanging: Counting) -> None:
-    runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0})
-    values(runner, "wait", timeout=SOON)
-    assert hanging.begun.wait(NEVER)
-    assert values(runner, "b", timeout=SOON) == [None]
-    hanging.go.set()
-    assert values(runner, "c", timeout=NEVER) == [1]
-    assert hanging.calls == 2
-
-
-def test_the_others_keep_their_rewards(hanging: Counting) -> None:
-    quick = Counting()
-    runner = EnvironmentRunner({"hanging": hanging, "quick": quick}, {"hanging": 1.0}, timeout_seconds=1.0)
-    chosen = CompletionGroup(
-        Prompt(({"role": "user", "content": "?"},), {"environment": "quick"}), (1,), group("x").completions
-    )
-    found = runner.reward([group("wait"), chosen])
-    assert found.rewards_PG.isfinite().tolist() == [[False], [True]] and found.rewards_PG[1].tolist() == [1]
-    assert metrics_of(found)["hanging_env/num_failed"] == 1 and metrics_of(found)["quick_env/num_failed"] == 0
-    assert len(found.failures) == 1
-    assert runner.state_dict() == {"hanging": {"count": 0}, "quick": {"count": 1}}
-
-
-def test_a_state_that_is_loaded_meanwhile_is_what_it_goes_on_from(hanging: Counting) -> None:
-    runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0})
-    values(runner, "wait", timeout=SOON)
-    assert hanging.begun.wait(NEVER)
-    runner.load_state_dict({"hanging": {"count": 40}})
-    assert runner.state_dict() == {"hanging": {"count": 40}}
-    hanging.go.set()
-    assert values(runner, "a", timeout=NEVER) == [41] and not hanging.loaded_meanwhile
 
 
 PATH = f"{__name__}.Lengths"
@@ -397,11 +340,12 @@ def test_only_what_is_used_is_made() -> None:
     }
     choosing = group("x", environment="chosen")
     runner = made(section, [choosing], environments={"here": 2.0}, gold_environment="length")
-    assert Lengths.made == 3 and runner.names == ("here", "chosen") and runner.timeout_seconds == 600
+    assert Lengths.made == 3 and runner.timeout_seconds == 600
     found = runner.reward([group("abc"), choosing])
     assert rows(found.rewards_PG) == [[6], [1]] and rows(runner.gold([group("abc")])) == [[3]]
     assert metrics_of(found)["here_env/num_samples"] == 1
-    assert runner.shutdown() and Lengths.shut == 3
+    runner.shutdown()
+    assert Lengths.shut == 3
     with pytest.raises(ConfigError, match="cannot be made"):
         made(section, environments={"here": 1.0, "other": 1.0})
     assert Lengths.made == Lengths.shut == 4
@@ -411,7 +355,7 @@ def test_only_what_is_used_is_made() -> None:
     ("choice", "grpo", "message"),
     [
         (None, {}, "chooses no environment"),
-        ("b", {"environments": ["a"], "gold_environment": "b"}, "rewarded by the gold environment"),
+        ("b", {"environments": ["a"], "gold_environment": "b"}, "rewarded by grpo.gold_environment"),
         ({"a": -1.0, "b": 1.0}, {"environments": ["a"], "missing_rewards": "renormalise"}, "cannot be renormalised"),
     ],
 )
@@ -421,79 +365,3 @@ def test_a_prompt_that_cannot_be_rewarded_is_named(choice: Any, grpo: dict[str, 
             {"a": {"type": PATH}, "b": {"type": PATH}}, [group("x", environment=choice, where="rows.jsonl:12")], **grpo
         )
     assert caught.value.where == "rows.jsonl:12"
-
-
-def test_nemo_rls_section_of_mathematics() -> None:
-    section = {"math": {"num_workers": 1, "math_verify_impl": "hf_math_verify", "stop_strings": None}}
-    runner = made(section)
-    half = group(r"So it is \boxed{0.5}.", "It is 2.", "I do not know.", ground_truth="1/2")
-    found = runner.reward([half, group("7", "8", "9", ground_truth="8", environment="math")])
-    assert rows(found.rewards_PG) == [[1, 0, 0], [0, 1, 0]]
-    assert metrics_of(found)["math_env/component/correct"] == pytest.approx(1 / 3)
-    assert reasons_of(runner.reward([group("7")])) == {"math: the sample has no ground_truth or expected_answer": 1}
-    runner.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_signed_model(tmp_path_factory.mktemp("rewarding") / "model", tiny_tokenizer, seed=3, max_length=160)
-
-
-COMPLETIONS = [group("Bread.", "Bread, and a little salt.", "No."), group("Well...", "word " * 300, "Good morning!")]
-
-
-def scores(model: Path) -> list[list[float | None]]:
-    scorer = Scorer.load(str(model), device="cpu", dtype=torch.float32)
-    return [[one.score for one in scorer.score(each.conversations, on_error="mask")] for each in COMPLETIONS]
-
-
-def assert_close(got: Tensor, want: Sequence[Sequence[float | None]]) -> None:
-    flat = [math.nan if value is None else value for row in want for value in row]
-    assert got.flatten().tolist() == pytest.approx(flat, abs=CLOSE, nan_ok=True)
-
-
-def test_a_reward_model_gives_the_scorers_numbers(model: Path) -> None:
-    shaping = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.25}
-    section = {"reward_model": {"model_name": str(model), "precision": "float32", "reward_shaping": shaping}}
-    runner = made(section)
-    found = runner.reward(COMPLETIONS)
-    want = scores(model)
-    assert want[1][1] is None  # too long
-    assert_close(found.raw_PG, want)
-    assert_close(found.rewards_PG, [[None if s is None else (s - 0.5) / 0.25 for s in row] for row in want])
-    assert found.rewards_PG.isfinite().tolist() == [[True] * 3, [True, False, True]]
-    assert metrics_of(found)["reward_model_env/num_failed"] == 1 and len(found.failures) == 1
-    assert runner.shutdown()
-
-
-def test_a_ray_actor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray = pytest.importorskip("ray")
-    started = not ray.is_initialized()
-    if started:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    try:
-        running = {"normalize_rewards": True, "running": True}
-        own = {"model_name": str(model), "precision": "float32", "cpus_per_replica": 0.5, "reward_shaping": running}
-        section = {"reward_model": own, "shape": {"type": "rules", "rule": "regex", "pattern": "[.]$"}}
-        weights = {"reward_model": 1.0, "shape": 0.5}
-        here = made(section, environments=weights)
-        there = made(section, environments=weights, environments_on_ray=["reward_model"])
-        want, found = here.reward(COMPLETIONS), there.reward(COMPLETIONS)
-        assert_close(found.rewards_PG, want.rewards_PG.tolist())
-        assert_close(found.raw_PG, want.raw_PG.tolist())
-        assert metrics_of(found) == pytest.approx(dict(metrics_of(want)), abs=1e-4)
-        assert there.state_dict()["reward_model"]["reward_shaping"]["running"]["count"] == 5
-        state = there.state_dict()
-        there.reward(COMPLETIONS)
-        there.load_state_dict(state)
-        assert_close(there.reward(COMPLETIONS).rewards_PG, here.reward(COMPLETIONS).rewards_PG.tolist())
-        kept = there.state_dict()
-        ray.kill(there._workers["reward_model"].environment._handle)  # type: ignore[union-attr]
-        with pytest.raises(ModelError, match="actor of the environment is gone"):
-            there.reward(COMPLETIONS)
-        assert there.state_dict() == kept  # with which the run can be saved
-        there.shutdown()
-    finally:
-        if started:
-            ray.shutdown()

@@ -11,16 +11,14 @@ import torch
 from families import ROW_FAMILIES, VOCABULARY, config_of, randomise
 from templates import TEMPLATES, byte_bpe, family_renderer
 from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
-from transformers import GenerationConfig as PlainConfig
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.generation import (
     CompletionReader,
-    Generator,
     LocalGenerator,
     end_ids_of,
     template_end_ids,
@@ -77,10 +75,10 @@ def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer
     )
 
 
-FAMILIES = ["llama", "qwen2_window", "mistral", "gemma2", "gemma3", "gpt2", "gpt_oss", "deepseek_v3", "bloom", "mamba"]
+FAMILIES = ["llama", "qwen2_window", "gemma2", "gpt2", "gpt_oss", "mamba"]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family: str, tiny_tokenizer: Any) -> None:
     """Also with windows shorter than the sequences, with states instead of caches, and with prompts that are padded."""
     policy = policy_of(family)
@@ -90,7 +88,7 @@ def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family:
         assert_log_probs(policy, groups, temperature)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "mamba"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_it_samples_in_the_precision_of_training(family: str, tiny_tokenizer: Any) -> None:
     policy = policy_of(family)
     policy.layout = "rows"  # whose attention is that of sampling: in bfloat16 another one rounds otherwise
@@ -112,18 +110,6 @@ def test_it_samples_in_the_precision_of_training(family: str, tiny_tokenizer: An
         assert float(own.mean()) < 0.7 * float(exact.mean())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_the_most_probable_tokens_are_those_of_transformers(family: str, tiny_tokenizer: Any) -> None:
-    policy = policy_of(family)
-    groups = make(policy, tiny_tokenizer, top_k=1, end_ids=[0]).generate(PROMPTS, IDS, num_completions=2, seed=0)
-    assert_log_probs(policy, groups)
-    settings = PlainConfig(do_sample=False, max_new_tokens=12, eos_token_id=0, pad_token_id=1)
-    for ids, group in zip(IDS, groups, strict=True):
-        with policy.plain_attention():
-            want = policy.hf.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist()
-        assert [list(completion.token_ids) for completion in group.completions] == [want, want]
-
-
 def test_a_seed_determines_the_completions_and_nothing_else_does(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     generator = make(policy, tiny_tokenizer)
     first = generator.generate(PROMPTS, IDS, num_completions=3, seed=3)
@@ -139,7 +125,7 @@ def test_a_seed_determines_the_completions_and_nothing_else_does(policy: PolicyM
     assert same[0].completions[0].token_ids == tokens[0] != same[1].completions[0].token_ids
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 5, 1000])
+@pytest.mark.parametrize("batch_size", [1, 4, 1000])
 def test_the_batch_changes_nothing(policy: PolicyModel, tiny_tokenizer: Any, batch_size: int) -> None:
     prompts, ids = PROMPTS + PROMPTS[:2], [*IDS, [20] * 90, [21, 22]]
     want = make(policy, tiny_tokenizer, batch_size=7).generate(prompts, ids, num_completions=3, seed=5)
@@ -154,7 +140,7 @@ def test_the_batch_changes_nothing(policy: PolicyModel, tiny_tokenizer: Any, bat
 def test_tokens_come_as_often_as_they_should(
     policy: PolicyModel, tiny_tokenizer: Any, temperature: float, top_k: Any, top_p: Any
 ) -> None:
-    count = 6000
+    count = 3000
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": 1, "batch_size": count}
     groups = make(policy, tiny_tokenizer, **settings).generate(PROMPTS[:1], IDS[:1], num_completions=count, seed=0)
     with torch.no_grad():
@@ -234,14 +220,6 @@ def test_logits_that_are_not_finite_are_an_error(tiny_tokenizer: Any) -> None:
         make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=2, seed=0)
 
 
-def test_no_prompts(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    generator: Generator = make(policy, tiny_tokenizer)
-    generator.load_weights(policy, 1)
-    assert generator.metrics() == {}
-    assert generator.generate([], [], num_completions=2, seed=0) == []
-    generator.close()
-
-
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -286,8 +264,3 @@ def test_a_template_that_ends_a_completion_with_plain_text_is_told(caplog: pytes
         assert not caplog.records
         assert template_end_ids(Renderer(byte_bpe(), chat_template=each.format(end="\\n### End\\n"))) == []
     assert "'### End'" in caplog.text and "stop_strings" in caplog.text
-
-
-def test_a_model_and_tokenizer_without_an_end(policy: PolicyModel, tiny_tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="where a completion ends"):
-        LocalGenerator(policy, tiny_tokenizer, GenerationConfig(), end_ids=[])

@@ -69,9 +69,7 @@ def uninterrupted(
 @pytest.mark.parametrize(
     ("path", "count", "saved"),
     [
-        ("/v1/completions", 3, 0),
         ("/v1/completions", 9, 1),
-        ("/collective_rpc", 1, 0),  # the first weights
         ("/collective_rpc", 4, 3),  # after the update of step 3
         ("/v1/completions", 13, 2),  # in the validation after step 2
     ],
@@ -89,13 +87,17 @@ def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
     vllm, _ = server
     vllm.asked, vllm.policy = 0, None
     vllm.dies_in, vllm.dies_at = path, count
-    with pytest.raises(GenerationError, match="generator has failed|does not load the weights"):
+    with pytest.raises(GenerationError, match="generator has failed"):
         start()
     there = [folder.name for folder in (tmp_path / "checkpoints").glob("step_*")]
     assert there == ([f"step_{saved}"] if saved else [])
     vllm.dies_at, vllm.policy = None, None  # a new server, without the weights
     assert start().step == 4
     assert result_of(tmp_path) == uninterrupted
+    # The trainer finds the same log-probabilities: the weights are those of the step, and not of one before.
+    lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
+    assert len(lines) == 4
+    assert all(line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for line in lines)
 
 
 def test_completions_that_came_as_text_are_counted_for_each_step(
@@ -116,13 +118,3 @@ def test_completions_that_came_as_text_are_counted_for_each_step(
     lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
     counts = [(line["train/num_retokenized"], line["train/num_retokenized_apart"]) for line in lines]
     assert counts == [(16, 12)] * 4
-
-
-def test_the_server_samples_from_the_weights_of_each_step(
-    start: Callable[..., GRPOOutcome], server: tuple[Dying, str], tmp_path: Path
-) -> None:
-    assert start().step == 4
-    lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
-    # The trainer finds the same log-probabilities: the weights are those of the step, and not of one before.
-    assert all(line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for line in lines)
-    assert len(lines) == 4 and all(line["timing/train/weight_sync"] >= 0 for line in lines)

@@ -157,22 +157,6 @@ def test_what_needs_the_generator() -> None:
     assert not needs_generator(PolicyLossConfig(use_on_policy_kl_approximation=True, kl_in_reward=True))
 
 
-def test_sums_of_micro_batches_are_those_of_the_batch() -> None:
-    new, old, reference, _ = batch(2)
-    for by_token in (True, False):
-        settings = PolicyLossConfig(token_level_loss=by_token)
-        total, whole = policy_loss(new, old, reference, ADVANTAGES, MASK, settings)
-        parts = [
-            policy_loss(
-                new[s : s + 1], old[s : s + 1], reference[s : s + 1], ADVANTAGES[s : s + 1], MASK[s : s + 1], settings
-            )
-            for s in range(4)
-        ]
-        assert float(total) == pytest.approx(sum(float(part) for part, _ in parts), abs=1e-5)
-        assert whole.kl_sum == pytest.approx(sum(sums.kl_sum for _, sums in parts), abs=1e-5)
-        assert whole.clipped == sum(sums.clipped for _, sums in parts)
-
-
 def test_estimators_of_the_divergence() -> None:
     """Averaged over what the policy samples, k1 and k3 are the divergence; k2 is near it where it is small."""
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from treeward.errors import ModelError
-from treeward.rl.advantages import shaped_rewards
 from treeward.rl.rollouts import Rollouts, collect, sampling_seed
 from treeward.rl.setup import GRPOSetup
 
@@ -111,11 +109,3 @@ def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., 
     scaling = "{enabled: true, source_min: 0, source_max: 0.5, target_min: -1, target_max: 1}"
     scaled = collect(opened(*ENDS, f"grpo.reward_scaling={scaling}"), step=0, drawn=0)
     assert torch.allclose(scaled.rewards_PG, found.rewards_PG.clamp(0, 0.5) * 4 - 1, atol=1e-6)
-
-
-def test_no_reward_stays_none(opened: Callable[..., GRPOSetup]) -> None:
-    shaping = "grpo.reward_shaping={enabled: true, overlong_buffer_length: 2}"
-    run = opened("grpo.truncated=penalty", shaping, "grpo.reward_scaling={enabled: true}")
-    groups = collect(run, step=0, drawn=0).groups
-    nothing = torch.full((4, 4), math.nan)
-    assert shaped_rewards(run.config, groups, nothing).isnan().all()

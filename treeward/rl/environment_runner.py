@@ -48,7 +48,6 @@ CHOICE = "environment"
 _LARGEST = torch.finfo(torch.float32).max
 _SHUTDOWN_SECONDS = 60.0
 
-Missing = Literal["mask", "renormalise"]
 Place = tuple[int, int]
 """Prompt and place in its group."""
 Result = TypeVar("Result")
@@ -70,9 +69,9 @@ class GroupRewards:
 class EnvironmentRunner:
     """Runs `environments`, by name; they are its own: nobody else calls them or changes their state.
 
-    `weights`: for prompts that choose none; may be empty where every prompt does. `missing`: the reward of a completion
-    that one of several environments could not reward: none (`mask`), or the sum of the others, scaled up
-    (`renormalise`). `timeout_seconds`: for a step; None: no limit.
+    `weights`: for prompts that choose none; may be empty where every prompt does. `gold`: for watching alone.
+    `missing`: the reward of a completion that one of several environments could not reward: none (`mask`), or the sum
+    of the others, scaled up (`renormalise`). `timeout_seconds`: for a step; None: no limit.
     """
 
     def __init__(
@@ -82,22 +81,17 @@ class EnvironmentRunner:
         *,
         gold: Environment | None = None,
         timeout_seconds: float | None = None,
-        missing: Missing = "mask",
+        missing: Literal["mask", "renormalise"] = "mask",
     ) -> None:
         self.timeout_seconds, self.missing = timeout_seconds, missing
         self._workers = {name: _Worker(name, environment) for name, environment in environments.items()}
         self._default = dict(weights)
-        same = (self._workers[name] for name, environment in environments.items() if environment is gold)
-        self._gold = None if gold is None else next(same, None) or _Worker("gold", gold)
+        same = [self._workers[name] for name, environment in environments.items() if environment is gold]
+        self._gold = None if gold is None else (same or [_Worker("gold", gold)])[0]
         names = [environment.name for environment in environments.values()]
         self._labels = {
             name: one.name if names.count(one.name) == 1 else f"{name}_env" for name, one in environments.items()
         }
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The environments that a prompt may choose."""
-        return tuple(self._workers)
 
     @property
     def has_gold(self) -> bool:
@@ -119,48 +113,54 @@ class EnvironmentRunner:
         for name, chosen in places.items():
             for place, reward in zip(chosen, found[name], strict=True):
                 parts[place][name] = reward
-        by_environment = {self._labels[name]: found[name] for name in places}
-        return self._summed(groups, weights_P, parts, by_environment)
+        rewards_PG, raw_PG = torch.full((2, *batch_shape(groups)), torch.nan)
+        failures: list[tuple[str, str]] = []
+        for (p, g), of_place in sorted(parts.items()):
+            reward = _finite(weighted_sum(of_place, weights_P[p], missing=self.missing))
+            before = {name: Reward(one.raw, error="") for name, one in of_place.items()}
+            raw = weighted_sum(before, weights_P[p], missing=self.missing).value
+            raw_PG[p, g] = math.nan if raw is None else raw
+            if reward.value is None:
+                failures.append((reward.error or "", f"{groups[p].prompt.where or f'prompt {p}'}, completion {g}"))
+            else:
+                rewards_PG[p, g] = reward.value
+        if failures:
+            said = failure_summary(failures)
+            logger.warning("%d of %d completions have no reward: %s", len(failures), rewards_PG.numel(), said)
+        return GroupRewards(rewards_PG, raw_PG, {self._labels[name]: found[name] for name in places}, failures)
 
     def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         """Rewards of the gold environment, float32 (P, G), NaN where it gives none; its state does not change.
 
-        Raises `ConfigError` where there is none, and what `reward` raises.
+        Raises what `reward` raises.
         """
-        if self._gold is None:
-            raise ConfigError("there is no gold environment", field="gold_environment", got=None, need="a name")
+        assert self._gold is not None
         places = [(p, g) for p, group in enumerate(groups) for g in range(len(group.completions))]
         found = self._run({self._gold: places}, groups, update=False)[self._gold.name]
         missing = [reward.error for reward in found if reward.value is None]
         if missing:
             logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(found), missing[0])
-        return _tensor([reward.value for reward in found], groups)
+        values = [math.nan if reward.value is None else reward.value for reward in found]
+        return torch.tensor(values, dtype=torch.float32).reshape(batch_shape(groups))
 
     def state_dict(self) -> dict[str, Any]:
         """By name, the state of each environment after the last step that succeeded."""
         return {name: copy.deepcopy(worker.state) for name, worker in self._workers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. Raises `CheckpointError` for that of other environments."""
-        if state.keys() != self._workers.keys():
-            raise CheckpointError(
-                "this is not the state of these environments",
-                got=", ".join(map(str, state)) or "none",
-                need=", ".join(self._workers) or "none",
-                fix="resume with the environments that the run was started with",
-            )
+        """Go on from `state_dict`: each step begins by loading it. `state` has the same environments: a run of others
+        is another run."""
         for name, worker in self._workers.items():
-            worker.load(state[name])
+            worker.state = copy.deepcopy(dict(state[name]))
 
-    def shutdown(self) -> bool:
-        """Free the models, workers and connections of the environments; False where one fails to. Safe to repeat."""
+    def shutdown(self) -> None:
+        """Free the models, workers and connections of the environments. Safe to repeat."""
         workers = {id(worker): worker for worker in (*self._workers.values(), self._gold) if worker is not None}
         futures = {worker.name: _in_thread(worker.environment.shutdown) for worker in workers.values()}
         wait(futures.values(), timeout=_SHUTDOWN_SECONDS)
         for name, future in futures.items():
             if not future.done() or future.exception() is not None:
                 logger.warning("%s did not shut down: %s", name, future.exception() if future.done() else "it hangs")
-        return all(one.done() and one.exception() is None and one.result() for one in futures.values())
 
     def _run(
         self, chosen: Mapping[_Worker, Sequence[Place]], groups: Sequence[CompletionGroup], *, update: bool
@@ -171,55 +171,29 @@ class EnvironmentRunner:
         found: dict[str, list[Reward]] = {}
         states: dict[_Worker, dict[str, Any]] = {}
         for worker, future in futures.items():
-            count = len(chosen[worker])
-            if not future.done():
+            count, error = len(chosen[worker]), future.exception() if future.done() else None
+            if isinstance(error, ConfigError | ModelError | CheckpointError):
+                raise error
+            if not future.done() or error is not None:
                 future.cancel()
-                found[worker.name] = self._failed(worker, count, f"no rewards within {self.timeout_seconds:g} seconds")
-            elif (error := future.exception()) is not None:
-                if isinstance(error, ConfigError | ModelError | CheckpointError):
-                    raise error
-                found[worker.name] = self._failed(worker, count, f"it raised {type(error).__name__}: {error}", error)
-            else:
-                rewards, states[worker] = future.result()
-                if len(rewards) != count:
-                    raise ConfigError(
-                        "the environment does not give one reward for each sample",
-                        where=worker.name,
-                        got=f"{len(rewards)} rewards for {count} samples",
-                        need="as many of one as of the other, in order",
-                    )
-                found[worker.name] = [_finite(reward) for reward in rewards]
+                reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else ""
+                reason = reason or f"it raised {type(error).__name__}: {error}"
+                logger.warning("%s has no rewards in this step: %s", worker.name, reason, exc_info=error)
+                found[worker.name] = [Reward(None, error=reason)] * count
+                continue
+            rewards, states[worker] = future.result()
+            if len(rewards) != count:
+                raise ConfigError(
+                    "the environment does not give one reward for each sample",
+                    where=worker.name,
+                    got=f"{len(rewards)} rewards for {count} samples",
+                    need="as many of one as of the other, in order",
+                )
+            found[worker.name] = [_finite(reward) for reward in rewards]
         if update:
             for worker, state in states.items():
                 worker.state = state
         return found
-
-    def _failed(self, worker: _Worker, count: int, reason: str, error: BaseException | None = None) -> list[Reward]:
-        logger.warning("%s has no rewards in this step: %s", worker.name, reason, exc_info=error)
-        return [Reward(None, error=reason)] * count
-
-    def _summed(
-        self,
-        groups: Sequence[CompletionGroup],
-        weights_P: Sequence[Mapping[str, float]],
-        parts: Mapping[Place, Mapping[str, Reward]],
-        by_environment: Mapping[str, Sequence[Reward]],
-    ) -> GroupRewards:
-        values: list[float | None] = []
-        raws: list[float | None] = []
-        failures: list[tuple[str, str]] = []
-        for p, group in enumerate(groups):
-            for g in range(len(group.completions)):
-                reward = _finite(weighted_sum(parts[p, g], weights_P[p], missing=self.missing))
-                before = {name: Reward(one.raw, error="") for name, one in parts[p, g].items()}
-                values.append(reward.value)
-                raws.append(weighted_sum(before, weights_P[p], missing=self.missing).value)
-                if reward.value is None:
-                    failures.append((reward.error or "", f"{group.prompt.where or f'prompt {p}'}, completion {g}"))
-        if failures:
-            said = failure_summary(failures)
-            logger.warning("%d of %d completions have no reward: %s", len(failures), len(values), said)
-        return GroupRewards(_tensor(values, groups), _tensor(raws, groups), by_environment, failures)
 
 
 class _Worker:
@@ -237,7 +211,6 @@ class _Worker:
 
         A step that took too long still runs in its thread: the next one waits for it, within its own time.
         """
-        before = self._last
 
         def step() -> tuple[list[Reward], dict[str, Any]]:
             if self.state:
@@ -245,13 +218,8 @@ class _Worker:
             reward = self.environment.rewards if update else self.environment.evaluation_rewards
             return reward(conversations, infos), copy.deepcopy(self.environment.state_dict())
 
-        self._last = _in_thread(step, after=before)
+        self._last = _in_thread(step, after=self._last)
         return self._last
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        if self._last is None or self._last.done():
-            self.environment.load_state_dict(copy.deepcopy(dict(state)))
-        self.state = copy.deepcopy(dict(state))
 
 
 def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
@@ -264,24 +232,24 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     grpo, default = config.grpo, config.default_environments
     used = dict.fromkeys((*default, *config.named_environments))
     for prompt in prompts:
-        used |= dict.fromkeys(_checked(prompt, default, grpo))
-    sections = sections_of(config.env)
-    everything = [*used, *(() if grpo.gold_environment is None else (grpo.gold_environment,))]
+        _check_choice(prompt, default, grpo)
+        used |= dict.fromkeys(_choice(prompt))
+    sections, gold = sections_of(config.env), grpo.gold_environment
     made: dict[str, Environment] = {}
     try:
-        for name in everything:
+        for name in (*used, *(() if gold is None else (gold,))):
             made[name] = make_named(name, sections[name], on_ray=name in grpo.environments_on_ray)
-        return EnvironmentRunner(
-            {name: made[name] for name in used},
-            default,
-            gold=None if grpo.gold_environment is None else made[grpo.gold_environment],
-            timeout_seconds=grpo.environment_timeout_seconds,
-            missing=grpo.missing_rewards,
-        )
     except BaseException:
         for environment in made.values():
             environment.shutdown()
         raise
+    return EnvironmentRunner(
+        {name: made[name] for name in used},
+        default,
+        gold=None if gold is None else made[gold],
+        timeout_seconds=grpo.environment_timeout_seconds,
+        missing=grpo.missing_rewards,
+    )
 
 
 def environment_metrics(by_environment: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
@@ -333,22 +301,18 @@ def _choice(prompt: Prompt) -> dict[str, float]:
     return {chosen: 1.0} if isinstance(chosen, str) else dict(chosen)
 
 
-def _checked(prompt: Prompt, default: Mapping[str, float], grpo: GRPOConfig) -> dict[str, float]:
-    """The prompt's choice; reading the data has checked that its environments exist, and their weights."""
-    chosen = _choice(prompt)
-    gold, weights = grpo.gold_environment, chosen or default
-    renormalises = grpo.missing_rewards == "renormalise"
-    for is_wrong, summary, got, need in (
-        (not weights, "the prompt chooses no environment, and there is no default", "nothing",
-         "a name; or a default, in grpo.environments or data.env_name"),
-        (gold in chosen, "a prompt is rewarded by the gold environment, which then could not show over-optimisation",
-         gold, "another environment than grpo.gold_environment"),
-        (renormalises and min(weights.values(), default=1.0) <= 0, "an environment's weight cannot be renormalised",
-         weights, "weights above 0, for grpo.missing_rewards: renormalise"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise DataError(summary, where=prompt.where, field=CHOICE, got=got, need=need)
-    return chosen
+def _check_choice(prompt: Prompt, default: Mapping[str, float], grpo: GRPOConfig) -> None:
+    """Reading the data has checked that the environments of a prompt exist, and their weights."""
+    weights, gold = _choice(prompt) or default, grpo.gold_environment
+    if not weights:
+        summary = "the prompt chooses no environment, and there is no default (grpo.environments, data.env_name)"
+    elif gold in _choice(prompt):
+        summary = "a prompt is rewarded by grpo.gold_environment, which then could not show over-optimisation"
+    elif grpo.missing_rewards == "renormalise" and min(weights.values()) <= 0:
+        summary = "an environment's weight cannot be renormalised (grpo.missing_rewards): it must be above 0"
+    else:
+        return
+    raise DataError(summary, where=prompt.where, field=CHOICE, got=dict(weights))
 
 
 def _samples(
@@ -370,9 +334,3 @@ def _finite(reward: Reward) -> Reward:
         said = "no reward" if value is None else f"the reward is {value}"
         return replace(reward, value=None, error=reward.error or said)
     return reward
-
-
-def _tensor(values: Sequence[float | None], groups: Sequence[CompletionGroup]) -> Tensor:
-    """Float32 (P, G), NaN for None."""
-    numbers = [math.nan if value is None else value for value in values]
-    return torch.tensor(numbers, dtype=torch.float32).reshape(batch_shape(groups))

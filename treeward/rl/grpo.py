@@ -13,18 +13,17 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
-from treeward.errors import ConfigError, TreewardError
+from treeward.errors import TreewardError
 from treeward.model.lora import has_adapters, save_adapters
 from treeward.rl.advantages import advantages
 from treeward.rl.experience import completion_lengths
@@ -36,7 +35,7 @@ from treeward.rl.setup import ADAPTER_FOLDER, GRPOSetup, set_up
 from treeward.rl.validation import ranking_remark, validate
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
-from treeward.training.loop import Outcome, StepMetrics, Validation, start
+from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.state import RunState
 from treeward.training.step_file import StepFile
 from treeward.training.stopping import StopRequest
@@ -64,42 +63,22 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
 
     Raises a `TreewardError` for what the user can mend.
     """
-    if not isinstance(config, GRPORunConfig):
-        raise ConfigError(
-            "grpo takes a configuration that is loaded",
-            got=config,
-            need="what load_grpo_config returns",
-            fix='write grpo(load_grpo_config("grpo.yaml"))',
-        )
     check_packages(config)
-
-    def assemble(checkpoint: Checkpoint | None, show_progress: bool) -> GRPORun:
-        return GRPORun(set_up(config, checkpoint, show_progress))
 
     metric = config.ranking_metric
     ranked_by = None if metric is None else f"validation/{metric}"
-    outcome = start(config, config.grpo, assemble, ranked_by=ranked_by, show_progress=show_progress)
+    outcome = start(
+        config,
+        config.grpo,
+        lambda checkpoint, shown: GRPORun(set_up(config, checkpoint, shown)),
+        ranked_by=ranked_by,
+        show_progress=show_progress,
+    )
     assert isinstance(outcome, GRPOOutcome)
     return outcome
 
 
-@dataclass(slots=True)
-class _SinceValidation:
-    """Means over the steps since the last validation; a validation with one completion a prompt cannot measure them."""
-
-    sums: dict[str, float] = field(default_factory=dict)
-
-    def add(self, values: Mapping[str, float | None]) -> None:
-        for name, value in values.items():
-            if value is not None and math.isfinite(value):
-                self.sums[name] = self.sums.get(name, 0.0) + value
-                self.sums[f"num/{name}"] = self.sums.get(f"num/{name}", 0.0) + 1
-
-    def mean(self, name: str) -> float | None:
-        return self.sums[name] / self.sums[f"num/{name}"] if name in self.sums else None
-
-
-class GRPORun:
+class GRPORun(Run):
     """A `Run` of the loop: steps of sampling, rewarding and updating; validation on held-out prompts, and the watch.
 
     So far `prompts_drawn` prompts were drawn and the weights changed `version` times. `stopped_by`: the alarm that ends
@@ -107,11 +86,15 @@ class GRPORun:
     """
 
     def __init__(self, setup: GRPOSetup) -> None:
-        self.setup, self.config, self.identity = setup, setup.config, setup.identity
-        self.model, self.optimizer, self.scheduler = setup.policy, setup.updater.optimizer, setup.scheduler
-        self.total_steps, self.validates = setup.total_steps, bool(setup.validation)
+        super().__init__(
+            *(setup.config, setup.updater.optimizer, setup.scheduler, setup.identity),
+            total_steps=setup.total_steps,
+            validates=bool(setup.validation),
+        )
+        self.setup, self.config = setup, setup.config
         self.prompts_drawn = self.version = 0
-        self.since = _SinceValidation()
+        # A validation with one completion a prompt cannot measure these; the watch gets the means since the last one.
+        self.since: dict[str, list[float]] = {}
         self.stopped_by: str | None = None
         self._samples: StepFile | None = None
         self._log_dir = Path(setup.config.logger.log_dir)
@@ -122,7 +105,7 @@ class GRPORun:
         """Also: open the file of samples, and heed an alarm that has ended the run, unless it no longer stops."""
         if state.run:
             self.prompts_drawn, self.version = state.run["prompts_drawn"], state.run["version"]
-            self.since = _SinceValidation(state.run["since_validation"])
+            self.since = state.run["since_validation"]
             self.stopped_by = state.run["stopped_by"]
             self.setup.rewards.load_state_dict(state.run["rewards"])
             self.setup.watch.load_state_dict(state.run["watch"])
@@ -144,7 +127,7 @@ class GRPORun:
         return {
             "prompts_drawn": self.prompts_drawn,
             "version": self.version,
-            "since_validation": self.since.sums,
+            "since_validation": self.since,
             "stopped_by": self.stopped_by,
             "rewards": self.setup.rewards.state_dict(),
             "watch": self.setup.watch.state_dict(),
@@ -189,19 +172,25 @@ class GRPORun:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         metrics = setup.updater.update(evaluated, advantages_PG, rollouts.used_PG)
         self.prompts_drawn, self.version = self.prompts_drawn + rollouts.prompts_drawn, self.version + 1
-        self.since.add(
-            {
-                "groups_without_signal": rollouts.metrics["train/groups_without_signal"],
-                "length_correlation": rollouts.length_correlation,
-            }
-        )
-        means = _means(setup, rollouts, metrics)
+        for name, value in (
+            ("groups_without_signal", rollouts.metrics["train/groups_without_signal"]),
+            ("length_correlation", rollouts.length_correlation),
+        ):
+            if value is not None:
+                self.since.setdefault(name, []).append(value)
+        used = advantages_PG[rollouts.used_PG]
         logged = (
             dict(rollouts.metrics)
-            | {f"train/{name}": value for name, value in means.items()}
-            | self._progress_metrics(advantages_PG[rollouts.used_PG], learning_rate, metrics)
+            | {f"train/{name}": value for name, value in _means(setup, rollouts, metrics).items()}
             | extra
             | {
+                "train/lr": learning_rate,
+                "train/advantages_mean": float(used.mean()) if len(used) else 0.0,
+                "train/advantages_std": float(used.std(unbiased=False)) if len(used) else 0.0,
+                "train/prompts_drawn": self.prompts_drawn,
+                "train/computed_tokens": metrics.computed_tokens,
+                "train/row_tokens": metrics.row_tokens,
+                "epoch": self.prompts_drawn / self.setup.order.rows_per_epoch,
                 "timing/train/generation": rollouts.seconds["generation"],
                 "timing/train/rewards": rollouts.seconds["rewards"],
                 "timing/train/policy_training": time.monotonic() - sampled,
@@ -213,20 +202,8 @@ class GRPORun:
             "length": rollouts.metrics["train/mean_gen_tokens_per_sample"],
         }
         if self.config.needs_reference:
-            shown["kl"] = means.get("kl", math.nan)
+            shown["kl"] = logged.get("train/kl", math.nan)
         return StepMetrics(logged, shown, sum(group.num_row_tokens for group in rollouts.groups))
-
-    def _progress_metrics(self, used: Tensor, learning_rate: float, metrics: UpdateMetrics) -> dict[str, float]:
-        """`used`: the advantages of the completions that were learnt from."""
-        return {
-            "train/lr": learning_rate,
-            "train/advantages_mean": float(used.mean()) if len(used) else 0.0,
-            "train/advantages_std": float(used.std(unbiased=False)) if len(used) else 0.0,
-            "train/prompts_drawn": self.prompts_drawn,
-            "train/computed_tokens": metrics.computed_tokens,
-            "train/row_tokens": metrics.row_tokens,
-            "epoch": self.prompts_drawn / self.setup.order.rows_per_epoch,
-        }
 
     def _give_weights(self) -> None:
         """The generator samples from the weights as they are now."""
@@ -241,12 +218,10 @@ class GRPORun:
         found = validate(self.setup, should_stop=should_stop)
         if found is None:
             return None
-        watched: dict[str, Any] = dict(found.watched)
-        watched["groups_without_signal"] = self.since.mean("groups_without_signal")
-        if watched["length_correlation"] is None:
-            watched["length_correlation"] = self.since.mean("length_correlation")
-        alarms = self.setup.watch.observe(step, **watched)
-        self.since = _SinceValidation()
+        since = {name: statistics.fmean(values) for name, values in self.since.items()}
+        measured = {name: value for name, value in found.watched.items() if value is not None}
+        alarms = self.setup.watch.observe(step, **{**since, **measured})
+        self.since = {}
         assert self._samples is not None  # `begin` has opened it
         for sample in found.samples:
             self._samples.append({"step": step, **sample})
@@ -265,17 +240,7 @@ class GRPORun:
         return Validation(found.metrics, self.setup.watch.metrics(), (line,))
 
     def _write_alarms(self) -> None:
-        path = self._log_dir / ALARMS_FILE
-        try:
-            write_alarms(path, self.setup.watch.alarms)
-        except OSError as error:
-            raise ConfigError(
-                "the alarms cannot be written",
-                where=str(path),
-                got=str(error),
-                need="space and permission to write",
-                fix="make room and start the same command again: it resumes from the last checkpoint",
-            ) from error
+        write_alarms(self._log_dir / ALARMS_FILE, self.setup.watch.alarms)
 
     def save_model(self, folder: Path) -> None:
         """A policy with adapters is merged in `model`, and the adapters lie beside it as peft writes them."""

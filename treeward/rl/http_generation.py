@@ -22,18 +22,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel, BeforeValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_policy import GenerationConfig
-from treeward.errors import ConfigError
 from treeward.http import ServerError, run_async
 from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
@@ -51,20 +50,19 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TEXT, _PROBE_TOKENS = "The quick brown fox", 16
 _PROBE_SAMPLING = {"top_k": None, "top_p": 1.0, "stop_token_ids": None, "stop_strings": None}
-_KEY_FIX = "name the environment variable with the server's key: policy.generation.api_key_env"
 _FIXES = {
+    None: "start the server again, and resume the run",
     400: "see the server's message; prompt and completion must fit into the server's longest sequence",
-    401: _KEY_FIX,
-    403: _KEY_FIX,
+    401: "name the environment variable with the server's key: policy.generation.api_key_env",
     404: "check policy.generation.url, model and backend",
-    422: "check that policy.generation.backend is the server's kind, and its version",
 }
-_RAW_FIX = (
-    "they are those at temperature 1: start vLLM with --logprobs-mode processed_logprobs, or SGLang without "
-    "SGLANG_RETURN_ORIGINAL_LOGPROB"
-)
-_ROUNDING = 1e-2
-"""A server that computes in bfloat16 may give log-probabilities so much above 0."""
+_Token = Annotated[NonNegativeInt, Field(strict=True)]
+# A server that computes in bfloat16 may give log-probabilities a little above 0.
+_LogProb = Annotated[float, Field(strict=True, le=1e-2, allow_inf_nan=False)]
+_Reason = Annotated[
+    Literal["stop", "length"],
+    BeforeValidator(lambda reason: reason.get("type") if isinstance(reason, Mapping) else reason),
+]
 
 
 class HttpGenerator:
@@ -101,9 +99,22 @@ class HttpGenerator:
         """Completions that came as text, and those whose number of tokens differs from the server's count."""
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
-        self._comparable = _are_comparable(server)
+        # vLLM's log-probabilities are those before top-k and top-p, or after, as it was started; SGLang's are before.
+        self._comparable = server.backend == "sglang" or (server.top_k is None and server.top_p == 1.0)
+        if not self._comparable:
+            logger.warning(
+                "With top_k or top_p %s gives log-probabilities after top_k and top_p, or at temperature 1, and does "
+                "not say which: they are not used, so train/token_mult_prob_error is not known.", server.backend,
+            )  # fmt: skip
         self._vocabulary = int(policy.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-        self._sync = self._make_sync(server.weight_sync_method, folder, export)
+        self._sync: WeightSync | None = None
+        if server.weight_sync_method == "folder":
+            assert folder is not None
+            template = str(getattr(tokenizer, "chat_template", None) or "")
+            write = export or (lambda model, path: export_policy(model, tokenizer, path, chat_template=template))
+            self._sync = FolderSync(folder, write, lambda path, version: run_async(self._announce(path, version)))
+        elif server.weight_sync_method != "none":
+            self._sync = sync_function(server.weight_sync_method)
         self._first_version: int | None = None
         self._compared = self._stale_logged = False
 
@@ -124,15 +135,22 @@ class HttpGenerator:
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:
         """Give the server the weights and compare. Raises `GenerationError` where it has others afterwards."""
+        self.version, tolerance = version, self.server.probe_tolerance
         if self._sync is not None:
             self._sync(policy, version)
-        else:
-            self._log_stale(version)
-        self.version = version
+        elif self._first_version is None:
+            self._first_version = version
+        elif version != self._first_version and not self._stale_logged:
+            self._stale_logged = True
+            logger.warning(
+                "The server still samples from the weights of version %d, and the policy is at version %d: completions "
+                "are off-policy, more with every update. Set loss_fn.use_importance_sampling_correction=true, or give "
+                "the server the weights (weight_sync: folder).", self._first_version, version,
+            )  # fmt: skip
         # One comparison is enough with a server that keeps its weights, and one warning with one that says nothing.
         is_repeated = self._compared and (self._sync is None or self.server.backend == "openai")
-        if self.server.probe_tolerance is not None and not is_repeated:
-            self._compare(policy, self.server.probe_tolerance)
+        if tolerance is not None and not is_repeated:
+            self._compare(policy, tolerance)
             self._compared = True
 
     def metrics(self) -> dict[str, float]:
@@ -150,12 +168,8 @@ class HttpGenerator:
             self._sync.close()
 
     def _client(self) -> AsyncOpenAI:
-        return openai_client(
-            self._url,
-            api_key=self._key,
-            timeout_seconds=self.server.timeout_seconds,
-            max_retries=self.server.max_retries,
-        )
+        seconds, retries = self.server.timeout_seconds, self.server.max_retries
+        return openai_client(self._url, api_key=self._key, timeout_seconds=seconds, max_retries=retries)
 
     async def _all(
         self, requests: Sequence[_Request], sampling: GenerationConfig, *, log_probs: bool
@@ -177,26 +191,32 @@ class HttpGenerator:
         return [task.result() for task in tasks]
 
     async def _post(self, client: AsyncOpenAI, path: str, body: Mapping[str, Any], asked: str) -> Any:
-        seconds, backend = self.server.timeout_seconds, self.server.backend
+        seconds = self.server.timeout_seconds
         try:
             return await post(client, path, body, total_seconds=seconds)
         except ServerError as error:
-            silent = error.status is None
-            fix = "start the server again, and resume the run" if silent else "look at the server's log"
-            need = f"a server of {backend} that answers in {seconds:g} s (policy.generation.timeout_seconds)"
+            need = (
+                f"a server of {self.server.backend} that answers in {seconds:g} s (policy.generation.timeout_seconds)"
+            )
             raise GenerationError(
                 f"the generator has failed: {error.summary}",
                 where=error.where,
                 got=f"{error.got}; asked for {asked}",
                 need=error.need or need,
-                fix=_FIXES.get(error.status or 0, fix),
+                fix=_FIXES.get(error.status, "look at the server's log"),
             ) from error
 
     def _read(self, reply: Any, path: str, request: _Request, *, log_probs: bool) -> list[_Served]:
         backend = self.server.backend
         try:
-            completions = _completions_of(backend, reply, request, vocabulary=self._vocabulary, log_probs=log_probs)
-        except _Malformed as error:
+            completions = _completions_of(backend, reply, request, log_probs=log_probs)
+            for completion in completions:
+                completion.check(request, self._vocabulary)
+        except ValidationError as error:
+            place, text = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+            need = f"the completions of a server of {backend}"
+            raise self._wrong(path, f"{place}: {text}", str(request), need) from None
+        except ValueError as error:
             raise self._wrong(path, str(error), str(request), f"the completions of a server of {backend}") from None
         is_text_accepted = backend == "openai" and self.server.retokenize
         if any(one.token_ids is None for one in completions) and not is_text_accepted:
@@ -231,19 +251,6 @@ class HttpGenerator:
             tokens.append(end)
         return self.reader.completion(tokens, None, truncated=served.truncated)
 
-    def _make_sync(
-        self, method: str, folder: Path | None, export: Callable[[PolicyModel, Path], None] | None
-    ) -> WeightSync | None:
-        if method == "none":
-            return None
-        if method != "folder":
-            return sync_function(method)
-        if folder is None:
-            raise ConfigError("weights go by a folder", field="folder", got=None, need="one that the server sees too")
-        template = str(getattr(self.tokenizer, "chat_template", None) or "")
-        write = export or (lambda policy, path: export_policy(policy, self.tokenizer, path, chat_template=template))
-        return FolderSync(folder, write, lambda path, version: run_async(self._announce(path, version)))
-
     async def _announce(self, folder: Path, version: int) -> None:
         asked = f"the weights of version {version} in {folder} to be loaded"
         async with self._client() as client:
@@ -260,22 +267,7 @@ class HttpGenerator:
                 await self._post(client, "/reset_prefix_cache", {}, asked)  # it was computed with the weights before
             except GenerationError as error:
                 fix = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
-                raise GenerationError(
-                    "vLLM does not load the weights", where=error.where, got=error.got, need=error.need, fix=fix
-                ) from error
-
-    def _log_stale(self, version: int) -> None:
-        if self._first_version is None:
-            self._first_version = version
-        elif version != self._first_version and not self._stale_logged:
-            self._stale_logged = True
-            logger.warning(
-                "The server still samples from the weights of version %d, and the policy is at version %d: completions "
-                "are off-policy, more with every update. Set loss_fn.use_importance_sampling_correction=true, or give "
-                "the server the weights (weight_sync: folder).",
-                self._first_version,
-                version,
-            )
+                raise GenerationError(error.summary, where=error.where, got=error.got, fix=fix) from error
 
     def _compare(self, policy: PolicyModel, tolerance: float) -> None:
         """Compare the server's log-probabilities of a completion, sampled from all tokens, with the policy's."""
@@ -286,31 +278,24 @@ class HttpGenerator:
             return
         ids = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids) or [min(self.reader.end_ids)]
         request = _Request(tuple(ids), 1, _PROBE_TOKENS, 0, "the comparison of the weights")
-        temperature = self.server.temperature
         sampling = self.server.model_copy(update=_PROBE_SAMPLING)
         [[completion]] = run_async(self._all([request], sampling, log_probs=True))
-        apart = _apart(policy, ids, completion, temperature)
-        is_stale = isinstance(self._sync, FolderSync) and completion.version not in (None, "default", str(self.version))
-        if apart <= tolerance and not is_stale:
-            return
-        is_raw = temperature != 1.0 and _apart(policy, ids, completion, 1.0) <= tolerance
-        if is_raw and not self._comparable:
+        temperatures = {self.server.temperature} if self._comparable else {self.server.temperature, 1.0}
+        apart = min(_apart(policy, ids, completion, temperature) for temperature in temperatures)
+        if apart <= tolerance:
             return
         error = GenerationError(
             "the server's log-probabilities are not those of the policy",
             where=self._url,
             got=f"a mean difference of {apart:.3g} nats, after the weights of version {self.version}"
-            + (f"; the server says version {completion.version}" if is_stale else ""),
+            + ("" if completion.version is None else f"; the server says version {completion.version}"),
             need=f"at most {tolerance:g}",
-            fix=_RAW_FIX if is_raw else "check that the server serves this model and has loaded these weights",
+            fix="check that the server serves this model, has loaded these weights, and gives log-probabilities at the "
+            "temperature (vLLM: --logprobs-mode processed_logprobs; SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB)",
         )
-        if self._sync is not None or is_raw:
+        if self._sync is not None:
             raise error
         logger.warning("%s", error)
-
-
-class _Malformed(Exception):
-    """A response without the form, or the numbers, of a response to the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +314,7 @@ class _Request:
         return f"{asked} to a prompt of {len(self.prompt_ids)}{place}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
+class _Served(NamedTuple):
     """A completion as the server gives it. `token_ids`: None where it gives only `text`, of `num_tokens` tokens.
 
     `version`: of the weights, where the server says it.
@@ -344,16 +328,50 @@ class _Served:
     version: str | None = None
 
     def check(self, request: _Request, vocabulary: int) -> None:
-        ids, said = self.token_ids or [], self.log_probs
-        wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocabulary), None)
-        if wrong is not None:
-            raise _Malformed(f"the token id {wrong!r}, where the policy has {vocabulary} tokens")
+        ids = self.token_ids or []
+        if max(ids, default=0) >= vocabulary:
+            raise ValueError(f"the token id {max(ids)}, where the policy has {vocabulary} tokens")
         if len(ids) > request.most:
-            raise _Malformed(f"{len(ids)} tokens, at most {request.most} were allowed")
-        if said is not None and len(said) != len(ids):
-            raise _Malformed(f"{len(said)} log-probabilities for {len(ids)} tokens")
-        if not all(isinstance(x, int | float) and math.isfinite(x) and x <= _ROUNDING for x in said or ()):
-            raise _Malformed("log-probabilities that are not finite, or above 0")
+            raise ValueError(f"{len(ids)} tokens, at most {request.most} were allowed")
+        if self.log_probs is not None and len(self.log_probs) != len(ids):
+            raise ValueError(f"{len(self.log_probs)} log-probabilities for {len(ids)} tokens")
+
+
+class _LogProbs(BaseModel):
+    tokens: list[str] | None = None
+    token_logprobs: list[_LogProb] | None = None
+
+
+class _Choice(BaseModel):
+    """One completion of `/v1/completions`."""
+
+    index: Annotated[int, Field(strict=True)]
+    finish_reason: _Reason
+    text: str | None = None
+    token_ids: list[_Token] | None = None
+    prompt_token_ids: list[_Token] | None = None
+    logprobs: _LogProbs | None = None
+
+
+class _Choices(BaseModel):
+    choices: list[_Choice]
+
+
+class _MetaInfo(BaseModel):
+    finish_reason: _Reason
+    output_token_logprobs: list[tuple[_LogProb, _Token, Any]] | None = None
+    weight_version: Annotated[str | None, BeforeValidator(lambda one: None if one is None else str(one))] = None
+
+
+class _Part(BaseModel):
+    """One completion of SGLang's `/generate`."""
+
+    meta_info: _MetaInfo
+    output_ids: list[_Token] | None = None
+    text: str | None = None
+
+
+_PARTS = TypeAdapter(list[_Part])
 
 
 def _request_of(
@@ -393,63 +411,43 @@ def _request_of(
     return "/v1/completions", body
 
 
-def _completions_of(backend: str, reply: Any, request: _Request, *, vocabulary: int, log_probs: bool) -> list[_Served]:
-    """The completions, in the order of the request. Raises `_Malformed` for anything but a response to it."""
-    try:
-        if backend == "sglang":
-            read = [_of_sglang(part, log_probs) for part in (reply if isinstance(reply, list) else [reply])]
-        else:
-            choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
-            if [choice["index"] for choice in choices] != list(range(len(choices))):
-                raise _Malformed(f"choices with the indices {[choice['index'] for choice in choices]}")
-            read = [_of_completions(choice, request, log_probs and backend == "vllm") for choice in choices]
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise _Malformed(f"another form of response: {error!r}") from error
+def _completions_of(backend: str, reply: Any, request: _Request, *, log_probs: bool) -> list[_Served]:
+    """The completions, in the order of the request. Raises `ValueError` for anything but a response to it."""
+    if backend == "sglang":
+        parts = _PARTS.validate_python(reply if isinstance(reply, list) else [reply])
+        read = [_of_sglang(part, log_probs) for part in parts]
+    else:
+        choices = sorted(_Choices.model_validate(reply).choices, key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(len(choices))):
+            raise ValueError(f"choices with the indices {[choice.index for choice in choices]}")
+        read = [_of_completions(choice, request, log_probs and backend == "vllm") for choice in choices]
     if len(read) != request.num_completions:
-        raise _Malformed(f"{len(read)} completions instead of {request.num_completions}")
-    for completion in read:
-        completion.check(request, vocabulary)
+        raise ValueError(f"{len(read)} completions instead of {request.num_completions}")
     return read
 
 
-def _of_completions(choice: Mapping[str, Any], request: _Request, log_probs: bool) -> _Served:
-    prompt_ids = choice.get("prompt_token_ids")
-    if prompt_ids is not None and list(prompt_ids) != list(request.prompt_ids):
-        raise _Malformed("a completion of another prompt than was sent: prompt_token_ids differ")
-    truncated = _truncated(choice["finish_reason"])
-    said = choice.get("logprobs") or {}
-    names, numbers = said.get("tokens"), said.get("token_logprobs")
-    ids, text = choice.get("token_ids"), choice.get("text") or ""
-    if ids is None:
-        return _Served(None, None, truncated, text, None if names is None else len(names))
-    if log_probs and numbers is None:
-        raise _Malformed("no list logprobs.token_logprobs")
-    return _Served(list(ids), list(numbers or ()) if log_probs else None, truncated, text)
+def _of_completions(choice: _Choice, request: _Request, log_probs: bool) -> _Served:
+    if choice.prompt_token_ids is not None and tuple(choice.prompt_token_ids) != request.prompt_ids:
+        raise ValueError("a completion of another prompt than was sent: prompt_token_ids differ")
+    said, truncated, text = choice.logprobs or _LogProbs(), choice.finish_reason == "length", choice.text or ""
+    if choice.token_ids is None:
+        return _Served(None, None, truncated, text, None if said.tokens is None else len(said.tokens))
+    if log_probs and said.token_logprobs is None:
+        raise ValueError("no list logprobs.token_logprobs")
+    return _Served(choice.token_ids, said.token_logprobs if log_probs else None, truncated, text)
 
 
-def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> _Served:
-    meta = part["meta_info"]
-    reason = meta["finish_reason"]
-    truncated = _truncated(reason["type"] if isinstance(reason, Mapping) else reason)
-    ids, said = part.get("output_ids"), None
+def _of_sglang(part: _Part, log_probs: bool) -> _Served:
+    meta, ids, said = part.meta_info, part.output_ids, None
     if log_probs:
-        pairs = meta["output_token_logprobs"]
-        said, sampled = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if meta.output_token_logprobs is None:
+            raise ValueError("no list meta_info.output_token_logprobs")
+        said, sampled = [one[0] for one in meta.output_token_logprobs], [one[1] for one in meta.output_token_logprobs]
         # A token that is trimmed from output_ids, such as a stop token, was sampled nevertheless.
-        if ids is not None and list(ids) != sampled[: len(ids)]:
-            raise _Malformed("output_ids are others than those of output_token_logprobs")
+        if ids is not None and ids != sampled[: len(ids)]:
+            raise ValueError("output_ids are others than those of output_token_logprobs")
         ids = sampled
-    version = meta.get("weight_version")
-    text = part.get("text") or ""
-    return _Served(
-        None if ids is None else list(ids), said, truncated, text, version=None if version is None else str(version)
-    )
-
-
-def _truncated(reason: Any) -> bool:
-    if reason not in ("stop", "length"):
-        raise _Malformed(f"finish_reason {reason!r}: the server broke the completion off")
-    return bool(reason == "length")
+    return _Served(ids, said, meta.finish_reason == "length", part.text or "", version=meta.weight_version)
 
 
 def _apart(policy: PolicyModel, ids: list[int], completion: _Served, temperature: float) -> float:
@@ -463,21 +461,6 @@ def _apart(policy: PolicyModel, ids: list[int], completion: _Served, temperature
         own = policy.log_probs([[ids + completion.token_ids]], [[len(ids)]], temperature=temperature).values_SL[0]
     policy.train(training)
     return float((own.float().cpu() - torch.tensor(completion.log_probs)).abs().mean())
-
-
-def _are_comparable(server: GenerationConfig) -> bool:
-    """Whether the server's log-probabilities are those at the temperature, before top-k and top-p.
-
-    vLLM's are one or the other, as it was started; SGLang's are both.
-    """
-    if server.backend == "sglang" or (server.top_k is None and server.top_p == 1.0):
-        return True
-    logger.warning(
-        "With top_k or top_p %s gives log-probabilities after top_k and top_p, or at temperature 1, and does not "
-        "say which: they are not used, so train/token_mult_prob_error is not known.",
-        server.backend,
-    )
-    return False
 
 
 def _seed(seed: int, prompt: int) -> int:

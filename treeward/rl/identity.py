@@ -10,7 +10,6 @@ timeouts.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from treeward.config.reward_environments import is_enabled
 from treeward.data.prompt_encoding import EncodedPrompts
 from treeward.data.rendering import Renderer
 from treeward.model.contract import CONTRACT_FILE
+from treeward.training.setup import short_hash
 
 __all__ = ["identity_of"]
 
@@ -30,72 +30,56 @@ _NOT_OF_THE_RUN = {
 }
 """Keys of `grpo` that a resumed run may change: no weight depends on them, nor how many prompts a validation completes
 and how often (`max_val_samples`, `num_val_generations`), without which its numbers could not be compared."""
-
-_RULES = ("workers", "num_workers", "timeout_seconds")
-_NOT_OF_THE_REWARD: Mapping[str, tuple[str, ...]] = {
-    "reward_model": (
-        *("resources", "num_replicas", "cpus_per_replica", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
-        *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
-        *("worker_timeout_seconds", "start_timeout_seconds"),
-    ),
-    "rules": _RULES,
-    "math": _RULES,
-    "judge": (
-        *("base_url", "api_key_env", "max_concurrency", "max_retries", "timeout_seconds", "step_timeout_seconds"),
-    ),
-    "custom": ("max_concurrency",),
+_NOT_OF_THE_REWARD = {
+    *("resources", "num_replicas", "cpus_per_replica", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
+    *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
+    *("worker_timeout_seconds", "start_timeout_seconds", "step_timeout_seconds", "timeout_seconds"),
+    *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env"),
 }
-"""By kind of environment, keys that change where and how fast a reward is computed, or whether there is one in time.
-Of kinds that are not ours every key counts."""
+"""Keys of our environments that change where and how fast a reward is computed, or whether there is one in time."""
 
 
 def identity_of(
     config: GRPORunConfig, renderer: Renderer, prompts: EncodedPrompts, held_out: EncodedPrompts | None
-) -> dict[str, str]:
-    """By the name that a person knows it by, each as a short text."""
+) -> dict[str, Any]:
+    """By the name that a person knows it by, as JSON."""
     policy = config.policy
     sampled_by = {"temperature", "top_p", "top_k", "stop_token_ids", "stop_strings", "max_new_tokens"}
-    texts = {
-        "the policy": _with_weights(policy.model_name) or json.dumps(policy.architecture, sort_keys=True),
-        "the tokenizer or template": _short(renderer.fingerprint),
-        "the training prompts": _short(prompts.fingerprint),
-        "the validation prompts": "none" if held_out is None else _short(held_out.fingerprint),
-        "policy.train_global_batch_size": str(policy.train_global_batch_size),
-        "policy.max_total_sequence_length": str(policy.max_total_sequence_length),
-        "policy.precision": policy.precision,
-        "policy.max_grad_norm": str(policy.max_grad_norm),
-        "data.shuffle": str(config.data.shuffle),
-    }
-    sections = {
+    trained_by = {"train_global_batch_size", "max_total_sequence_length", "precision", "max_grad_norm"}
+    return {
+        "the policy": _with_weights(policy.model_name) or policy.architecture,
+        "the tokenizer or template": short_hash(renderer.fingerprint),
+        "the training prompts": short_hash(prompts.fingerprint),
+        "the validation prompts": "none" if held_out is None else short_hash(held_out.fingerprint),
+        "data": {"shuffle": config.data.shuffle},
         "grpo": config.grpo.model_dump(mode="json", exclude=_NOT_OF_THE_RUN),
         "loss_fn": config.loss_fn.model_dump(mode="json"),
-        "env": {name: _section(name, section) for name, section in config.env.items() if is_enabled(section)},
-        "policy.generation": policy.generation.model_dump(mode="json", include=sampled_by),
-        "policy.optimizer": policy.optimizer.model_dump(mode="json"),
-        "policy.scheduler": policy.scheduler.model_dump(mode="json"),
-        "policy.hf_config_overrides": policy.hf_config_overrides,
-        "policy.dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json"),
+        "env": {name: _section(section) for name, section in config.env.items() if is_enabled(section)},
+        "policy": {
+            **policy.model_dump(mode="json", include={*trained_by, "optimizer", "scheduler", "hf_config_overrides"}),
+            "generation": policy.generation.model_dump(mode="json", include=sampled_by),
+            "dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json"),
+        },
     }
-    return texts | {name: json.dumps(one, sort_keys=True, default=str) for name, one in sections.items()}
 
 
-def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an environment's section that rewards depend on, with the weights of the models that it names."""
-    kind = str(section.get("type") or name)
-    left_out = _NOT_OF_THE_REWARD.get(kind, ())
+def _section(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of an environment's section that rewards depend on, with the weights of the models that it names.
+
+    Of classes that are not ours every key counts.
+    """
+    left_out = set() if "." in str(section.get("type", "")) else _NOT_OF_THE_REWARD
     kept = {key: value for key, value in section.items() if key not in left_out}
-    if kind == "hybrid" and isinstance(kept.get("members"), Mapping):
-        kept["members"] = {member: _section(member, _unfolded(given)) for member, given in kept["members"].items()}
+    if isinstance(kept.get("members"), Mapping):  # of a hybrid; a member's own keys may stand in `settings`, or beside
+        unfolded = {name: {**(one.get("settings") or {}), **one} for name, one in kept["members"].items()}
+        kept["members"] = {
+            name: _section({key: value for key, value in one.items() if key != "settings"})
+            for name, one in unfolded.items()
+        }
     if "model_name" in kept:
         names = kept["model_name"]
         kept["model_name"] = [_with_weights(one) for one in ([names] if isinstance(names, str) else names)]
     return kept
-
-
-def _unfolded(member: Mapping[str, Any]) -> dict[str, Any]:
-    """A member of a hybrid, whose own keys may stand in `settings` or beside it."""
-    own = {key: value for key, value in member.items() if key != "settings"}
-    return {**(member.get("settings") or {}), **own}
 
 
 def _with_weights(name: str | None) -> str | None:
@@ -109,8 +93,4 @@ def _with_weights(name: str | None) -> str | None:
         if path.is_file():
             with path.open("rb") as file:
                 digests.append(hashlib.file_digest(file, "blake2b").hexdigest())
-    return f"weights {_short(' '.join(digests))}"
-
-
-def _short(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"weights {short_hash(' '.join(digests))}"

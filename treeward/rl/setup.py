@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +26,6 @@ from treeward.model.checks import check_policy, check_positions
 from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
 from treeward.model.policy_loading import build_policy, export_policy, load_policy
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
-from treeward.model.pretrained import DTYPES
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
@@ -37,7 +35,7 @@ from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder
-from treeward.training.setup import find_tokenizer
+from treeward.training.setup import best_device, find_tokenizer, prepare_for_training
 from treeward.training.state import check_identity
 
 __all__ = ["ADAPTER_FOLDER", "GRPOSetup", "set_up"]
@@ -53,7 +51,7 @@ class GRPOSetup:
     """A run that is ready for its first step.
 
     `total_steps`: at most so many; a run also ends when `prompt_limit` prompts are drawn, which dynamic sampling does
-    earlier. `validation`: the prompts that every validation completions, and `validation_sets` the name of the set of
+    earlier. `validation`: the prompts that every validation completes, and `validation_sets` the name of the set of
     each.
     """
 
@@ -70,7 +68,7 @@ class GRPOSetup:
     updater: PolicyUpdater
     scheduler: LRScheduler
     watch: OverOptimisationWatch
-    identity: dict[str, str]
+    identity: dict[str, Any]
     total_steps: int
     prompt_limit: int
 
@@ -121,40 +119,36 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         policy = _load_policy(config, tokenizer, checkpoint)
         check_positions(policy, config.policy.max_total_sequence_length)
         check_policy(policy, [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))])
-        reference = _load_reference(config, tokenizer, policy) if config.needs_reference else None
-        order = EpochOrder(
-            prompts.sizes,
-            weights=prompts.weights,
-            seed=config.grpo.seed,
-            shuffle=config.data.shuffle,
-            what="prompt",
-        )
+        reference = _load_reference(config, tokenizer, policy)
+        seed, shuffle = config.grpo.seed, config.data.shuffle
+        order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, what="prompt")
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
-        total_steps = _total_steps(config, prompt_limit)
+        # A last step that the epochs leave too few prompts for goes on into the next.
+        total_steps = -(-prompt_limit // config.grpo.num_prompts_per_step)
+        total_steps = min(total_steps, config.grpo.max_num_steps or total_steps)
         optimizer = build_optimizer(policy, config.policy.optimizer)
         updates = total_steps * config.grpo.updates_per_batch * config.updates_per_pass
         scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=updates)
-        indices, names = _chosen_for_validation(config, held_out)
-        updater = _make_updater(config, policy, reference, optimizer, scheduler)
+        updater = PolicyUpdater(
+            policy,
+            optimizer,
+            reference=reference,
+            loss=config.loss_fn,
+            micro_batch_tokens=config.policy.micro_batch_tokens,
+            max_grad_norm=config.policy.max_grad_norm,
+            temperature=config.policy.generation.temperature,
+            prompts_per_update=config.prompts_per_update,
+            updates_per_batch=config.grpo.updates_per_batch,
+            parts_per_batch=config.updates_per_pass,
+            on_step=partial(_advance, scheduler),
+        )
         generator = _make_generator(config, policy, tokenizer, renderer)
         opened.callback(generator.close)
+        validation, of_sets = _chosen_for_validation(config, held_out)
+        watch = OverOptimisationWatch(config.grpo.watch)
         run = GRPOSetup(
-            config,
-            policy,
-            tokenizer,
-            renderer,
-            prompts,
-            order,
-            [] if held_out is None else [held_out[i] for i in indices],
-            names,
-            generator,
-            rewards,
-            updater,
-            scheduler,
-            OverOptimisationWatch(config.grpo.watch),
-            identity,
-            total_steps,
-            prompt_limit,
+            *(config, policy, tokenizer, renderer, prompts, order, validation, of_sets),
+            *(generator, rewards, updater, scheduler, watch, identity, total_steps, prompt_limit),
         )
         opened.pop_all()
     return run
@@ -164,47 +158,38 @@ def _load_policy(
     config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, *, role: str = "policy"
 ) -> PolicyModel:
     """With the adapters that are configured. `role`: what the log calls it."""
-    policy = config.policy
-    load = partial(
-        load_policy,
-        tokenizer=tokenizer,
-        attention=policy.attention,
-        device=_device(),
-        config_overrides=policy.hf_config_overrides,
-        chunk_tokens=policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS,
-        trust_remote_code=policy.trust_remote_code,
-    )
-    lora = policy.dtensor_cfg.lora_cfg
-    if checkpoint is not None and not lora.enabled:  # with adapters the saved folder has them merged
-        model = load(checkpoint.path / "model").model
-    elif policy.architecture is not None:
-        model = build_policy(
-            {key: value for key, value in policy.architecture.items() if key != "vocab_size"},
-            tokenizer,
-            seed=config.grpo.seed,
-            attention=policy.attention,
-            device=_device(),
-            chunk_tokens=policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS,
-        ).model
+    policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
+    common: dict[str, Any] = {
+        "attention": policy.attention,
+        "device": best_device(),
+        "chunk_tokens": policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS,
+    }
+    saved = None if checkpoint is None or lora.enabled else checkpoint.path / "model"  # adapters are merged there
+    if saved is None and policy.architecture is not None:
+        fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
+        model = build_policy(fields, tokenizer, seed=config.grpo.seed, **common).model
     else:
-        assert policy.model_name is not None  # the schema sees to it
-        model = load(policy.model_name).model
-    # Weights are float32 whatever the precision: bfloat16 cannot hold the small steps of a low learning rate.
-    model.compute_dtype = DTYPES[policy.precision]
-    if policy.activation_checkpointing:
-        model.recompute_activations()
+        name = saved or policy.model_name
+        assert name is not None  # the schema sees to it
+        model = load_policy(
+            name,
+            tokenizer=tokenizer,
+            config_overrides=policy.hf_config_overrides,
+            trust_remote_code=policy.trust_remote_code,
+            **common,
+        ).model
+    prepare_for_training(model, policy, role=role)
     if lora.enabled:
         add_adapters(model, lora, seed=config.grpo.seed)
         if checkpoint is not None:
             load_adapters(model, checkpoint.path / ADAPTER_FOLDER)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    name = type(model.hf).__name__
-    logger.info("The %s: %s, %s parameters, as %s, on %s.", role, name, f"{count:,}", model.layout, _device())
     return model
 
 
-def _load_reference(config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyModel) -> Reference:
-    """The policy that the run began with, frozen."""
+def _load_reference(config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyModel) -> Reference | None:
+    """The policy that the run began with, frozen; None where nothing is compared with it."""
+    if not config.needs_reference:
+        return None
     if has_adapters(policy):
         return AdapterReference(policy)
     reference = _load_policy(config, tokenizer, None, role="reference, which stays as it is")
@@ -212,55 +197,25 @@ def _load_reference(config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, p
     return reference.eval()
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _make_generator(
     config: GRPORunConfig, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, renderer: Renderer
 ) -> Generator:
-    policy_config = config.policy
-    generation = policy_config.generation.model_copy(
-        update={
-            "batch_size": policy_config.generated_at_once,
-            "model": policy_config.generation.model or policy_config.model_name,
-        }
+    section, model_name = config.policy.generation, config.policy.model_name
+    generation = section.model_copy(
+        update={"batch_size": config.policy.generated_at_once, "model": section.model or model_name}
     )
-    max_total_tokens = policy_config.max_total_sequence_length
+    longest = config.policy.max_total_sequence_length
     end_ids = end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer))
     if not generation.is_remote:
-        return LocalGenerator(policy, tokenizer, generation, max_total_tokens=max_total_tokens, end_ids=end_ids)
-    folder = generation.weight_folder or str(Path(config.checkpointing.checkpoint_dir) / "weights")
+        return LocalGenerator(policy, tokenizer, generation, max_total_tokens=longest, end_ids=end_ids)
     return HttpGenerator(
         policy,
         tokenizer,
         generation,
-        max_total_tokens=max_total_tokens,
+        max_total_tokens=longest,
         end_ids=end_ids,
-        folder=Path(folder),
+        folder=Path(generation.weight_folder or Path(config.checkpointing.checkpoint_dir) / "weights"),
         export=lambda model, path: export_policy(model, tokenizer, path, chat_template=renderer.chat_template),
-    )
-
-
-def _make_updater(
-    config: GRPORunConfig,
-    policy: PolicyModel,
-    reference: Reference | None,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler,
-) -> PolicyUpdater:
-    return PolicyUpdater(
-        policy,
-        optimizer,
-        reference=reference,
-        loss=config.loss_fn,
-        micro_batch_tokens=config.policy.micro_batch_tokens,
-        max_grad_norm=config.policy.max_grad_norm,
-        temperature=config.policy.generation.temperature,
-        prompts_per_update=config.prompts_per_update,
-        updates_per_batch=config.grpo.updates_per_batch,
-        parts_per_batch=config.updates_per_pass,
-        on_step=partial(_advance, scheduler),
     )
 
 
@@ -272,25 +227,17 @@ def _advance(scheduler: LRScheduler) -> None:
         scheduler.step()
 
 
-def _total_steps(config: GRPORunConfig, prompt_limit: int) -> int:
-    """Most steps of the run; a last step that the epochs leave too few prompts for goes on into the next."""
-    steps = -(-prompt_limit // config.grpo.num_prompts_per_step)
-    return min(steps, config.grpo.max_num_steps or steps)
-
-
-def _chosen_for_validation(config: GRPORunConfig, held_out: EncodedPrompts | None) -> tuple[list[int], list[str]]:
-    """Which prompts are validated on, spread evenly over all sets, and the name of the set of each."""
+def _chosen_for_validation(
+    config: GRPORunConfig, held_out: EncodedPrompts | None
+) -> tuple[list[EncodedPrompt], list[str]]:
+    """The prompts that are validated on, spread evenly over all sets, and the name of the set of each."""
     if held_out is None:
         return [], []
-    total, limit = len(held_out), config.grpo.max_val_samples
-    indices = (
-        list(range(total))
-        if limit is None or limit >= total
-        else np.linspace(0, total - 1, limit).round().astype(int).tolist()
-    )
+    total = len(held_out)
+    indices = np.linspace(0, total - 1, min(total, config.grpo.max_val_samples or total)).round().astype(int).tolist()
     names = [one.name or "default" for one in config.data.validation]
     of_set = np.repeat(np.arange(len(held_out.sizes)), held_out.sizes)
-    return indices, [names[of_set[i]] for i in indices]
+    return [held_out[i] for i in indices], [names[of_set[i]] for i in indices]
 
 
 def _check_overlap(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> None:

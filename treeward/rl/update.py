@@ -15,7 +15,6 @@ Shapes: P prompts, G completions to each, L tokens of the longest completion, S 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,16 +24,15 @@ import torch
 from torch import Tensor
 
 from treeward.config.grpo import PolicyLossConfig
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.rl.experience import CompletionGroup, SampledCompletion, completion_lengths
 from treeward.rl.policy_loss import KLEstimator, UpdateMetrics, kl_estimate, needs_generator, policy_loss
+from treeward.training.optimisation import clip_gradients
 from treeward.tree.parts import plan_parts
 from treeward.tree.token_tree import TokenIds
 
 __all__ = ["Evaluated", "Measured", "PolicyUpdater", "Reference"]
-
-logger = logging.getLogger(__name__)
 
 
 class Reference(Protocol):
@@ -114,31 +112,27 @@ class PolicyUpdater:
         self.prompts_per_update, self.updates_per_batch = prompts_per_update, updates_per_batch
         self.parts_per_batch, self.on_step = parts_per_batch, on_step
         self.steps_begun = 0
-        self._has_told_of_long = False
 
     @torch.no_grad()
     def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
         """The log-probabilities that an update needs, of the policy as it sampled and of the reference.
 
         `for_reward`: `kl_PG` as well, at the cost of a pass through the policy that a single update does not need.
-        Raises `ConfigError` where several updates contradict `force_on_policy_ratio`, `ModelError` where the loss needs
-        log-probabilities of the generator that are not there.
+        Raises `ModelError` where the loss needs log-probabilities of the generator that are not there.
         """
         groups = tuple(groups)
         self.policy.eval()
         # Updated from once, in one part, the policy is its own old policy.
         several = len(self._parts(len(groups))) * self.updates_per_batch > 1
-        if several and self.loss.force_on_policy_ratio:
-            raise ConfigError(
-                "a ratio of 1 is right for the first update only",
-                where="loss_fn.force_on_policy_ratio",
-                got="several updates of the policy for each batch of completions",
-                need="one",
-                fix="policy.train_global_batch_size=null grpo.updates_per_batch=1, or force_on_policy_ratio=false",
-            )
-        if needs_generator(self.loss):
-            for group in groups:
-                _require_log_probs(group)
+        for group in groups if needs_generator(self.loss) else ():
+            if any(one.token_ids and one.log_probs is None for one in group.completions):
+                raise ModelError(
+                    "the generator gave no log-probabilities of its own",
+                    where=group.prompt.where,
+                    need="one for each token: loss_fn.use_importance_sampling_correction and "
+                    "use_on_policy_kl_approximation weight by them",
+                    fix="a generator that returns them, or switch these two off",
+                )
         metrics = UpdateMetrics()
         old = reference = kl_PG = None
         if several or (for_reward and self.reference is not None):
@@ -198,12 +192,9 @@ class PolicyUpdater:
         prompts = list(chosen)
         share = self.policy.layout == "tree"
         for micro_batch in plan_parts(sequences, max_tokens=self.micro_batch_tokens, share=share):
-            tokens = max(part.num_tokens for part in micro_batch)
-            if tokens > self.micro_batch_tokens and not self._has_told_of_long:
-                self._has_told_of_long = True
-                logger.info("A prompt and completion of %d tokens exceed a micro-batch: they run alone.", tokens)
-            named = ((prompts[part.group], part.members) for part in micro_batch)
-            yield [[(p, chosen[p][m]) for m in members] for p, members in named]
+            yield [
+                [(prompts[part.group], chosen[prompts[part.group]][m]) for m in part.members] for part in micro_batch
+            ]
 
     def _ask(
         self, model: Reference, groups: Sequence[CompletionGroup], parts: Sequence[Part], *, entropies: bool = False
@@ -248,17 +239,13 @@ class PolicyUpdater:
             (loss / denominator).backward()
             metrics += sums
             metrics.loss_sum += float(loss.detach()) / denominator
-        parameters = [p for p in self.policy.parameters() if p.requires_grad]
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        metrics.grad_norm_sum = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-        if not (math.isfinite(metrics.grad_norm_sum) and math.isfinite(metrics.loss_sum)):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise ModelError(
-                "the policy's loss is not finite",
-                got=f"loss {metrics.loss_sum}, gradient norm {metrics.grad_norm_sum}",
-                need="finite numbers; the weights were not changed by this step",
-                fix="lower policy.optimizer.kwargs.lr, or look at the rewards of this step",
-            )
+        metrics.grad_norm_sum = clip_gradients(
+            self.policy,
+            self.max_grad_norm,
+            metrics.loss_sum,
+            what="the policy's loss",
+            fix="lower policy.optimizer.kwargs.lr, or look at the rewards of this step",
+        )
         self.steps_begun += 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -301,19 +288,6 @@ def _indices(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
 def _row_tokens(groups: Sequence[CompletionGroup], parts: Sequence[Part]) -> int:
     """Tokens of a micro-batch as plain rows."""
     return sum(len(groups[p].sequence(g)) for part in parts for p, g in part)
-
-
-def _require_log_probs(group: CompletionGroup) -> None:
-    for completion in group.completions:
-        given = completion.log_probs
-        if completion.token_ids and given is None:
-            raise ModelError(
-                "the generator gave no log-probabilities of its own",
-                where=group.prompt.where,
-                need="one for each token: loss_fn.use_importance_sampling_correction and "
-                "use_on_policy_kl_approximation weight by them",
-                fix="a generator that returns them, or switch these two off",
-            )
 
 
 def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> Tensor:

@@ -65,17 +65,16 @@ class Alarm:
     stops: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Validation:
-    """The rewards of one validation by prompt, None where scoring failed; empty where there is no such reward."""
+class _Validation(NamedTuple):
+    """The rewards of one validation by prompt, NaN where scoring failed; empty where there is no such reward."""
 
     step: int
-    proxy_P: tuple[float | None, ...]
-    gold_P: tuple[float | None, ...]
+    proxy_P: list[float]
+    gold_P: list[float]
 
 
 class _Difference(NamedTuple):
-    """The mean over `num_prompts` of later less earlier, and its standard error (NaN: not known)."""
+    """The mean over `num_prompts` of later less earlier, and its standard error; NaN where they are not known."""
 
     value: float
     error: float
@@ -89,10 +88,6 @@ class _Difference(NamedTuple):
             # All prompts fell by one amount: no spread to compare with. The chance in a sign test stands.
             return 0.5**self.num_prompts
         return float(special.stdtr(self.num_prompts - 1, self.value / self.error))
-
-    def errors_needed(self, p: float) -> float:
-        """The fall, in standard errors, whose chance is `p`."""
-        return -float(special.stdtrit(self.num_prompts - 1, p))
 
 
 @dataclass(slots=True)
@@ -122,7 +117,8 @@ class OverOptimisationWatch:
     _first: _Validation | None = field(default=None, init=False)
     _best: _Validation | None = field(default=None, init=False)
     _num_golds: int = field(default=0, init=False)
-    _starts: dict[str, float] = field(default_factory=dict, init=False)
+    _first_length: float = field(default=math.nan, init=False)
+    _first_entropy: float = field(default=math.nan, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def observe(
@@ -148,18 +144,21 @@ class OverOptimisationWatch:
         if not self.config.enabled:
             return []
         now = _Validation(step, _values(proxy_by_prompt), _values(gold_by_prompt))
-        kl, entropy, length = _known(kl), _known(entropy), _known(length)
+        kl, entropy, length, correlation, truncated, without = (
+            math.nan if value is None else float(value)
+            for value in (kl, entropy, length, length_correlation, truncation_rate, groups_without_signal)
+        )
         found = [
             self._gold_falls(now, kl),
             self._kl_budget(kl),
-            self._length_growth(now, length, _known(length_correlation)),
+            self._length_growth(now, length, correlation),
             self._entropy_collapse(entropy),
             self._too_many(
-                "truncation", _known(truncation_rate), self.config.max_truncation_rate,
+                "truncation", truncated, self.config.max_truncation_rate,
                 "of the completions reach the length limit and are cut",
             ),
             self._too_many(
-                "no_signal", _known(groups_without_signal), self.config.max_groups_without_signal,
+                "no_signal", without, self.config.max_groups_without_signal,
                 "of the groups have completions with equal rewards, which teach nothing",
             ),
         ]  # fmt: skip
@@ -168,7 +167,7 @@ class OverOptimisationWatch:
         raised = {alarm.kind for alarm in self.alarms}
         stops = self.config.stop_on if self.config.stop else ()
         new = [
-            Alarm(kind, step, sentence, numbers, kind in stops)
+            Alarm(kind, step, sentence, {name: n for name, n in numbers.items() if math.isfinite(n)}, kind in stops)
             for kind, sentence, numbers in holding
             if kind not in raised
         ]
@@ -187,72 +186,61 @@ class OverOptimisationWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as JSON holds it."""
-        return {
-            "alarms": [asdict(alarm) for alarm in self.alarms],
-            "active": sorted(self.active),
-            "first": None if self._first is None else asdict(self._first),
-            "best": None if self._best is None else asdict(self._best),
-            "num_golds": self._num_golds,
-            "starts": dict(self._starts),
-            "metrics": dict(self._metrics),
-        }
+        alarms = [asdict(alarm) for alarm in self.alarms]
+        return {"alarms": alarms, "active": sorted(self.active)} | {name: getattr(self, name) for name in _REMEMBERED}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
-        self.alarms = [Alarm(**alarm) for alarm in state["alarms"]]
-        self.active = frozenset(state["active"])
-        self._first, self._best = (_restored(state[name]) for name in ("first", "best"))
-        self._num_golds = state["num_golds"]
-        self._starts, self._metrics = dict(state["starts"]), dict(state["metrics"])
+        self.alarms, self.active = [Alarm(**alarm) for alarm in state["alarms"]], frozenset(state["active"])
+        for name in _REMEMBERED:
+            setattr(self, name, state[name])
+        for name in ("_first", "_best"):
+            setattr(self, name, None if state[name] is None else _Validation(*state[name]))
 
-    def _remember(self, now: _Validation, length: float | None, entropy: float | None) -> None:
-        gold, best = _mean(now.gold_P), None if self._best is None else _mean(self._best.gold_P)
-        if self._first is None and (_mean(now.proxy_P) is not None or gold is not None):
+    def _remember(self, now: _Validation, length: float, entropy: float) -> None:
+        gold = _mean(now.gold_P)
+        if self._first is None and not (math.isnan(_mean(now.proxy_P)) and math.isnan(gold)):
             self._first = now
-        if gold is not None and (best is None or gold > best):
-            self._best = now
-        self._num_golds += gold is not None
-        for start, value in (("length", length), ("entropy", entropy)):
-            if value is not None:
-                self._starts.setdefault(start, value)
-        first, best_gold_P = self._first or now, () if self._best is None else self._best.gold_P
+        if not math.isnan(gold):
+            self._num_golds += 1
+            self._best = now if self._best is None or gold > _mean(self._best.gold_P) else self._best
+        self._first_length = length if math.isnan(self._first_length) else self._first_length
+        self._first_entropy = entropy if math.isnan(self._first_entropy) else self._first_entropy
+        first = self._first or now
         found = {"proxy_error": _error(now.proxy_P), "gold_error": _error(now.gold_P)}
         for name, change in (
             ("proxy_change", _difference(first.proxy_P, now.proxy_P)),
             ("gold_change", _difference(first.gold_P, now.gold_P)),
-            ("gold_fall", _difference(now.gold_P, best_gold_P)),
+            ("gold_fall", _difference(now.gold_P, [] if self._best is None else self._best.gold_P)),
         ):
-            if change is not None:
-                found |= {name: change.value, f"{name}_error": change.error}
+            found |= {name: change.value, f"{name}_error": change.error}
         self._metrics = {f"watch/{name}": value for name, value in found.items() if math.isfinite(value)}
 
-    def _gold_falls(self, now: _Validation, kl: float | None) -> _Found:
+    def _gold_falls(self, now: _Validation, kl: float) -> _Found:
         best, t, gold = self._best, self._num_golds + 1, _mean(now.gold_P)
-        if best is None or gold is None or t < self.config.min_validations:
+        if best is None or math.isnan(gold) or t < self.config.min_validations:
             return None
         change, proxy_change = _difference(best.gold_P, now.gold_P), _difference(best.proxy_P, now.proxy_P)
-        if change is None or proxy_change is None or proxy_change.value <= 0:
-            return None
         largest_p = float(special.ndtr(-self.config.z)) * 2.0 / ((t - 1) * t * (t + 1))
-        if change.p_of_a_fall() > largest_p:
+        if not proxy_change.value > 0 or not change.p_of_a_fall() <= largest_p:
             return None
-        needed = change.errors_needed(largest_p)
+        needed = -float(special.stdtrit(change.num_prompts - 1, largest_p))
         level = change.error <= _ROUNDING * abs(change.value)
         fell = "the same on every prompt" if level else f"{-change.value / change.error:.1f} standard errors"
-        before = _mean(best.gold_P) or 0.0
+        before = _mean(best.gold_P)
         sentence = (
             f"Gold has fallen by {-change.value:.3g} from its best, {before:.3g} at step {best.step}, to {gold:.3g}, "
             f"while the proxy rose by {proxy_change.value:.3g}, from {_mean(best.proxy_P):.3g} to "
-            f"{_mean(now.proxy_P):.3g}: the policy exploits the reward model. The fall is {fell}; at the {_ordinal(t)} "
-            f"validation {needed:.1f} are needed.{'' if kl is None else f' KL is {kl:.3g}.'}"
+            f"{_mean(now.proxy_P):.3g}: the policy exploits the reward model. The fall is {fell}; at validation number "
+            f"{t} {needed:.1f} are needed.{'' if math.isnan(kl) else f' KL is {kl:.3g}.'}"
         )
         numbers = {"gold": gold, "best_gold": before, "best_step": float(best.step), "fall": -change.value}
-        numbers |= {"fall_error": change.error, "needed": needed, "proxy_rise": proxy_change.value}
-        return "gold_falls", sentence, numbers | ({} if kl is None else {"kl": kl})
+        numbers |= {"fall_error": change.error, "needed": needed, "proxy_rise": proxy_change.value, "kl": kl}
+        return "gold_falls", sentence, numbers
 
-    def _kl_budget(self, kl: float | None) -> _Found:
+    def _kl_budget(self, kl: float) -> _Found:
         budget = self.config.max_kl
-        if kl is None or budget is None or kl <= budget:
+        if budget is None or not kl > budget:
             return None
         sentence = (
             f"KL to the reference is {kl:.3g}, above the budget of {budget:.3g}. This is a sign, no proof: the further "
@@ -260,26 +248,25 @@ class OverOptimisationWatch:
         )
         return "kl_budget", sentence, {"kl": kl, "budget": budget}
 
-    def _length_growth(self, now: _Validation, length: float | None, correlation: float | None) -> _Found:
-        factor, start = self.config.max_length_growth, self._starts.get("length")
-        rise = None if self._first is None else _difference(self._first.proxy_P, now.proxy_P)
-        if factor is None or length is None or not start or rise is None or _mean(now.gold_P) is not None:
+    def _length_growth(self, now: _Validation, length: float, correlation: float) -> _Found:
+        factor, start = self.config.max_length_growth, self._first_length
+        if factor is None or self._first is None or now.gold_P:
             return None  # a gold reward tells more than lengths do
-        unrelated = correlation is not None and correlation < self.config.min_length_correlation
-        if length <= factor * start or rise.value <= 0 or unrelated:
+        rise = _difference(self._first.proxy_P, now.proxy_P).value
+        if not length > factor * start > 0 or not rise > 0 or correlation < self.config.min_length_correlation:
             return None
-        related = "" if correlation is None else f" Within groups reward and length correlate by {correlation:.2f}."
+        known = not math.isnan(correlation)
+        related = f" Within groups reward and length correlate by {correlation:.2f}." if known else ""
         sentence = (
             f"Completions have {length:.0f} tokens on average, {length / start:.1f} times as many as at first, "
-            f"and the proxy rose by {rise.value:.3g}.{related} This is a sign, no proof: the reward model may pay for "
-            "length."
+            f"and the proxy rose by {rise:.3g}.{related} This is a sign, no proof: the reward model may pay for length."
         )
-        numbers = {"length": length, "first_length": start, "proxy_rise": rise.value}
-        return "length_growth", sentence, numbers | ({} if correlation is None else {"correlation": correlation})
+        numbers = {"length": length, "first_length": start, "proxy_rise": rise, "correlation": correlation}
+        return "length_growth", sentence, numbers
 
-    def _entropy_collapse(self, entropy: float | None) -> _Found:
-        share, start = self.config.min_entropy_share, self._starts.get("entropy")
-        if share is None or entropy is None or not start or entropy >= share * start:
+    def _entropy_collapse(self, entropy: float) -> _Found:
+        share, start = self.config.min_entropy_share, self._first_entropy
+        if share is None or not entropy < share * start:
             return None
         sentence = (
             f"The policy's entropy is {entropy:.3g}, {entropy / start:.0%} of that at the first validation. This is a "
@@ -287,11 +274,14 @@ class OverOptimisationWatch:
         )
         return "entropy_collapse", sentence, {"entropy": entropy, "first_entropy": start}
 
-    def _too_many(self, kind: AlarmKind, share: float | None, most: float | None, what: str) -> _Found:
-        if share is None or most is None or share <= most:
+    def _too_many(self, kind: AlarmKind, share: float, most: float | None, what: str) -> _Found:
+        if most is None or not share > most:
             return None
         sentence = f"{share:.0%} {what}; the limit is {most:.0%}. This is a sign, no proof."
         return kind, sentence, {"share": share, "limit": most}
+
+
+_REMEMBERED = ("_first", "_best", "_num_golds", "_first_length", "_first_entropy", "_metrics")
 
 
 def length_correlation(rewards: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> float | None:
@@ -316,8 +306,7 @@ def length_correlation(rewards: Sequence[Sequence[float]], lengths: Sequence[Seq
 
 def write_alarms(path: Path, alarms: Sequence[Alarm]) -> None:
     """Write all alarms of a run: written anew at each validation, those of a resumed run are exact."""
-    rows = [asdict(alarm) | {"numbers": {n: _known(v) for n, v in alarm.numbers.items()}} for alarm in alarms]
-    write_text(path, json.dumps(rows, indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps([asdict(alarm) for alarm in alarms], indent=2, allow_nan=False) + "\n")
 
 
 def read_alarms(path: Path) -> list[Alarm]:
@@ -325,47 +314,28 @@ def read_alarms(path: Path) -> list[Alarm]:
     try:
         return [Alarm(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (TypeError, ValueError) as error:
-        raise DataError(
-            "this is no file of alarms",
-            where=str(path),
-            got=str(error),
-            need='[{"kind": "gold_falls", "step": 40, "sentence": ..., "numbers": {}, "stops": false}]',
-            fix="remove it: the report is then made without the sentences of the alarms",
-        ) from error
+        fix = "remove it: the report is then made without the sentences of the alarms"
+        raise DataError("this is no file of alarms", where=str(path), got=str(error), fix=fix) from error
 
 
-def _known(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _values(by_prompt: ArrayLike | None) -> tuple[float | None, ...]:
+def _values(by_prompt: ArrayLike | None) -> list[float]:
     values = np.asarray([] if by_prompt is None else by_prompt, dtype=np.float64)
-    return tuple(map(_known, values.tolist()))
+    return [value if math.isfinite(value) else math.nan for value in values.tolist()]
 
 
-def _mean(values_P: Sequence[float | None]) -> float | None:
-    known = [value for value in values_P if value is not None]
-    return float(np.mean(known)) if known else None
+def _mean(values_P: Sequence[float]) -> float:
+    known = [value for value in values_P if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
 
 
-def _error(values_P: Sequence[float | None]) -> float:
+def _error(values_P: Sequence[float]) -> float:
     """The standard error of the mean; NaN where it is not known."""
-    known = [value for value in values_P if value is not None]
+    known = [value for value in values_P if not math.isnan(value)]
     return float(np.std(known, ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
 
 
-def _difference(earlier_P: Sequence[float | None], later_P: Sequence[float | None]) -> _Difference | None:
-    """Later less earlier, paired over the prompts that have both; None where there are none."""
-    if len(earlier_P) != len(later_P):
-        return None
-    changes = [b - a for a, b in zip(earlier_P, later_P, strict=True) if a is not None and b is not None]
-    return _Difference(float(np.mean(changes)), _error(changes), len(changes)) if changes else None
-
-
-def _restored(state: Mapping[str, Any] | None) -> _Validation | None:
-    return None if state is None else _Validation(state["step"], tuple(state["proxy_P"]), tuple(state["gold_P"]))
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
+def _difference(earlier_P: Sequence[float], later_P: Sequence[float]) -> _Difference:
+    """Later less earlier, paired over the prompts that have both."""
+    same = len(earlier_P) == len(later_P)
+    changes = [b - a for a, b in zip(earlier_P, later_P, strict=True) if not math.isnan(b - a)] if same else []
+    return _Difference(_mean(changes), _error(changes), len(changes))

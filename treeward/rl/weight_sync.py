@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from treeward.model.policy_model import PolicyModel
 from treeward.user_code import import_object
@@ -23,10 +23,8 @@ __all__ = ["FolderSync", "WeightSync", "sync_function"]
 _VERSION = re.compile(r"version-\d+(\.partial)?")
 
 
-class WeightSync(Protocol):
-    """Called after each change of the weights, before the next completions."""
-
-    def __call__(self, policy: PolicyModel, version: int) -> None: ...
+WeightSync = Callable[[PolicyModel, int], Any]
+"""Called after each change of the weights, before the next completions."""
 
 
 class FolderSync:

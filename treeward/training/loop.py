@@ -13,11 +13,12 @@ import contextlib
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -32,7 +33,7 @@ from treeward.progress import ShownProgress, logs_shown
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
 from treeward.training.state import RunState, load_state, read_state, save_state, stored_metric, write_state
 from treeward.training.stopping import StopRequest
-from treeward.training.tracking import TrackerGroup, check_trackers, open_trackers, read_metrics
+from treeward.training.tracking import TrackerGroup, check_log_folder, open_trackers, read_metrics
 
 __all__ = ["Loop", "Outcome", "Run", "StepMetrics", "Validation", "start"]
 
@@ -79,59 +80,66 @@ class Outcome:
     report: Path | None = None
 
 
-class Run(Protocol):
-    """What the loop must know of a run. Steps are counted from 1; `step` below is how many are done."""
+class Run(ABC):
+    """What the loop must know of a run. Steps are counted from 1; `step` below is how many are done.
 
-    total_steps: int
+    `identity`: what a resumed run must have in common with the one that it continues, by names that people know.
+    `validates`: whether there is anything to validate on.
+    """
 
-    @property
-    def config(self) -> RewardModelRunConfig | GRPORunConfig: ...
+    def __init__(
+        self,
+        config: RewardModelRunConfig | GRPORunConfig,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler,
+        identity: dict[str, Any],
+        *,
+        total_steps: int,
+        validates: bool,
+    ) -> None:
+        self.run_config, self.optimizer, self.scheduler, self.identity = config, optimizer, scheduler, identity
+        self.total_steps, self.validates = total_steps, validates
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def scheduler(self) -> LRScheduler: ...
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that it continues, by names that people know."""
-
-    @property
-    def validates(self) -> bool:
-        """Whether there is anything to validate on."""
-
+    @abstractmethod
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         """Put `state.run` back, which `state()` has returned in an earlier session; {} in a new run."""
 
+    @abstractmethod
     def step(self, number: int) -> StepMetrics:
         """Take the step of this number."""
 
+    @abstractmethod
     def weights_changed(self) -> bool:
         """Whether the step that has just failed has changed weights; if not, its other changes are taken back."""
 
-    def is_done(self, step: int) -> bool:
-        """Whether the run ends after so many steps."""
-
+    @abstractmethod
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
         """Measure the model after so many steps; None if `should_stop` gave a reason on the way."""
 
-    def state(self) -> dict[str, Any]:
-        """The state beside model, optimiser and schedule, as JSON."""
-
+    @abstractmethod
     def save_model(self, folder: Path) -> None:
         """Write the model of a checkpoint, as a folder `model` in `folder`."""
 
+    @abstractmethod
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
         """Write the model of a checkpoint and of its `state` to the folder `final` of the store.
 
         `is_current`: the model in memory is the same.
         """
 
+    @abstractmethod
     def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
         """The work after the loop (a report), as a function that holds no weights; it is given `show_progress`."""
 
-    def close(self) -> None:
+    def is_done(self, step: int) -> bool:
+        """Whether the run ends after so many steps."""
+        return step >= self.total_steps
+
+    def state(self) -> dict[str, Any]:
+        """The state beside model, optimiser and schedule, as JSON."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
         """Free what is held outside this object."""
 
 
@@ -152,7 +160,7 @@ def start(
     metric_of = None if ranked_by is None else partial(stored_metric, name=ranked_by)
     with logs_shown() if show_progress else contextlib.nullcontext():
         _check_one_process()
-        check_trackers(config.logger)
+        check_log_folder(config.logger)
         with open_store(config.checkpointing, metric_of) as store:
             checkpoint = None if store is None else store.to_resume()
             quiet_transformers()
@@ -260,7 +268,7 @@ class Loop:
         return self.run.validates and step > 0 and bool(by_period or (schedule.val_at_end and self.run.is_done(step)))
 
     def _save_is_due(self) -> bool:
-        period, step = self.run.config.checkpointing.save_period, self.state.step
+        period, step = self.run.run_config.checkpointing.save_period, self.state.step
         return self.run.is_done(step) or bool(period and step % period == 0)
 
     def take_step(self) -> None:
@@ -326,7 +334,7 @@ class Loop:
         logger.info("Saved %s.", checkpoint.path)
 
     def _write(self, folder: Path) -> None:
-        run, config = self.run, self.run.config
+        run, config = self.run, self.run.run_config
         run.save_model(folder)
         self._complete_state()
         save_state(folder, self.state, run.optimizer if config.checkpointing.save_optimizer else None, run.scheduler)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, ModelError
 from treeward.user_code import import_object
 
-__all__ = ["build_optimizer", "build_scheduler", "learning_rate_factor"]
+__all__ = ["build_optimizer", "build_scheduler", "clip_gradients"]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -52,7 +52,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *
     Raises `ConfigError` for a class or arguments that fail.
     """
     if isinstance(config, NamedScheduleConfig):
-        return LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, total_steps))
+        return LambdaLR(optimizer, lambda step: _learning_rate_factor(config, step, total_steps))
     schedulers: list[LRScheduler] = []
     for i, entry in enumerate(config.schedulers):
         where = f"policy.scheduler[{i}]"
@@ -75,7 +75,24 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *
     return SequentialLR(optimizer, schedulers, milestones=list(config.milestones))
 
 
-def learning_rate_factor(config: NamedScheduleConfig, step: int, total_steps: int) -> float:
+def clip_gradients(model: nn.Module, max_norm: float | None, loss: float, *, what: str, fix: str) -> float:
+    """Clip the gradients, and return their norm before that.
+
+    Raises `ModelError` if it or the loss is not finite; the gradients are then gone. `what`: the name of the loss.
+    """
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if max_norm is None else max_norm))
+    if not (math.isfinite(norm) and math.isfinite(loss)):
+        model.zero_grad(set_to_none=True)
+        raise ModelError(
+            f"{what} is not finite",
+            got=f"loss {loss}, gradient norm {norm}",
+            need="finite numbers; the weights were not changed by this step",
+            fix=fix,
+        )
+    return norm
+
+
+def _learning_rate_factor(config: NamedScheduleConfig, step: int, total_steps: int) -> float:
     """The learning rate of the step after `step` steps, as a fraction of the peak.
 
     Warm-up rises from 1/w in the first of w steps to 1; a decay then falls so that the step after the last would have

@@ -17,7 +17,6 @@ warning: `metrics.jsonl` has everything.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import math
@@ -34,7 +33,7 @@ from treeward.errors import ConfigError
 from treeward.storage import write_text
 from treeward.training.step_file import StepFile, flattened, read_steps
 
-__all__ = ["METRICS_FILE", "RunStatus", "TrackerGroup", "check_trackers", "open_trackers", "read_metrics"]
+__all__ = ["METRICS_FILE", "RunStatus", "TrackerGroup", "check_log_folder", "open_trackers", "read_metrics"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -249,8 +248,8 @@ class TrackerGroup:
                 )  # fmt: skip
 
 
-def check_trackers(config: LoggerConfig) -> None:
-    """Raise `ConfigError` for a log folder that cannot be written, or a tracker whose package is not installed."""
+def check_log_folder(config: LoggerConfig) -> None:
+    """Raise `ConfigError` for a log folder that cannot be written."""
     try:
         Path(config.log_dir).mkdir(parents=True, exist_ok=True)
         (Path(config.log_dir) / METRICS_FILE).open("ab").close()
@@ -261,23 +260,14 @@ def check_trackers(config: LoggerConfig) -> None:
             got=str(error),
             need="a folder that can be written",
         ) from error
-    for package in ("tensorboard", "wandb", "mlflow"):
-        if getattr(config, f"{package}_enabled") and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"the package {package} is not installed",
-                where=f"logger.{package}_enabled",
-                got="true",
-                fix=f"pip install treeward[{package}], or set logger.{package}_enabled=false",
-            )
 
 
 def open_trackers(config: LoggerConfig, resume_step: int | None) -> TrackerGroup:
     """The trackers that `config` enables, all writing below its `log_dir`; call it on one process only.
 
     `resume_step` is the step of the checkpoint that the run continues from, None for a new run. Raises `ConfigError`
-    naming the key that enabled it for a tracker whose package is missing or that cannot start.
+    naming the key that enabled it for a tracker that cannot start.
     """
-    check_trackers(config)
     log_dir = Path(config.log_dir)
     openers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoardTracker(

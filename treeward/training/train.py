@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
 from treeward.evaluation.results import Metric
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
@@ -32,7 +31,8 @@ from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
-from treeward.training.loop import Outcome, StepMetrics, Validation, start
+from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
+from treeward.training.optimisation import clip_gradients
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import Choice, RewardModelSetup, set_up
 from treeward.training.state import RunState
@@ -66,33 +66,32 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
 
     Raises a `TreewardError` for what the user can mend; the last checkpoint stands.
     """
-    if not isinstance(config, RewardModelRunConfig):
-        raise ConfigError(
-            "train takes a configuration that is loaded",
-            got=config,
-            need="what load_config returns",
-            fix='write train(load_config("rm.yaml"))',
-        )
     check_packages(config)
     check_report(config)
     key = config.ranking_metric
 
-    def assemble(checkpoint: Checkpoint | None, show_progress: bool) -> RewardModelRun:
-        return RewardModelRun(set_up(config, checkpoint, show_progress))
-
     ranked_by = None if key is None else _logged_name(key)
-    outcome = start(config, config.rm, assemble, ranked_by=ranked_by, show_progress=show_progress)
+    outcome = start(
+        config,
+        config.rm,
+        lambda checkpoint, shown: RewardModelRun(set_up(config, checkpoint, shown)),
+        ranked_by=ranked_by,
+        show_progress=show_progress,
+    )
     assert isinstance(outcome, TrainingOutcome)
     return outcome
 
 
-class RewardModelRun:
+class RewardModelRun(Run):
     """A `Run` of the loop: Bradley-Terry steps on comparisons, and validation on every named set."""
 
     def __init__(self, setup: RewardModelSetup) -> None:
-        self.setup, self.config, self.identity = setup, setup.config, setup.identity
-        self.model, self.optimizer, self.scheduler = setup.model, setup.optimizer, setup.scheduler
-        self.total_steps, self.validates = setup.total_steps, bool(setup.validation_sets)
+        super().__init__(
+            *(setup.config, setup.optimizer, setup.scheduler, setup.identity),
+            total_steps=setup.total_steps,
+            validates=bool(setup.validation_sets),
+        )
+        self.setup, self.config, self.model = setup, setup.config, setup.model
         self._changed = self._warned_of_ranking = False
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
@@ -104,17 +103,8 @@ class RewardModelRun:
                 counts = dataset.counts.as_metrics()
                 trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def is_done(self, step: int) -> bool:
-        return step >= self.total_steps
-
     def weights_changed(self) -> bool:
         return self._changed
-
-    def close(self) -> None:
-        """Nothing is held outside."""
 
     def step(self, number: int) -> StepMetrics:
         setup, self._changed = self.setup, False
@@ -142,16 +132,14 @@ class RewardModelRun:
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
         """Clip, step, and return the gradients' norm before clipping. Raises `ModelError` if it is not finite."""
-        limit = self.config.policy.max_grad_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit))
-        if not (math.isfinite(norm) and math.isfinite(total.loss_sum)):
-            raise ModelError(
-                f"the loss is not finite at {'the first step' if number == 1 else f'step {number}'}",
-                got=f"loss {total.means()['loss']}, gradient norm {norm}",
-                need="finite numbers; the weights were not changed by this step",
-                fix="start anew in another checkpointing.checkpoint_dir with a lower policy.optimizer.kwargs.lr, or in "
-                "policy.precision=float32",
-            )
+        norm = clip_gradients(
+            self.model,
+            self.config.policy.max_grad_norm,
+            total.loss_sum,
+            what=f"the loss of step {number}",
+            fix="start anew in another checkpointing.checkpoint_dir with a lower policy.optimizer.kwargs.lr, or in "
+            "policy.precision=float32",
+        )
         self._changed = True
         self.optimizer.step()
         self.scheduler.step()
