@@ -180,12 +180,6 @@ def test_a_full_disk_is_told_and_what_was_there_stands(tmp_path: Path, error: Ex
         assert content(store.save(2, writer("new")).path) == "new"
 
 
-def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be used"), opened(tmp_path / "file" / "checkpoints"):
-        pass
-
-
 def test_files_are_as_readable_as_their_folder(tmp_path: Path) -> None:
     def write_for_the_owner(folder: Path) -> None:
         (folder / "weights").touch(mode=0o600)

@@ -51,13 +51,11 @@ def test_a_single_checkpoint_is_not_called_the_best(
     assert not [record for record in caplog.records if "nothing is chosen" in record.getMessage()]
 
 
-@pytest.mark.parametrize("added", ["false", "true"])
 def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
     tiny_run: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
     write_rows: Callable[..., str],
     tmp_path: Path,
-    added: str,
 ) -> None:
     def rows(numbers: Iterable[int]) -> list[dict[str, str]]:
         return [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in numbers]
@@ -65,7 +63,7 @@ def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
     binary = "dataset_name: BinaryPreferenceDataset"
     train_file, val_file = write_rows("train.jsonl", rows(range(30))), write_rows("val.jsonl", rows(range(20, 36)))
     options = [
-        f"data.train={{{binary}, data_path: {train_file}, split: null, non_contextual_answer: {added}}}",
+        f"data.train={{{binary}, data_path: {train_file}, split: null, non_contextual_answer: true}}",
         f"data.validation=[{{{binary}, data_path: {val_file}, name: held_out}}]",
         "rm.max_num_steps=2", "rm.val_batches=null", "evaluation.enabled=true",
     ]  # fmt: skip

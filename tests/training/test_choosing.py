@@ -17,7 +17,6 @@ from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites.preferences import PreferenceSuite
 from treeward.scoring.scorer import Scorer
 from treeward.training.export import result_columns
-from treeward.training.setup import set_up
 from treeward.training.state import read_state
 from treeward.training.tracking import read_metrics
 from treeward.training.train import RewardModelRun, TrainingOutcome, train
@@ -128,19 +127,3 @@ def test_robust_accuracy_ranks_and_a_run_that_was_killed_goes_on_alike(
     for step in (2, 4):
         states = [read_state(tmp_path / folder / f"step_{step}") for folder in ("checkpoints", "other")]
         assert states[0] == states[1] and "validation-held_out/robust_accuracy" in states[0].own_validation
-
-
-def test_nothing_to_rewrite_is_told_before_training(
-    tiny_run: Callable[..., Any], write_rows: Callable[..., str]
-) -> None:
-    def answer(rank: int, *parts: str) -> dict[str, Any]:
-        content = [{"type": "text", "text": part} for part in parts]
-        return {"rank": rank, "completion": [{"role": "assistant", "content": content}]}
-
-    rows = [
-        {"context": [{"role": "user", "content": f"{i}?"}], "completions": [answer(0, "yes", str(i)), answer(1, "no")]}
-        for i in range(4)
-    ]
-    data = f"[{{data_path: {write_rows('parts.jsonl', rows)}, name: held_out}}]"
-    with pytest.raises(Exception, match="there is nothing to rewrite"):
-        set_up(tiny_run(f"data.validation={data}", ROBUST))

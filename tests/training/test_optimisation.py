@@ -61,7 +61,6 @@ def test_torch_schedulers_follow_one_another() -> None:
         ("nowhere.Adam", {"lr": 1e-3}, "has no|cannot be imported"),
         ("torch.optim.AdamW", {"lr": 1e-3, "momentum": 0.9}, "momentum"),
         ("torch.optim.AdamW", {"lr": 1e-3, "betas": [2.0, 0.9]}, "Invalid beta"),
-        ("torch.optim.LBFGS", {"lr": 1.0}, "several times a step"),
         ("collections.OrderedDict", {"lr": 1.0}, "OrderedDict"),
     ],
 )

@@ -34,22 +34,6 @@ def test_a_vocabulary_without_the_bytes_is_refused(tiny_run: Callable[..., Any])
         set_up(tiny_run("policy.tokenizer.vocab_size=100"))
 
 
-def test_sets_of_one_name_are_told_apart(tiny_run: Callable[..., Any], write_rows: Callable[..., str]) -> None:
-    rows = [{"prompt": "?", "chosen": "yes", "rejected": "no"}]
-    first, second = write_rows("Bundled-2", rows), write_rows("Bundled-3", rows)
-    Path(first).rename(f"{first}.jsonl")
-    Path(second).rename(f"{second}.jsonl")
-    binary = {"dataset_name": "BinaryPreferenceDataset"}
-    sets = [
-        {"dataset_name": "Bundled", "split": "validation"},
-        {"dataset_name": "Bundled", "split": "length_controlled"},
-        {**binary, "data_path": f"{first}.jsonl", "name": "Bundled-2"},
-        {**binary, "data_path": f"{second}.jsonl"},
-    ]
-    run = set_up(tiny_run(f"data.train={json.dumps(sets)}"))
-    assert list(run.training_sets) == ["Bundled", "Bundled-2", "Bundled-2-2", "Bundled-3.jsonl"]
-
-
 def test_a_resumed_run_has_and_saves_the_tokenizer_of_its_checkpoint(tiny_run: Callable[..., Any]) -> None:
     folder = train(tiny_run("rm.max_num_steps=2"), show_progress=False).model_folder
     assert folder is not None

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 
 import pytest
 
@@ -52,16 +51,3 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_outside_the_main_thread_there_are_no_handlers() -> None:
-    found: list[str | None] = []
-
-    def work() -> None:
-        with StopRequest(deadline_seconds=0.0) as stop:
-            found.append(stop.reason)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == ["checkpoint_must_save_by"]

@@ -254,28 +254,6 @@ def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
 # --- the export ------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_checkpoint_is_exported(
-    trained: Trained, read_weights: Callable[..., Any], write_rows: Callable[..., str]
-) -> None:
-    # The rule of the validation set is the opposite of the training set's: the loss rises, the first one stays best.
-    data = _binary(write_rows("train.jsonl", _rule_rows(1, 64, labels="planted")))
-    contrary = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in _rule_rows(2, 16, labels="")]
-    held_out = _binary(write_rows("val.jsonl", contrary), name="held_out")
-    outcome, lines = trained(
-        f"data.train={data}",
-        f"data.validation=[{held_out}]",
-        "policy.optimizer.kwargs.lr=0.01",
-        "checkpointing.metric_name=val:validation-held_out_loss",
-    )
-    values = dict(zip((2, 4, 6), column(lines, "validation-held_out/loss"), strict=True))
-    best = min(values, key=lambda step: values[step])
-    assert best != 6 and outcome.model_step == best
-    assert outcome.validation["held_out"]["loss"] == values[best]
-    exported = read_weights(outcome.model_folder)
-    saved = read_weights(outcome.model_folder.parent / f"step_{best}" / "model")
-    assert all(torch.equal(weight, saved[name]) for name, weight in exported.items())
-
-
 def test_the_model_is_pushed_to_the_hub(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **o: calls.append((repo_id, o)))

@@ -56,17 +56,8 @@ class GenerationError(ModelError):
 class Generator(Protocol):
     """Samples completions: the policy in this process, or a server with its weights.
 
-    A loop calls it in phases, one after the other and never two at once:
-
-        generator.load_weights(policy, 0)
-        for version in itertools.count(1):
-            groups = generator.generate(...)         # phase 1: the generator's
-            ...                                      # phase 2: rewards, then the update: the trainer's
-            generator.load_weights(policy, version)  # between the two, after every change of the weights
-
-    Whatever a generator does happens within these calls. One on devices of its own copies the weights there in
-    `load_weights`; one that shares the trainer's devices takes memory at the beginning of `generate` and gives it up at
-    the end.
+    The run calls `load_weights` after every change of the weights and then `generate`, never two at once; whatever a
+    generator does happens within these calls.
     """
 
     def generate(

@@ -49,7 +49,6 @@ class Rollouts:
     rewards_PG: Tensor
     raw_PG: Tensor
     used_PG: Tensor
-    gold_PG: Tensor | None
     prompts_drawn: int
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
@@ -73,7 +72,13 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     while len(found) < most_draws:
         indices = run.order.take(drawn + len(found) * count, count)
         started = time.monotonic()
-        batch = _sample(run, indices, sampling_seed(grpo.seed, step, len(found)))
+        prompts = [run.prompts[i] for i in indices]
+        batch = run.generator.generate(
+            [one.prompt for one in prompts],
+            [one.token_ids for one in prompts],
+            num_completions=grpo.num_generations_per_prompt,
+            seed=sampling_seed(grpo.seed, step, len(found)),
+        )
         sampled = time.monotonic()
         found.append(run.rewards.reward(batch))
         _check_failures(run, found[-1])
@@ -91,7 +96,6 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[: grpo.num_prompts_per_step]
         _check_signal(kept, grpo.num_prompts_per_step, len(found))
         groups, rewards_PG, raw_PG = [groups[i] for i in kept], rewards_PG[kept], raw_PG[kept]
-    gold_PG = None
     if run.rewards.has_gold:
         started = time.monotonic()
         gold_PG = run.rewards.gold(groups)
@@ -100,22 +104,12 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
             metrics["train/gold_reward"] = float(gold_PG.nanmean())
     used_PG = used_completions(groups, rewards_PG, grpo)
     metrics["train/num_masked"] = float((rewards_PG.isfinite() & ~used_PG).sum())
-    return Rollouts(groups, rewards_PG, raw_PG, used_PG, gold_PG, len(found) * count, metrics, seconds, correlation)
+    return Rollouts(groups, rewards_PG, raw_PG, used_PG, len(found) * count, metrics, seconds, correlation)
 
 
 def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) -> int:
     """The seed of one call of the generator; validations and steps never share one."""
     return int(np.random.SeedSequence([seed, int(validation), step, draw]).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _sample(run: GRPOSetup, indices: Sequence[int], seed: int) -> list[CompletionGroup]:
-    prompts = [run.prompts[i] for i in indices]
-    return run.generator.generate(
-        [one.prompt for one in prompts],
-        [one.token_ids for one in prompts],
-        num_completions=run.config.grpo.num_generations_per_prompt,
-        seed=seed,
-    )
 
 
 def _check_failures(run: GRPOSetup, found: GroupRewards) -> None:

@@ -6,12 +6,13 @@ scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=1000
 
 from __future__ import annotations
 
-import inspect
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError, ModelError
@@ -22,27 +23,14 @@ __all__ = ["build_optimizer", "build_scheduler", "clip_gradients"]
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimiser over the model's trainable parameters. Raises `ConfigError` for a class or arguments that fail."""
-    where = "policy.optimizer"
-    optimizer_class = import_object(config.name, where=where, field="name")
-    kwargs = dict(config.kwargs)
-    if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and not kwargs.keys() & {"fused", "foreach"}:
-        kwargs["fused"] = True  # one kernel for all parameters: several times faster, on a CPU too
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        optimizer = optimizer_class(parameters, **kwargs)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{config.name} does not take these arguments", where=f"{where}.kwargs", got=f"{kwargs}: {error}"
-        ) from error
+    kwargs = dict(config.kwargs)
+    if config.name in ("torch.optim.Adam", "torch.optim.AdamW") and not kwargs.keys() & {"fused", "foreach"}:
+        kwargs["fused"] = True  # one kernel for all parameters: several times faster, on a CPU too
+    optimizer = _made(config.name, kwargs, parameters, where="policy.optimizer")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError("not an optimiser", where=f"{where}.name", got=config.name, need="a torch.optim.Optimizer")
-    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-        raise ConfigError(
-            "this optimiser computes the loss several times a step, which training does not do",
-            where=f"{where}.name",
-            got=config.name,
-            need="a class whose step() takes no closure, as torch.optim.AdamW",
-        )
+        need = "a torch.optim.Optimizer"
+        raise ConfigError("not an optimiser", where="policy.optimizer", field="name", got=config.name, need=need)
     return optimizer
 
 
@@ -56,23 +44,23 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *
     schedulers: list[LRScheduler] = []
     for i, entry in enumerate(config.schedulers):
         where = f"policy.scheduler[{i}]"
-        try:
-            scheduler = import_object(entry.name, where=where, field="name")(optimizer, **entry.kwargs)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{entry.name} does not take these arguments", where=f"{where}.kwargs", got=f"{entry.kwargs}: {error}"
-            ) from error
-        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ConfigError(
-                "not a schedule over steps",
-                where=f"{where}.name",
-                got=entry.name,
-                need="a class of torch.optim.lr_scheduler that steps without a metric",
-            )
-        schedulers.append(scheduler)
+        schedulers.append(_made(entry.name, entry.kwargs, optimizer, where=where))
+        if not isinstance(schedulers[-1], LRScheduler) or isinstance(schedulers[-1], ReduceLROnPlateau):
+            need = "a class of torch.optim.lr_scheduler that steps without a metric"
+            raise ConfigError("not a schedule over steps", where=where, field="name", got=entry.name, need=need)
     if len(schedulers) == 1:
         return schedulers[0]
     return SequentialLR(optimizer, schedulers, milestones=list(config.milestones))
+
+
+def _made(name: str, kwargs: Mapping[str, Any], of: Any, *, where: str) -> Any:
+    try:
+        return import_object(name, where=where, field="name")(of, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        got = f"{dict(kwargs)}: {error}"
+        raise ConfigError(f"{name} does not take these arguments", where=where, field="kwargs", got=got) from error
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None, loss: float, *, what: str, fix: str) -> float:
