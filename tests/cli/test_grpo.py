@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_leaves_at_once(
         (["grpo.num_prompts=3"], "grpo.num_prompts"),
         (["grpo.num_generations_per_prompt=1"], "at least 2"),
         (["data.train.data_path=/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["env.planted.function=planted.vowel"], "did you mean vowels?"),
+        (["env.planted.function=planted.vowel"], "did you mean planted.vowels?"),
         (["policy.model_config.model_type=qwen77"], "qwen77"),
         (["grpo.environments=[plantd]"], "planted"),
         (["env.planted.function=planted.fails"], "too many completions have no reward"),
