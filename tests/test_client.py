@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,13 +120,6 @@ def test_a_large_list_is_split_and_comes_back_in_order(serve: Callable[..., Loop
     assert most == 3
 
 
-def test_bodies_stay_small(serve: Callable[..., Loopback]) -> None:
-    server = serve(lambda asked: (200, {"data": [row(i, 1.0) for i in range(len(asked.json["conversations"]))]}))
-    chats = [[{"role": "assistant", "content": "x" * 3_000_000}] for _ in range(5)]
-    assert len(RewardClient(server.url).score(chats)) == 5
-    assert sorted(len(request.json["conversations"]) for request in server.requests) == [1, 2, 2]
-
-
 def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> None:
     busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, {"retry-after": "0"}
     server = serve(busy, (503, b"<html>restarting</html>"), None, scored)
@@ -145,13 +137,6 @@ def test_it_does_not_ask_again_for_what_is_wrong(status: int, serve: Callable[..
     assert (error.status, error.code, error.param, error.request_id) == (status, "why", "model", "r1")
     assert error.got == "no" and f"HTTP {status}" in str(error) and isinstance(error, TreewardError)
     assert len(server.requests) == 1
-
-
-def test_it_gives_up_after_max_retries(serve: Callable[..., Loopback]) -> None:
-    server = serve((503, {"error": {"message": "shutting down", "code": "shutting_down"}}))
-    with pytest.raises(RewardServerError, match="shutting down .attempt 3.") as caught:
-        RewardClient(server.url, max_retries=2).score([chat(1)])
-    assert caught.value.status == 503 and len(server.requests) == 3
 
 
 def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -> None:
@@ -197,15 +182,6 @@ def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
         client.score([chat(1), chat(2)], where=["b.jsonl:1", "b.jsonl:2"])
     assert client.score([chat(1), chat(2)], on_error="mask")[1] == Score(None, 7, error="too long")
     assert client.rewards([chat(1), chat(2)], on_error="mask") == [1.0, None]
-
-
-def test_a_reward_without_a_reward_has_a_score(serve: Callable[..., Loopback]) -> None:
-    server = serve((200, {"data": [row(0, 1.0, reward=None, error="no references")]}))
-    client = RewardClient(server.url)
-    assert client.score([chat(1)]) == [Score(1.0, 7)]
-    assert client.rewards([chat(1)], on_error="mask") == [None]
-    with pytest.raises(RewardServerError, match="no references"):
-        client.rewards([chat(1)])
 
 
 def test_the_first_error_ends_the_others(serve: Callable[..., Loopback]) -> None:
@@ -320,37 +296,3 @@ def test_a_caller_that_is_cancelled_leaves_nothing_behind(serve: Callable[..., L
 
     assert asyncio.run(cancelled()) == 0
     let_go.set()
-
-
-def test_where_a_loop_runs_already_and_from_threads(serve: Callable[..., Loopback]) -> None:
-    client = RewardClient(serve(scored).url)
-
-    async def as_in_a_notebook() -> float | None:
-        return client.score([chat(5)])[0].score
-
-    assert asyncio.run(as_in_a_notebook()) == 5.0
-    found: dict[int, float | None] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: client.score([chat(i)])[0].score})) for i in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {i: float(i) for i in range(8)}
-    client.close()
-    assert client.score([chat(6)])[0].score == 6.0  # and open again
-
-
-def test_after_a_fork(serve: Callable[..., Loopback]) -> None:
-    client = RewardClient(serve(scored).url)
-    assert client.score([chat(1)])[0].score == 1.0
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if client.score([chat(2)])[0].score == 2.0 else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert client.score([chat(3)])[0].score == 3.0

@@ -215,13 +215,6 @@ def test_an_exit_or_a_cancellation_costs_its_sample_too(rewards_file: str) -> No
             assert bool(result.rewards.isnan().all()) and error in result.metadata[0][DETAILS]["error"]
 
 
-def test_an_interrupt_ends_the_step(rewards_file: str) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        step(f"{rewards_file}:raises", [chat("4")], [{}], kwargs={"error": "Ctrl-C"})
-    with pytest.raises(KeyboardInterrupt):
-        step(f"{rewards_file}:anything", [chat("4")], [{"value": KeyboardInterrupt()}])
-
-
 def test_a_batch_that_fails_costs_all_its_samples(rewards_file: str) -> None:
     chats, infos = [chat("4")] * 2, [{"value": 1}, {"value": None}]
     one, none = step(f"{rewards_file}:whole", chats, infos).rewards.tolist()
@@ -257,14 +250,6 @@ def test_a_function_cannot_change_what_the_loop_goes_on_with(tmp_path: Path) -> 
     file.write_text("def f(conversation, env_info):\n    env_info.clear()\n    conversation.clear()\n    return 1\n")
     result = step(f"{file}:f", [chat("4")], [{"ground_truth": "4"}])
     assert result.metadata[0]["ground_truth"] == "4" and result.answers == ["4"]
-
-
-def test_by_module_path(rewards_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(rewards_file).parent))
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
-    for path in ("my_rewards:batch", "my_rewards.batch"):
-        assert step(path, [chat("abc")], [{}]).rewards.tolist() == [3]
-    monkeypatch.delitem(sys.modules, "my_rewards")
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,6 @@ def test_weighted(functions: str) -> None:
     assert details[4]["error"].startswith("rules: the sample has no ground_truth") and "; told:" in details[4]["error"]
 
 
-def test_weights_of_members_that_say_nothing_go_to_the_others(functions: str) -> None:
-    result = step(weighted(functions, missing="renormalise"), COMPLETIONS, INFOS)
-    assert values(result) == [3.5, -2.0, 4.0, 4.0, None]
-
-
 def fallback(functions: str, **changes: Any) -> dict[str, Any]:
     members = {
         "check": {"type": "rules", "rule": "exact_match"},
@@ -122,11 +117,6 @@ def test_a_hybrid_in_a_hybrid_and_no_samples(functions: str) -> None:
     config = {"members": {"inner": inner, "told": {"type": "custom", "function": f"{functions}:told", "weight": -1}}}
     assert values(step(config, COMPLETIONS[:1], INFOS[:1])) == [3.0]
     assert step(config, [], []).rewards.shape == (0,)
-
-
-def test_a_sum_that_is_not_finite_is_no_reward(functions: str) -> None:
-    config = {"members": {"a": {"type": "custom", "weight": 1e300, "function": f"{functions}:told"}}}
-    assert values(step(config, ["4"], [{"told": 1e300}])) == [None]
 
 
 def test_a_member_that_cannot_be_made(functions: str) -> None:

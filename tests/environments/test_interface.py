@@ -63,16 +63,6 @@ def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
     assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "the completion is empty"}}
 
 
-@pytest.mark.parametrize("num_samples", [0, 1, 33])
-def test_any_number_of_samples(num_samples: int) -> None:
-    result = Lengths().step([chat("x" * (i + 1)) for i in range(num_samples)], [{}] * num_samples)
-    assert result.rewards.tolist() == [i + 1.0 for i in range(num_samples)]
-    assert result.rewards.shape == result.terminateds.shape == (num_samples,)
-    assert result.rewards.dtype == torch.float32 and result.terminateds.dtype == torch.bool
-    lists = (result.observations, result.metadata, result.next_stop_strings, result.answers)
-    assert [len(values) for values in lists] == [num_samples] * 4
-
-
 def test_tensors_in_a_message_log_are_not_read_and_nothing_given_is_changed() -> None:
     environment = Lengths()
     log = [
@@ -168,17 +158,6 @@ def test_metrics_are_those_of_the_rewards_that_there_are() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("rewards", [[], [math.nan, math.nan]])
-def test_metrics_without_any_reward(rewards: list[float]) -> None:
-    _, metrics = Lengths().global_post_process_and_metrics({"rewards": torch.tensor(rewards)})
-    assert metrics == {"lengths/num_samples": float(len(rewards)), "lengths/num_failed": float(len(rewards))}
-
-
-def test_one_reward_has_no_spread() -> None:
-    _, metrics = Lengths().global_post_process_and_metrics({"rewards": torch.tensor([2.0])})
-    assert metrics["lengths/std_reward"] == 0.0
-
-
 def test_what_has_no_reward_leaves_the_loss() -> None:
     given = torch.tensor([1.0, 1.0, 0.0])
     batch: dict[str, Any] = {"rewards": torch.tensor([math.nan, 2.0, 3.0]), "loss_multiplier": given, "other": 1}
@@ -186,11 +165,3 @@ def test_what_has_no_reward_leaves_the_loss() -> None:
     assert returned is batch
     assert batch["loss_multiplier"].tolist() == [0.0, 1.0, 0.0]
     assert given.tolist() == [1.0, 1.0, 0.0]  # the loop may hold it elsewhere
-
-
-def test_nemo_rls_name_of_the_rewards_and_a_batch_without_any() -> None:
-    batch = {"total_reward": torch.tensor([math.nan, 2.0]), "loss_multiplier": torch.ones(2)}
-    _, metrics = Lengths().global_post_process_and_metrics(batch)
-    assert metrics["lengths/num_failed"] == 1.0 and batch["loss_multiplier"].tolist() == [0.0, 1.0]
-    with pytest.raises(DataError, match=r"no rewards(?s:.)*keys \['reward'\](?s:.)*rewards or total_reward"):
-        Lengths().global_post_process_and_metrics({"reward": torch.ones(2)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from loopback import Asked, Loopback
 
@@ -172,11 +170,6 @@ def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: Endpoint)
     assert errors(result) == ["the judge gave no verdict, also after a reminder"]
 
 
-def test_a_message_that_was_cut_off_is_no_verdict(endpoint: Endpoint) -> None:
-    endpoint.answer = lambda request: (200, completion("It claims Rating: [[10]], but", "length"))
-    assert math.isnan(judge(endpoint).step([chat("4")], [{}]).rewards[0])
-
-
 @pytest.mark.parametrize("body", [b"<html>hello</html>", [], {}, {"choices": []}, completion(None), b"{"])
 def test_an_endpoint_that_answers_something_else(endpoint: Endpoint, body: Any) -> None:
     endpoint.answer = lambda request: (200, body)
@@ -218,31 +211,6 @@ def test_a_request_that_hangs(endpoint: Endpoint) -> None:
     release.set()
 
 
-def test_an_endpoint_that_drips(endpoint: Endpoint) -> None:
-    """Each byte comes within the timeout; the message would be whole after ten seconds."""
-    gone = threading.Event()
-
-    def drip(asked: Asked) -> None:
-        stream = asked.handler.wfile
-        stream.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 200\r\n\r\n")
-        for _ in range(200):
-            stream.write(b" ")
-            if gone.wait(0.05):
-                return
-
-    with Loopback(drip) as server:
-        url = f"{server.url}/v1"
-        result = judge(endpoint, base_url=url, timeout_seconds=0.5, max_retries=0).step([chat("4")], [{}])
-        gone.set()
-    assert errors(result) == ["judge: the server has not answered in time: no answer"]
-
-
-def test_an_endpoint_that_is_not_there() -> None:
-    config = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": None, "max_retries": 0}
-    result = JudgeEnvironment(config).step([chat("4")], [{}])
-    assert math.isnan(result.rewards[0]) and "cannot be reached" in str(errors(result)[0])
-
-
 @pytest.mark.parametrize(("status", "field"), [(401, "api_key_env"), (403, "api_key_env"), (404, "model"), (400, None)])
 def test_an_endpoint_that_refuses_everything_raises(endpoint: Endpoint, status: int, field: str | None) -> None:
     endpoint.answer = lambda request: (status, {"error": {"message": "no such luck"}})
@@ -271,26 +239,6 @@ def test_a_request_that_is_refused_costs_its_sample_unless_a_setting_is_to_blame
     assert errors(result)[1] is None
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (b"\n  <html>Bad gateway\n</html>", "<html>Bad gateway"),
-        ({"message": "overloaded"}, "overloaded"),
-        ({"detail": "no GPU"}, "no GPU"),
-        (b"", "no reason given"),
-    ],
-)
-def test_the_endpoints_reason_is_told(endpoint: Endpoint, body: Any, reason: str) -> None:
-    endpoint.answer = lambda request: (422, body)
-    assert errors(judge(endpoint).step([chat("4")], [{}])) == [f"judge: the server refuses the request: 422: {reason}"]
-
-
-def test_reference_answers_as_parquet_has_them(endpoint: Endpoint) -> None:
-    endpoint.answer = lambda request: prefers("four")(request)
-    infos = [{"reference_answers": np.array(["five", "six"], dtype=object)}]
-    assert judge(endpoint, mode="pairwise").step([chat("four")], infos).rewards.tolist() == [1.0]
-
-
 def test_never_more_requests_at_a_time_than_asked_for(endpoint: Endpoint) -> None:
     lock, now, most = threading.Lock(), 0, 0
     barrier = threading.Barrier(3, timeout=20)  # three are there at once, or none gets on
@@ -308,15 +256,6 @@ def test_never_more_requests_at_a_time_than_asked_for(endpoint: Endpoint) -> Non
     endpoint.answer = answer
     judge(endpoint, max_concurrency=3).step([chat("4")] * 12, [{}] * 12)
     assert most == 3
-
-
-def test_inside_a_running_event_loop(endpoint: Endpoint) -> None:
-    environment = judge(endpoint)
-
-    async def step_twice() -> list[float]:
-        return [float(environment.step([chat("4")], [{}]).rewards[0]) for _ in range(2)]
-
-    assert asyncio.run(step_twice()) == pytest.approx([6 / 9, 6 / 9])
 
 
 def test_samples_that_cannot_be_asked_about(endpoint: Endpoint) -> None:

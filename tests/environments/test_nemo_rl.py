@@ -152,14 +152,6 @@ def test_a_failed_sample_fails_the_step() -> None:
         lengths().step([log("four"), log("fail")], [{}, {}])
 
 
-def test_steps_without_failures_are_the_environments_own() -> None:
-    result = lengths(observation="").step([log("four"), log("x")], [{"id": 1}, None])
-    assert result.rewards.tolist() == [4.0, 1.0]
-    assert [observation["content"] for observation in result.observations] == ["", ""]
-    assert result.metadata[0]["id"] == 1 and result.answers == ["four", "x"]
-    assert lengths().step([], []).rewards.shape == (0,)
-
-
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_the_group_mean_is_no_policy_gradient(leave_one_out: bool) -> None:
     prompts = ["a", "b", "a", "a", "b", "a", "c", "c"]
@@ -187,15 +179,6 @@ def test_filled_samples_are_counted_until_they_are_asked_for() -> None:
     assert returned is batch
     assert metrics["lengths/num_failed"] == 2.0 and metrics["lengths/mean_reward"] == 2.0
     assert environment.global_post_process_and_metrics(batch)[1]["lengths/num_failed"] == 0.0
-
-
-def test_a_sample_alone_has_no_group() -> None:
-    for logs in ([log("fail")], [log("fail"), log("fail"), log("four", "Bye")]):
-        with pytest.raises(ModelError, match=r"sample 0: it says fail(?s:.*)another completion of its prompt"):
-            lengths(failed_samples="group_mean").step(logs, [{}] * len(logs))
-    environment = lengths(failed_samples="group_mean")
-    with pytest.raises(ModelError, match="sample 1: the message log is not a list"):
-        environment.step([log("four"), None], [{}, {}])  # type: ignore[list-item]
 
 
 def test_the_mean_is_of_the_group() -> None:
@@ -237,19 +220,6 @@ def test_completions_of_several_turns_are_of_one_group() -> None:
     logs.append(turns("Hi", "x" * 9, marked=(1,)))  # ended sooner
     rewards = lengths(failed_samples="group_mean").step(logs, [{}] * 4).rewards
     assert rewards.tolist() == [2.0, 5.0, 4.0, 9.0]
-
-
-def test_where_the_prompt_ends_is_not_guessed() -> None:
-    """Two prompts, or one with generated turns of its own each: by the messages alone they are the same."""
-    environment = lengths(failed_samples="group_mean")
-    logs = [turns("Hi", told, "Q", completion) for told in ("Yes?", "No.") for completion in COMPLETIONS]
-    with pytest.raises(ModelError, match="generation_logprobs in generated messages"):
-        environment.step(logs, [{}] * 6)
-    assert environment.step([each for each in logs if each[-1]["content"] != "fail"], [{}] * 4).rewards.isfinite().all()
-
-
-def test_nemo_rls_evaluation_asks_for_answers() -> None:
-    assert lengths().step([log("four")], [{}], True).answers == ["four"]
 
 
 class Counting(Lengths):
@@ -297,8 +267,3 @@ def test_sections_as_nemo_rl_has_them() -> None:
     with pytest.raises(ConfigError, match="keys num_workers") as caught:
         NemoRLEnvironment({"num_workers": 8})
     assert caught.value.field == "type"
-
-
-def test_register_says_where_nemo_rl_is_missing() -> None:
-    with pytest.raises(ConfigError, match="NeMo RL is not installed"):
-        nemo_rl.register()

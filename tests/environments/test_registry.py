@@ -134,12 +134,6 @@ def test_where_one_cannot_be_made_the_others_are_shut_down() -> None:
     assert Counting.open == 0
 
 
-def test_a_section_that_is_wrong_names_its_key() -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_environments({"custom": {"function": "a:b", "kwarg": {}}})
-    assert caught.value.fix == "did you mean kwargs?" and caught.value.where == "env.custom"
-
-
 def test_as_a_ray_actor(ray: Any) -> None:
     with pytest.raises(ConfigError, match="maths"):
         RuleEnvironment.remote({"rule": "maths"})

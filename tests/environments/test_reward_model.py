@@ -6,8 +6,6 @@ import logging
 import math
 import re
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,33 +131,6 @@ def test_a_template_may_read_any_key(folder: str) -> None:
     assert len(set(want)) == 4
 
 
-def test_text_that_is_no_unicode_costs_its_own_reward_only(folder: str, scores: list[float]) -> None:
-    step = make(folder).step([LOGS[0], chat("Hi", "\ud800"), LOGS[1]], [{}] * 3)
-    assert step.rewards[[0, 2]].tolist() == pytest.approx(scores[:2], abs=CLOSE)
-    assert math.isnan(step.rewards[1]) and "not valid Unicode" in str(errors(step)[1])
-
-
-def test_the_limit_of_a_forward_pass_is_kept(folder: str) -> None:
-    def widest(**keys: Any) -> tuple[int, int]:
-        environment = make(folder, **keys)
-        sequences, tokens = [], []
-        heads = environment.reward_model_policy.heads
-
-        def watched(batch: Any) -> Any:
-            sequences.append(sum(batch.group_sizes))
-            tokens.append(batch.num_computed_tokens)
-            return heads(batch)
-
-        environment.reward_model_policy.heads = watched  # type: ignore[method-assign]
-        environment.step(LOGS, INFOS)
-        return max(sequences), max(tokens)
-
-    assert widest(batch_size=2)[0] == 2
-    assert widest() == (len(LOGS), widest(batch_size=100)[1])
-    assert widest(batch_tokens=100)[1] <= 100
-    assert widest(batch_size=1, dynamic_batching={"enabled": True, "train_mb_tokens": 4096})[0] == len(LOGS)
-
-
 def test_what_cannot_be_scored_is_masked_and_counted(
     folder: str, scores: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,15 +153,6 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     assert metrics["reward_model_env/mean_reward"] == pytest.approx(sum(scores[:2]) / 2, abs=CLOSE)
 
 
-def test_a_model_without_room_for_max_model_len(
-    make_folder: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
-    environment = make(make_folder(max_position_embeddings=64), max_model_len=2048)
-    assert "at most 64 tokens, not 2048" in caplog.text
-    step = environment.step([chat("word " * 80, "Short."), LOGS[0]], [{}, {}])
-    assert math.isnan(step.rewards[0]) and "too long" in str(errors(step)[0]) and math.isfinite(step.rewards[1])
-
-
 def test_failures_may_be_errors_and_leave_no_trace(folder: str) -> None:
     running = {"normalize_rewards": True, "running": True}
     environment = make(folder, on_failure="raise", reward_shaping=running)
@@ -201,24 +163,6 @@ def test_failures_may_be_errors_and_leave_no_trace(folder: str) -> None:
     assert environment.state_dict() == before
     assert environment.step(LOGS[4:8], [{}] * 4).rewards.isfinite().all()
     assert environment.state_dict() != before
-
-
-def test_a_step_that_fails_in_any_way_is_none(folder: str) -> None:
-    environment = make(folder, reward_shaping=RUNNING)
-    environment.step(LOGS[:4], INFOS[:4])
-    before = environment.state_dict()
-
-    def interrupt(record: logging.LogRecord) -> bool:
-        raise KeyboardInterrupt
-
-    logger = logging.getLogger("treeward.environments.interface")
-    logger.addFilter(interrupt)  # when the failure is reported, which is after all is counted
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            environment.step([*LOGS[4:8], LOGS[0][:1]], [{}] * 5)
-    finally:
-        logger.removeFilter(interrupt)
-    assert environment.state_dict() == before
 
 
 def test_evaluation_feeds_no_running_statistics(folder: str) -> None:
@@ -240,16 +184,6 @@ def test_evaluation_feeds_no_running_statistics(folder: str) -> None:
 
 
 RUNNING = {"normalize_rewards": True, "running": True}
-
-
-def test_the_constants_of_the_guides(folder: str, scores: list[float]) -> None:
-    environment = make(folder, reward_shaping={"normalize_rewards": True, "reward_mean": 0.0, "reward_std": 1.0})
-    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
-    shifted = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.02}
-    step = make(folder, reward_shaping=shifted).step(LOGS, INFOS)
-    assert step.rewards.tolist() == pytest.approx(np.clip((np.array(scores) - 0.5) / 0.02, -5, 5).tolist(), abs=1e-3)
-    assert [m[DETAILS]["raw"] for m in step.metadata] == pytest.approx(scores, abs=CLOSE)
-    assert float(step.rewards.abs().max()) == 5.0
 
 
 def test_rewards_relative_to_reference_answers(folder: str, scores: list[float]) -> None:
@@ -319,32 +253,6 @@ def test_an_ensemble(make_folder: Callable[..., str], folder: str, scores: list[
         _ = environment.reward_model_policy
 
 
-def test_several_threads_take_turns(folder: str, scores: list[float]) -> None:
-    environment = make(folder, batch_size=2)
-    got: dict[int, list[float]] = {}
-    inside: list[int] = []
-    most: list[int] = []
-
-    def enter(*_: Any) -> None:
-        inside.append(1)
-        most.append(len(inside))
-        time.sleep(0.01)  # for others to come in
-
-    environment.reward_model_policy.backbone.register_forward_pre_hook(enter)
-    environment.reward_model_policy.backbone.register_forward_hook(lambda *_: inside.pop() and None)
-
-    def step(i: int) -> None:
-        got[i] = environment.step(LOGS[i:], INFOS[i:]).rewards.tolist()
-
-    threads = [threading.Thread(target=step, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(got[i] == pytest.approx(scores[i:], abs=CLOSE) for i in range(4))
-    assert max(most) == 1
-
-
 def test_shut_down(folder: str) -> None:
     environment = make(folder)
     assert environment.shutdown() and environment.shutdown()
@@ -352,15 +260,6 @@ def test_shut_down(folder: str) -> None:
         environment.step(LOGS, INFOS)
     with pytest.raises(ModelError, match="was shut down"):
         environment.preprocess_data(LOGS)
-
-
-def test_where_there_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such folder"):
-        make(str(tmp_path / "nowhere"))
-    with pytest.raises(ModelError, match="no such folder"):
-        make(str(tmp_path / "nowhere"), reward_shaping="contract")
-    with pytest.raises(ConfigError, match="there is no such key"):
-        make(str(tmp_path), batchsize=3)
 
 
 def test_the_file_in_our_guide(folder: str, scores: list[float], tmp_path: Path) -> None:
@@ -385,12 +284,6 @@ def test_several_replicas_need_ray(folder: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"pip install 'treeward\[ray\]'"):
         RewardModelEnvironment.remote({"model_name": folder})
     make(folder)
-
-
-def test_bfloat16_moves_scores_by_little(folder: str, scores: list[float]) -> None:
-    rounded = make(folder, precision="bf16").step(LOGS, INFOS).rewards.tolist()
-    differences = np.abs(np.array(rounded) - scores)
-    assert 0 < differences.max() < 0.1 * np.std(scores) + 0.02
 
 
 @pytest.mark.gpu

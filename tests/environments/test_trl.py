@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.reward_model import RewardModelEnvironment
-from treeward.environments.trl import TrlReward
 from treeward.errors import ConfigError
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -95,18 +93,6 @@ def test_what_has_no_reward_is_none_and_counted(caplog: pytest.LogCaptureFixture
     assert (reward.num_samples, reward.num_failed) == (4, 2)
     assert logged == {"mine/failed": 0.5, "mine/raw_mean": 2.0}
     assert [r.getMessage() for r in caplog.records] == ["2 of 4 completions have no reward; the first: it says fail"]
-
-
-def test_its_name_is_the_environments_unless_given() -> None:
-    assert Lengths().as_trl().__name__ == "lengths"
-    assert Lengths().as_trl(name="mine").__name__ == "mine"
-
-
-def test_it_is_pickled_with_its_environment() -> None:
-    reward = pickle.loads(pickle.dumps(Lengths().as_trl(columns={"ground_truth": "answer"})))
-    assert isinstance(reward, TrlReward)
-    assert reward(["a"], ["four"], answer=[1.0]) == [3.0]
-    assert reward.__name__ == "lengths"
 
 
 class Counting(Lengths):

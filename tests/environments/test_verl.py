@@ -29,7 +29,7 @@ from treeward.environments.interface import Environment, Reward
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.environments.source import RewardSource
 from treeward.environments.trl import TrlReward
-from treeward.errors import ConfigError, DataError, ModelError
+from treeward.errors import ConfigError, DataError
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
@@ -102,13 +102,6 @@ def test_the_batch_manager_gets_a_list(kwargs: dict[str, Any], want: list[Any]) 
     assert verl.compute_scores([], [], [], **kwargs) == []
 
 
-def test_a_model_is_enough(folder: str, want: list[Any]) -> None:
-    result = verl.compute_score(**sample(COMPLETIONS[0], prompt=PROMPT), model=folder)
-    exact = Scorer.load(folder, device="cpu").score_completions(PROMPT, COMPLETIONS[:1])[0].score
-    assert exact is not None
-    assert result["score"] == pytest.approx(exact, abs=0.05)  # in bfloat16, as an environment's default is
-
-
 @pytest.mark.parametrize(
     "extra",
     [
@@ -159,16 +152,6 @@ def test_settings_that_are_wrong(settings: dict[str, Any], message: str) -> None
         verl.compute_score(**sample("x", prompt=PROMPT), **settings)
 
 
-def test_what_verl_adds_for_its_own_reward_model_is_ignored(kwargs: dict[str, Any], want: list[Any]) -> None:
-    result = verl.compute_score(
-        **sample(COMPLETIONS[2], prompt=PROMPT),
-        reward_router_address="host:1",
-        reward_model_tokenizer=object(),
-        **kwargs,
-    )
-    assert result["score"] == want[2]
-
-
 class Gate(Environment):
     """Rewards a completion by its length, once its gate is open; notes what it was asked together."""
 
@@ -215,34 +198,6 @@ def test_an_environment_that_fails_fails_those_that_asked_and_goes_on() -> None:
     with pytest.raises(ConfigError, match="broken"):
         ask(asked, "explode")[0].result(30)
     assert ask(asked, "bb")[0].result(30).value == 2.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "name"), [("exit", "SystemExit"), ("exit loop", "CancelledError"), ("exit next", "StopIteration")]
-)
-def test_an_environment_that_exits_fails_those_that_asked_and_goes_on(completion: str, name: str) -> None:
-    environment = Gate()
-    environment.open.set()
-    asked = RewardSource(environment)
-
-    async def ask_in_a_loop() -> Any:
-        return await asyncio.wait_for(asyncio.wrap_future(ask(asked, completion)[0]), 30)
-
-    with pytest.raises(ModelError, match=name):
-        asyncio.run(ask_in_a_loop())
-    assert ask(asked, "bb")[0].result(30).value == 2.0
-
-
-def test_a_caller_that_gave_up_does_not_stop_the_others() -> None:
-    environment = Gate()
-    asked = RewardSource(environment)
-    first = ask(asked, "a")
-    assert environment.entered.wait(30)
-    gone, later = ask(asked, "bb", "ccc")
-    assert gone.cancel()
-    environment.open.set()
-    assert later.result(30).value == 3.0 and first[0].result(30).value == 1.0
-    assert ask(asked, "dddd")[0].result(30).value == 4.0
 
 
 class Remembers(Environment):
@@ -299,6 +254,7 @@ def actor(kwargs: dict[str, Any], ray: Any) -> Any:
     return RewardModelEnvironment.options(name="rewards").remote(section)
 
 
+@pytest.mark.slow
 def test_a_run_can_share_an_actor(actor: Any, want: list[Any]) -> None:
     results = verl.compute_scores(["facts"] * 4, COMPLETIONS, [None] * 4, [{"prompt": PROMPT}] * 4, actor="rewards")
     assert [result["score"] for result in results] == want
@@ -306,14 +262,11 @@ def test_a_run_can_share_an_actor(actor: Any, want: list[Any]) -> None:
         verl.compute_score(**sample("x", prompt=PROMPT), actor="reward")
 
 
+@pytest.mark.slow
 def test_trl_can_be_rewarded_by_an_actor(actor: Any, want: list[Any]) -> None:
     reward = pickle.loads(pickle.dumps(TrlReward(actor, name="mine")))
     assert reward([PROMPT] * 4, [[{"role": "assistant", "content": completion}] for completion in COMPLETIONS]) == want
     assert reward.__name__ == "mine" and TrlReward(actor).__name__ == "environment"
-
-
-def test_the_functions_can_be_sent_to_another_process() -> None:
-    assert pickle.loads(pickle.dumps(verl.compute_score)) is verl.compute_score
 
 
 def test_a_rule_needs_no_prompt_and_a_missing_source_is_told_first() -> None:

@@ -20,18 +20,14 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import ValidationError
 
-from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, DataError
 from treeward.scoring.score import Score
 from treeward.serving import logs
-from treeward.serving.api_error import in_words
 from treeward.serving.app import create_app
-from treeward.serving.models import ServedModel, check_length
+from treeward.serving.models import ServedModel
 from treeward.serving.playground.routes import OPEN_PATHS
-from treeward.serving.run import _check_tls, make_server
+from treeward.serving.run import make_server
 from treeward.serving.service import Service
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -110,13 +106,6 @@ def test_limits_on_what_a_request_holds(make_service: Callable[..., Service], as
     assert "max_conversation_characters" in ask(client, conversations=[long]).text
 
 
-def test_a_small_body_does_not_become_a_large_thing(client: Any) -> None:
-    body = {"context": [{"role": "user", "content": ""}] * 10_000, "completions": [""] * 4000}
-    assert error(client.post("/v1/rewards", json=body)) == (413, "too_many_messages")
-    assert check_length([{"role": "user", "content": ""}] * 200, 5000) is not None
-    assert check_length([{"role": "user", "content": "a" * 4900}], 5000) is None
-
-
 def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) -> None:
     long = [*CHAT[:1], {"role": "assistant", "content": "word " * 1000}]
     response = ask(client, conversations=[CHAT, long])
@@ -172,23 +161,6 @@ def test_a_server_on_loopback_is_called_by_loopbacks_names(
     assert statuses["['*']"] == [yes] * 6
 
 
-def test_the_names_of_a_configuration() -> None:
-    def names(**settings: Any) -> Any:
-        return ServerConfig.model_validate({"models": [{"model": "rm"}], **settings}).hosts_that_may_be_named
-
-    assert names() == names(host="localhost") == names(host="::1") == ()
-    assert names(host="0.0.0.0") is names(allowed_hosts=["*", "rm.lan"]) is None
-    assert names(host="0.0.0.0", allowed_hosts="rm.lan") == ("rm.lan",)
-    for wrong in ("https://rm.lan", "rm.lan:8000", "RM.lan", ""):
-        with pytest.raises(ValidationError, match="allowed_hosts"):
-            names(allowed_hosts=[wrong])
-
-
-def test_an_error_in_one_line_shows_what_is_empty() -> None:
-    found = DataError("a message has no role", where="output[0]", field="role", got="", need="a name", fix="give one")
-    assert in_words(found) == "output[0]: role: a message has no role; got ''; need a name; give one"
-
-
 def test_a_failure_in_a_route_has_the_same_form(
     own_client: Any, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +190,7 @@ def test_a_model_that_gives_nan_for_one_conversation(
 
 @pytest.mark.parametrize(
     ("header", "status"),
-    [("0", 504), ("0.000001", 504), ("60", 200), ("1e9", 400), ("-1", 400), ("nan", 400), ("soon", 400), ("", 400)],
+    [("0", 504), ("60", 200), ("1e9", 400), ("nan", 400), ("", 400)],
 )
 def test_the_deadline_of_a_request(client: Any, header: str, status: int) -> None:
     response = client.post("/v1/rewards", json={"conversations": [CHAT]}, headers={"X-Deadline-Seconds": header})
@@ -250,16 +222,17 @@ def test_the_token(service: Service, asgi_client: Callable[..., Any]) -> None:
     assert client.post("/v1/rewards", json={"conversations": [CHAT]}, headers=right).status_code == 200
 
 
-@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
 def test_the_page_has_a_strict_policy_and_needs_no_token(
-    make_service: Callable[..., Any], asgi_client: Callable[..., Any], path: str
+    make_service: Callable[..., Any], asgi_client: Callable[..., Any]
 ) -> None:
-    got = asgi_client(make_service(), token="open-sesame").get(path)
-    assert got.status_code == 200 and got.content
-    policy = got.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
-    assert "http://" not in got.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in got.text
-    assert asgi_client(make_service(playground=False)).get(path).status_code == 404
+    client, without = asgi_client(make_service(), token="open-sesame"), asgi_client(make_service(playground=False))
+    for path in OPEN_PATHS:
+        got = client.get(path)
+        assert got.status_code == 200 and got.content
+        policy = got.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+        assert "http://" not in got.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in got.text
+        assert without.get(path).status_code == 404
 
 
 def test_cors(make_service: Callable[..., Service], asgi_client: Callable[..., Any]) -> None:
@@ -365,20 +338,6 @@ def test_a_server_that_ends_answers_what_it_has_accepted(service: Service, held_
     assert not thread.is_alive()
 
 
-def test_shaped_rewards(
-    served_folder: Any, make_service: Callable[..., Service], asgi_client: Callable[..., Any], loaded_model: ServedModel
-) -> None:
-    shaping = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}
-    section = {"model": str(served_folder), "name": "shaped", "device": "cpu", "shaping": shaping}
-    client = asgi_client(make_service(models=[section]))
-    score = loaded_model.scorer.score([CHAT])[0].score
-    [row] = ask(client).json()["data"]
-    assert row["score"] == pytest.approx(score, abs=1e-5)
-    assert row["reward"] == pytest.approx((score - 1.0) / 2.0, abs=1e-5)
-    [row] = ask(client, shaped=False).json()["data"]
-    assert row["reward"] == row["score"]
-
-
 def test_an_error_of_memory_forgets_the_prompts(
     client: Any, loaded_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,12 +358,6 @@ def test_an_error_of_memory_forgets_the_prompts(
     rows = ask(client, conversations=[CHAT, CHAT], on_error="mask").json()["data"]
     assert [row["score"] is None for row in rows] == [True, False] and "MemoryError" in rows[0]["error"]
     assert cache.num_bytes == 0
-
-
-def test_items_of_one_prompt_cost_what_they_add(loaded_model: ServedModel, conversations: Any) -> None:
-    one, other, *_ = loaded_model.prepare(conversations)
-    assert loaded_model.cost(one, None) <= one.num_tokens
-    assert loaded_model.cost(other, one) <= other.num_tokens - one.prepared.prompt_length + 1
 
 
 def test_health_and_the_models(own_client: Any, service: Service, loaded_model: ServedModel) -> None:
@@ -450,20 +403,6 @@ def test_tls(make_service: Callable[..., Service], serve_on_loopback: Any, certi
         httpx.get(url.replace("https", "http") + "/health")
 
 
-def test_tls_files_that_cannot_be_used(certificate: tuple[Path, Path], tmp_path: Path) -> None:
-    chain, secret = map(str, certificate)
-    (tmp_path / "junk.pem").write_text("junk")
-
-    def check(one: str, other: str) -> None:
-        model = ServedModelConfig(model="x")
-        _check_tls(ServerConfig(models=(model,), tls_certificate=one, tls_key=str(tmp_path / other)))
-
-    check(chain, secret)
-    for one, other in [(chain, "nowhere.pem"), (secret, chain), (chain, "junk.pem"), (chain, "locked.pem")]:
-        with pytest.raises(ConfigError, match="TLS files cannot be used"):
-            check(one, other)
-
-
 @pytest.fixture
 def log_lines(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[Any, Any], list[str]]]:
     """A function that sends the logs to standard error, in a form, does something, and gives their lines."""
@@ -499,8 +438,3 @@ def test_logs(client: Any, log_lines: Any) -> None:
     first, _, third, _ = log_lines("text", do)
     assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/rewards 200 [\d.]+ ms request_id=mine bytes=\d+", first)
     assert r"GET /a\nb\x1b[31m 404" in third
-
-
-def test_no_access_log(make_service: Callable[..., Service], asgi_client: Callable[..., Any], log_lines: Any) -> None:
-    client = asgi_client(make_service(access_log=False))
-    assert log_lines("json", lambda: ask(client)) == []

@@ -147,18 +147,6 @@ def test_each_request_gets_its_own_scores_in_order(run: Any, model: FakeModel, s
     assert max(len(set(batch)) * TOKENS + (len(batch) - len(set(batch))) * 2 for batch in model.batches) <= BATCH
 
 
-def test_queued_conversations_go_in_one_batch(run: Any, model: FakeModel, score: Any) -> None:
-    async def story(batcher: Batcher) -> None:
-        first = await blocked(batcher, model, score)
-        rest = [asyncio.create_task(score(batcher, conversations([i]))) for i in range(20)]
-        await until(lambda: len(model.prepared) == 21)
-        model.gate.set()
-        await asyncio.gather(first, *rest)
-
-    run(story)
-    assert [len(batch) for batch in model.batches] == [1, 20]
-
-
 @pytest.mark.parametrize("tokens_a_batch", [BATCH, TOKENS], ids=["20 in a batch", "one in a batch"])
 def test_large_and_small_requests_take_turns(run: Any, model: FakeModel, score: Any, tokens_a_batch: int) -> None:
     async def story(batcher: Batcher) -> None:
@@ -259,27 +247,6 @@ def test_a_cancelled_request_is_forgotten_and_no_other(run: Any, model: FakeMode
 
     run(story)
     assert sorted(number for batch in model.batches for number in batch) == [-1, *sorted([*range(1, 40, 2)] * 2)]
-
-
-def test_cancelled_at_random_nothing_leaks(run: Any, score: Any) -> None:
-    """`run` looks at the end whether the batcher is empty."""
-    rng = random.Random(3)
-
-    async def story(batcher: Batcher) -> None:
-        rows = [[rng.randrange(1000) for _ in range(rng.randrange(1, 30))] for _ in range(600)]
-        tasks = [asyncio.create_task(score(batcher, conversations(row))) for row in rows]
-        for task in tasks:
-            if rng.random() < 0.5:
-                asyncio.get_running_loop().call_later(rng.random() * 0.02, task.cancel)
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        for row, result in zip(rows, results, strict=True):
-            assert result == row or isinstance(result, asyncio.CancelledError)
-        num_asked = sum(map(len, rows))
-        await until(
-            lambda: counted(batcher, "conversations") + counted(batcher, "forgotten_conversations") == num_asked
-        )
-
-    run(story)
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,8 @@ def server(served_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
     server.wait()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_under_load(server: ServerProcess, tmp_path: Path, number: int) -> None:
     """30 requests wait when it comes: all are answered, nothing new is accepted, and the exit code is 0."""
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from signed import write_signed_model
 
 from treeward.config.ensemble import EnsembleConfig
-from treeward.config.server import ServedModelConfig, ServerConfig
+from treeward.config.server import ServerConfig
 from treeward.scoring.ensemble import EnsembleScorer
-from treeward.scoring.score import Score
 from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
@@ -63,23 +60,6 @@ def test_an_answer_is_computed_once(client: Any, loaded_model: ServedModel) -> N
     assert computed == got["num_tokens"] + len(got["points"]) - 1
 
 
-def test_one_batch_holds_what_shares_its_beginning(
-    make_service: Callable[..., Service], asgi_client: Callable[..., Any], loaded_model: ServedModel, monkeypatch: Any
-) -> None:
-    batches = []
-    whole = ServedModel.score
-
-    def counted(self: ServedModel, items: Any) -> list[Score]:
-        batches.append(len(items))
-        return whole(self, items)
-
-    monkeypatch.setattr(ServedModel, "score", counted)
-    got = trace(asgi_client(make_service(batch_tokens=256)))
-    alone = sum(got["num_tokens"] - len(got["points"]) + n for n in range(len(got["points"])))
-    assert alone > 4 * 256, "one by one they would need more than four batches"
-    assert batches == [len(got["points"])]
-
-
 def test_messages_and_a_model_by_name(client: Any) -> None:
     got = trace(client, model="tiny", completion=[{"role": "assistant", "content": ANSWER}])
     assert got["points"] == trace(client)["points"]
@@ -128,17 +108,6 @@ def test_ensembles_and_models_of_other_tokens(
         assert got.status_code == 422 and got.json()["error"]["code"] == code
 
 
-def test_a_point_that_fails_fails_the_trace(client: Any, monkeypatch: Any) -> None:
-    whole = ServedModel.score
-
-    def broken(self: ServedModel, items: Any) -> list[Score]:
-        return [replace(score, score=None, error="not finite") for score in whole(self, items)]
-
-    monkeypatch.setattr(ServedModel, "score", broken)
-    got = client.post("/v1/rewards/trace", json={"context": CONTEXT, "completion": ANSWER})
-    assert got.status_code == 500 and got.json()["error"]["code"] == "scoring_failed"
-
-
 class _Unlike(EnsembleScorer):
     def __init__(self, of: EnsembleScorer) -> None:
         self.__dict__.update(of.__dict__)
@@ -169,23 +138,3 @@ def close_later(make_service: Callable[..., Service]) -> Any:
     yield make
     for service in made:
         service.close()
-
-
-@pytest.fixture(scope="module")
-def slow_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """A model whose tokenizer is in Python: its tokens are bytes, and it does not say where they lie."""
-    from transformers import ByT5Tokenizer
-
-    folder = write_signed_model(tmp_path_factory.mktemp("slow") / "bytes", ByT5Tokenizer(), seed=5, max_length=400)
-    section = ServedModelConfig(model=str(folder), name="bytes", device="cpu")
-    model = ServedModel.load(section, ServerConfig(models=(section,)))
-    assert not model.scorer.renderer.tokenizer.is_fast
-    return model
-
-
-def test_a_tokenizer_without_offsets_is_refused_in_words(
-    slow_model: ServedModel, asgi_client: Callable[..., Any], close_later: Callable[..., Service]
-) -> None:
-    client = asgi_client(close_later([slow_model]))
-    got = client.post("/v1/rewards/trace", json={"context": CONTEXT, "completion": "No egg"})
-    assert got.status_code == 422 and "does not say where" in got.json()["error"]["message"], got.text

@@ -15,7 +15,7 @@ import pytest
 
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError
 from treeward.serving.dialects.nemo_gym import with_verdict
 from treeward.serving.models import ServedModel
 
@@ -181,12 +181,6 @@ def test_what_is_no_rollout_is_refused(client: Any, content: bytes) -> None:
     assert reply.json()["error"]["code"] in ("invalid_json", "invalid_request")
 
 
-def test_deep_nesting_ends_in_no_failure_of_the_server(client: Any) -> None:
-    deep = b"[" * 1000 + b"]" * 1000
-    body = orjson.dumps(rollout(reward=1.0))[:-1] + b',"deep":' + deep + b"}"
-    assert client.post("/verify", content=body).status_code in (200, 422)
-
-
 def test_a_threshold_says_whether_it_is_reached(client: Any, loaded_model: ServedModel) -> None:
     score = score_of(loaded_model, messages())
     assert client.post("/verify", json=rollout(reward_threshold=score - 0.1)).json()["reward_passed"] is True
@@ -287,15 +281,6 @@ class TestItems:
             {"role": "assistant", "content": "The Amazon."},
         ]
 
-    def test_a_call_does_not_join_a_message_of_the_prompt(self) -> None:
-        output = [{"type": "function_call", "call_id": "a", "name": "find", "arguments": "{}"}]
-        read = conversation_of({"input": [{"role": "assistant", "content": "Hello."}]}, output)
-        assert [message.get("tool_calls") is None for message in read] == [True, False]
-
-    def test_images_are_refused(self) -> None:
-        with pytest.raises(DataError, match="input_image"):
-            conversation_of({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, [])
-
 
 class TestConfig:
     def test_the_seeds_options(self) -> None:
@@ -323,10 +308,6 @@ class TestConfig:
         shaping = model.shaping
         assert not isinstance(shaping, str) and shaping is not None and shaping.length_penalty is not None
         assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (0.5, 2.0, 0.01)
-
-    def test_switched_off_is_raw(self) -> None:
-        raw = NemoGymConfig(model_path=("m",), normalize_rewards=False, reward_mean=0.0, reward_std=1.0)
-        assert raw.server_config.models[0].shaping is None
 
     def test_several_models_are_an_ensemble(self) -> None:
         [model] = NemoGymConfig.model_validate({"model_path": ["a", "b"], "ensemble": "worst"}).server_config.models

@@ -111,14 +111,6 @@ def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, sh
     assert what in message_of(refused.json())
 
 
-def test_classify_accepts_the_models_own_rendering(shared: Any) -> None:
-    served = shared("chatml")
-    own = {"chat_template": served.scorer.renderer.chat_template, "chat_template_kwargs": {}}
-    fits = {"truncate_prompt_tokens": len(served.ids[0])}
-    answer = served.client.post("/classify", json={"messages": CHATS[0], **own, **fits})
-    assert answer.json()["data"][0]["probs"] == pytest.approx(served.scores[:1], abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("route", "body", "what"),
     [
@@ -205,11 +197,6 @@ def test_sglangs_clients_may_call_the_only_model_anything(shared: Any) -> None:
     answer = served.client.post("/v1/embeddings", json={"model": "/checkpoints/rm-7b", "input": served.texts[0]})
     assert answer.json()["model"] == "rm"
     assert served.client.post("/classify", json={"model": "/checkpoints/rm-7b", "input": "a"}).status_code == 404
-
-
-def test_openrlhfs_last_server_may_get_nothing(shared: Any) -> None:
-    answer = shared("chatml").client.post("/get_reward", json={"query": [], "prompts": [], "labels": []})
-    assert (answer.status_code, answer.json()) == (200, {"rewards": [], "scores": []})
 
 
 def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
