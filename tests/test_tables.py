@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from treeward import tables as results
 from treeward.tables import Column, markdown_table, results_table
@@ -91,6 +92,6 @@ def test_every_row_is_one_line_and_the_columns_stand_below_each_other(pairs):
     lines = table.split("\n")
     assert len(lines) == 2 + len(pairs)
     assert table.splitlines() == lines
-    assert all(results._width(line) <= results._width(lines[1]) for line in lines)
+    assert all(cell_len(line) <= cell_len(lines[1]) for line in lines)
     numeric = [line for line, (_, value) in zip(lines[2:], pairs, strict=True) if value is not None]
-    assert all(results._width(line) == results._width(lines[1]) for line in numeric)
+    assert all(cell_len(line) == cell_len(lines[1]) for line in numeric)

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import math
 import numbers
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Column", "markdown_table", "results_table"]
+from rich.cells import cell_len
 
 _ABSENT = "–"
 _GAP = "  "
@@ -52,7 +51,7 @@ def results_table(
     """
     rule, absent = ("-", "-") if ascii_only else ("─", _ABSENT)
     titles, cells, right = _layout(rows, columns, absent)
-    widths = [max(map(_width, column)) for column in zip(titles, *cells, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
     lines = [titles, [rule * width for width in widths], *cells]
     padded = [map(_pad, line, widths, right) for line in lines]
     return "\n".join(_GAP.join(line).rstrip() for line in padded)
@@ -124,13 +123,6 @@ def _plain(text: str) -> str:
     return "".join(" " if char.isspace() else char for char in text if char.isspace() or char.isprintable())
 
 
-def _width(text: str) -> int:
-    """Terminal columns: two for East Asian wide characters, none for combining marks."""
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
-    )
-
-
 def _pad(text: str, width: int, at_right: bool) -> str:
-    fill = " " * (width - _width(text))
+    fill = " " * (width - cell_len(text))
     return fill + text if at_right else text + fill

@@ -83,19 +83,6 @@ def test_the_constants_reach_the_contract_and_from_there_the_rewards(
     assert "comparisons" in table and f"{calibration_of(model).normalization.mean:.4f}" in table  # type: ignore[union-attr]
 
 
-def test_a_calibration_is_replaced_and_the_log_says_so(
-    model: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["calibrate", str(model), "--device", "cpu", "--length-unit", "characters", "--data"]
-    assert main([*words, str(write_rows("first.jsonl", BINARY[:6]))]) == 0
-    assert "is replaced" not in capsys.readouterr().err
-    assert main([*words, str(write_rows("second.jsonl", BINARY))]) == 0
-    assert "first.jsonl" in (log := capsys.readouterr().err) and "is replaced" in log
-    calibration = calibration_of(model)
-    assert calibration.provenance is not None and calibration.provenance.data == "second.jsonl"
-    assert calibration.length_curve is not None and calibration.length_curve.unit == "characters"
-
-
 def test_a_file_of_its_own_leaves_the_model_alone(model: Path, write_rows: Write, tmp_path: Path) -> None:
     before = (model / CONTRACT_FILE).read_bytes()
     output = tmp_path / "deep" / "calibration.json"

@@ -73,15 +73,6 @@ def test_json(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> 
     assert (content["disagreements"], content["num_disagreements"]) == ([], 10)
 
 
-def test_suites_have_rows_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, sign in (("a", 1.0), ("b", -1.0)):
-        write(tmp_path / name / "one", [row(n, 1.0) for n in range(12)])
-        write(tmp_path / name / "two", [row(n, sign, subset="easy" if n < 6 else "hard") for n in range(12)])
-    assert run(tmp_path / "a", tmp_path / "b") == 0
-    table = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
-    assert [line.split("  ")[0] for line in table] == ["all", "one", "two", "two / easy", "two / hard"]
-
-
 def test_mistakes(models: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="same evaluation"):
         run(models[0], models[0])

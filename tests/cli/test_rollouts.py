@@ -251,17 +251,6 @@ class TestFailures:
         assert len(policy.requests) == 1
         assert f"told to answer {status}" in capsys.readouterr().err
 
-    def test_an_answer_that_no_file_could_hold(
-        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy
-    ) -> None:
-        policy.replies = {"Why?": {"content": "So.", "log_prob": float("nan")}, "Who?": {"role": 3}, "When?": [3]}
-        assert collect(rows, api="responses") == 1
-        assert collect(rows, "--limit", "2") == 2  # there is one already
-        [when] = read(tmp_path)
-        assert when["prompt"] == "When?" and when["response"]["output"] == [3]
-        reasons = [row["failure_reason"] for row in read(tmp_path, "_failures")]
-        assert "is not JSON" in reasons[0] and "has no output" in reasons[1]
-
     def test_nobody_is_there(self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output = str(tmp_path / "out" / "rollouts.jsonl")
         common = ["--model-url", "http://127.0.0.1:9", "--model", "m", "--input", str(rows), "--max-retries", "9"]
@@ -316,14 +305,6 @@ class TestResume:
         assert "there are rollouts already" in capsys.readouterr().err
         assert len(policy.requests) == 3
 
-    def test_a_run_that_is_complete_needs_no_policy(self, rows: Path, tmp_path: Path) -> None:
-        output = ["--input", str(rows), "--output", str(tmp_path / "out" / "rollouts.jsonl"), "--model", "m"]
-        with FakePolicy() as policy:
-            url = policy.url
-            assert main(["rollouts", "--model-url", url, *output]) == 0
-        assert main(["rollouts", "--model-url", url, *output, "--resume"]) == 0
-        assert main(["rollouts", "--model-url", url, *output, "--resume", "--num-repeats", "2"]) == 2
-
     @pytest.mark.parametrize(
         "change", [("--temperature", "0.5"), ("--model", "other"), ("--reward-model", "MODEL", "--device", "cpu")]
     )
@@ -339,7 +320,6 @@ class TestResume:
     ("row", "message"),
     [
         ({"question": "Why?"}, "the row has no prompt"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "has a completion already"),
         ({"responses_create_params": {"input": []}}, "no input"),
         (
             {"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}},

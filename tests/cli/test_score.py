@@ -112,25 +112,6 @@ def test_a_malformed_line_is_named_and_what_was_written_stays(
     assert 256 <= len(rows) <= 300 and all("score" in row for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "hello"}, "nothing to score"),
-        ({"messages": []}, "messages"),
-        ({"messages": [USER]}, "assistant message at the end"),
-        ({"prompt": "?", "responses": []}, "responses"),
-        ([1, 2], "in.jsonl:2"),
-    ],
-)
-def test_a_row_without_a_conversation_is_told(
-    score: Callable[..., Any], write_rows: Write, capsys: pytest.CaptureFixture[str], row: Any, message: str
-) -> None:
-    data = write_rows("in.jsonl", [SHAPES["messages"], row])
-    assert score(data)[0] == 2
-    error = capsys.readouterr().err
-    assert message in error and "in.jsonl:2" in error
-
-
 def test_what_is_too_long_has_no_score_and_says_so(score: Callable[..., Any], write_rows: Write) -> None:
     mixed = {"prompt": "2 + 2?", "responses": ["4.", "and so on " * 60]}
     code, (long, both, fine) = score(write_rows("in.jsonl", [LONG, mixed, SHAPES["messages"]]))
@@ -159,15 +140,6 @@ def test_the_input_is_never_overwritten(
     assert main(["score", str(model_folder), "--data", str(data), "--output", str(data)]) == 2
     assert "the output is the input" in capsys.readouterr().err
     assert data.read_bytes() == before
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
-def test_a_device_that_is_not_there_is_told(
-    score: Callable[..., Any], write_rows: Write, capsys: pytest.CaptureFixture[str], device: str
-) -> None:
-    assert score(write_rows("in.jsonl", [SHAPES["messages"]]), "--device", device) == (2, [])
-    error = capsys.readouterr().err
-    assert "--device" in error and device in error
 
 
 def test_a_full_disk_is_told_and_the_same_command_goes_on(
@@ -218,16 +190,6 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     assert score(data) == (0, want)
     assert sum(calls) == 2 * (600 - kept)
     assert [path.name for path in folder.iterdir()] == ["scores.jsonl"]
-
-
-def test_a_part_of_another_scoring_is_not_continued(
-    score: Callable[..., Any], write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "scores.partial.jsonl").write_text('{"score": 1.0}\n')
-    (tmp_path / "out" / "scores.partial.identity.json").write_text('{"model": "another"}')
-    assert score(write_rows("in.jsonl", [SHAPES["messages"]]))[0] == 2
-    assert "made by another model" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_enough_is_no_error(

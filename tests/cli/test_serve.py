@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,12 +34,6 @@ def config_of(*words: str) -> ServerConfig:
 
 class Loading(Exception):
     pass
-
-
-def test_one_model() -> None:
-    config = config_of("results/rm/final")
-    assert [(model.served_name, model.members) for model in config.models] == [("rm", ("results/rm/final",))]
-    assert (config.host, config.port) == ("127.0.0.1", 8000)
 
 
 def test_several_models_and_settings() -> None:
@@ -146,13 +139,6 @@ def test_what_is_told_before_anything_is_loaded(
     """A model that is not there would be the first error, if it were looked at."""
     monkeypatch.setenv("EMPTY_TOKEN", " ")
     assert says in refused("/nowhere/model", "--port", "0", word)
-
-
-def test_a_port_that_is_taken(refused: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        said = refused("/nowhere/model", "--port", port)
-    assert "the address cannot be used" in said and port in said
 
 
 def test_a_device_that_is_not_there(refused: Any, model_folder: Path) -> None:

@@ -103,20 +103,6 @@ def test_weights_that_do_not_fit(weights: str, message: str, labelled: Path, ver
     assert code == 2 and message in text and not (labelled / CONTRACT_FILE).exists()
 
 
-def test_the_contract_of_a_model_with_other_labels(labelled: Path, model_folder: Path, verify: Verify) -> None:
-    shutil.copy(model_folder / CONTRACT_FILE, labelled)
-    code, text = verify(labelled, "--write", "--force")
-    assert code == 2 and "several labels" in text
-
-
-def test_a_damaged_folder(folder: Path, verify: Verify) -> None:
-    damage(folder)
-    code, text = verify(folder)
-    assert code == 1
-    assert "what differs first is the template: the chat template was changed\n  got:   line 2" in text
-    assert "  need:  line 2" in text and "  fix:   restore chat_template.jinja from" in text
-
-
 def test_json(folder: Path, verify: Verify) -> None:
     code, text = verify(folder, "--json")
     result = json.loads(text)

@@ -26,7 +26,7 @@ from treeward.client.dialects import DIALECTS
 from treeward.client.verification import verify_server
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError
-from treeward.model.contract import CONTRACT_FILE, read_contract, write_contract
+from treeward.model.contract import CONTRACT_FILE, read_contract
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
@@ -258,54 +258,6 @@ def test_keys_of_a_request(served: Served, serve: Any, verify: Verify) -> None:
     words = ["--dialect", "vllm", "--body", "{add_special_tokens: false}"]
     assert verify(served.folder, server.url, *words)[0] == 0
     assert all(request.json["add_special_tokens"] is False for request in server.requests if request.body)
-
-
-def test_a_server_in_bfloat16_that_is_meant_to_be(served: Served, serve: Any, verify: Verify) -> None:
-    server = serve(Mistaken(served, model=rounded(served)))
-    assert verify(served.folder, server.url, "--dialect", "vllm", "--dtype", "bfloat16")[0] == 0
-    sigmoidal = serve(Mistaken(served, model=rounded(served), activation=sigmoid))
-    code, text = verify(served.folder, sigmoidal.url, "--dialect", "vllm", "--dtype", "bfloat16")
-    assert code == 1 and "a sigmoid" in text
-
-
-def several_heads(values: Sequence[float], names: Sequence[str]) -> Callable[[Asked], Any]:
-    def answer(asked: Asked) -> Any:
-        row = [{"score": value, "label": name} for name, value in zip(names, values, strict=True)]
-        return 200, [row[::-1] for _ in asked.json["inputs"]]
-
-    return answer
-
-
-def test_several_heads(served: Served, serve: Any, tmp_path: Path) -> None:
-    """The contract says how they make one score."""
-    folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
-    contract = read_contract(folder)
-    assert contract is not None
-    heads = [contract.heads[0].model_copy(update={"name": n, "weight": w}) for n, w in (("good", 1.0), ("short", -0.5))]
-    golden = [example.model_copy(update={"score": 3.0, "heads": [4.0, 2.0]}) for example in contract.golden]
-    write_contract(contract.model_copy(update={"heads": heads, "golden": golden}), folder)
-    for names in (("good", "short"), ("LABEL_0", "LABEL_1")):
-        assert verify_server(folder, serve(several_heads([4.0, 2.0], names)).url, dialect="tei").equal
-    wrong = verify_server(folder, serve(several_heads([2.0, 4.0], names)).url, dialect="tei")
-    assert not wrong.equal
-    with pytest.raises(Exception, match="another number of values"):
-        verify_server(folder, serve(several_heads([1.0, 2.0, 3.0], "abc")).url, dialect="tei")
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((200, b"<html><h1>Welcome to nginx!</h1></html>", {"content-type": "text/html"}), "Welcome to nginx!"),
-        ((404, b"<html>Not found</html>"), "HTTP 404"),
-        ((500, {"error": {"message": "CUDA error"}}), "CUDA error"),
-        ((200, {"rewards": ["high"]}), "not in the dialect openrlhf"),
-        ((200, {"rewards": [1.0, 2.0]}), "another number of scores"),
-        ((200, {"rewards": [[]]}), "not in the dialect openrlhf"),
-    ],
-)
-def test_nothing_to_compare(answer: Any, message: str, served: Served, serve: Any, verify: Verify) -> None:
-    code, text = verify(served.folder, serve(lambda asked: answer).url, "--dialect", "openrlhf")
-    assert code == 2 and message in text, text
 
 
 def test_an_ensemble_is_named(served: Served, serve: Any, verify: Verify) -> None:

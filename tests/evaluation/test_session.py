@@ -144,22 +144,6 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
 
 
-def test_a_row_is_in_its_file_before_the_next_is_scored(tmp_path: Path) -> None:
-    folder = tmp_path / "m" / "questions"
-    counts: dict[str, list[int]] = {"examples": [], "perturbations": []}
-
-    class Watching(Model):
-        def score(self, conversations: Sequence[Conversation], **options: Any) -> list[Score]:
-            for name, seen in counts.items():
-                file = folder / f"{name}.jsonl"
-                seen.append(len(file.read_text().splitlines()) if file.exists() else 0)
-            return super().score(conversations, **options)
-
-    run_evaluation([candidate("m", Watching())], [(Questions(), None)], tmp_path, num_perturbations=40)
-    # kill -9 loses what is being scored, which is 64 examples at most, or 16 that are rewritten
-    assert counts == {"examples": [0, 64, 90, 90, 90], "perturbations": [0, 0, 0, 16, 32]}
-
-
 def test_training_data_is_looked_for_once_in_each_suite_and_before_any_model_is_loaded(tmp_path: Path) -> None:
     def row(n: int) -> str:
         prompt = f"How many are {n} and {n * n} stones, put on one heap?"
@@ -206,9 +190,9 @@ def test_published_files_and_notes(tmp_path: Path) -> None:
 
 def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
     for models, suites, words in (
-        ([candidate("a"), candidate("a")], [(Questions(), None)], "two models have one name"),
-        ([], [(Questions(), None)], "no model"),
-        ([candidate("a")], [(Questions(), None), (Questions(), None)], "two suites have one name"),
+        ([candidate("a"), candidate("a")], [(Questions(), None)], "no models, or two of one name"),
+        ([], [(Questions(), None)], "no models"),
+        ([candidate("a")], [(Questions(), None), (Questions(), None)], "no suites, or two"),
     ):
         with pytest.raises(ConfigError, match=words):
             run_evaluation(models, suites, tmp_path)
@@ -324,17 +308,6 @@ def test_results_that_a_new_evaluation_would_drop_are_refused(tmp_path: Path) ->
     assert found == [(m, s) for m in "xy" for s in ("first", "other")]
 
 
-def test_rows_say_why_a_score_is_missing_and_a_warning_says_how_many(tmp_path: Path, caplog: Any) -> None:
-    model = Model(lambda text: None if text == "It is 3." else float(len(text)))
-    run_evaluation([candidate("m", model)], [(Questions(), "8")], tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "m" / "questions" / "examples.jsonl").read_text().splitlines()]
-    assert [row["id"] for row in rows] == [str(n) for n in range(8)]
-    assert rows[3]["outcome"] == "failed" and rows[3]["errors"] == ["refused", None]
-    assert rows[2]["scores"] == [8.0, 16.0] and rows[2]["lengths"] == [8, 16] and rows[2]["outcome"] == "wrong"
-    (said,) = [one.getMessage() for one in caplog.records if "no score" in one.getMessage()]
-    assert said == "m on questions: 1 of 8 examples have no score and count as wrong (refused)."
-
-
 def test_a_suite_that_is_empty_or_that_the_hub_does_not_give() -> None:
     with pytest.raises(DataError, match="no examples"):
         run_evaluation([candidate("m")], [(Questions(), "0")])
@@ -349,9 +322,8 @@ def test_folder_names_say_which_model_is_meant() -> None:
     assert list(folder_names(["results/quickstart/final"]).values()) == ["quickstart-final"]
     assert len(set(folder_names(["final", "org/final", "."]).values())) == 3
     for models in (["org/m", "org/m"], ["a", "runs/final", "./runs/final/"]):
-        with pytest.raises(ConfigError, match="named twice") as raised:
+        with pytest.raises(ConfigError, match="named twice"):
             folder_names(models)
-        assert raised.value.got == f"{models[-2]}, {models[-1]}"
 
 
 def test_drift_is_of_the_checkpoints_and_reaches_the_files(tmp_path: Path) -> None:

@@ -28,8 +28,6 @@ from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.shaping import completion_length
 
-__all__ = ["LoadedSuite", "Progress", "ScoredSuite", "common_reasons", "folder_names", "load_suite", "score_suite"]
-
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
@@ -78,13 +76,12 @@ def load_suite(suite: Suite, source: str | None, limit: int | None = None) -> Lo
         ) from error
     if not examples:
         raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
-    seen: dict[str, EvalExample] = {}
+    seen: set[str] = set()
     digest = hashlib.sha256()
     for example in examples:
-        if (first := seen.setdefault(example.id, example)) is not example:
-            raise DataError(
-                "two examples have one id", where=example.where or suite.name, got=f"{example.id}, at {first.where} too"
-            )
+        if example.id in seen:
+            raise DataError("two examples have one id", where=example.where or suite.name, got=example.id)
+        seen.add(example.id)
         parts = [example.id, example.context, example.completions, example.ranks]
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
     # The digest is of all examples: the rows of one limit are of use to another.
@@ -119,8 +116,15 @@ def score_suite(
                 rows.add(to_row(scored))
                 done[scored.example.id] = scored
             on_progress(what, len(done), len(ids))
-    _warn_of_missing(list(done.values()), what)
-    return ScoredSuite(model, loaded.suite, tuple(done[example.id] for example in loaded.examples), folder)
+    found = tuple(done[example.id] for example in loaded.examples)
+    missing = Counter(
+        next((error for error in one.errors if error), "no reason is known") for one in found if one.failed
+    )
+    if reasons := common_reasons(missing):
+        others = f"; and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
+        logger.warning("%s: %d of %d examples have no score and count as wrong (%s%s).",
+                       what, missing.total(), len(found), reasons[0][0], others)  # fmt: skip
+    return ScoredSuite(model, loaded.suite, found, folder)
 
 
 def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Iterator[ScoredExample]:
@@ -137,17 +141,6 @@ def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Itera
             num_tokens=tuple(score.num_tokens for score in own),
             errors=tuple(score.error for score in own),
         )
-
-
-def _warn_of_missing(rows: Sequence[ScoredExample], what: str) -> None:
-    """Warn of examples without a score: they count as wrong."""
-    first = [next((error for error in one.errors if error), "no reason is known") for one in rows if one.failed]
-    if not first:
-        return
-    reasons = common_reasons(Counter(first))
-    others = f"; and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
-    logger.warning("%s: %d of %d examples have no score and count as wrong (%s%s).",
-                   what, len(first), len(rows), reasons[0][0], others)  # fmt: skip
 
 
 def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -168,10 +161,8 @@ def folder_names(models: Sequence[str]) -> dict[str, str]:
     Raises `ConfigError` for a model that is named twice.
     """
     paths = [os.path.normpath(model) for model in models]
-    for i, path in enumerate(paths):
-        if path in paths[:i]:
-            both = f"{models[paths.index(path)]}, {models[i]}"
-            raise ConfigError("a model is named twice", where="MODEL", got=both, need="every model once")
+    if len(set(paths)) < len(paths):
+        raise ConfigError("a model is named twice", where="MODEL", got=", ".join(models), need="every model once")
     parts = {model: [part for part in re.split(r"[\\/]+", model) if part not in ("", ".", "..")] for model in models}
     for count in range(1, 1 + max((len(one) for one in parts.values()), default=0)):
         names = {model: "-".join(one[-count:]) or "model" for model, one in parts.items()}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,11 @@ from typing import Any
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
-from treeward.data.preference import Preference
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.overlap import OverlapDiagnostics, find_overlap
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
 from treeward.evaluation.drift import SuiteDrift, find_drift
-from treeward.evaluation.running import LoadedSuite, Progress, ScoredSuite, load_suite, score_suite
+from treeward.evaluation.running import LoadedSuite, Progress, load_suite, score_suite
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
 from treeward.evaluation.writing import write_results
@@ -38,8 +37,6 @@ from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
-
-__all__ = ["Candidate", "Evaluated", "run_evaluation", "scorer_identity"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,28 +101,42 @@ def run_evaluation(
     `CheckpointError` for rows of another model or of other data. An error of a later candidate is raised after the
     results of those before it are written.
     """
-    _check_names(candidates, suites)
+    for what, names in (("models", [one.name for one in candidates]), ("suites", [one.name for one, _ in suites])):
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names: of folders")
     if output is not None:
         _check_earlier_results(output, candidates, suites)
     loaded, unread = _load_suites(suites, limit, skip_unreadable)
     overlaps = {  # before any model is loaded: training data that cannot be read is an error at once
-        one.suite.name: _overlap(one, training_data, on_progress) for one in loaded if training_data
+        one.suite.name: find_overlap(
+            one.examples,
+            (preference for config in training_data for preference, _ in open_dataset(config)),
+            on_progress=partial(on_progress, f"training data, for {one.suite.name}"),
+        )
+        for one in loaded
+        if training_data
     }
     notes = [f"{one.name}: {one.note}" for one in candidates if one.note]
     notes += [f"{name} is missing, it could not be read: {why}" for name, why in unread.items()]
-    write = partial(_write, output, report)
+
+    def write(notes: list[str], found: Sequence[SuiteDrift] = ()) -> Path | None:
+        if output is None:
+            return None
+        logger.info("Writing the %s.", "report" if report else "results")
+        return write_results(output, summaries, report=report, drift=found, subtitle="; ".join(notes))
+
     summaries: list[Summary] = []
     for number, candidate in enumerate(candidates):
         try:
             summaries += _evaluate(candidate, loaded, output, num_perturbations, overlaps, on_progress)
         except Exception:
             missing = ", ".join(one.name for one in candidates[number:])
-            if summaries and (path := write(summaries, [*notes, f"missing, after an error: {missing}"])):
+            if summaries and (path := write([*notes, f"missing, after an error: {missing}"])):
                 logger.warning("%s holds the complete results; it lacks %s.", path, missing)
             raise
     compared = {candidate.name for candidate in candidates if candidate.in_drift}
     found = find_drift([one for one in summaries if one.model in compared]) if drift else []
-    return Evaluated(summaries, write(summaries, notes, found), found, unread)
+    return Evaluated(summaries, write(notes, found), found, unread)
 
 
 def _evaluate(
@@ -142,7 +153,9 @@ def _evaluate(
     summaries = []
     for one in suites:
         scored = score_suite(scorer, one, candidate.name, output, identity, on_progress)
-        _write_published(scored, candidate.published_name or candidate.name)
+        if scored.folder is not None:
+            files = one.suite.published_files(scored.examples, candidate.published_name or candidate.name)
+            _write_published(scored.folder / "published", files)
         perturbations = None
         if num_perturbations is not None:
             perturbations = diagnose_perturbations(
@@ -160,6 +173,15 @@ def _evaluate(
         logger.info("Computing the numbers of %s on %s.", candidate.name, one.suite.name)
         summaries.append(summarize(scored, perturbations=perturbations, overlap=overlaps.get(one.suite.name)))
     return summaries
+
+
+def _write_published(folder: Path, files: Mapping[str, Any]) -> None:
+    """The suite's own result files, beside the rows."""
+    for path, content in files.items():
+        lines, indent = (content, None) if path.endswith(".jsonl") else ([content], 2)
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(line, ensure_ascii=False, indent=indent) + "\n" for line in lines)
+        write_text(folder / path, text)
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
@@ -197,14 +219,6 @@ def _calibration(scorer: ConversationScorer) -> object:
     contract = scorer.contract if isinstance(scorer, Scorer) else None
     known = None if contract is None else contract.calibration
     return None if known is None else known.model_dump(mode="json", exclude={"provenance"})
-
-
-def _check_names(candidates: Sequence[Candidate], suites: Sequence[tuple[Suite, str | None]]) -> None:
-    if not candidates:
-        raise ConfigError("there is no model to evaluate", got="no candidates", need="one at least")
-    for what, names in (("models", [one.name for one in candidates]), ("suites", [one.name for one, _ in suites])):
-        if len(set(names)) < len(names):
-            raise ConfigError(f"two {what} have one name", got=names, need="different names: they name folders")
 
 
 def _check_earlier_results(
@@ -245,44 +259,3 @@ def _load_suites(
     if errors and not loaded:
         raise next(iter(errors.values()))
     return loaded, {name: " ".join(str(error).split()) for name, error in errors.items()}
-
-
-def _overlap(loaded: LoadedSuite, training_data: Sequence[DatasetConfig], on_progress: Progress) -> OverlapDiagnostics:
-    names = ", ".join(config.name or config.data_path or config.dataset_name for config in training_data)
-    logger.info("Looking for the examples of %s in %s.", loaded.suite.name, names)
-    what = f"training data, for {loaded.suite.name}"
-    return find_overlap(loaded.examples, _preferences(training_data), on_progress=partial(on_progress, what))
-
-
-def _preferences(training_data: Sequence[DatasetConfig]) -> Iterator[Preference]:
-    for config in training_data:
-        for preference, _ in open_dataset(config):
-            yield preference
-
-
-def _write(
-    output: Path | None,
-    report: bool,
-    summaries: Sequence[Summary],
-    notes: Sequence[str],
-    drift: Sequence[SuiteDrift] = (),
-) -> Path | None:
-    if output is None:
-        return None
-    logger.info("Writing the %s.", "report" if report else "results")
-    return write_results(output, summaries, report=report, drift=drift, subtitle="; ".join(notes))
-
-
-def _write_published(scored: ScoredSuite, model: str) -> None:
-    """The suite's own result files, beside the rows."""
-    if scored.folder is None:
-        return
-    for path, content in scored.suite.published_files(scored.examples, model).items():
-        file = scored.folder / "published" / path
-        lines, indent = (content, None) if path.endswith(".jsonl") else ([content], 2)
-        text = "".join(json.dumps(line, ensure_ascii=False, indent=indent) + "\n" for line in lines)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(file, text)
-        except OSError as error:
-            raise DataError("the published files cannot be written", where=str(file), got=str(error)) from error
