@@ -234,7 +234,7 @@ def _print(summaries: list[Any], drift: list[Any]) -> None:
     write_table(rows, columns)
     changes = [
         {"suite": one.suite, "from": step.before, "to": step.after}
-        | ({} if step.drift is None else {metric.name: metric.value for metric in step.drift.metrics()})
+        | {metric.name: metric.value for metric in step.drift.metrics()}
         for one in drift
         for step in one.steps
     ]
