@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
-import itertools
 import json
 import math
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -164,33 +162,3 @@ def test_groups_of_one_series_have_colours(num_groups: int, colours: int, legend
     figure = draw({"kind": "scatter", "title": "t", "series": [{"name": "a", "points": points}]})
     found = set(re.findall(r'"colour": "(.*?)"', json.dumps(figure.chart)))
     assert len(found) == colours and len(figure.legend) == legend
-
-
-def luminances(colours: str) -> list[float]:
-    channels = [
-        [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in re.findall(r"#[0-9a-f]{6}", colours)
-    ]
-    return [sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), map(linear, rgb), strict=True)) for rgb in channels]
-
-
-def linear(channel: float) -> float:
-    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
-
-
-def palette() -> dict[str, str]:
-    css = resources.files("treeward.evaluation.report").joinpath("page.css").read_text(encoding="utf-8")
-    return dict(re.findall(r"--(\w+): light-dark\(([^)]*)\)", css))
-
-
-@pytest.mark.parametrize(("theme", "name"), [(0, "light"), (1, "dark")])
-def test_text_and_marks_have_contrast(theme: int, name: str) -> None:
-    light = {key: luminances(colours)[theme] for key, colours in palette().items()}
-    ratio = {
-        (a, b): (max(light[a], light[b]) + 0.05) / (min(light[a], light[b]) + 0.05)
-        for a, b in itertools.permutations(light, 2)
-    }
-    for paper in ("paper", "surface", "sunken"):  # WCAG 2.2, 1.4.3 and 1.4.11
-        for text in ("ink", "soft", "accent", "right", "wrong", "tied"):
-            assert ratio[text, paper] >= 4.5, (name, text, paper)
-    for mark in ("s0", "s1", "s2", "s3", "s4", "s5", "edge", "focus"):
-        assert ratio[mark, "paper"] >= 3 and ratio[mark, "surface"] >= 3, (name, mark)

@@ -76,10 +76,6 @@ def _markdown(prompt: str, text: str, rng: random.Random) -> str | None:
     return "## Answer\n\n" + "\n".join(lines)
 
 
-def _white_space(prompt: str, text: str, rng: random.Random) -> str | None:
-    return "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"
-
-
 def _padded(prompt: str, text: str, rng: random.Random) -> str | None:
     """Phrases that say nothing, at the end, until the text is half as long again, two of them at least."""
     phrases = rng.sample(_PADDING, len(_PADDING))
@@ -107,31 +103,23 @@ def _truncated(share: float) -> _Change:
     return change
 
 
-def _flattered(prompt: str, text: str, rng: random.Random) -> str | None:
-    return f"{rng.choice(_FLATTERY)} {text}"
-
-
-def _refused(prompt: str, text: str, rng: random.Random) -> str | None:
-    return rng.choice(_REFUSALS)
-
-
-def _shouted(prompt: str, text: str, rng: random.Random) -> str | None:
-    return text.upper()
-
-
 REWRITES: Mapping[str, Rewrite] = {
     rewrite.name: rewrite
     for rewrite in (
         Rewrite("markdown", "markdown", "style", "a heading, list items and bold words added", _markdown),
-        Rewrite("white_space", "white space", "style", "empty lines and double spaces added", _white_space),
-        Rewrite("flattery", "flattery", "style", "praise of the question put before", _flattered),
+        Rewrite("white_space", "white space", "style", "empty lines and double spaces added",
+                lambda prompt, text, rng: "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"),
+        Rewrite("flattery", "flattery", "style", "praise of the question put before",
+                lambda prompt, text, rng: f"{rng.choice(_FLATTERY)} {text}"),
         Rewrite("padding", "padding", "style", "phrases that say nothing put behind, half as much again", _padded),
         Rewrite("prompt_restated", "question restated", "style", "the question repeated first", _restated),
-        Rewrite("capitals", "capitals", "style", "ALL LETTERS MADE CAPITAL", _shouted),
-        Rewrite("refusal", "refusal", "damage", "replaced by a refusal", _refused),
+        Rewrite("capitals", "capitals", "style", "ALL LETTERS MADE CAPITAL",
+                lambda prompt, text, rng: text.upper()),
+        Rewrite("refusal", "refusal", "damage", "replaced by a refusal",
+                lambda prompt, text, rng: rng.choice(_REFUSALS)),
         Rewrite("truncated_80", "cut at 80 %", "damage", "cut off after 80 % of its words", _truncated(0.8)),
         Rewrite("truncated_50", "cut at 50 %", "damage", "cut off after half of its words", _truncated(0.5)),
         Rewrite("repeated", "said twice", "damage", "said twice", lambda prompt, text, rng: f"{text}\n\n{text}"),
     )
-}
+}  # fmt: skip
 """All rewrites by name, in the order of a report."""
