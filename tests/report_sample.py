@@ -7,23 +7,25 @@ Two models on LLMBar-like subsets; the first has a length bias. Some replies hol
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
 from treeward.evaluation.parts import Part, by_subset
-from treeward.evaluation.report.blocks import table_block
+from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.running import ScoredSuite
+from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
 
 MODELS = ("qwen3-tiny-bt", "qwen3-tiny-ensemble")
 SUBSETS = ("natural", "adversarial neighbour", "adversarial GPTInst", "adversarial GPTOut", "adversarial manual")
-NUM_EXAMPLES = 1000
+NUM_EXAMPLES = 300
 HOSTILE = (
     "</script><script>window.injected = 1</script>",
     "<img src=x onerror='window.injected = 1'>\"quotes\" and 'more' & &amp; <!-- <script>",
@@ -43,8 +45,19 @@ def sample_report() -> dict[str, Any]:
     """Keyword arguments of `build_report`; shared, so not to be changed."""
     rows = sample_rows()
     by_model = {model: [row for row in rows if row["model"] == model] for model in MODELS}
+    headlines = [_accuracy(model, by_model[model]) | {"format": "percent", "reference": 0.5} for model in MODELS]
+    slope = {"label": "Slope of reward on length", "value": np.float32(0.0025), "low": 0.0021, "high": 0.0029}
+    headlines += [
+        {"label": "Expected calibration error", "value": 0.083, "low": 0.06, "high": 0.11, "format": "percent"},
+        slope | {"format": "signed", "note": "Reward per character within a prompt."},
+        {"label": "Kendall's tau of groups", "value": None, "format": "number", "note": "No groups in this suite."},
+    ]
+    of_subsets = {
+        model: [_accuracy(name, [row for row in own if row["subset"] == name]) for name in SUBSETS]
+        for model, own in by_model.items()
+    }
     blocks = [
-        {"kind": "headline", "items": [_accuracy(model, by_model[model]) for model in MODELS] + _other_headlines()},
+        {"kind": "headline", "items": headlines},
         {
             "kind": "text",
             "title": "What it gets right",
@@ -57,33 +70,19 @@ def sample_report() -> dict[str, Any]:
             "note": "Wilson intervals at 95%; the dashed line is what a coin does.",
             "x_range": [0, 1],
             "reference": 0.5,
-            "series": [
-                {"name": model, "items": [_accuracy(s, _of(by_model[model], s)) for s in SUBSETS]} for model in MODELS
-            ],
+            "series": [{"name": model, "items": items} for model, items in of_subsets.items()],
         },
-        _matrix(),
-        _histogram(by_model),
-        _reliability(),
-        {
-            "kind": "text",
-            "title": "What it was misled by",
-            "markdown": "A slope of reward on length within prompts is a bias, whatever the accuracy.",
-        },
-        _scatter(by_model),
+        *_figures(by_model),
         _shifts(),
-        {
-            "kind": "text",
-            "title": "What happens under optimisation",
-            "markdown": "Best of `N` from 64 samples per prompt.",
-        },
+        {"kind": "text", "title": "What happens under optimisation", "markdown": "Best of `N` from 64 samples."},
         _curves(),
         _samples(),
         {"kind": "text", "title": "The examples", "markdown": "Every comparison; the most confident mistakes first."},
-        {"kind": "examples", "title": "Examples", "source": "llmbar", "note": "Open a row to read both answers."},
+        {"kind": "examples", "title": "Examples", "source": "llmbar", "note": "Open a row to read both completions."},
     ]
     return {
         "title": "qwen3-tiny-bt against qwen3-tiny-ensemble",
-        "subtitle": "LLMBar, 1,000 comparisons, float32, scored with the chat template of each model",
+        "subtitle": "LLMBar, float32, scored with the chat template of each model",
         "blocks": blocks,
         "examples": {"llmbar": rows},
     }
@@ -91,65 +90,34 @@ def sample_report() -> dict[str, Any]:
 
 @functools.cache
 def sample_rows() -> list[dict[str, Any]]:
-    """Rows of examples.jsonl with a model: most of two answers, some of four, some failed, some tied."""
+    """Rows of examples.jsonl with a model: most of two completions, some of four, some failed, some tied."""
     words = random.Random(5)
     rows = []
     for index in range(NUM_EXAMPLES):
-        model = MODELS[index % 2]
-        subset = SUBSETS[words.randrange(len(SUBSETS))]
-        num_answers = 4 if index % 50 == 7 else 2
-        ranks = [0] + [1] * (num_answers - 1)
+        model, subset = MODELS[index % 2], words.choice(SUBSETS)
+        ranks = (0, 1, 1, 1) if index % 50 == 7 else (0, 1)
         texts = [_sentences(words, words.randrange(8, 140)) for _ in ranks]
         if index < 2 * len(HOSTILE):
             texts[index % 2] = HOSTILE[index // 2]
+        bias, good = (0.0025 if model == MODELS[0] else 0.0004), (0.35 if subset == "natural" else 0.0)
         scores: list[float | None] = [
-            words.gauss(0.35 if rank == 0 and subset == "natural" else 0.0, 1.0)
-            + (0.0025 if model == MODELS[0] else 0.0004) * len(text)
+            words.gauss(good if rank == 0 else 0.0, 1.0) + bias * len(text)
             for rank, text in zip(ranks, texts, strict=True)
         ]
-        if index % 97 == 0:
-            scores = [scores[1]] * num_answers
-        errors: list[str | None] = []
-        if index % 211 == 5:
-            scores[0], errors = None, ["the conversation has 9,000 tokens, the model reads 4,096", None]
-        rows.append(_row(index, model, subset, ranks, texts, scores, errors, words))
+        scores = [scores[1]] * len(ranks) if index % 19 == 0 else scores
+        errors: tuple[str | None, ...] = ()
+        if index % 97 == 5:
+            scores[0], errors = None, ("the conversation has 9,000 tokens, the model reads 4,096", None)
+        asked = [f"Explain {words.choice(_TOPICS)} to a beginner, in case {index}."]
+        asked += [_sentences(words, 30), f"Go on, please: what about case {index}?"] if index % 9 == 4 else []
+        roles = ("user", "assistant", "user")
+        context = [{"role": role, "content": text} for role, text in zip(roles, asked, strict=False)]
+        completions = tuple(({"role": "assistant", "content": text},) for text in texts)
+        example = EvalExample(f"{subset[:3]}-{index}", subset, tuple(context), completions, ranks)
+        sizes = tuple(map(len, texts))
+        row = to_row(ScoredExample(example, tuple(scores), sizes, sizes, errors)) | {"model": model}
+        rows.append(json.loads(json.dumps(row)))
     return rows
-
-
-def _row(
-    index: int,
-    model: str,
-    subset: str,
-    ranks: list[int],
-    texts: list[str],
-    scores: list[float | None],
-    errors: list[str | None],
-    words: random.Random,
-) -> dict[str, Any]:
-    known = [score for score in scores if score is not None]
-    margin = known[0] - max(known[1:]) if len(known) == len(scores) else None
-    context = [{"role": "user", "content": f"Explain {words.choice(_TOPICS)} to a beginner, in case {index}."}]
-    if index % 9 == 4:
-        context = [
-            {"role": "system", "content": "You are terse."},
-            *context,
-            {"role": "assistant", "content": _sentences(words, 30)},
-            {"role": "user", "content": f"Go on, please: what about case {index}?"},
-        ]
-    return {
-        "id": f"{subset[:3]}-{index}",
-        "subset": subset,
-        "outcome": "failed" if margin is None else "right" if margin > 0 else "wrong" if margin < 0 else "tie",
-        "margin": margin,
-        "scores": scores,
-        "ranks": ranks,
-        "lengths": [len(text) for text in texts],
-        "num_tokens": [len(text) // 4 + 20 for text in texts],
-        "errors": errors,
-        "context": context,
-        "completions": [[{"role": "assistant", "content": text}] for text in texts],
-        "model": model,
-    }
 
 
 def _sentences(words: random.Random, count: int) -> str:
@@ -157,106 +125,57 @@ def _sentences(words: random.Random, count: int) -> str:
     return text.replace(" because ", ".\n\nBecause ")
 
 
-def _of(rows: list[dict[str, Any]], subset: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["subset"] == subset]
-
-
 def _accuracy(label: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    count = len(rows)
-    share = sum(row["outcome"] == "right" for row in rows) / count
-    centre, spread = (share + 1.92 / count) / (1 + 3.84 / count), 1.96 * (share * (1 - share) / count) ** 0.5
-    return {"label": label, "value": share, "low": centre - spread, "high": centre + spread, "count": count} | (
-        {"format": "percent", "reference": 0.5} if label in MODELS else {}
-    )
+    outcomes = [float(row["outcome"] == "right") for row in rows]
+    return bar_item(label, accuracy_metric(outcomes, label))
 
 
-def _other_headlines() -> list[dict[str, Any]]:
-    return [
-        {"label": "Expected calibration error", "value": 0.083, "low": 0.06, "high": 0.11, "format": "percent"},
-        {
-            "label": "Slope of reward on length",
-            "value": np.float32(0.0025),
-            "low": 0.0021,
-            "high": 0.0029,
-            "format": "signed",
-            "note": "Reward per character within a prompt; the interval excludes 0: a length bias.",
-        },
-        {"label": "Kendall's tau of groups", "value": None, "format": "number", "note": "No groups in this suite."},
-    ]
-
-
-def _matrix() -> dict[str, Any]:
-    return {
-        "kind": "matrix",
-        "title": "Accuracy by style of the two answers",
-        "note": "Above the diagonal the rejected answer is the richer one: the hard cases.",
-        "rows": ["plain", "detailed", "with markdown"],
-        "columns": ["plain", "detailed", "with markdown"],
-        "row_label": "chosen",
-        "column_label": "rejected",
-        "values": [[0.66, 0.41, 0.33], [0.82, 0.64, None], [0.9, 0.77, float("nan")]],
-        "format": "percent",
-    }
-
-
-def _histogram(by_model: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    edges = np.linspace(-4, 4, 33)
+def _figures(by_model: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A matrix, a histogram, a reliability diagram and a scatter plot."""
+    edges, bins = np.linspace(-4, 4, 33), []
     margins = {model: [row["margin"] for row in rows if row["margin"] is not None] for model, rows in by_model.items()}
-    return {
-        "kind": "histogram",
-        "title": "Margins",
-        "note": "Score of the better answer less that of the worse; left of the line the model is wrong.",
-        "edges": edges,
-        "x_label": "margin",
-        "mark": 0,
-        "mark_label": "no preference",
-        "series": [{"name": m, "counts": np.histogram(np.clip(v, -4, 4), edges)[0]} for m, v in margins.items()],
-    }
-
-
-def _reliability() -> dict[str, Any]:
-    chance = random.Random(3)
-    series = []
-    for model, slope in zip(MODELS, (0.55, 0.9), strict=True):
-        bins = []
-        for step in range(10):
-            probability = 0.05 + step / 10
-            frequency = min(max(0.5 + slope * (probability - 0.5) + chance.gauss(0, 0.02), 0), 1)
-            low, high = max(frequency - 0.06, 0), min(frequency + 0.06, 1)
-            count = 40 + 25 * min(step, 9 - step)
-            bins.append({"probability": probability, "frequency": frequency, "low": low, "high": high, "count": count})
-        bins[0]["frequency"] = None
-        series.append({"name": model, "bins": bins})
-    return {"kind": "reliability", "title": "Calibration", "series": series}
-
-
-def _scatter(by_model: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    series = []
-    for model, rows in by_model.items():
-        points = [
-            {
-                "x": row["lengths"][index],
-                "y": row["scores"][index],
-                "text": row["completions"][index][0]["content"],
-                "id": row["id"],
-                "group": "better" if row["ranks"][index] == 0 else "worse",
-            }
+    for step in range(10):
+        low, middle, high = np.clip(0.25 + step / 20 + np.array([-0.06, 0.0, 0.06]), 0, 1)
+        bins.append({"probability": 0.05 + step / 10, "frequency": middle, "low": low, "high": high, "count": 40})
+    bins[0]["frequency"] = None
+    points = {
+        model: [
+            {"x": length, "y": score, "text": completion[0]["content"], "id": row["id"]}
             for row in rows
-            for index in range(2)
+            for length, score, completion in zip(row["lengths"][:2], row["scores"], row["completions"], strict=False)
         ]
-        known = [(point["x"], point["y"]) for point in points if point["y"] is not None]
-        slope, start = np.polyfit(*zip(*known, strict=True), 1)
-        ends = [0, max(x for x, _ in known)]
-        line = {"x": ends, "y": [start + slope * end for end in ends]}
-        series.append({"name": model, "points": points, "line": line})
-    return {
-        "kind": "scatter",
-        "title": "Reward against length",
-        "note": "A point is a reply; the lines are least squares.",
-        "x_label": "characters of the completion",
-        "y_label": "score",
-        "series": series,
+        for model, rows in by_model.items()
     }
+    line = {"x": [0, 800], "y": [0.0, 2.0]}
+    return [
+        {
+            "kind": "matrix",
+            "title": "Accuracy by style of the two completions",
+            "rows": ["plain", "detailed", "with markdown"],
+            "columns": ["plain", "detailed", "with markdown"],
+            "row_label": "chosen",
+            "column_label": "rejected",
+            "values": [[0.66, 0.41, 0.33], [0.82, 0.64, None], [0.9, 0.77, float("nan")]],
+            "format": "percent",
+        },
+        {
+            "kind": "histogram",
+            "title": "Margins",
+            "edges": edges,
+            "x_label": "margin",
+            "mark": 0,
+            "mark_label": "no preference",
+            "series": [{"name": m, "counts": np.histogram(np.clip(v, -4, 4), edges)[0]} for m, v in margins.items()],
+        },
+        {"kind": "reliability", "title": "Calibration", "series": [{"name": model, "bins": bins} for model in MODELS]},
+        {
+            "kind": "scatter",
+            "title": "Reward against length",
+            "x_label": "characters of the completion",
+            "y_label": "score",
+            "series": [{"name": model, "points": own, "line": line} for model, own in points.items()],
+        },
+    ]
 
 
 def _shifts() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from treeward.evaluation.results import Block, Metric, SuiteResult
 from treeward.evaluation.suites.rmbench import STYLES
 from treeward.evaluation.summary import Summary
 
-__all__ = ["chapter", "headline_label", "opening"]
+__all__ = ["chapter", "opening"]
 
 _MARGIN_BINS = 40
 _MOST_CARDS = 6  # more than these are a table
@@ -50,7 +50,10 @@ def opening(summaries: Sequence[Summary], further: str | None = None) -> list[Bl
     """The first screen: findings or, of several, a verdict each and `further` words; then headline numbers."""
     if len(summaries) == 1:
         (only,) = summaries
-        return [{"kind": "text", "markdown": findings(only)}, {"kind": "headline", "items": _cards(only)}]
+        return [
+            {"kind": "text", "markdown": findings(only)},
+            {"kind": "headline", "items": _cards(only, _headline_label([only.result]))},
+        ]
     suites = list(dict.fromkeys(one.suite for one in summaries))
     summaries = sorted(summaries, key=lambda one: suites.index(one.suite))
     said = [*map(verdict, summaries), *([] if further is None else [further])]
@@ -61,10 +64,10 @@ def opening(summaries: Sequence[Summary], further: str | None = None) -> list[Bl
     return [*blocks, _glance(summaries)]
 
 
-def _cards(summary: Summary) -> list[Block]:
-    """The numbers of a single model in a single suite that say whether it can be trusted."""
+def _cards(summary: Summary, name: str) -> list[Block]:
+    """The numbers of a model in a suite that say whether it can be trusted; `name`: of the suite's headline."""
     length, statistics, result = summary.length, summary.statistics, summary.result
-    worst, name = statistics.worst_subset, result.headline.name.capitalize()
+    worst = statistics.worst_subset
     left_out = (left_out_note(length.num_left_out) or "").removesuffix(".")
     longer, shorter = (
         "-" if one.value is None else f"{one.value:.1%}"
@@ -97,33 +100,22 @@ def _card(label: str, metric: Metric, chance: float | None, note: str | None) ->
     return card if chance is None else card | {"reference": chance}
 
 
-def headline_label(results: Sequence[SuiteResult]) -> str:
+def _headline_label(results: Sequence[SuiteResult]) -> str:
     """What the headlines of some suites are called together."""
     names = {result.headline.name for result in results}
     return names.pop().capitalize() if len(names) == 1 else "Headline"
 
 
 def _glance(summaries: Sequence[Summary]) -> Block:
-    """A row for each model and suite."""
+    """A row for each model and suite, with the numbers that a single model has as cards."""
+    name = _headline_label([one.result for one in summaries])
     rows: list[Block] = []
     for one in summaries:
-        metrics = {
-            headline_label([each.result for each in summaries]): one.result.headline,
-            "of the scored": one.result.headline_of_scored,
-            "Length-controlled": one.length.length_controlled_accuracy,
-            "Length gap": one.length.accuracy_gap,
-            "Worst subset": one.statistics.worst_subset if len(one.result.subsets) > 1 else None,
-            "Calibration error": one.statistics.ece,
-            "Robust": None if one.perturbations is None else one.perturbations.robust_accuracy,
-        }
+        cards = _cards(one, name)
         row: Block = {"suite": one.title, "model": one.model, "failed": one.result.num_failed}
-        for label, metric in metrics.items():
-            if metric is not None:
-                form = "points" if label == "Length gap" else "percent"
-                row[label] = {"value": metric.value, "low": metric.low, "high": metric.high, "format": form}
-        rows.append(row)
+        rows.append(row | {card["label"]: card | {"count": None} for card in cards})
     columns = {"suite": ("Suite", "text"), "model": ("Model", "text"), "failed": ("No score", "integer")}
-    columns |= {label: (label, "percent") for label in metrics if any(label in row for row in rows)}
+    columns |= {label: (label, "percent") for row in rows for label in row if label not in columns}
     return table_block(
         "At a glance",
         columns,

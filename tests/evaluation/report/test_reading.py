@@ -98,7 +98,10 @@ def test_several_models_stand_side_by_side() -> None:
     assert [row[column["key"]]["value"] for column in table["columns"][1:3]] == [0.0, 1.0]
     assert block(blocks, "Score against length: a") and block(blocks, "Score against length: b")
     glance = block(blocks, "At a glance")
-    assert [(row["model"], row["Length gap"]["value"]) for row in glance["rows"]] == [("a", 1.0), ("b", 0.0)]
+    assert [(row["model"], row["Length gap in accuracy"]["value"]) for row in glance["rows"]] == [
+        ("a", 1.0),
+        ("b", 0.0),
+    ]
     same = Metric("ece", 0.1, note="The same.")
     rows = metrics_table("t", {m: [Metric("worst_subset", 0.5, note=n), same] for m, n in (("a", "X"), ("b", "Y"))})
     assert rows["rows"][0]["note"].endswith("; a: X; b: Y") and rows["rows"][1]["note"].endswith("; the same")

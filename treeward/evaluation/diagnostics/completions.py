@@ -196,9 +196,9 @@ def _jackknifed(y: Floats, x_NF: Floats, groups: Integers) -> tuple[Floats, Floa
 
 
 def in_standard_deviations(slope: Metric, completions: Completions, name: str) -> Metric:
-    """A coefficient divided by the standard deviation of the scores within prompts, which is taken as known.
+    """A coefficient divided by the standard deviation of the scores within prompts, to compare models of other scales.
 
-    It compares models of different scales. The deviation is pooled: sum (s_ij - mean_i)^2 / (N - G).
+    The deviation is taken as known, and pooled: sum (s_ij - mean_i)^2 / (N - G).
     """
     groups = np.unique(completions.prompts, return_inverse=True)[1]
     residuals = _demeaned(completions.scores[:, None], groups)[:, 0]

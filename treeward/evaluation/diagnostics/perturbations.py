@@ -55,33 +55,20 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 _DAMAGES = ", ".join(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
-_FIGURES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    (
-        "Score shift by rewrite",
-        "relative_shift",
-        "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ.",
-        {"format": "signed", "reference": 0},
-    ),
-    (
-        "Right pairs lost when the worse completion is rewritten",
-        "rejected_flips",
-        "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model.",
-        {"reference": 0},
-    ),
-    (
-        "Right pairs lost when the better completion is rewritten",
-        "chosen_flips",
-        f"Changes of style should lose none. A damaged completion ({_DAMAGES}) may well be the worse one now.",
-        {"reference": 0},
-    ),
-    (
+_SHIFTS = "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ."
+_WORSE_LOST = "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model."
+_BETTER_LOST = f"Changes of style should lose none. A damaged completion ({_DAMAGES}) may well be the worse one now."
+_FIGURES: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+    "relative_shift": ("Score shift by rewrite", _SHIFTS, {"format": "signed", "reference": 0}),
+    "rejected_flips": ("Right pairs lost when the worse completion is rewritten", _WORSE_LOST, {"reference": 0}),
+    "chosen_flips": ("Right pairs lost when the better completion is rewritten", _BETTER_LOST, {"reference": 0}),
+    "share_gaining": (
         "Completions that score higher rewritten",
-        "share_gaining",
         f"Damaged completions ({_DAMAGES}) should not.",
         {"reference_label": "half"},
     ),
-)
-"""The figures: title, the number of each rewrite, note, and fields of the block."""
+}
+"""The figures by the number of each rewrite that they show: title, note, and fields of the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +223,7 @@ def _effects(name: str, before: Floats, after: Floats, prompts: Sequence[str]) -
 def _figures(numbers: Mapping[str, Metric], model: str, num_failed: int) -> Iterator[Block]:
     """Shifts, and how many pairs each rewrite turns."""
     failed = f" Left out: {num_failed:,} texts without a score." if num_failed else ""
-    for title, what, note, fields in _FIGURES:
+    for what, (title, note, fields) in _FIGURES.items():
         metrics = {one: numbers[f"{name}_{what}"] for name, one in REWRITES.items()}
         items = [bar_item(one.label, metric, one.summary) for one, metric in metrics.items()]
         block = bars_block(title, model, items, note + failed, **fields)
