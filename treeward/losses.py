@@ -12,7 +12,7 @@ Shapes: S scores of a batch, G groups, P pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Pairs", "bradley_terry", "ranked_pairs"]
+__all__ = ["LOSSES", "Pairs", "bradley_terry", "ranked_pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Pairs:
     """Which scores are compared.
 
     `better_P`, `worse_P`: int64 (P,), places among the scores of the batch. `weight_P`: float32 (P,), 1 / the number of
-    pairs of the group. `margin_P`: float32 (P,). `tied_P`: bool (P,), the two are equally good. `num_groups`: groups
-    that have a pair at all.
+    pairs of the group. `margin_P`: float32 (P,), 0 where the data has none. `tied_P`: bool (P,), the two are equally
+    good. `num_groups`: groups that have a pair at all.
     """
 
     better_P: Tensor
@@ -115,3 +115,7 @@ def bradley_terry(
     if center_rewards_coefficient:
         loss_P = loss_P + center_rewards_coefficient * (better_P + worse_P).square()
     return (pairs.weight_P * loss_P).sum()
+
+
+LOSSES: Mapping[str, Callable[..., Tensor]] = {"bradley_terry": bradley_terry}
+"""By `rm.loss.name`. Each takes scores (S,), `Pairs` and the options of its section, and gives the sum over groups."""

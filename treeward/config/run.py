@@ -9,7 +9,7 @@ is a whole configuration: every other key has a default, written once, on its fi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
@@ -28,14 +28,22 @@ _PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
 
 
 class LossConfig(Strict):
-    """The Bradley-Terry loss, softplus(-(score(chosen) - score(rejected) - margin)), and its two options."""
+    """The loss of a comparison's pairs, and its options."""
 
+    name: Literal["bradley_terry"] = "bradley_terry"
+    """A function of `treeward.losses`; `bradley_terry` is softplus(-(score(chosen) - score(rejected) - margin)).
+    (`policy.reward_model_cfg.reward_model_type` of NeMo RL is the kind of model, not its loss.)"""
     margin: bool = True
-    """Use the margins in the data, if there are any."""
+    """Subtract the numbers that the data has as `margin`, if it has any."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """The assumed probability that a label is wrong."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that the loss takes as arguments."""
+        return self.model_dump(exclude={"name", "margin"})
 
 
 class RMConfig(Strict):

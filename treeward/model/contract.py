@@ -30,10 +30,8 @@ Dtype = Literal["float32", "bfloat16"]
 CONTRACT_FILE = "reward_contract.json"
 CONTRACT_VERSION = 2
 
-SCORE_MEANING = (
-    "higher is better; only differences between completions of one prompt have a meaning: P(a > b) = sigmoid(a - b)"
-)
-"""Meaning of the value of a head trained on comparisons (Bradley and Terry 1952)."""
+SCORE_MEANING = "higher is better; only differences between completions of one prompt have a meaning"
+"""Meaning of the value of a head trained on comparisons."""
 
 
 class RenderingContract(Strict):

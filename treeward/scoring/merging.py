@@ -244,8 +244,8 @@ columns are cosines between a model's weights and the first one's.
 |---|---|---|---|
 {rows}
 
-A higher score is better; only differences of scores of completions of one prompt have a meaning:
-P(a is preferred to b) = sigmoid(score(a) - score(b)).
+A higher score is better; only differences of scores of completions of one prompt have a meaning. With the
+Bradley-Terry loss, P(a is preferred to b) = sigmoid(score(a) - score(b)).
 
 ```bash
 treeward score THIS_FOLDER --data conversations.jsonl --output scores.jsonl

@@ -101,6 +101,7 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     return _CARD.format(
         base_line=f"base_model: {base}\n" if on_hub else "",
         base=base or "a model trained from scratch",
+        loss=setup.config.rm.loss.name,
         step=step,
         batch_size=policy.train_global_batch_size,
         precision=policy.precision,
@@ -116,10 +117,9 @@ tags: [reward-model, treeward]
 
 # Reward model
 
-A Bradley-Terry reward model: {base}, {step} optimiser steps of {batch_size} comparisons in {precision}, trained with \
-treeward.
-A higher score is better; only differences of scores of completions of the same prompt have a meaning: \
-P(a is preferred to b) = sigmoid(score(a) - score(b)).
+{base}, {step} optimiser steps of {batch_size} comparisons in {precision}, trained with treeward; loss: {loss}.
+A higher score is better; only differences of scores of completions of the same prompt have a meaning. With the \
+Bradley-Terry loss, P(a is preferred to b) = sigmoid(score(a) - score(b)).
 
 ## Results
 

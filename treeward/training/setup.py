@@ -33,7 +33,7 @@ from treeward.errors import DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.suites.preferences import PreferenceSuite
-from treeward.losses import Pairs, bradley_terry, ranked_pairs
+from treeward.losses import LOSSES, Pairs, ranked_pairs
 from treeward.model.checks import check_before_training, check_positions, check_tokenizer_survives
 from treeward.model.loading import build_reward_model, load_reward_model
 from treeward.model.policy_model import PolicyModel
@@ -138,12 +138,7 @@ class RewardModelSetup:
     def loss_of(self, scores_S: Tensor, pairs: Pairs) -> Tensor:
         """The loss, summed over comparison groups."""
         loss = self.config.rm.loss
-        return bradley_terry(
-            scores_S,
-            pairs,
-            label_smoothing=loss.label_smoothing,
-            center_rewards_coefficient=loss.center_rewards_coefficient,
-        )
+        return LOSSES[loss.name](scores_S, pairs, **loss.options)
 
 
 def set_up(
