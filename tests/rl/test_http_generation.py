@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -172,41 +172,6 @@ def test_a_server_that_fails_is_named(
         assert loopback.url in str(caught.value) and len(loopback.requests) == num_requests
 
 
-def _each(**changes: Any) -> Callable[[Any], Any]:
-    def change(reply: Any) -> Any:
-        for choice in reply["choices"]:
-            choice |= {name: value(choice) if callable(value) else value for name, value in changes.items()}
-        return reply
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (
-            lambda reply: reply | {"choices": reply["choices"][:1]},
-            "choices with the indices|1 completions instead of 2",
-        ),
-        (_each(index=0), "indices"),
-        (_each(finish_reason="abort"), "Input should be .stop. or .length."),
-        (_each(token_ids=[VOCABULARY]), f"{VOCABULARY}"),
-        (_each(token_ids=[5] * 13), "13 tokens, at most 12"),
-        (_each(token_ids=lambda choice: choice["token_ids"][:-1]), "log-probabilities for"),
-        (_each(prompt_token_ids=[1, 2]), "another prompt"),
-        (_each(token_ids=None, logprobs=None), "which tokens it sampled"),
-    ],
-)
-def test_a_response_that_does_not_fit_the_request_is_refused(
-    policy: PolicyModel, tiny_tokenizer: Any, change: Callable[[Any], Any], what: str
-) -> None:
-    with serving(policy, tiny_tokenizer) as (generator, served, loopback):
-        served.change = change
-        with pytest.raises(GenerationError, match=what) as caught:
-            generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
-        assert loopback.url in str(caught.value) and "row 0" in str(caught.value)
-
-
 def places(document: Any, *above: str | int) -> list[tuple[str | int, ...]]:
     """The place of every value in a document of JSON."""
     if isinstance(document, dict | list):
@@ -270,7 +235,8 @@ def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: Po
         with serving(policy, tiny_tokenizer, backend="openai", server={"retokenize": True}) as (generator, served, _):
             ids = tiny_tokenizer(text, add_special_tokens=False).input_ids
             names = [tiny_tokenizer.decode([i]) for i in ids] + ["more"] * (3 * apart)
-            served.change = _each(text=text, finish_reason="length", logprobs={"tokens": names, "token_logprobs": []})
+            same = {"text": text, "finish_reason": "length", "logprobs": {"tokens": names, "token_logprobs": []}}
+            served.change = lambda reply, same=same: {"choices": [choice | same for choice in reply["choices"]]}
             completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
             assert {(completion.token_ids, completion.text, completion.log_probs) for completion in completions} == {
                 (tuple(ids), text, None)
@@ -337,31 +303,6 @@ def test_log_probs_at_another_temperature_are_found(
         generator.load_weights(policy, 0)  # neither of vLLM's are of use here
         completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
         assert all(one.log_probs is None for one in completions) and "processed_logprobs" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("backend", "unusable", "filters"), [("vllm", True, {"top_p": 0.5}), ("sglang", False, {"top_k": 3})]
-)
-def test_log_probs_after_top_p_and_top_k_are_not_taken_for_those_before(
-    policy: PolicyModel,
-    tiny_tokenizer: Any,
-    caplog: pytest.LogCaptureFixture,
-    backend: str,
-    unusable: bool,
-    filters: dict[str, Any],
-) -> None:
-    """At temperature 1 too: nothing shows whether vLLM was started with --logprobs-mode processed_logprobs."""
-    with (
-        caplog.at_level(logging.WARNING),
-        serving(policy, tiny_tokenizer, backend=backend, temperature=1.0, **filters) as (generator, _, _),
-    ):
-        generator.load_weights(policy, 0)  # compared without filters, which every server can be
-        completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
-        assert {completion.log_probs is None for completion in completions} == {unusable}
-        assert ("top_k or top_p" in caplog.text) == unusable
-        with pytest.raises(GenerationError, match="not those of the policy"):
-            generator._sync = lambda policy, version: None
-            generator.load_weights(moved(policy, 0.3), 1)
 
 
 def test_a_server_that_keeps_its_weights_is_said_to(

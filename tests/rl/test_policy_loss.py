@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treeward.config.grpo import PolicyLossConfig
-from treeward.rl.policy_loss import kl_coefficient, kl_estimate, needs_generator, policy_loss, token_weights
+from treeward.rl.policy_loss import kl_coefficient, kl_estimate, needs_generator, policy_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 ADVANTAGES = torch.tensor([1.5, -2.0, 3.0, -0.25])
@@ -29,9 +29,9 @@ def clamped(value: float, limit: float | None) -> float:
     return value if limit is None else min(max(value, -limit), limit)
 
 
-def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyLossConfig) -> tuple[float, float]:
+def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyLossConfig) -> float:
     """One token after the other, in Python's own numbers."""
-    total = denominator = 0.0
+    total = 0.0
     for s in range(4):
         tokens = [t for t in range(4) if MASK[s, t]]
         a = float(ADVANTAGES[s])
@@ -56,8 +56,7 @@ def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyL
             if settings.use_on_policy_kl_approximation:
                 kl *= math.exp(float(new[s, t] - said[s, t]))
             total += weight * (-gain + kl_coefficient(settings) * kl)
-            denominator += weight
-    return total, denominator
+    return total
 
 
 NO_PENALTY: dict[str, Any] = {"reference_policy_kl_penalty": 0.0}
@@ -94,12 +93,11 @@ OPTIONS = [
 def test_it_is_the_formula(settings: PolicyLossConfig, dtype: torch.dtype, tolerance: float) -> None:
     for seed in range(5):
         given = batch(seed)
-        want, denominator = written_out(*given, settings)
+        want = written_out(*given, settings)
         new, old, reference, said = (tensor.to(dtype) for tensor in given)
         total, sums = policy_loss(new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said)
         # the weights are float32
         assert float(total) == pytest.approx(want, abs=max(tolerance, 1e-6 if not settings.token_level_loss else 0))
-        assert float(token_weights(MASK, settings)[1]) == pytest.approx(denominator)
         assert sums.tokens == 8 and sums.not_finite == 0
 
 
@@ -117,7 +115,7 @@ def test_gradients_are_the_slopes_of_the_formula(settings: PolicyLossConfig) -> 
             moved[s, t] += sign * 1e-6
             if settings.use_on_policy_kl_approximation:
                 fixed[s, t] += sign * 1e-6  # exp(new - generator's) stays
-            ends.append(written_out(moved, old, reference, fixed, settings)[0])
+            ends.append(written_out(moved, old, reference, fixed, settings))
         slope = (ends[0] - ends[1]) / 2e-6
         if settings.force_on_policy_ratio:  # whose slope is that of the log-probability
             weight = 1.0 if settings.token_level_loss else 1.0 / int(MASK[s].sum())

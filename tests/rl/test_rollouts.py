@@ -16,7 +16,6 @@ from treeward.rl.setup import GRPOSetup
 Make = Callable[..., Any]
 
 
-ENDS = ("policy.generation.stop_strings=[a, e, i, o]",)
 """Some completions end before they are cut off."""
 
 
@@ -89,23 +88,3 @@ def test_too_many_failures_stop(opened: Callable[..., GRPOSetup], tmp_path: Path
     (tmp_path / "orders.json").write_text('{"fail": 1}')
     found = collect(opened(section, "grpo.max_failed_share=1"), step=0, drawn=0)
     assert not found.rewards_PG.isfinite().any() and not found.used_PG.any() and "train/reward" not in found.metrics
-
-
-def test_what_length_costs_is_taken_off_before_advantages(opened: Callable[..., GRPOSetup]) -> None:
-    found = collect(opened(*ENDS), step=0, drawn=0)
-    cut = torch.tensor([[completion.truncated for completion in group.completions] for group in found.groups])
-    lengths = torch.tensor([[len(completion.token_ids) for completion in group.completions] for group in found.groups])
-    assert cut.any() and not cut.all()
-    penalised = opened(*ENDS, "grpo.truncated=penalty", "grpo.truncation_penalty=0.25")
-    again = collect(penalised, step=0, drawn=0)
-    assert torch.allclose(again.rewards_PG, found.rewards_PG - 0.25 * cut)
-    assert torch.equal(again.raw_PG, found.raw_PG)
-    masked = collect(opened(*ENDS, "grpo.truncated=mask"), step=0, drawn=0)
-    assert torch.equal(masked.used_PG, ~cut) and masked.metrics["train/num_masked"] == int(cut.sum())
-    shaping = "{enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 2}"
-    shaped = collect(opened(*ENDS, f"grpo.reward_shaping={shaping}"), step=0, drawn=0)
-    expected = found.rewards_PG - 2 * ((lengths - 4) / 4).clamp(0, 1)
-    assert torch.allclose(shaped.rewards_PG, expected, atol=1e-6)
-    scaling = "{enabled: true, source_min: 0, source_max: 0.5, target_min: -1, target_max: 1}"
-    scaled = collect(opened(*ENDS, f"grpo.reward_scaling={scaling}"), step=0, drawn=0)
-    assert torch.allclose(scaled.rewards_PG, found.rewards_PG.clamp(0, 0.5) * 4 - 1, atol=1e-6)

@@ -39,25 +39,6 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(
     assert "2 of 3 prompts kept (left out: 1 too long)" in caplog.text and "train.jsonl:2" in caplog.text
 
 
-def test_the_schedule_is_in_updates(tiny_grpo: Make) -> None:
-    """Three passes in two parts: six updates a step, and the rate reaches zero with the last."""
-    options = [
-        "grpo.updates_per_batch=3",
-        "policy.train_global_batch_size=8",
-        "policy.scheduler={name: linear, warmup_steps: 0}",
-    ]
-    run = set_up(tiny_grpo(*options))
-    run.close()
-    rates = []
-    for _ in range(36):
-        rates.append(run.updater.optimizer.param_groups[0]["lr"])
-        run.updater.optimizer.step()
-        run.scheduler.step()
-    assert (
-        rates[0] == 0.01 and rates[-1] > 0 and run.updater.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
-    )
-
-
 def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prompts: Write) -> None:
     first = write_prompts("a.jsonl", [f"Count to {n}." for n in range(30)])
     second = write_prompts("b.jsonl", [f"Count from {n}." for n in range(10)])

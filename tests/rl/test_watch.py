@@ -112,19 +112,6 @@ def test_gold_that_falls_with_the_proxy_is_no_over_optimisation() -> None:
     assert alarm.kind == "gold_falls"
 
 
-def test_nothing_is_tested_before_enough_validations() -> None:
-    falling = [(0.0, 5.0), (1.0, 0.0), (2.0, 0.0), (3.0, -1.0)]
-    early, off = (
-        OverOptimisationWatch(WatchConfig(min_validations=4)),
-        OverOptimisationWatch(WatchConfig(enabled=False)),
-    )
-    for t, (proxy, gold) in enumerate(falling):
-        found = early.observe(t, proxy_by_prompt=proxy + SPREAD, gold_by_prompt=gold + SPREAD)
-        assert len(found) == (t == 3)
-        assert off.observe(t, proxy_by_prompt=proxy + SPREAD, gold_by_prompt=gold + SPREAD, truncation_rate=1.0) == []
-    assert off.metrics() == {"watch/alarm": 0.0}
-
-
 def test_falls_by_one_amount_are_judged_by_the_number_of_prompts() -> None:
     for num_prompts, expected in ((4, []), (40, ["gold_falls"])):
         watch = OverOptimisationWatch()

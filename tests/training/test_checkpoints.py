@@ -178,13 +178,3 @@ def test_a_full_disk_is_told_and_what_was_there_stands(tmp_path: Path, error: Ex
             assert "cannot be saved" in str(caught.value) and "make room" in str(caught.value)
         assert steps(store) == [1] and leftovers(tmp_path) == [] and content(tmp_path / "final") == "old"
         assert content(store.save(2, writer("new")).path) == "new"
-
-
-def test_files_are_as_readable_as_their_folder(tmp_path: Path) -> None:
-    def write_for_the_owner(folder: Path) -> None:
-        (folder / "weights").touch(mode=0o600)
-        folder.chmod(0o750)
-
-    with opened(tmp_path) as store:
-        checkpoint = store.save(1, write_for_the_owner)
-    assert (checkpoint.path / "weights").stat().st_mode & 0o777 == 0o640

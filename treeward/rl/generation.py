@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,13 +53,14 @@ class GenerationError(ModelError):
     """A generator failed: the request, and what came instead of completions."""
 
 
-class Generator(Protocol):
+class Generator(ABC):
     """Samples completions: the policy in this process, or a server with its weights.
 
     The run calls `load_weights` after every change of the weights and then `generate`, never two at once; whatever a
     generator does happens within these calls.
     """
 
+    @abstractmethod
     def generate(
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
     ) -> list[CompletionGroup]:
@@ -68,22 +69,19 @@ class Generator(Protocol):
         `prompt_ids`: the tokens of each prompt, as the policy's template renders it. Raises `ModelError` for a prompt
         that leaves no room, `GenerationError` where completions cannot be had.
         """
-        ...
 
-    def load_weights(self, policy: PolicyModel, version: int) -> None:
+    def load_weights(self, policy: PolicyModel, version: int) -> None:  # noqa: B027
         """Sample from these weights from now on. `version`: grows with every change. The policy is only read."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Counts of odd completions since it was made, by name; they only grow, and the names are always the same."""
-        ...
+        return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free what is held. It can be called twice."""
-        ...
 
 
-class LocalGenerator:
+class LocalGenerator(Generator):
     """Samples from `policy` itself, in its `compute_dtype`.
 
     `max_total_tokens`: most tokens of prompt and completion together. `end_ids`: tokens that end a completion; None:
@@ -135,16 +133,6 @@ class LocalGenerator:
             CompletionGroup(prompt, tuple(ids), tuple(next(completions) for _ in range(num_completions)))
             for prompt, ids in zip(prompts, prompt_ids, strict=True)
         ]
-
-    def load_weights(self, policy: PolicyModel, version: int) -> None:
-        """Nothing to do: it samples from the policy itself."""
-
-    def metrics(self) -> dict[str, float]:
-        """Nothing: its tokens are those that were sampled."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class CompletionReader:

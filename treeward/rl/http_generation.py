@@ -38,7 +38,7 @@ from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
-from treeward.rl.generation import CompletionReader, GenerationError, completion_budgets, end_ids_of
+from treeward.rl.generation import CompletionReader, GenerationError, Generator, completion_budgets, end_ids_of
 from treeward.rl.weight_sync import FolderSync, WeightSync, sync_function
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ _Reason = Annotated[
 ]
 
 
-class HttpGenerator:
+class HttpGenerator(Generator):
     """See `Generator`. `server`: the section `policy.generation`. `end_ids`: as for `LocalGenerator`.
 
     The section's `weight_sync` says how the server gets new weights. "none": it keeps its own. "folder": the weights

@@ -20,7 +20,6 @@ from torch import Tensor
 from treeward.config.grpo import PolicyLossConfig
 
 __all__ = ["KLEstimator", "UpdateMetrics", "kl_coefficient", "kl_estimate", "needs_generator", "policy_loss"]
-__all__ += ["token_weights"]
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -113,19 +112,6 @@ def kl_estimate(
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
-def token_weights(mask_SL: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
-    """The weight of each token, float32 (S, L), and their sum: the denominator, to be added up over the batch.
-
-    With `token_level_loss` 1 each. Otherwise 1 / (tokens of the completion), so that the denominator is the number of
-    completions with any.
-    """
-    mask = mask_SL.float()
-    if not config.token_level_loss:
-        mask = mask / mask.sum(dim=1, keepdim=True).clamp_min(1)
-        return mask, mask_SL.any(dim=1).sum().float()
-    return mask, mask.sum()
-
-
 def policy_loss(
     log_probs_SL: Tensor,
     old_SL: Tensor,
@@ -138,8 +124,10 @@ def policy_loss(
 ) -> tuple[Tensor, UpdateMetrics]:
     """sum_t w_t [-c_t min(rho_t A, clip(rho_t) A) + beta k_t KL_t], with rho_t = pi / pi_old of each token.
 
-    Returns this sum, to be divided by the denominator of the whole batch, and the sums to report. w_t is
-    `token_weights`; c_t and k_t are 1 unless the generator's log-probabilities gen_t are asked for:
+    Returns this sum, to be divided by the denominator of the whole batch, and the sums to report. With
+    `token_level_loss` w_t is 1, and the denominator is the number of tokens; otherwise 1 / (tokens of the completion),
+    and the number of completions with any. c_t and k_t are 1 unless the generator's log-probabilities gen_t are asked
+    for:
 
     - clip is to [1 - `ratio_clip_min`, 1 + `ratio_clip_max`] (asymmetric: Yu et al. 2025, arXiv 2503.14476). With
       `ratio_clip_c` c and A < 0 the policy term is at most -c A (Ye et al. 2020, arXiv 1912.09729).
@@ -159,7 +147,9 @@ def policy_loss(
     # Masked before the arithmetic: an infinite value there would be NaN in the gradient.
     log_probs, old = torch.where(mask, log_probs_SL, 0.0), torch.where(mask, old_SL, 0.0)
     generated = None if generated_SL is None else torch.where(mask, generated_SL, 0.0).to(log_probs)
-    weights, _ = token_weights(mask, config)
+    weights = mask.float()
+    if not config.token_level_loss:
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(1)
     gain, clipped = _gain(log_probs, old, advantages_S[:, None].to(log_probs), mask, config)
     correction, not_finite = _correction(old, generated, mask, config)
     terms = -gain * correction
