@@ -10,6 +10,7 @@ of a step follow from its number, and everything else is in the checkpoint.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
@@ -27,7 +28,7 @@ from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
 from treeward.config.run import RewardModelRunConfig, RMConfig
-from treeward.errors import ConfigError, TreewardError
+from treeward.errors import ConfigError, ModelError, TreewardError
 from treeward.model.pretrained import quiet_transformers
 from treeward.progress import ShownProgress, logs_shown
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
@@ -198,7 +199,7 @@ def _check_one_process() -> None:
 
 def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
     if checkpoint is None:
-        return RunState(0, run.identity)
+        return RunState(0, json.loads(json.dumps(run.identity, default=str)))
     state = load_state(checkpoint.path, run.optimizer, run.scheduler)
     if state.step <= run.total_steps:
         logger.info("Resuming after step %d of %d from %s.", state.step, run.total_steps, checkpoint.path)
@@ -275,7 +276,12 @@ class Loop:
         run, state = self.run, self.state
         started = time.monotonic()
         with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
-            metrics = run.step(state.step + 1)
+            try:
+                metrics = run.step(state.step + 1)
+            except torch.OutOfMemoryError as error:
+                fix = "lower policy.train_micro_batch_tokens, or set policy.activation_checkpointing_enabled=true"
+                got = str(error).splitlines()[0]
+                raise ModelError("the GPU's memory is too small for a step", got=got, fix=fix) from error
         state.step += 1
         self.progress.show("training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens)
         if state.step % self.schedule.log_period == 0 or run.is_done(state.step):

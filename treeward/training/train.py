@@ -7,12 +7,11 @@ outcome.validation        # {"plain": {"accuracy": 0.95, ...}, ...}
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
-from treeward.errors import ModelError
 from treeward.evaluation.results import Metric
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
@@ -261,23 +259,10 @@ def _backward(
     pairs = setup.pairs_of(comparisons).to(setup.model.device)
     parts = setup.model.make_parts(groups, max_tokens=policy.micro_batch_tokens)
     batches = [batch for _, batch in parts]
-    with _memory_error_explained(max(batch.num_computed_tokens for batch in batches), len(groups)):
-        scores_S, loss_sum = backward_in_parts(
-            [(members, partial(setup.model, batch)) for members, batch in parts],
-            lambda scores: setup.loss_of(scores, pairs),
-            scale=1 / max(num_groups, 1),
-        )
+    scores_S, loss_sum = backward_in_parts(
+        [(members, partial(setup.model, batch)) for members, batch in parts],
+        lambda scores: setup.loss_of(scores, pairs),
+        scale=1 / max(num_groups, 1),
+    )
     metrics = RewardMetrics.of(scores_S, pairs, loss_sum)
     return metrics, sum(one.num_computed_tokens for one in batches), sum(one.num_row_tokens for one in batches)
-
-
-@contextlib.contextmanager
-def _memory_error_explained(num_tokens: int, num_comparisons: int) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ModelError(
-            "the GPU's memory is too small for a forward and backward pass",
-            got=f"{num_tokens} tokens of {num_comparisons} comparisons at once: {str(error).splitlines()[0]}",
-            fix="lower policy.train_micro_batch_tokens, or set policy.activation_checkpointing_enabled=true",
-        ) from error
