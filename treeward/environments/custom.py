@@ -11,6 +11,7 @@ The names of its parameters, or `signature`, decide how it is called:
 | conversations | f(conversations, env_infos, **kwargs), once per step | a list of rewards |
 | conversation | f(conversation, env_info, **kwargs) | a reward |
 | prompt_response | f(prompt, response, **kwargs), texts | a reward |
+| prompt_response | f(prompts, responses, **kwargs), lists of texts, once per step | a list |
 | trl | f(prompts=, completions=, **columns, **kwargs): message lists, the keys of env_infos as lists | a list |
 | verl | compute_score(data_source=, solution_str=, ground_truth=, extra_info=, **kwargs) | a reward |
 | verl | compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs) | a list |
@@ -42,7 +43,7 @@ __all__ = ["CustomEnvironment"]
 
 logger = logging.getLogger(__name__)
 
-_METHODS = ("score", "predict", "__call__")
+_METHODS = ("score_batch", "score", "predict", "__call__")
 _OWN_FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 """Exceptions of a function that cost its samples their rewards, and nothing else."""
 
@@ -83,6 +84,13 @@ _CONVENTIONS = (
         "response",
         ("prompt", "response"),
         lambda s: (prompt_text(s[0].conversation[:-1]), s[0].completion),
+    ),
+    _Convention(
+        "prompt_response",
+        "responses",
+        ("prompts", "responses"),
+        lambda samples: ([prompt_text(one.conversation[:-1]) for one in samples], [one.completion for one in samples]),
+        batched=True,
     ),
     _Convention(
         "trl",

@@ -132,32 +132,21 @@ class NemoRLEnvironment(Environment):
         if not failed:
             return result.rewards
         filled = result.rewards
-        need = "a reward for every sample"
-        fix = "correct the sample; failed_samples: group_mean gives such samples the advantage 0"
         if self.config.failed_samples == "group_mean":
-            groups = _groups(message_logs, failed)
-            filled = fill_with_group_means(result.rewards, groups)
-            need = "another completion of its prompt, in the same step, that has a reward"
-            fix = "correct the sample"
-            if any(groups[i] is None for i in failed):
-                need += "; and generation_logprobs in generated messages, where prompts have assistant messages too"
-        left = (~torch.isfinite(filled)).nonzero().flatten().tolist()
-        if left:
+            filled = fill_with_group_means(filled, _groups(message_logs, failed))
+        first = f"sample {failed[0]}: {result.metadata[failed[0]][DETAILS]['error']}"
+        if not bool(torch.isfinite(filled).all()):
             raise ModelError(
-                f"{len(failed)} of {len(result.rewards)} samples have no reward, and NeMo RL cannot leave one out",
+                f"{len(failed)} of {len(filled)} samples have no reward, and NeMo RL cannot leave one out",
                 field=f"{_SECTION}.failed_samples",
-                got=f"sample {left[0]}: {result.metadata[left[0]][DETAILS]['error']}",
-                need=need,
-                fix=fix,
+                got=first,
+                need="a reward for every sample; with group_mean, another completion of its prompt in the same step "
+                "that has one (and generation_logprobs in generated messages, where prompts have assistant messages)",
+                fix="correct the sample; failed_samples: group_mean gives such samples the advantage 0",
             )
         self._num_filled += len(failed)
-        logger.warning(
-            "%d of %d samples have no reward and got the mean of the other completions of their prompt; sample %d: %s",
-            len(failed),
-            len(filled),
-            failed[0],
-            result.metadata[failed[0]][DETAILS]["error"],
-        )
+        words = "%d of %d samples have no reward and got the mean of the other completions of their prompt; %s"
+        logger.warning(words, len(failed), len(filled), first)
         return filled
 
 
@@ -210,14 +199,7 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
     section = dict(env_config)
     config = load_section(NemoRLConfig, section.pop(_SECTION, None) or {}, where=f"{WHERE}.{_SECTION}")
     if section.pop("enabled", True) is False:
-        raise ConfigError(
-            "this environment is switched off",
-            where=WHERE,
-            field="enabled",
-            got="false",
-            need="true",
-            fix="set enabled to true, or do not make the environment",
-        )
+        raise ConfigError("this environment is switched off", where=WHERE, field="enabled", got="false", need="true")
     kind = section.pop("type", None)
     if kind is None and "model_name" not in section:
         raise ConfigError(

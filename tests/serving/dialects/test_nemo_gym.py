@@ -434,7 +434,6 @@ class TestRewardClass:
     def test_it_scores(self, make_service: Callable[..., Any], asgi_client: Callable[..., Any], name: str) -> None:
         config = NemoGymConfig(model_path=("any/path",), reward_class=f"own_rewards:{name}").server_config
         service = make_service(models=config.models)
-        assert service.model(None).reward.model_path == "any/path"
         client = asgi_client(service)
         prompt = f"system: be brief\n\nuser: {QUESTION}"
         answer = client.post("/verify", json=rollout()).json()
