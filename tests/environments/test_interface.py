@@ -98,7 +98,7 @@ def test_what_is_no_sample_costs_its_own_reward_only() -> None:
     errors = [metadata[DETAILS]["error"] for metadata in result.metadata]
     assert errors[1] == "the message log is not a list of messages (got: 'None')"
     assert all("not a list of messages" in error for error in errors[1:5])
-    assert "env_info is of type str" in errors[6]
+    assert "env_info is not a mapping" in errors[6]
     assert [metadata.get("id") for metadata in result.metadata[:2]] == [0, 1]
     assert result.answers[:2] == ["four", None]
 

@@ -276,8 +276,6 @@ def test_the_file_in_our_guide(folder: str, scores: list[float], tmp_path: Path)
 def test_several_replicas_need_ray(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="several replicas do not run in one process"):
         RewardModelEnvironment({"model_name": folder, "num_replicas": 2}, workers="here")
-    with pytest.raises(ConfigError, match="no such workers"):
-        RewardModelEnvironment({"model_name": folder}, workers="there")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
     with pytest.raises(ConfigError, match=r"pip install 'treeward\[ray\]'"):
         make(folder, num_replicas=2)

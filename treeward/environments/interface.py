@@ -178,7 +178,7 @@ class Environment(RayActor, abc.ABC):
         """Free models, workers and connections. Safe to repeat."""
         return True
 
-    def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Mapping[str, Any] | None]) -> list[_Sample]:
+    def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Any]) -> list[_Sample]:
         if len(message_logs) != len(env_infos):
             raise DataError(
                 "there is not one env_info for each message log",
@@ -186,15 +186,22 @@ class Environment(RayActor, abc.ABC):
                 got=f"{len(message_logs)} message logs and {len(env_infos)} env_infos",
                 need="one env_info per log; {} or None where there are no other columns",
             )
-        return [_sample(*sample) for sample in zip(message_logs, env_infos, strict=True)]
+        samples = []
+        for log, info in zip(message_logs, env_infos, strict=True):
+            known = dict(info) if isinstance(info, Mapping) else {}
+            try:
+                if info is not None and not isinstance(info, Mapping):
+                    raise DataError("the env_info is not a mapping", got=info)
+                samples.append(_Sample(conversation_of(log), known, None))
+            except DataError as error:
+                samples.append(_Sample([], known, f"{error.summary} (got: {str(error.got)[:100]!r})"))
+        return samples
 
     def _rewarded(self, samples: Sequence[_Sample], update: bool) -> list[Reward]:
         valid = [sample for sample in samples if sample.error is None]
         method = self.rewards if update else self.evaluation_rewards
-        found = method([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
-        assert len(found) == len(valid)
-        following = iter(found)
-        return [next(following) if one.error is None else Reward(None, error=one.error) for one in samples]
+        found = iter(method([sample.conversation for sample in valid], [dict(sample.info) for sample in valid]))
+        return [next(found) if one.error is None else Reward(None, error=one.error) for one in samples]
 
 
 _Section = TypeVar("_Section", bound=Strict)
@@ -296,16 +303,6 @@ class _Sample(NamedTuple):
     conversation: list[Message]
     info: dict[str, Any]
     error: str | None
-
-
-def _sample(log: Any, info: Any) -> _Sample:
-    if info is not None and not isinstance(info, Mapping):
-        return _Sample([], {}, f"the env_info is of type {type(info).__name__}, not a mapping")
-    known = dict(info or {})
-    try:
-        return _Sample(conversation_of(log), known, None)
-    except DataError as error:
-        return _Sample([], known, f"{error.summary} (got: {str(error.got)[:100]!r})")
 
 
 def _message(message: Mapping[str, Any]) -> Message:

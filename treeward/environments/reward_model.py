@@ -42,7 +42,6 @@ from treeward.model.reward_model import RewardModel
 from treeward.scoring.rewarding import Rewarder, load_shaper
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import check_conversation
-from treeward.scoring.shaping import Shaper
 
 __all__ = ["RewardModelEnvironment"]
 
@@ -66,12 +65,15 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         self, env_config: Mapping[str, Any] | RewardModelEnvironmentConfig, *, workers: Workers = "auto"
     ) -> None:
         super().__init__(env_config)
-        if workers not in ("auto", "here", "ray"):
-            raise ConfigError("there are no such workers", field="workers", got=workers, need="auto, here or ray")
         self._lock = threading.Lock()  # steps may come from several threads; the model takes one at a time
-        self._rewarder = Rewarder(
-            lambda conversations, _: self._running().score(conversations), _make_shaper(self.config)
+        shaper = load_shaper(
+            self.config.reward_shaping,
+            self.config.model_names[0],
+            is_ensemble=self.config.ensemble is not None,
+            tokenizer=self.config.tokenizer.name,
+            trust_remote_code=self.config.trust_remote_code,
         )
+        self._rewarder = Rewarder(lambda conversations, _: self._running().score(conversations), shaper)
         self._workers: ScoringWorker | ReplicaPool | None
         if workers == "ray" or (workers == "auto" and _needs_ray(self.config)):
             self._workers = ReplicaPool(self.config)
@@ -221,30 +223,15 @@ def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
 
 def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:
     if config.num_workers > 1:
-        raise ConfigError(
-            "several replicas do not run in one process",
-            where=WHERE,
-            field="num_replicas",
-            got=f"{config.num_workers} replicas, workers='here'",
-            need="one replica",
-            fix="leave workers out, and the replicas are Ray actors",
-        )
+        got, need = f"{config.num_workers} replicas, workers='here'", "one replica, or Ray actors (no `workers`)"
+        summary = "several replicas do not run in one process"
+        raise ConfigError(summary, where=WHERE, field="num_replicas", got=got, need=need)
     device = "cuda" if config.resources.gpus_per_node > 0 and torch.cuda.is_available() else "cpu"
     if config.resources.gpus_per_node > 0 and device == "cpu":
         logger.info("There is no GPU here: the reward model runs on the CPU.")
     worker = ScoringWorker(config, device)
     worker.load()
     return worker
-
-
-def _make_shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
-    return load_shaper(
-        config.reward_shaping,
-        config.model_names[0],
-        is_ensemble=config.ensemble is not None,
-        tokenizer=config.tokenizer.name,
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def _components(score: Score) -> dict[str, float]:

@@ -107,7 +107,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
     def _matches(self, answer: _Answer, patterns: _Patterns) -> bool:
         if self.config.rule == "regex":
             flags = regex.IGNORECASE if self.config.ignore_case else 0
-            return any(patterns.find(pattern, answer.text, flags) for pattern in answer.golds)
+            return any(patterns.find_all(pattern, answer.text, flags) for pattern in answer.golds)
         return self._normal(answer.text) in {self._normal(gold) for gold in answer.golds}
 
     def _normal(self, text: str) -> str:
@@ -129,32 +129,17 @@ class _Patterns:
         self._seconds = timeout_seconds
         self._timeouts: Counter[str] = Counter()
 
-    def find(self, pattern: str, text: str, flags: int) -> bool:
-        self._check(pattern)
+    def find_all(self, pattern: str, text: str, flags: int = 0) -> list[regex.Match[str]]:
+        late = f"the pattern {pattern!r} took more than {self._seconds:g} seconds"
+        if self._timeouts[pattern] >= _MOST_TIMEOUTS:
+            raise _UndecidedError(f"{late} for {_MOST_TIMEOUTS} samples of the step, and is not tried again")
         try:
-            return regex.search(pattern, text, flags=flags, timeout=self._seconds) is not None
+            return list(regex.finditer(pattern, text, flags=flags, timeout=self._seconds))
         except regex.error as error:
             raise _UndecidedError(f"the pattern is not a regular expression: {error}") from None
         except TimeoutError:
-            raise self._out_of_time(pattern) from None
-
-    def find_all(self, pattern: str, text: str) -> list[regex.Match[str]]:
-        self._check(pattern)
-        try:
-            return list(regex.finditer(pattern, text, timeout=self._seconds))
-        except TimeoutError:
-            raise self._out_of_time(pattern) from None
-
-    def _check(self, pattern: str) -> None:
-        if self._timeouts[pattern] >= _MOST_TIMEOUTS:
-            raise _UndecidedError(
-                f"the pattern {pattern!r} took more than {self._seconds:g} seconds for {_MOST_TIMEOUTS} samples of the "
-                "step, and is not tried again"
-            )
-
-    def _out_of_time(self, pattern: str) -> _UndecidedError:
-        self._timeouts[pattern] += 1
-        return _UndecidedError(f"the pattern {pattern!r} took more than {self._seconds:g} seconds")
+            self._timeouts[pattern] += 1
+            raise _UndecidedError(late) from None
 
 
 class _Answer(NamedTuple):
