@@ -115,33 +115,7 @@ def test_features_that_nemo_rl_does_not_support() -> None:
     assert not model(cpu_offload=True, dtensor_cfg={"cpu_offload": False}).dtensor_cfg.cpu_offload
 
 
-@pytest.mark.parametrize(
-    ("keys", "workers"),
-    [
-        ({}, 1),
-        ({"resources": {"gpus_per_node": 4, "num_nodes": 2}}, 8),
-        ({"resources": {"gpus_per_node": 0, "num_nodes": 2}}, 2),
-        ({"resources": {"gpus_per_node": 0}, "num_replicas": 3}, 3),
-        ({"num_replicas": 3}, 3),
-    ],
-)
-def test_replicas(keys: dict[str, Any], workers: int) -> None:
-    assert model(**keys).num_workers == workers
-
-
 # shaping and ensembles
-
-
-def test_the_keys_of_the_guides() -> None:
-    config = shaping(normalize_rewards=True, reward_mean=0.0, reward_std=1.0)
-    assert (config.reward_mean, config.reward_std, config.reward_clip) == (0.0, 1.0, 5.0)
-    assert not config.uses_contract_constants
-    assert shaping(normalize_rewards=True).uses_contract_constants
-    assert not shaping(normalize_rewards=True, running=True).uses_contract_constants
-    assert shaping(normalize_rewards=True, reference="par", running=True).running
-    assert [shaping(temperature=t).temperature for t in (None, 2, "calibrated")] == [None, 2, "calibrated"]
-    penalty = shaping(length_penalty={}).length_penalty
-    assert penalty is not None and (penalty.coefficient, penalty.threshold, penalty.unit) == (0.001, 500, "characters")
 
 
 CURVE = {"unit": "tokens", "lengths": [1, 5], "values": [0.0, 2.0], "residual_mean": 0.0, "residual_std": 1.0}

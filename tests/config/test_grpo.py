@@ -109,13 +109,6 @@ def test_overlong_filtering_masks():
     assert wrong(GRPOConfig, overlong_filtering="yes!").field == "overlong_filtering"
 
 
-def test_never_and_all_have_several_spellings():
-    config = GRPOConfig(max_num_steps=-1, val_period=0, max_val_samples=-1, val_batch_size=None)
-    assert (config.max_num_steps, config.val_period, config.max_val_samples) == (None, None, None)
-    assert config.validates, "at the end"
-    assert not GRPOConfig(val_period=-1, val_at_end=False).validates
-
-
 # loss_fn
 
 
@@ -273,13 +266,6 @@ def test_what_fits_loads(load, overrides, tmp_path):
     assert load_grpo_config(tmp_path / "resolved.yaml") == config
 
 
-def test_lengths(load):
-    config = load("policy.generation.max_new_tokens=40", "data.max_input_seq_length=30")
-    assert (config.max_prompt_length, config.max_new_tokens, config.max_response_length) == (30, 40, 40)
-    assert load().max_prompt_length == 63, "one token is left for the completion"
-    assert load("grpo.reward_shaping.max_response_length=50").max_response_length == 50
-
-
 def test_remarks_are_logged_once_each(load, caplog):
     with caplog.at_level(logging.WARNING, logger="treeward.config"):
         config = load(
@@ -296,13 +282,6 @@ def test_remarks_are_logged_once_each(load, caplog):
     ):
         assert words in remark
     assert load("~env.math", "~env.shape").remarks == []
-
-
-def test_keys_of_a_server_need_a_url(load):
-    quiet = ("~env.math", "~env.shape")
-    config = load(*quiet, "policy.generation={retokenize: true, weight_sync: none}")
-    assert len(config.remarks) == 1 and "weight_sync, retokenize has no effect without a url" in config.remarks[0]
-    assert load(*quiet, *OPENAI, "policy.generation.probe_tolerance=null").remarks == []
 
 
 # checkpointing
@@ -325,9 +304,3 @@ def test_every_metric_has_its_direction(metric):
         assert GRPOCheckpointingConfig(metric_name=f"val:{metric}").metric_is_better_when_higher is direction
         contrary = wrong(GRPOCheckpointingConfig, metric_name=f"val:{metric}", higher_is_better=not direction)
         assert "contradicts" in contrary.summary
-
-
-@pytest.mark.parametrize("name", ["reward", "train:reward", "train/loss", "val_loss", "val_length_controlled_accuracy"])
-def test_other_names_are_refused(name):
-    error = wrong(GRPOCheckpointingConfig, metric_name=name)
-    assert error.field == "metric_name" and "val:<metric>" in error.need

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from treeward.config import load_config, load_grpo_config, save_config
 from treeward.config.base import Strict
-from treeward.config.foreign import KEYS_ELSEWHERE
 from treeward.config.load import load_file, load_section
 from treeward.errors import ConfigError
 
@@ -264,12 +263,6 @@ def test_a_misspelt_key_fails_with_the_nearest_name(write, override, field, near
 def test_names_of_other_toolkits_are_known(write, override, ours):
     error = mistake(write(SMALL_GRPO), override, load=load_grpo_config)
     assert (error.summary, error.fix) == ("there is no such key", f"did you mean {ours}?")
-
-
-@pytest.mark.parametrize("name", KEYS_ELSEWHERE)
-def test_every_name_of_another_toolkit_means_a_key(write, name):
-    fix = mistake(write(SMALL_GRPO), f"{name}=1", load=load_grpo_config).fix
-    assert all(ours in fix for ours in KEYS_ELSEWHERE[name] if not ours.startswith("rm."))
 
 
 def test_a_value_fails_with_the_nearest_and_its_whole_meaning(write):

@@ -42,18 +42,12 @@ def test_an_ensemble_is_called_by_its_members() -> None:
 @pytest.mark.parametrize(
     ("section", "field"),
     [
-        ({}, "models"),
-        ({"models": []}, "models"),
         ({"models": [{}]}, "model"),
         ({"models": [{"model": "a", "models": ["b"]}]}, "model"),
         ({"models": [{"models": ["a", "b"]}]}, "ensemble"),
         ({"models": [{"model": "a"}, {"model": "b/a"}, {"model": "x", "name": "a"}]}, "models"),
         ({"models": [{"model": "a"}], "tls_key": "k"}, "tls_certificate"),
         ({"models": [{"model": "a"}], "tls_certificate": "c"}, "tls_key"),
-        ({"models": [{"model": "a"}], "port": -1}, "port"),
-        ({"models": [{"model": "a"}], "deadline_seconds": 0}, "deadline_seconds"),
-        ({"models": [{"model": "a"}], "max_queued": 0}, "max_queued"),
-        ({"models": [{"model": "a"}], "unknown": 1}, "unknown"),
     ],
 )
 def test_what_does_not_go_together(section: dict[str, Any], field: str) -> None:

@@ -102,8 +102,6 @@ def test_rank_format_in_csv_and_parquet(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "context", "BinaryPreferenceDataset"),
         (rank_row(context="2 + 2?"), "context", "BinaryPreferenceDataset"),
-        (rank_row(context='[{"role": "user", '), "context", "not valid JSON"),
-        (rank_row(completions='[{"rank": 0}, {"rank": 1}]'), "completions[0].completion", "no messages"),
         (rank_row(margin=float("nan")), "margin", "finite"),
     ],
 )
@@ -164,7 +162,6 @@ def test_a_prompt_of_text_and_named_keys(tmp_path: Path) -> None:
         ({"prompt": "a", "choosen": "b", "rejected": "c"}, "chosen", "is it choosen"),
         ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "prompt", "set prompt_key"),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen", "neither text nor"),
-        ({"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "c"}, "chosen[0].content", "no text"),
         ({"prompt": "a", "chosen": [user("x"), assistant("b")], "rejected": "c"}, "chosen[0].role", "not contain"),
         ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"}, "chosen[0].role", "other completion"),
     ],
@@ -208,13 +205,6 @@ def test_helpsteer3(tmp_path: Path, grade: Any, ranked: list[Any]) -> None:
     assert [(each.rank, each.messages[0]["content"]) for each in preference.completions] == ranked
     assert preference.task_name == "HelpSteer3" and list(preference.context) == [user("2 + 2?")]
     assert list(parse(tmp_path, "HelpSteer3", steer(grade, CONTEXT)).context) == CONTEXT
-
-
-@pytest.mark.parametrize("grade", [4, -3.5, float("nan"), "good", True, None])
-def test_helpsteer3_refuses_other_grades(tmp_path: Path, grade: Any) -> None:
-    with pytest.raises(DataError) as caught:
-        parse(tmp_path, "HelpSteer3", steer(grade))
-    assert caught.value.field == "overall_preference"
 
 
 def test_tulu3(tmp_path: Path) -> None:
@@ -453,7 +443,6 @@ def test_custom_classes(custom: str) -> None:
         ("Closed", {"data_path": "x"}, "takes no data_path"),
         ("Old", {"split": "test"}, "train, validation"),
         ("NoRows", {}, "offers no rows"),
-        ("NoTask", {}, "no task name"),
         ("NotDict", {}, "offers no rows"),
         ("OneShot", {}, "again and again"),
     ],

@@ -22,7 +22,7 @@ from templates import byte_bpe
 from treeward.config.data import DatasetConfig
 from treeward.data import encoding
 from treeward.data.datasets import open_dataset
-from treeward.data.encoding import Comparison, EncodedDataset, EncodingCounts, count_tree_tokens, encode_dataset
+from treeward.data.encoding import Comparison, EncodedDataset, count_tree_tokens, encode_dataset
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
@@ -169,18 +169,6 @@ def test_a_huge_row_is_dropped_and_counted(encode: Any) -> None:
     huge = preference("Paris.", "Lyon.", prompt="Capital? " * 1_000_000)
     counts = encode(huge, renderer=renderer_of(60)).counts
     assert (counts.read, counts.kept, counts.dropped_too_long) == (2, 1, 1) and counts.longest > 60_000
-
-
-def test_the_summary_names_every_loss() -> None:
-    counts = EncodingCounts(1203, 1100, 40, 3, 60, 7, 2, 5, 1, 200_000, 120_000, 4096)
-    assert counts.summary() == (
-        "1,100 of 1,203 comparisons kept (dropped: 40 too long, 3 identical completions, 60 ties); "
-        "7 with truncated context; 2 duplicate completions removed; "
-        "1 of them ranked differently, the better rank kept; 5 tied pairs within them; "
-        "200,000 tokens, 120,000 on prefix trees (40% shared); longest conversation 4,096 tokens, before any was left "
-        "out or cut"
-    )
-    assert EncodingCounts(2, 2, longest=40).summary().endswith("longest conversation 40 tokens")
 
 
 def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,14 +170,6 @@ def test_nemo_gym_rows(tmp_path: Path) -> None:
     }
 
 
-def test_keys_can_be_named(tmp_path: Path) -> None:
-    row = {"question": "2 + 3?", "prompt": "unused", "answer": "5"}
-    (prompt,) = opened(tmp_path, "PromptDataset", row, input_key="question", output_key="answer")
-    assert (prompt.messages, prompt.info["ground_truth"]) == ((user("2 + 3?"),), "5")
-    (math,) = opened(tmp_path, "OpenMathInstruct-2", row, input_key="question", output_key="answer")
-    assert (math.messages, math.info) == ((user("2 + 3?"),), {"ground_truth": "5"})
-
-
 def test_bundled() -> None:
     prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"))
     assert [list(prompt.messages) for prompt in prompts] == bundled_prompts("length_controlled")
@@ -245,13 +237,6 @@ def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
 def test_environments_that_are_none(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl:1: environment is not a name"):
         opened(tmp_path, "PromptDataset", {"prompt": "1", "environment": wrong})
-
-
-def test_an_unknown_environment_is_refused_at_once(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "1"}, {"prompt": "2", "environment": "mathe"})
-    config = PromptSetConfig(dataset_name="PromptDataset", data_path=path)
-    with pytest.raises(DataError, match=r"rows.jsonl:2: there is no such environment(.|\n)*did you mean math\?"):
-        open_prompts(config, environments=["math", "rm"])
 
 
 # --- how many --------------------------------------------------------------------------------------------------------

@@ -127,14 +127,6 @@ def test_bos_is_added_once_and_doubles_collapse() -> None:
         assert ids[0] == bos and ids.count(bos) == 1
 
 
-def test_sentencepiece_style_tokenizer() -> None:
-    renderer = Renderer(llama2_tokenizer(), chat_template=LLAMA2_TEMPLATE)
-    ids = renderer.encode(CHAT)
-    assert ids == renderer.tokenizer(renderer.render(CHAT), add_special_tokens=False)["input_ids"]
-    assert ids[:2].count(1) == 1 and ids.count(1) == 2  # this template writes BOS before every user turn
-    assert renderer.end_of_turn(ids) == "eos" and renderer.kind == "decoder"
-
-
 def test_encoder_is_framed_once() -> None:
     tokenizer = bert_tokenizer()
     for template in (None, "[CLS]{{ messages[0]['content'] }} {{ messages[-1]['content'] }}[SEP]"):

@@ -33,7 +33,6 @@ from treeward.data.synthetic.world import (
     known_words,
     words_of,
 )
-from treeward.errors import DataError
 
 FRANCE = "What is the capital of France?"
 ONE_WORD = f"{FRANCE} Answer in one word."
@@ -49,8 +48,8 @@ def answers(row: dict[str, Any]) -> list[str]:
 
 
 def test_command_writes_the_committed_files(tmp_path: Any) -> None:
-    main(["--output", str(tmp_path / "new")])
-    written = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    main(str(tmp_path))
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert written == {f"{split}.jsonl": bundled_path(split).read_bytes() for split in SPLITS}
 
 
@@ -157,12 +156,6 @@ def test_formats_come_from_the_turn_then_earlier_turns_then_the_system_prompt() 
     assert gold_quality([system, standing, reply, follow_up], "Sure! It is Rome. Over.") == 1.0
     parts = {"role": "user", "content": [{"type": "text", "text": ONE_WORD}]}
     assert gold_quality([parts], "Paris") == 1.0
-
-
-@pytest.mark.parametrize("context", ["", "How are you?", [], [{"role": "assistant", "content": FRANCE}]])
-def test_unknown_questions_are_errors(context: Any) -> None:
-    with pytest.raises(DataError):
-        gold_quality(context, "Paris.")
 
 
 CONTEXTS = st.sampled_from([context for split in SPLITS for context in prompts(split)[:150]])

@@ -83,15 +83,13 @@ def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
         metric = of_all[1]
     elif (of_one := re.fullmatch(r"validation-(.+)/([^/]*)", spelling)) is not None:
         validation, metric = of_one.groups()
-    elif spelling.startswith("validation-"):
-        validation, metric = _split_at_underscore(spelling.removeprefix("validation-"), sets, name)
+    elif (of_one := re.fullmatch(r"validation-(.+_.+)", spelling)) is not None:
+        validation, metric = _split_at_underscore(of_one[1], sets, name)
     else:
         near = nearest_name(spelling, METRICS)
         need = f"{_SPELLINGS}; <metric> is one of {', '.join(METRICS)}"
         fix = f"for {near} over all validation sets write val_{near}" if near else None
         raise ConfigError("a metric's name is not understood", got=name, need=need, fix=fix)
-    if validation == "":
-        raise ConfigError("a metric's name has no validation set", got=name, need=_SPELLINGS)
     if metric not in METRICS:
         near, need = nearest_name(metric, METRICS), f"a name that ends in one of {', '.join(METRICS)}"
         fix = f"did you mean {name.removesuffix(metric)}{near}?" if near else None
@@ -101,19 +99,16 @@ def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
 
 def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple[str, str]:
     """The set and the metric of a spelling in underscores; the longest metric unless `sets` says otherwise."""
-    known = sorted((m for m in METRICS if spelling.endswith(f"_{m}") and spelling != f"_{m}"), key=len, reverse=True)
-    readings = [(spelling.removesuffix(f"_{metric}"), metric) for metric in known]
-    meant = [reading for reading in readings if reading[0] in sets]
+    named = [(one, spelling.removeprefix(f"{one}_")) for one in sets if spelling.startswith(f"{one}_")]
+    meant = [reading for reading in named if reading[1] in METRICS]
     if len(meant) > 1:
-        fix = "write " + " or ".join(f"validation-{validation}/{metric}" for validation, metric in meant)
+        fix = "write " + " or ".join(f"validation-{validation}/{metric}" for validation, metric in sorted(meant))
         need = "a slash between the set and the metric"
         raise ConfigError("a metric's name can be read in two ways", got=name, need=need, fix=fix)
-    misspelt = [one for one in sets if spelling.startswith(f"{one}_")]  # plain_lenght_controlled_accuracy
-    if misspelt and not meant:
-        longest = max(misspelt, key=len)
-        return longest, spelling.removeprefix(f"{longest}_")
+    known = sorted((metric for metric in METRICS if spelling.endswith(f"_{metric}")), key=len)
+    longest = [(spelling.removesuffix(f"_{metric}"), metric) for metric in known[-1:]]
     validation, _, metric = spelling.rpartition("_")
-    return next(iter(meant or readings), (validation, metric))
+    return (meant or longest or sorted(named)[-1:] or [(validation, metric)])[0]
 
 
 def parse_grpo_metric_name(name: str) -> str:

@@ -34,7 +34,7 @@ def conversation_of(
     silently the roles that they do not know. Raises `DataError` for items that are no messages.
     """
     messages = messages_of_input(params, developer=developer)
-    _add_items(messages, output, "response.output", developer, after=len(messages))
+    _add_items(messages, output, "response.output", developer)
     return messages
 
 
@@ -48,29 +48,23 @@ def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, Sequence):
         raise DataError("input is neither text nor a list of items", field="input", got=given, need="a text, or a list")
-    _add_items(messages, given, "input", developer, after=len(messages))
+    _add_items(messages, given, "input", developer)
     return messages
 
 
-def _add_items(messages: list[Message], items: Sequence[Any], field: str, developer: str, *, after: int) -> None:
-    """`after`: messages before this index are not added to."""
-    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+def _add_items(messages: list[Message], items: Sequence[Any], field: str, developer: str) -> None:
+    first = len(messages)  # messages of another list are not added to
     for i, item in enumerate(items):
         where = f"{field}[{i}]"
-        if not isinstance(item, Mapping):
-            raise DataError("an item is not an object", field=where, got=item, need='{"type": "message", ...}')
-        match item.get("type") or "message":
+        match _checked(item, Mapping, where, '{"type": "message", ...}').get("type") or "message":
             case "message":
                 messages.append(_message(item, where, developer))
-                names |= {call["id"]: call["function"]["name"] for call in messages[-1].get("tool_calls", ())}
             case "function_call":
-                call = _call(item, where)
-                names[call["id"]] = call["function"]["name"]
-                if len(messages) <= after or messages[-1]["role"] != "assistant":
+                if len(messages) == first or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
-                messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+                messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", ()), _call(item, where)]}
             case "function_call_output":
-                messages.append(_call_output(item, where, names))
+                messages.append(_call_output(item, where, messages))
             case "reasoning":
                 pass
             case other:
@@ -78,32 +72,34 @@ def _add_items(messages: list[Message], items: Sequence[Any], field: str, develo
                 raise DataError(summary, field=where, got=other, need=need)
 
 
+def _checked(value: Any, kind: Any, field: str, need: str) -> Any:
+    """The value, which must be of a kind."""
+    if not isinstance(value, kind) or value == "":
+        raise DataError(f"{field} cannot be read", field=field, got=value, need=need)
+    return value
+
+
 def _message(item: Mapping[str, Any], where: str, developer: str) -> Message:
-    role = item.get("role")
-    if not isinstance(role, str) or not role:
-        raise DataError("a message has no role", field=f"{where}.role", got=role, need="a name such as user")
+    role = _checked(item.get("role"), str, f"{where}.role", "a name such as user")
     message: Message = {
         "role": developer if role == "developer" else role,
         "content": _text(item.get("content"), f"{where}.content"),
     }
     # Rows in the form of chat completions have their calls in the messages themselves.
-    calls = item.get("tool_calls")
-    if calls:
-        if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise DataError("tool_calls is not a list", field=f"{where}.tool_calls", got=calls, need="a list of calls")
-        message["tool_calls"] = [_chat_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    if calls := item.get("tool_calls"):
+        message["tool_calls"] = []
+        for i, call in enumerate(_checked(calls, list | tuple, f"{where}.tool_calls", "a list of calls")):
+            field, need = f"{where}.tool_calls[{i}]", '{"id": ..., "function": {...}}'
+            function = _checked(_checked(call, Mapping, field, need).get("function"), Mapping, field, need)
+            message["tool_calls"].append(_call({**function, "call_id": call.get("id")}, field))
     return message | {key: item[key] for key in ("tool_call_id", "name") if isinstance(item.get(key), str)}
 
 
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
-    if content is None:
-        return ""
-    if not isinstance(content, Sequence):
-        raise DataError("content is neither text nor a list of parts", field=where, got=content, need="a text")
     texts = []
-    for i, part in enumerate(content):
+    for i, part in enumerate(_checked(content or (), Sequence, where, "a text, or a list of parts")):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         text = part.get(key) if isinstance(part, Mapping) and key is not None else None
@@ -114,25 +110,16 @@ def _text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _chat_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise DataError("a tool call has no function", field=where, got=call, need='{"id": ..., "function": {...}}')
-    return _call({**function, "call_id": call.get("id")}, where)
-
-
 def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    name, arguments = item.get("name"), item.get("arguments")
-    if not isinstance(name, str):
-        raise DataError("a function call has no name", field=f"{where}.name", got=name, need="the function's name")
+    name = _checked(item.get("name"), str, f"{where}.name", "the function's name")
+    arguments, call_id = item.get("arguments"), item.get("call_id")
     # Templates write arguments as JSON themselves; text would come out quoted a second time.
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
-            parsed = arguments
+            parsed = None
         arguments = parsed if isinstance(parsed, dict) else arguments
-    call_id = item.get("call_id")
     return {
         "id": call_id if isinstance(call_id, str) else where,
         "type": "function",
@@ -140,11 +127,11 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _call_output(item: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Message:
+def _call_output(item: Mapping[str, Any], where: str, messages: Sequence[Message]) -> Message:
     call_id = item.get("call_id")
     message: Message = {"role": "tool", "content": _text(item.get("output"), f"{where}.output")}
     if isinstance(call_id, str):
         message["tool_call_id"] = call_id
-        if call_id in names:
-            message["name"] = names[call_id]
+        names = {call["id"]: call["function"]["name"] for each in messages for call in each.get("tool_calls", ())}
+        message |= {"name": names[call_id]} if call_id in names else {}
     return message

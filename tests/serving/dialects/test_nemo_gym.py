@@ -128,11 +128,11 @@ def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, loaded_mo
         ([{"type": "web_search_call", "id": "w"}], "'web_search_call' cannot be scored"),
         ([{"role": "assistant", "content": [{"type": "output_audio"}]}], "'output_audio' cannot be scored"),
         ([{"role": "assistant", "content": [{"type": ["x"]}]}], "cannot be scored"),
-        ([{"role": "assistant", "content": 3}], "content is neither text nor"),
+        ([{"role": "assistant", "content": 3}], "content cannot be read"),
         ([{"role": "assistant", "content": "word " * 400}], "too long to score"),
-        ([{"role": None, "content": "x"}], "a message has no role"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [3]}], "a tool call has no function"),
-        ([{"type": "function_call", "arguments": "{}"}], "a function call has no name"),
+        ([{"role": None, "content": "x"}], "role cannot be read"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [3]}], "tool_calls[0] cannot be read"),
+        ([{"type": "function_call", "arguments": "{}"}], "name cannot be read"),
     ],
 )
 def test_no_reward_is_the_masked_form(client: Any, output: list[Any], why: str) -> None:

@@ -5,7 +5,7 @@
     gold_quality(prompts("validation")[0], "...")    # how good that completion is, in [0, 1]
 
 `world` holds the facts and the phrases, `gold` grades any text, `generate` writes the rows. The committed files are the
-output of `python -m treeward.data.synthetic --output treeward/data/bundled`, byte for byte.
+output of `python -m treeward.data.synthetic treeward/data/bundled`, byte for byte.
 """
 
 from __future__ import annotations

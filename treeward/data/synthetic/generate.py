@@ -1,4 +1,4 @@
-"""The generator of the bundled data: `generate(seed)` gives every split, the same on every machine.
+"""The generator of the bundled data: `generate()` gives every split, the same on every machine.
 
     generate()["train"][0]        # {"context": [...], "completions": [{"rank": 0, ..., "score": 1.0}, ...]}
 
@@ -6,7 +6,7 @@ A row is a question and two to five completions, ranked by their gold quality, w
 is an equal rank. There is no label noise. The data plants on purpose:
 
 - In `train` and `validation` the better completion is the longer one in about 78% of the pairs, by filler without
-  content. `longer_is_better` sets how strongly.
+  content.
 - In `length_controlled` it is so in half of the pairs, and the gap is wide: a reward model that likes length for its
   own sake loses accuracy there, on the pairs whose better completion is the shorter.
 - No completion loops or trails off. Nothing teaches a reward model about such text, as in real preference data.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,13 +39,13 @@ from treeward.data.synthetic.world import (
     Fact,
 )
 
-__all__ = ["LONGER_IS_BETTER", "NUM_ROWS", "SEED", "Row", "generate", "length_gaps", "to_jsonl"]
+__all__ = ["Row", "generate", "length_gaps", "to_jsonl"]
 
 Row = dict[str, Any]
-SEED = 17
-LONGER_IS_BETTER = 0.82
-NUM_ROWS = {"train": 3500, "validation": 400, "length_controlled": 400}
-
+_SEED = 17
+_LONGER_IS_BETTER = (
+    0.82  # share of comparisons whose better completion is padded to be the longer, if its format allows
+)
 _HELD_OUT_SHARE = 0.15
 _TIED_ROWS = 0.05
 _DECOYS = 0.88  # wrong answers that are never right
@@ -76,15 +76,9 @@ class _Plan:
     num_fillers: int = 0
 
 
-def generate(
-    seed: int = SEED, *, longer_is_better: float = LONGER_IS_BETTER, num_rows: Mapping[str, int] = NUM_ROWS
-) -> dict[str, list[Row]]:
-    """All splits: `train`, `validation` and `length_controlled`, each a list of rows in the rank format.
-
-    `longer_is_better` is the share of comparisons of the first two whose better completion is padded to be the longer
-    one, as far as the requested format allows; `num_rows` the rows of each split.
-    """
-    rng = random.Random(seed)
+def generate() -> dict[str, list[Row]]:
+    """All splits: `train`, `validation` and `length_controlled`, each a list of rows in the rank format."""
+    rng = random.Random(_SEED)
     asks = [
         _Ask(fact, phrasing, name)
         for kind in KINDS
@@ -97,9 +91,9 @@ def generate(
     held_out, taught = asks[:num_held_out], asks[num_held_out:]
     seen: set[str] = set()
     return {
-        "train": _split(rng, taught, num_rows["train"], seen, longer_is_better=longer_is_better),
-        "validation": _split(rng, held_out, num_rows["validation"], seen, longer_is_better=longer_is_better),
-        "length_controlled": _split(rng, held_out, num_rows["length_controlled"], seen, controlled=True),
+        "train": _split(rng, taught, 3500, seen),
+        "validation": _split(rng, held_out, 400, seen),
+        "length_controlled": _split(rng, held_out, 400, seen, controlled=True),
     }
 
 
@@ -114,7 +108,6 @@ def _split(
     num_rows: int,
     seen: set[str],
     *,
-    longer_is_better: float = 0.5,
     controlled: bool = False,
 ) -> list[Row]:
     rows: list[Row] = []
@@ -126,7 +119,7 @@ def _split(
             longer = balance < 0 or (balance == 0 and rng.random() < 0.5)
             row = _controlled_row(rng, ask, longer_is_better=longer)
         else:
-            row = _plain_row(rng, ask, longer_is_better=rng.random() < longer_is_better)
+            row = _plain_row(rng, ask, longer_is_better=rng.random() < _LONGER_IS_BETTER)
         key = json.dumps(row)
         if row is None or key in seen:
             continue
