@@ -23,8 +23,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.model.loading import build_reward_model
-from treeward.model.policy_loading import build_policy
+from treeward.model.loading import build_policy, build_reward_model
 from treeward.model.pretrained import quiet_transformers
 from treeward.model.reward_model import RewardModel
 

@@ -23,7 +23,8 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.model.policy_loading import build_policy, export_policy
+from treeward.model.export import export_policy
+from treeward.model.loading import build_policy
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import RLRun
 from treeward.rl.sft import sft

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from treeward.http import RewardServerError as RewardServerError
     from treeward.losses import bradley_terry as bradley_terry
     from treeward.losses import ranked_pairs as ranked_pairs
+    from treeward.model.loading import load_policy as load_policy
     from treeward.model.loading import load_reward_model as load_reward_model
-    from treeward.model.policy_loading import load_policy as load_policy
     from treeward.model.policy_model import PolicyModel as PolicyModel
     from treeward.model.reward_model import RewardModel as RewardModel
     from treeward.rl.grpo import GRPOOutcome as GRPOOutcome
@@ -73,8 +73,7 @@ _HOMES = {
     "errors": ("CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"),
     "http": ("RewardServerError",),
     "losses": ("bradley_terry", "ranked_pairs"),
-    "model.loading": ("load_reward_model",),
-    "model.policy_loading": ("load_policy",),
+    "model.loading": ("load_policy", "load_reward_model"),
     "model.policy_model": ("PolicyModel",),
     "model.reward_model": ("RewardModel",),
     "rl.grpo": ("GRPOOutcome", "grpo"),

@@ -21,6 +21,7 @@ from treeward.config.grpo_policy import LoraConfig
 from treeward.config.optimisation import OptimizerConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.checks import check_policy
+from treeward.model.export import export_policy
 from treeward.model.lora import (
     AdapterReference,
     adapter_state,
@@ -31,7 +32,6 @@ from treeward.model.lora import (
     save_adapters,
     without_adapters,
 )
-from treeward.model.policy_loading import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.update import PolicyUpdater

@@ -20,9 +20,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ModelError
+from treeward.model.lora import plain_state
+from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel, head_name
-
-__all__ = ["HTTP_ERROR", "export_model", "push_folder", "write_folder"]
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 """Base error of the hub's HTTP client, raised if there is no connection."""
@@ -51,12 +51,12 @@ def export_model(
     }
     # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
     changes = {"dtype": dtype, "problem_type": "regression"}
-    write_folder(model.hf, tokenizer, folder, state=state, changes=changes, chat_template=rendering["chat_template"])
+    _write(model.hf, tokenizer, folder, state=state, changes=changes, chat_template=rendering["chat_template"])
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def write_folder(
+def _write(
     hf: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
@@ -81,6 +81,23 @@ def write_folder(
         tokenizer.save_pretrained(folder)
     finally:
         hf.config.dtype, tokenizer.chat_template = own_dtype, own_template  # saving sets the dtype of the weights
+
+
+def export_policy(
+    policy: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    chat_template: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a folder that plain transformers loads; the caller makes it atomic. Adapters are merged into the weights.
+
+    `dtype`: None for the weights'. The policy stays as it is.
+    """
+    changes = {"dtype": dtype or policy.hf.dtype}
+    state = plain_state(policy, dtype)
+    _write(policy.hf, tokenizer, folder, state=state, changes=changes, chat_template=chat_template)
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> None:

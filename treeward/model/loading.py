@@ -1,8 +1,9 @@
-"""From a name to a `RewardModel`: a causal LM or reward model on the hub or on disk, or a bare configuration.
+"""From a name to a `RewardModel` or a `PolicyModel`: a model on the hub or on disk, or a bare configuration.
 
     loaded = load_reward_model("meta-llama/Llama-3.2-1B-Instruct", head_seed=42)   # a new head on a causal LM
     loaded = load_reward_model("results/rm/final")                                  # a trained reward model
     loaded = build_reward_model({"model_type": "qwen3", "hidden_size": 128, ...}, tokenizer, seed=42)
+    loaded = load_policy("Qwen/Qwen2.5-0.5B-Instruct")                              # to be optimised, or compared with
 
 A new head is drawn from N(0, 1 / (d + 1)) for hidden size d, the initialisation of Stiennon et al. 2020 (arXiv
 2009.01325, p. 11), by a generator of its own, so that the seed alone determines it. Only safetensors are read, and
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,7 +32,8 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from treeward.errors import ModelError
-from treeward.model.checks import choose_layout
+from treeward.model.checks import choose_layout, tree_or_rows
+from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, read_config
 from treeward.model.reward_model import RewardModel, head_name
 
@@ -49,6 +52,14 @@ class LoadedModel:
     model: RewardModel
     tokenizer: PreTrainedTokenizerBase
     new_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
+    """A policy with its tokenizer."""
+
+    model: PolicyModel
+    tokenizer: PreTrainedTokenizerBase
 
 
 def load_reward_model(
@@ -137,6 +148,95 @@ def _ready(
     ensure_pad_token(hf, tokenizer)
     hf.to(device)  # type: ignore[arg-type]
     return RewardModel(hf, layout=choose_layout(hf, attention))
+
+
+def load_policy(
+    name: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: Literal["tree", "rows"] = "tree",
+    device: torch.device | str = "cpu",
+    config_overrides: Mapping[str, Any] | None = None,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    trust_remote_code: bool = False,
+) -> LoadedPolicy:
+    """Load a causal language model from a folder or the hub.
+
+    `dtype`: of the weights. `attention`: "tree" (falls back to rows, and says so, where the model cannot share a
+    prefix) or "rows". `config_overrides`: fields of its configuration that are set to other values. `chunk_tokens`:
+    predicted tokens whose logits are in memory at a time. Raises `ModelError` for a missing or unusable checkpoint.
+    """
+    config = read_config(str(name), trust_remote_code)
+    known: Any = AutoModelForCausalLM._model_mapping
+    is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
+    if is_classifier or (type(config) not in known and not hasattr(config, "auto_map")):
+        raise ModelError(
+            "this is a classifier, as reward models are: it cannot write completions"
+            if is_classifier
+            else "transformers has no causal language model of this family",
+            where=str(name),
+            got=", ".join(config.architectures or [config.model_type]),
+            need="a decoder that predicts the next token as policy.model_name",
+        )
+    for field, value in (config_overrides or {}).items():
+        if not hasattr(config, field):
+            raise ModelError(
+                "the model's configuration has no such field",
+                where="policy.hf_config_overrides",
+                field=field,
+                got=value,
+                need=f"a field of {type(config).__name__}",
+            )
+        setattr(config, field, value)
+    tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
+    hf, missing = load_weights(
+        AutoModelForCausalLM, str(name), config=config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    if missing:
+        raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
+    return _policy(hf, tokenizer, str(name), attention, device, chunk_tokens)
+
+
+def build_policy(
+    model_config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    attention: Literal["tree", "rows"] = "tree",
+    device: torch.device | str = "cpu",
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+) -> LoadedPolicy:
+    """A policy with random weights from a bare configuration (`model_type` and its fields), for small experiments.
+
+    The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
+    """
+    hf = bare_model(AutoModelForCausalLM.from_config, model_config, tokenizer, seed=seed)
+    return _policy(hf, tokenizer, "policy.model_config", attention, device, chunk_tokens)
+
+
+def _policy(
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    attention: Literal["tree", "rows"],
+    device: torch.device | str,
+    chunk_tokens: int,
+) -> LoadedPolicy:
+    hf.eval()
+    hf.to(device)  # type: ignore[arg-type]
+    embeddings = hf.get_input_embeddings()
+    if isinstance(embeddings, nn.Embedding):
+        embeddings.padding_idx = None  # a policy is never padded, and its padding token may be its end of turn
+    model = PolicyModel(hf, layout=tree_or_rows(hf, attention), chunk_tokens=chunk_tokens)
+    if len(tokenizer) > model.num_embeddings:
+        raise ModelError(
+            "the tokenizer has more tokens than the policy has embeddings",
+            where=name,
+            got=f"{len(tokenizer)} tokens, {model.num_embeddings} embeddings",
+            need="the tokenizer that the model was trained with",
+        )
+    return LoadedPolicy(model, tokenizer)
 
 
 def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None) -> None:

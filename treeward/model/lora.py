@@ -6,7 +6,7 @@
     load_adapters(policy, folder)               # the same bits, into a policy with the same adapters
 
 An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3. B begins at zero, so that a fresh adapter changes no bit
-of the model. A and B are float32, whatever W is. `policy_loading.export_policy` writes W + (alpha / dim) B A.
+of the model. A and B are float32, whatever W is. `export.export_policy` writes W + (alpha / dim) B A.
 """
 
 from __future__ import annotations

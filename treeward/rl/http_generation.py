@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.http import ServerError, run_async
-from treeward.model.policy_loading import export_policy
+from treeward.model.export import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion

@@ -23,8 +23,9 @@ from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
 from treeward.model.checks import check_policy, check_positions
+from treeward.model.export import export_policy
+from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
-from treeward.model.policy_loading import build_policy, export_policy, load_policy
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids

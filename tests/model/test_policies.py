@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.errors import ModelError
-from treeward.model.policy_loading import build_policy, export_policy, load_policy
+from treeward.model.export import export_policy
+from treeward.model.loading import build_policy, load_policy
 from treeward.model.policy_model import PolicyModel
 
 QWEN = {
