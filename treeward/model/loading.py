@@ -169,8 +169,9 @@ def load_policy(
     """
     config = read_config(str(name), trust_remote_code)
     known: Any = AutoModelForCausalLM._model_mapping
-    is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
-    if is_classifier or (type(config) not in known and not hasattr(config, "auto_map")):
+    is_known = type(config) in known
+    is_classifier = is_known and any("SequenceClassification" in text for text in config.architectures or ())
+    if is_classifier or not (is_known or hasattr(config, "auto_map")):
         raise ModelError(
             "this is a classifier, as reward models are: it cannot write completions"
             if is_classifier
