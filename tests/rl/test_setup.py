@@ -16,7 +16,8 @@ from signed import write_signed_model
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError, TreewardError
-from treeward.model.policy_loading import build_policy, export_policy
+from treeward.model.export import export_policy
+from treeward.model.loading import build_policy
 from treeward.rl import identity
 from treeward.rl import setup as rl_setup
 from treeward.rl.grpo import grpo
