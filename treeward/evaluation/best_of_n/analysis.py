@@ -27,9 +27,7 @@ from treeward.evaluation.best_of_n.laws import (
     FEWEST_POINTS,
     FORMS,
     GaoForm,
-    GaoLaw,
-    fitting_matrix,
-    peak_distances,
+    fit_gao,
     point_weights,
 )
 from treeward.evaluation.best_of_n.selection import Floats, curve_sizes, expected_best_of, kl_of_best_of, size_of_kl
@@ -66,15 +64,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class FittedLaw:
-    """A law of Gao et al. fitted to the gold over that at n = 1, with intervals.
+    """A law of Gao et al. fitted to the gold over that at n = 1.
 
-    `peak`: the n at which it is highest; None, also as an end of the interval, where it rises without end.
+    `peak`: the n at which it is highest; None where it rises without end, and beyond the largest n an extrapolation.
     `r_squared`: the share of the squared gain that it explains.
     """
 
-    alpha: Metric
-    beta: Metric
-    peak: Metric
+    alpha: float
+    beta: float
+    peak: float | None
     r_squared: float | None
 
 
@@ -135,7 +133,8 @@ def analyse(
         return _metric(name, point[name], _bounds(resampled[name], num, fewest), len(kept))
 
     curves = {name: Curve(*map(_numbers, (point[name], *_bounds(resampled[name], num)))) for name in _CURVES}
-    laws = {form: _fitted(form, point, resampled, sizes, num, len(kept)) for form in FORMS if f"law_{form}" in point}
+    gain = (point["gold"] - point["gold"][0])[1:]
+    laws = {form: _fitted(form, distances[1:], gain) for form in FORMS if len(gain) >= FEWEST_POINTS}
     verdict = judge(
         sizes,
         sums_CK[:, : len(sizes)],
@@ -258,7 +257,7 @@ def _derive(means: Floats, distances: Floats) -> dict[str, Floats]:
     possible = _divisor(best - gold[..., :1], gold)
     regret = np.maximum(best - gold, 0.0)  # it is never less, but for rounding
     possible[..., 0], regret[..., 0] = np.nan, 0.0  # among one there is nothing to choose
-    derived = {
+    return {
         "gold": gold,
         "proxy": proxy,
         "best": best,
@@ -271,10 +270,6 @@ def _derive(means: Floats, distances: Floats) -> dict[str, Floats]:
         "correlation": (covariance / (sd_proxy * sd_gold))[..., 0],
         "rise": gold[..., -1] - gold[..., 0],
     }
-    if num > FEWEST_POINTS:
-        gain = (gold - gold[..., :1])[..., 1:]
-        derived |= {f"law_{form}": gain @ fitting_matrix(distances[1:], form).T for form in FORMS}
-    return derived
 
 
 def _divisor(values: Floats, beside: Floats) -> Floats:
@@ -283,35 +278,16 @@ def _divisor(values: Floats, beside: Floats) -> Floats:
     return np.where(values > ROUNDING * scale, values, np.nan)
 
 
-def _fitted(
-    form: GaoForm,
-    point: Mapping[str, Floats],
-    resampled: Mapping[str, Floats],
-    sizes: Sequence[int],
-    num_clusters: int,
-    count: int,
-) -> FittedLaw:
-    name = f"law_{form}"
-    law, peak = GaoLaw(form, *point[name].tolist()), _peak_sizes(point[name], form)
-    alpha, beta = np.transpose(_bounds(resampled[name], num_clusters))
-    distances = np.sqrt(kl_of_best_of(sizes))[1:]
-    gain, weights = (point["gold"] - point["gold"][0])[1:], point_weights(distances)
+def _fitted(form: GaoForm, distances: Floats, gain: Floats) -> FittedLaw:
+    law, weights = fit_gao(distances, gain, form), point_weights(distances)
     residual, total = float(weights @ (gain - law.gain(distances)) ** 2), float(weights @ gain**2)
-    note = None
-    if not math.isfinite(peak):
-        note = "at no n: the law rises on and on"
-    elif peak > sizes[-1]:
-        note = "beyond the sampled n: an extrapolation"
+    peak = None if law.peak_distance is None else float(size_of_kl(min(law.peak_distance, 1e100) ** 2))
     return FittedLaw(
-        alpha=_metric("alpha", point[name][0], alpha, count),
-        beta=_metric("beta", point[name][1], beta, count),
-        peak=_metric("peak", peak, _bounds(_peak_sizes(resampled[name], form), num_clusters), count, note),
+        alpha=law.alpha,
+        beta=law.beta,
+        peak=None if peak is None or math.isinf(peak) else peak,
         r_squared=1.0 - residual / total if total > 0.0 else None,
     )
-
-
-def _peak_sizes(laws: Floats, form: GaoForm) -> Floats:
-    return size_of_kl(np.minimum(peak_distances(laws, form), 1e100) ** 2)
 
 
 def _bounds(values: Floats, num_clusters: int, fewest: int = 2) -> _Bounds:
@@ -328,9 +304,9 @@ def _bounds(values: Floats, num_clusters: int, fewest: int = 2) -> _Bounds:
     return np.where(missing, np.nan, low), np.where(missing, np.nan, high)
 
 
-def _metric(name: str, value: Floats, bounds: Any, count: int, note: str | None = None) -> Metric:
+def _metric(name: str, value: Floats, bounds: Any, count: int) -> Metric:
     known, low, high = _numbers(np.stack([value, *bounds]))
-    return Metric(name, known, low, high, count, note)
+    return Metric(name, known, low, high, count)
 
 
 def _numbers(values: Floats) -> tuple[float | None, ...]:

@@ -258,16 +258,16 @@ def _laws(result: BestOfN) -> Block:
     """Measured gold with the laws that are fitted to it."""
     note = "There are too few n to fit a law."
     if fitted := result.laws.get("bon"):
-        peak = "rises on and on" if fitted.peak.value is None else f"peaks at n = {fitted.peak.value:,.0f}"
+        peak = "rises on and on" if fitted.peak is None else f"peaks at n = {fitted.peak:,.0f}"
         note = (
-            f"d is the square root of KL. The law of best-of-n has alpha = {fitted.alpha.value:.3g} and "
-            f"beta = {fitted.beta.value:.3g} and {peak}; measured gold peaks at n = {result.verdict.peak}."
+            f"d is the square root of KL. The law of best-of-n has alpha = {fitted.alpha:.3g} and "
+            f"beta = {fitted.beta:.3g} and {peak}; measured gold peaks at n = {result.verdict.peak}."
         )
     block = _curves("Gold, and the laws fitted to it", note, "gold", [(result, "gold", "measured")])
     x, start = np.linspace(0.0, float(np.sqrt(result.kl[-1])), 60), result.curves["gold"].mean[0] or 0.0
     names = {"bon": "d (alpha - beta d)", "rl": "d (alpha - beta ln d)"}
     for form, one in result.laws.items():
-        law = GaoLaw(form, one.alpha.value or 0.0, one.beta.value or 0.0)
+        law = GaoLaw(form, one.alpha, one.beta)
         block["series"].append({"name": names[form], "x": x.tolist(), "y": (start + law.gain(x)).tolist()})
     return block
 

@@ -37,8 +37,13 @@ class GaoLaw(NamedTuple):
     @property
     def peak_distance(self) -> float | None:
         """The d at which the law is highest; 0 where it only falls, None where it rises without end."""
-        peak = float(peak_distances(np.array([self.alpha, self.beta]), self.form))
-        return peak if math.isfinite(peak) else None
+        if self.alpha <= 0.0 and (self.beta >= 0.0 if self.form == "bon" else self.beta == 0.0):
+            return 0.0
+        if self.beta <= 0.0:
+            return None
+        return (
+            self.alpha / (2.0 * self.beta) if self.form == "bon" else math.exp(min(self.alpha / self.beta - 1.0, 500.0))
+        )
 
 
 def fit_gao(distances: ArrayLike, gains: ArrayLike, form: GaoForm = "bon") -> GaoLaw:
@@ -54,29 +59,15 @@ def fit_gao(distances: ArrayLike, gains: ArrayLike, form: GaoForm = "bon") -> Ga
         got = f"{d.size} distances, {gain.size} gains, d = {d.ravel()[:5].tolist()}"
         need = "3 or more finite points, ascending d above 0"
         raise ConfigError("no law can be fitted to these points", got=got, need=need)
-    alpha, beta = (fitting_matrix(d, form) @ gain).tolist()
+    root = np.sqrt(point_weights(d))
+    alpha, beta = np.linalg.lstsq(_design(d, form) * root[:, None], gain * root, rcond=None)[0].tolist()
     return GaoLaw(form, alpha, beta)
-
-
-def fitting_matrix(distances: Floats, form: GaoForm) -> Floats:
-    """(2, G): times gains (G,) it is (alpha, beta)."""
-    root = np.sqrt(point_weights(distances))
-    return np.asarray(np.linalg.pinv(_design(distances, form) * root[:, None]) * root, dtype=np.float64)
 
 
 def point_weights(distances: Floats) -> Floats:
     """(G,): how much of the d axis, from 0 to the last point, each point stands for."""
     borders = np.concatenate([[0.0], (distances[1:] + distances[:-1]) / 2.0, distances[-1:]])
     return np.diff(borders)
-
-
-def peak_distances(laws: Floats, form: GaoForm) -> Floats:
-    """(...,): where the laws (..., 2) are highest; infinite where one rises without end."""
-    alpha, beta = laws[..., 0], laws[..., 1]
-    only_falls = (alpha <= 0.0) & ((beta >= 0.0) if form == "bon" else (beta == 0.0))
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        top = alpha / (2.0 * beta) if form == "bon" else np.exp(alpha / beta - 1.0)
-    return np.where(only_falls, 0.0, np.where(beta > 0.0, top, np.inf))
 
 
 def _design(distances: Floats, form: GaoForm) -> Floats:

@@ -47,7 +47,7 @@ class Verdict:
 
 
 def judge(
-    sizes: Sequence[int], gold_CG: Floats, counts_C: Floats, *, rise: Metric, expected_peak: Metric | None
+    sizes: Sequence[int], gold_CG: Floats, counts_C: Floats, *, rise: Metric, expected_peak: float | None
 ) -> Verdict:
     """The verdict on gold curves (C, G), summed over the `counts_C` (C,) rows of each cluster.
 
@@ -102,7 +102,7 @@ def _largest_drop(excess_CG: Floats, counts_C: Floats, rounding: float) -> tuple
     return min(1.0, num * float(p_G.min())), bound if bound > rounding else 0.0
 
 
-def _not_seen(end: int, rise: Metric, rounding: float, expected_peak: Metric | None) -> str:
+def _not_seen(end: int, rise: Metric, rounding: float, expected_peak: float | None) -> str:
     start = f"No over-optimisation is seen up to n = {end}"
     assert rise.value is not None
     if rise.value <= rounding:
@@ -110,6 +110,6 @@ def _not_seen(end: int, rise: Metric, rounding: float, expected_peak: Metric | N
     span = "" if rise.low is None or rise.high is None else f" ({rise.low:.3g} to {rise.high:.3g})"
     doubt = "" if rise.low is not None and rise.low > 0.0 else ", which may be chance"
     further = ""
-    if expected_peak is not None and expected_peak.value is not None and expected_peak.value > end:
-        further = f" The fitted law, an extrapolation, has its peak at n = {expected_peak.value:,.3g}."
+    if expected_peak is not None and expected_peak > end:
+        further = f" The fitted law, an extrapolation, has its peak at n = {expected_peak:,.3g}."
     return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}.{further}"
