@@ -77,7 +77,7 @@ _OWN_ARGUMENTS = frozenset(
 )
 _MIN_CHARACTERS_PER_TOKEN = 128
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_MOST_UNKNOWN_ROLES, _LONGEST_ROLE = 32, 60  # a server's requests must fill neither memory nor log
+_MOST_UNKNOWN_ROLES = 32  # a server's requests must fill neither memory nor log
 _PROBE_PROMPT, _PROBE_COMPLETION = "Quo vadis?", "Romam."
 _PROBE_MESSAGES: list[Message] = [
     {"role": "user", "content": _PROBE_PROMPT},
@@ -298,18 +298,13 @@ class Renderer:
         return max(_MIN_CHARACTERS_PER_TOKEN, *map(len, self.tokenizer.get_vocab()))
 
     def _warn_of_unknown_roles(self, messages: Sequence[Message], where: str | None) -> None:
-        for message in messages:
-            role = str(message.get("role"))
-            if role in _ROLES or role in self._unknown_roles or len(self._unknown_roles) >= _MOST_UNKNOWN_ROLES:
-                continue
-            if role not in self.chat_template:
-                role = role if len(role) <= _LONGEST_ROLE else f"{role[:_LONGEST_ROLE]}..."
+        for role in {str(message.get("role"))[:60] for message in messages} - _ROLES - self._unknown_roles:
+            if role not in self.chat_template and len(self._unknown_roles) < _MOST_UNKNOWN_ROLES:
                 self._unknown_roles.add(role)
                 logger.warning(
-                    "%s: a message has the role %r, which the chat template does not name; most know system, user and "
-                    "assistant.",
-                    where or "a conversation",
-                    role,
+                    "%s: a message has the role %r, which the chat template does not name; most know system, user "
+                    "and assistant.",
+                    *(where or "a conversation", role),
                 )
 
     def _apply(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
