@@ -124,17 +124,6 @@ class RunSummary:
         """Whether gold cannot tell, and an alarm is a sign of over-optimisation."""
         return self.outcome == "unknown" and self.proxy_rose and any(one.kind in _SIGNS for one in self.run.alarms)
 
-    @property
-    def why_unknown(self) -> str:
-        """Why gold does not say whether the policy got better."""
-        if self.gold is not None:
-            return "how much of its gold is noise was not logged"
-        if self.best_gold is not None:
-            return "the gold reward gave too few values to compare"
-        if self.run.setting("grpo.gold_environment") is not None:
-            return "the gold reward gave no value"
-        return "there is no gold reward"
-
     def sentence(self) -> str:
         """What happened in this run."""
         return " ".join([f"**{self.run.name}** ({self.run.last_step:,} steps):", *self._parts()])
@@ -216,8 +205,15 @@ def opening(summaries: Sequence[RunSummary]) -> str:
         if chosen := [one for one in summaries if one.outcome == outcome]:
             parts.append(text.format(named(chosen)))
     unknown = [one for one in summaries if one.outcome == "unknown"]
-    for why in dict.fromkeys(one.why_unknown for one in unknown):
-        chosen = [one for one in unknown if one.why_unknown == why]
+    reasons = [
+        "how much of its gold is noise was not logged" if one.gold is not None
+        else "the gold reward gave too few values to compare" if one.best_gold is not None
+        else "there is no gold reward" if one.run.setting("grpo.gold_environment") is None
+        else "the gold reward gave no value"
+        for one in unknown
+    ]  # fmt: skip
+    for why in dict.fromkeys(reasons):
+        chosen = [one for one, own in zip(unknown, reasons, strict=True) if own == why]
         parts.append(f"Whether {named(chosen)} got better cannot be said: {why}.")
     if signs := [one for one in unknown if one.has_signs]:
         parts.append(f"There are signs of over-optimisation in {named(signs)}.")
