@@ -135,20 +135,18 @@ def _validation(d: float, proxy: float, gold: float, length: float, scenario: Sc
 
 def _samples(step: int, scenario: Scenario, proxy: float, gold: float, length: float) -> list[dict[str, Any]]:
     asked = ["Name three primary colours.", "Why is the sky blue? Answer in two sentences.", *HOSTILE]
+    numbers = {
+        "reward": proxy,
+        "raw_reward": proxy * (1.25 if scenario.shaped else 1.0),
+        "gold_reward": gold if scenario.has_gold else None,
+        "kl": 0.1 * step,
+        "num_tokens": int(length),
+        "truncated": length > 150,
+    }
+    words = "Certainly! This is a great question, and I am happy to help. " * max(1, int(length / 25))
     found = []
-    for index, text in enumerate(asked):
-        words = "Certainly! This is a great question, and I am happy to help. " * max(1, int(length / 25))
-        said = text if index >= 2 else f"Step {step}: {words}"
-        completion = {
-            "text": said,
-            "reward": proxy,
-            "raw_reward": proxy * (1.25 if scenario.shaped else 1.0),
-            "gold_reward": gold if scenario.has_gold else None,
-            "kl": 0.1 * step,
-            "num_tokens": int(length),
-            "truncated": length > 150,
-        }
-        found.append(
-            {"step": step, "prompt": [{"role": "user", "content": text}], "completions": [completion, completion]}
-        )
+    for text in asked:
+        completion = numbers | {"text": text if text in HOSTILE else f"Step {step}: {words}"}
+        prompt = [{"role": "user", "content": text}]
+        found.append({"step": step, "prompt": prompt, "completions": [completion, completion]})
     return found

@@ -109,24 +109,21 @@ def report_blocks(runs: Sequence[RLRun]) -> list[Block]:
 
 def _headline(summaries: Sequence[RunSummary]) -> list[Block]:
     """Of one run all that counts; of several the change of gold, or of the proxy where there is no gold."""
-
-    def card(label: str, change: Change) -> Block:
-        note = f"from {format_number(change.first)} to {format_number(change.last)}"
-        return bar_item(label, change.by, note) | {"format": "signed"}
-
-    if len(summaries) > 1:
-        name = "gold" if any(one.gold is not None for one in summaries) else "proxy"
-        changes = {f"{name.capitalize()}: {one.run.name}": getattr(one, name) for one in summaries}
-    else:
-        changes = {"Gold, change": summaries[0].gold, "Proxy, change": summaries[0].proxy}
-    items = [card(label, change) for label, change in changes.items() if change is not None]
-    one = summaries[0]
-    if len(summaries) == 1 and one.kl is not None:
+    one, several = summaries[0], len(summaries) > 1
+    name = "gold" if any(each.gold is not None for each in summaries) else "proxy"
+    changes: dict[str, Change | None] = {"Gold, change": one.gold, "Proxy, change": one.proxy}
+    if several:
+        changes = {f"{name.capitalize()}: {each.run.name}": getattr(each, name) for each in summaries}
+    items = []
+    for label, change in changes.items():
+        if change is not None:
+            note = f"from {format_number(change.first)} to {format_number(change.last)}"
+            items.append(bar_item(label, change.by, note) | {"format": "signed"})
+    if not several and one.kl is not None:
         items.append({"label": "KL to the reference", "value": one.kl, "note": "in nats, at the last measurement"})
-    if len(summaries) == 1 and one.length is not None:
+    if not several and one.length is not None:
         note = f"tokens; {format_number(one.length[0], 'integer')} at first"
-        label = "Length of the completions"
-        items.append({"label": label, "value": one.length[1], "format": "integer", "note": note})
+        items.append({"label": "Length of the completions", "value": one.length[1], "format": "integer", "note": note})
     return items
 
 

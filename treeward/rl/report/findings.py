@@ -119,16 +119,8 @@ class RunSummary:
         """Whether (nearly) nothing was learnt from rewards."""
         return self.num_silent >= max(1.0, _MOSTLY * self.num_steps)
 
-    @property
-    def has_signs(self) -> bool:
-        """Whether gold cannot tell, and an alarm is a sign of over-optimisation."""
-        return self.outcome == "unknown" and self.proxy_rose and any(one.kind in _SIGNS for one in self.run.alarms)
-
     def sentence(self) -> str:
         """What happened in this run."""
-        return " ".join([f"**{self.run.name}** ({self.run.last_step:,} steps):", *self._parts()])
-
-    def _parts(self) -> list[str]:
         run, parts = self.run, ["there is one measurement, so nothing to compare."]
         if self.proxy is not None:
             changes = f"the proxy {self.proxy.course()} {self.proxy.size()}"
@@ -148,7 +140,8 @@ class RunSummary:
             alike = "all completions of a group were rewarded alike, or failed to be"
             steps = f"{self.num_silent:,} of {self.num_steps:,} steps"
             parts.append(f"**At {steps} nothing was learnt from rewards: {alike}.**")
-        return parts + [f"**Alarm at step {alarm.step:,}: {KINDS[alarm.kind]}.**" for alarm in run.alarms]
+        parts += [f"**Alarm at step {alarm.step:,}: {KINDS[alarm.kind]}.**" for alarm in run.alarms]
+        return " ".join([f"**{run.name}** ({run.last_step:,} steps):", *parts])
 
     def _course_of_gold(self, gold: Change) -> str:
         if self.outcome == "over-optimised" and self.best_gold not in (None, gold.first):
@@ -215,7 +208,7 @@ def opening(summaries: Sequence[RunSummary]) -> str:
     for why in dict.fromkeys(reasons):
         chosen = [one for one, own in zip(unknown, reasons, strict=True) if own == why]
         parts.append(f"Whether {named(chosen)} got better cannot be said: {why}.")
-    if signs := [one for one in unknown if one.has_signs]:
+    if signs := [one for one in unknown if one.proxy_rose and any(alarm.kind in _SIGNS for alarm in one.run.alarms)]:
         parts.append(f"There are signs of over-optimisation in {named(signs)}.")
     return " ".join(parts)
 
