@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from treeward.config.base import Strict
-from treeward.config.data_forms import PREFERENCES, PROMPTS, normalise_data
+from treeward.config.data_forms import keys_of_forms, normalise_data
 from treeward.errors import ConfigError
 
 __all__ = ["DataConfig", "DatasetConfig", "PromptDataConfig", "PromptSetConfig", "SetConfig", "check_longest_input"]
@@ -102,7 +102,7 @@ class DatasetConfig(SetConfig):
 class DataConfig(Strict):
     """The training and validation sets, and what happens to rows that do not fit."""
 
-    other_forms: ClassVar[tuple[str, ...]] = PREFERENCES.keys
+    other_forms: ClassVar[tuple[str, ...]] = keys_of_forms(DatasetConfig.key_names())
 
     train: tuple[DatasetConfig, ...]
     """The training sets, mixed by their weights."""
@@ -124,7 +124,7 @@ class DataConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, raw: Any) -> Any:
-        return normalise_data(raw, _keys_of(DatasetConfig), PREFERENCES) if isinstance(raw, Mapping) else raw
+        return normalise_data(raw, _keys_of(DatasetConfig)) if isinstance(raw, Mapping) else raw
 
     def check(self) -> None:
         _check_sets(self.train, self.validation)
@@ -178,7 +178,7 @@ class PromptSetConfig(SetConfig):
 class PromptDataConfig(Strict):
     """The prompts to train on and to validate on."""
 
-    other_forms: ClassVar[tuple[str, ...]] = PROMPTS.keys
+    other_forms: ClassVar[tuple[str, ...]] = keys_of_forms(PromptSetConfig.key_names())
 
     train: tuple[PromptSetConfig, ...]
     """The training sets, mixed by their weights."""
@@ -196,7 +196,7 @@ class PromptDataConfig(Strict):
         if not isinstance(raw, Mapping):
             return raw
         had_blocks = raw.get("train") is not None
-        data = normalise_data(raw, _keys_of(PromptSetConfig), PROMPTS)
+        data = normalise_data(raw, _keys_of(PromptSetConfig))
         if not had_blocks and not data["validation"]:
             for block in data["train"]:  # as NeMo RL does for these in the flat form
                 if block.get("dataset_name") == "OpenMathInstruct-2":

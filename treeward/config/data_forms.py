@@ -18,100 +18,81 @@ A set that brings its own data needs no paths: `dataset_name: HelpSteer3` gives 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel
 
 from treeward.config.base import nearest_name
 from treeward.errors import ConfigError
 
-__all__ = ["PREFERENCES", "PROMPTS", "DataForm", "normalise_data"]
+__all__ = ["keys_of_forms", "normalise_data"]
 
 Block = dict[str, Any]
+Splits = Mapping[str | None, str | None]
 
+_FLAT_KEYS = (
+    *("dataset_name", "subset", "prompt_file", "system_prompt_file", "kwargs"),
+    *("prompt_key", "chosen_key", "rejected_key"),
+    *("input_key", "output_key", "processor", "env_name", "max_samples"),
+)
+"""Keys of a block that may stand beside the blocks, for all of them."""
+_TRAINING_KEY = "non_contextual_answer"  # a flat key for the training sets alone
 _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
 _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
 
-
-class DataForm(NamedTuple):
-    """What differs between the two kinds of data, comparisons and prompts."""
-
-    flat_keys: tuple[str, ...]
-    """Keys of a block that may stand beside the blocks, for all of them."""
-    own_splits: Mapping[str, Mapping[str | None, str | None]]
-    """Sets that bring their own data: name of a validation set -> its split; under None the training split."""
-    train_keys: tuple[str, ...] = ()
-    """Flat keys that only training sets take."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of `data` that only these forms have."""
-        return (*self.flat_keys, *self.train_keys, "dataset_type", *_PATH_KEYS)
+# Sets that bring their own data: name of a validation set -> its split; under None the training split.
+_COMPARISONS: Mapping[str, Splits] = {
+    **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
+    **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), {None: "train"}),
+    **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),
+    "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},
+}
+_PROMPTS: Mapping[str, Splits] = {
+    "OpenMathInstruct-2": {None: None},
+    "DeepScaler": {None: None},
+    "AIME2024": {None: "train", "default": "train"},
+    "Bundled": {None: "train", "default": "validation"},
+}
 
 
-PREFERENCES = DataForm(
-    flat_keys=(
-        *("dataset_name", "subset", "prompt_key", "chosen_key", "rejected_key", "prompt_file"),
-        *("system_prompt_file", "kwargs"),
-    ),
-    own_splits={
-        **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
-        **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), {None: "train"}),
-        **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),
-        "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},
-    },
-    train_keys=("non_contextual_answer",),
-)
-PROMPTS = DataForm(
-    flat_keys=(
-        *("dataset_name", "subset", "input_key", "output_key", "prompt_file", "system_prompt_file"),
-        *("processor", "env_name", "max_samples", "kwargs"),
-    ),
-    own_splits={
-        "OpenMathInstruct-2": {None: None},
-        "DeepScaler": {None: None},
-        "AIME2024": {None: "train", "default": "train"},
-        "Bundled": {None: "train", "default": "validation"},
-    },
-)
+def keys_of_forms(block_keys: Sequence[str]) -> tuple[str, ...]:
+    """The keys of `data` that only these forms have, for sets whose blocks have `block_keys`."""
+    return (*(key for key in (*_FLAT_KEYS, _TRAINING_KEY) if key in block_keys), "dataset_type", *_PATH_KEYS)
 
 
-def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str], form: DataForm) -> dict[str, Any]:
+def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[str, Any]:
     """Return `raw` with `train` and `validation` as lists of blocks and without the keys of the other forms.
 
     `block_keys` are the keys that a block may have. Unknown keys are left in place for the schema to refuse. Raises
     `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for validation sets that
     cannot be told apart.
     """
-    data = dict(raw)
-    shared = _shared_values(data, block_keys, form)
-    for_training = {key: data.pop(key) for key in form.train_keys if key in data}
-    has_train_block = data.get("train") is not None
-    val_split = data.pop("val_split", None)
+    data, own_splits = dict(raw), _COMPARISONS if "chosen_key" in block_keys else _PROMPTS
+    shared = _shared_values(data, block_keys)
+    is_training_key = _TRAINING_KEY in block_keys and _TRAINING_KEY in data
+    for_training = {_TRAINING_KEY: data.pop(_TRAINING_KEY)} if is_training_key else {}
+    has_train_block, val_split = data.get("train") is not None, data.pop("val_split", None)
     train = _train_blocks(data, shared)
     validation = _validation_blocks(data, shared, block_keys, val_split)
     name = shared.get("dataset_name", "")
-    if not train and (name in form.own_splits or "." in name):
+    if not train and (name in own_splits or "." in name):
         train = [dict(shared)]
-    if name in form.own_splits and not has_train_block and not validation and train[0].get("data_path") is None:
-        own = {key: split for key, split in form.own_splits[name].items() if key is not None}
+    if name in own_splits and not has_train_block and not validation and train[0].get("data_path") is None:
+        own = {key: split for key, split in own_splits[name].items() if key is not None}
         validation = [{**shared, "name": key, "split": val_split or split} for key, split in own.items()]
     if val_split is not None and not validation:
         need = "data.val_data_path too, or no val_split"
         raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
-    for block in train:
-        _fill_own_split(block, form, is_train=True)
-        block.update({key: value for key, value in for_training.items() if key not in block})
-    for block in validation:
-        _fill_own_split(block, form, is_train=False)
+    train = [{**for_training, **_with_own_split(block, own_splits, is_train=True)} for block in train]
+    validation = [_with_own_split(block, own_splits, is_train=False) for block in validation]
     return {**data, "train": train, "validation": _with_names(validation)}
 
 
-def _shared_values(data: Block, block_keys: Sequence[str], form: DataForm) -> Block:
+def _shared_values(data: Block, block_keys: Sequence[str]) -> Block:
     """Pop the flat keys and the `default` block: the values of every block that does not give its own."""
-    given = {key: data.pop(key) for key in form.flat_keys if key in data}
+    given = {key: data.pop(key) for key in _FLAT_KEYS if key in block_keys and key in data}
     shared = {key: value for key, value in given.items() if value is not None}
-    kind = data.pop("dataset_type", None) if form is PREFERENCES else None
+    kind = data.pop("dataset_type", None) if "chosen_key" in block_keys else None
     if kind is not None:
         if kind not in _DATASET_TYPES:
             raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
@@ -174,20 +155,19 @@ def _validation_blocks(data: Block, shared: Block, block_keys: Sequence[str], va
     return validation + flat
 
 
-def _fill_own_split(block: Block, form: DataForm, *, is_train: bool) -> None:
-    own = form.own_splits.get(str(block.get("dataset_name")))
-    if own is None or block.get("data_path") is not None or block.get("split") is not None:
-        return
-    if block.get("split_validation_size"):
-        return  # both parts are of one split
-    splits = [split for name, split in own.items() if name is not None]
+def _with_own_split(block: Block, own_splits: Mapping[str, Splits], *, is_train: bool) -> Block:
+    """The block with the split of a set that brings its own data, unless it says which data."""
+    own = own_splits.get(str(block.get("dataset_name")))
+    is_given = any(block.get(key) is not None for key in ("data_path", "split"))
+    if own is None or is_given or block.get("split_validation_size"):  # both parts of a set are of one split
+        return block
     if is_train:
-        block["split"] = own[None]
-    elif splits:
-        block["split"] = own.get(str(block.get("name")), splits[0])
-    else:
-        need = "a split, or another set to validate on"
-        raise ConfigError(f"{block['dataset_name']} has no validation split", field="validation", need=need)
+        return {**block, "split": own[None]}
+    splits = {str(name): split for name, split in own.items() if name is not None}
+    if not splits:
+        need, summary = "a split, or another set to validate on", f"{block['dataset_name']} has no validation split"
+        raise ConfigError(summary, field="validation", need=need)
+    return {**block, "split": splits.get(str(block.get("name")), next(iter(splits.values())))}
 
 
 def _with_names(validation: list[Block]) -> list[Block]:
