@@ -203,8 +203,8 @@ def assert_tree_equals_rows(
 def forest(seed: int = 0, *, vocabulary: int = VOCABULARY) -> list[list[list[int]]]:
     """Comparison groups with everything that a forest can hold; tokens from 3 up, so no padding, BOS or EOS.
 
-    A prompt with four answers; several turns deep (a tree in a tree); identical answers; an answer that begins another;
-    answers of one token; nothing shared at all; a single sequence.
+    A prompt with four completions; several turns deep (a tree in a tree); identical completions; one that begins
+    another; completions of one token; nothing shared at all; a single sequence.
     """
     generator = torch.Generator().manual_seed(seed)
 

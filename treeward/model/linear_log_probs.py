@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["linear_log_probs"]
-
 
 def linear_log_probs(
     hidden_ND: Tensor,

@@ -30,8 +30,6 @@ from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import RowBatch, TreeBatch, TreeLayout
 from treeward.tree.token_tree import TokenIds
 
-__all__ = ["CompletionLogProbs", "PolicyModel"]
-
 DEFAULT_CHUNK_TOKENS = 1024
 """Predicted tokens whose logits are in memory at a time."""
 

@@ -29,8 +29,6 @@ from treeward.tree.parts import split_group
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds
 
-__all__ = ["DEFAULT_BATCH_TOKENS", "Layout", "RewardModel", "check_finite"]
-
 DEFAULT_BATCH_TOKENS = 4096
 """Most tokens that scoring computes in one forward pass."""
 

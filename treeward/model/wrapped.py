@@ -23,8 +23,6 @@ from treeward.errors import ConfigError, ModelError
 from treeward.tree import attention
 from treeward.tree.batch import RowBatch, TreeBatch
 
-__all__ = ["Layout", "WrappedModel"]
-
 Layout = Literal["tree", "rows", "encoder"]
 """How a model is run: decoders on trees; decoders that cannot share a prefix as padded rows; encoders as padded rows
 through their own pooling and head."""

@@ -61,7 +61,7 @@ class ScoredRow:
 def score_rows(scorer: ConversationScorer, rows: Iterable[Row], *, shaper: Shaper | None = None) -> Iterator[ScoredRow]:
     """Each row with its `score` (a row of one conversation) or `scores`, in order; memory does not grow with the rows.
 
-    With a `shaper` there is a `reward`, or there are `rewards`, too; reference answers are read from the rows. Up to
+    With a `shaper` there is a `reward`, or there are `rewards`, too; reference completions are read from the rows. Up to
     256 rows are scored at a time. A conversation too long to score has the score None, and its row an `error`. A wrong
     row raises `DataError`, after the rows before it.
     """
@@ -91,9 +91,9 @@ def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[s
     flat = [conversation for _, conversations in chunk for conversation in conversations]
     where = [row.where for row, conversations in chunk for _ in conversations]
     key = rewarder.reference_key
-    answers = None if key is None else [row.values.get(key) for row, conversations in chunk for _ in conversations]
+    references = None if key is None else [row.values.get(key) for row, conversations in chunk for _ in conversations]
     try:
-        rewarded = iter(rewarder.rewards(flat, answers, where=where))
+        rewarded = iter(rewarder.rewards(flat, references, where=where))
     except DataError:
         if len(chunk) == 1:
             raise

@@ -15,8 +15,6 @@ from typing import Literal, Protocol
 
 from treeward.data.preference import Message
 
-__all__ = ["Conversation", "ConversationScorer", "OnError", "Reward", "Score"]
-
 Conversation = Sequence[Message]
 
 OnError = Literal["raise", "mask"]

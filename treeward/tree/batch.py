@@ -1,6 +1,6 @@
 """`TreeBatch`: comparison groups packed into one row of tokens, and the plan of which groups go together.
 
-    batch = TreeBatch.from_groups([chosen_and_rejected_ids, eight_answers_ids])
+    batch = TreeBatch.from_groups([chosen_and_rejected_ids, eight_completions_ids])
     scores_S = model(batch)              # one score per sequence, in the order given
     for scores_K in batch.split(scores_S): ...
 

@@ -235,7 +235,7 @@ class PositionMask:
                 mask, num_queries = None, len(queries)
                 if low < high:
                     mask = self.allowed(queries, torch.arange(keys.position, keys.stop))
-                    # Flash attention has no answer for a query that sees no key: later ones see less.
+                    # Flash attention has no value for a query that sees no key: later ones see less.
                     num_queries = int(mask.any(dim=1).sum())
                     mask = mask[:num_queries].contiguous()
                 if num_queries:

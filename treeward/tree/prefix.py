@@ -1,6 +1,6 @@
 """`Prefix`: the keys and values of a conversation's first tokens, kept from an earlier forward pass.
 
-    batch = TreeBatch.from_groups([answers_without_their_prompt], prefixes=[prefix], keep=[(0, 0, 120)])
+    batch = TreeBatch.from_groups([completions_without_their_prompt], prefixes=[prefix], keep=[(0, 0, 120)])
     scores_S = model(batch)
     prompt, = batch.layout.exchange.kept()      # keys and values of the prompt and 120 tokens more
 
