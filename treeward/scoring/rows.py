@@ -61,8 +61,8 @@ class ScoredRow:
 def score_rows(scorer: ConversationScorer, rows: Iterable[Row], *, shaper: Shaper | None = None) -> Iterator[ScoredRow]:
     """Each row with its `score` (a row of one conversation) or `scores`, in order; memory does not grow with the rows.
 
-    With a `shaper` there is a `reward`, or there are `rewards`, too; reference completions are read from the rows. Up to
-    256 rows are scored at a time. A conversation too long to score has the score None, and its row an `error`. A wrong
+    With a `shaper` there is a `reward`, or there are `rewards`, too; reference completions are read from the rows. Up
+    to 256 rows are scored at a time. A conversation too long to score has the score None, and its row an `error`. A wrong
     row raises `DataError`, after the rows before it.
     """
     rewarder = Rewarder(lambda conversations, names: scorer.score(conversations, where=names), shaper)
