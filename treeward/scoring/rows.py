@@ -62,8 +62,8 @@ def score_rows(scorer: ConversationScorer, rows: Iterable[Row], *, shaper: Shape
     """Each row with its `score` (a row of one conversation) or `scores`, in order; memory does not grow with the rows.
 
     With a `shaper` there is a `reward`, or there are `rewards`, too; reference completions are read from the rows. Up
-    to 256 rows are scored at a time. A conversation too long to score has the score None, and its row an `error`. A wrong
-    row raises `DataError`, after the rows before it.
+    to 256 rows are scored at a time. A conversation too long to score has the score None, and its row an `error`. A
+    wrong row raises `DataError`, after the rows before it.
     """
     rewarder = Rewarder(lambda conversations, names: scorer.score(conversations, where=names), shaper)
     ours = _OURS if shaper is None else (*_OURS, "reward", "rewards")
