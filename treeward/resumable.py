@@ -25,8 +25,6 @@ from typing import IO, Any, Generic, TypeVar
 from treeward.errors import CheckpointError, DataError
 from treeward.storage import folder_lock, sync_folder, write_text
 
-__all__ = ["ResumableRows", "resumable_rows"]
-
 Row = TypeVar("Row")
 _LONGEST_VALUE = 24
 

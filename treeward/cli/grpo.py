@@ -10,8 +10,6 @@ from treeward.cli.train import what_was_saved
 from treeward.config.load import load_grpo_config
 from treeward.config.preflight import check_inputs
 
-__all__ = ["EXAMPLES", "run"]
-
 EXAMPLES = """\
 examples:
   treeward grpo --config examples/configs/grpo_rm_1B.yaml env.reward_model.model_name=results/rm/final

@@ -10,8 +10,6 @@ import typer
 from treeward.cli.options import TrustRemoteCode
 from treeward.errors import ConfigError
 
-__all__ = ["EXAMPLES", "run"]
-
 logger = logging.getLogger(__name__)
 
 EXAMPLES = """\

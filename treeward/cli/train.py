@@ -14,7 +14,6 @@ from treeward.config.preflight import check_inputs
 if TYPE_CHECKING:
     from treeward.training.train import TrainingOutcome
 
-__all__ = ["EXAMPLES", "run", "what_was_saved"]
 
 EXAMPLES = """\
 examples:

@@ -91,59 +91,46 @@ def run(
     }  # fmt: skip
     of_write = {"--force": force, "--head-weights": head_weights}
     of_folder = {"--write": write, "--quick": quick, "--device": device, **of_write}
-    if against is None:
-        _refuse(of_server, "it needs --against URL")
-        if not write:
-            _refuse(of_write, "it needs --write")
-        return _verify_folder(model, as_json, write, force, head_weights, quick, device, dtype, trust_remote_code)
-    _refuse(of_folder, "it and --against do not go together: the server has the model")
+    if against is not None:
+        _refuse(of_folder, "it and --against do not go together: the server has the model")
 
-    from treeward.client.verification import verify_server
-    from treeward.openai_client import key_from
+        from treeward.client.verification import verify_server
+        from treeward.openai_client import key_from
 
-    result = verify_server(
-        model,
-        against,
-        dialect=dialect or "treeward",
-        model=served_model,
-        form=send,
-        dtype=dtype,
-        token=key_from(token_env),
-        extra=None if body is None else parse_yaml(body, "--body", names=False),
-        timeout_seconds=timeout or 60.0,
-        verify_tls=True if tls_ca is None else tls_ca,
-        trust_remote_code=trust_remote_code,
-    )
-    served = "" if result.served_model is None else f", model {result.served_model}"
-    _show(result, f"{result.against} (as {result.dialect}, {result.form} sent{served})", as_json=as_json)
-    return 0 if result.equal else 1
+        result = verify_server(
+            model,
+            against,
+            dialect=dialect or "treeward",
+            model=served_model,
+            form=send,
+            dtype=dtype,
+            token=key_from(token_env),
+            extra=None if body is None else parse_yaml(body, "--body", names=False),
+            timeout_seconds=timeout or 60.0,
+            verify_tls=True if tls_ca is None else tls_ca,
+            trust_remote_code=trust_remote_code,
+        )
+        served = "" if result.served_model is None else f", model {result.served_model}"
+        _show(result, f"{result.against} (as {result.dialect}, {result.form} sent{served})", as_json=as_json)
+        return 0 if result.equal else 1
+    _refuse(of_server, "it needs --against URL")
+    if not write:
+        _refuse(of_write, "it needs --write")
 
-
-def _verify_folder(
-    model: str,
-    as_json: bool,
-    write: bool,
-    force: bool,
-    head_weights: str | None,
-    quick: bool,
-    device: str | None,
-    dtype: str,
-    trust_remote_code: bool,
-) -> int:
     from treeward.model.pretrained import DTYPES
     from treeward.scoring.verification import verify
 
     check_device(device)
     if write:
         _write(model, head_weights, force=force, device=device, trust_remote_code=trust_remote_code)
-    result = verify(model, quick=quick, device=device, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-    _show(result, result.model, as_json=as_json)
-    if result.equal and not result.num_tensors and not as_json:
+    found = verify(model, quick=quick, device=device, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    _show(found, found.model, as_json=as_json)
+    if found.equal and not found.num_tensors and not as_json:
         sys.stdout.write("The other tensors were not hashed, now or when the contract was written: of them only what "
                          "moves a golden score is seen.\n")  # fmt: skip
-    if not result.could_compare:
+    if not found.could_compare:
         return 2
-    return 0 if result.first_difference is None else 1
+    return 0 if found.first_difference is None else 1
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:

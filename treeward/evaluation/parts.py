@@ -15,8 +15,6 @@ from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric, Unit
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap, weighted_mean_metric
 
-__all__ = ["Part", "by_subset", "combined", "incomplete", "with_notes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -47,19 +47,19 @@ class ReliabilityBin(TypedDict):
 # --- intervals ------------------------------------------------------------------------------------------------------
 
 
-def wilson(successes: float, count: int, level: float = 0.95) -> tuple[float, float]:
-    """The score interval of a proportion of `count` independent examples; (0, 1) where there are none.
+def wilson(successes: float, count: int) -> tuple[float, float]:
+    """The 95 % score interval of a proportion of `count` independent examples; (0, 1) where there are none.
 
         (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n),   p = successes / n
 
-    with z the normal quantile of (1 + level) / 2. Wilson 1927, JASA 22, page 209. Unlike p -+ z sqrt(p (1 - p) / n) it
+    with z the normal quantile of 0.975. Wilson 1927, JASA 22, page 209. Unlike p -+ z sqrt(p (1 - p) / n) it
     keeps its level near 0 and 1 and for few examples. Where outcomes lie between 0 and 1 it is wider than needed.
     """
     if count == 0:
         return 0.0, 1.0
     from statsmodels.stats.proportion import proportion_confint
 
-    low, high = proportion_confint(successes, count, alpha=1 - level, method="wilson")
+    low, high = proportion_confint(successes, count, method="wilson")
     # At p = 0 and p = 1 an end is p itself; rounding would leave it a little beside.
     return (0.0 if successes == 0 else max(0.0, float(low))), (1.0 if successes == count else min(1.0, float(high)))
 
@@ -71,9 +71,8 @@ def cluster_bootstrap(
     statistic: Callable[[Floats], float | None] | None = None,
     num_resamples: int = 2000,
     seed: int = 0,
-    level: float = 0.95,
 ) -> Interval:
-    """An interval of `statistic(values)`, by default the mean, of examples in clusters: whole clusters are drawn anew.
+    """A 95 % interval of `statistic(values)`, by default the mean, of examples in clusters, which are drawn whole.
 
     `values` (N,) or (N, k), a row per example; `clusters` (N,) says the cluster of each. Each resample draws, with
     replacement, as many clusters as there are, and the statistic is computed over all their rows. The interval lies
@@ -113,18 +112,18 @@ def cluster_bootstrap(
     found = made.bootstrap_distribution[np.isfinite(made.bootstrap_distribution)]
     if len(found) == 0:
         return None, None
-    tail = expanded_tail(len(sizes), level)
+    tail = expanded_tail(len(sizes))
     low, high = np.quantile(found, [tail, 1 - tail])
     return float(low), float(high)
 
 
-def expanded_tail(num_clusters: int, level: float = 0.95) -> float:
+def expanded_tail(num_clusters: int) -> float:
     """The share of resamples of C >= 2 clusters to be left out on each side: Phi(-sqrt(C / (C - 1)) t).
 
-    t is the quantile of (1 + level) / 2 of Student's t with C - 1 degrees. (1 - level) / 2 would be too narrow for few
+    t is the quantile of 0.975 of Student's t with C - 1 degrees. A share of 0.025 would be too narrow for few
     clusters: the expanded percentile interval, Hesterberg 2015 (arXiv 1411.5279, section 5.3).
     """
-    t = float(special.stdtrit(num_clusters - 1, (1 + level) / 2))
+    t = float(special.stdtrit(num_clusters - 1, 0.975))
     return float(special.ndtr(-math.sqrt(num_clusters / (num_clusters - 1)) * t))
 
 

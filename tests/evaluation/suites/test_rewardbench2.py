@@ -11,7 +11,7 @@ import pytest
 
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.rewardbench2 import RewardBench2, TiePair, best_of_credit, ties_score, ties_terms
+from treeward.evaluation.suites.rewardbench2 import RewardBench2, TiePair, best_of_credit, ties_terms
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 Row = tuple[str, int, list[float]]
@@ -74,7 +74,6 @@ def test_the_terms_of_a_pair() -> None:
     terms = ties_terms([TiePair(tied=((2.0, 1.5, 1.0), (0.5, -1.0)), reference=((2.0,), (0.0, -1.0)))])
     # D = 1, M_t = 0.5, M_r = 2, so tanh(-0.5)
     assert terms.tolist() == [[1.0, 1.0, 0.0, 0.0, pytest.approx(-0.46211715726000975)]]
-    assert ties_score([]) is None
 
 
 @pytest.mark.parametrize(

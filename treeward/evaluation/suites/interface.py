@@ -25,8 +25,6 @@ from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import Part, with_notes
 from treeward.evaluation.results import Metric, SuiteResult
 
-__all__ = ["Suite", "TiePolicy"]
-
 TiePolicy = Literal["strict", "half"]
 """The value of a tie of chosen and rejected: `strict` 0, `half` 0.5."""
 

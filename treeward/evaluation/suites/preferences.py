@@ -19,8 +19,6 @@ from treeward.evaluation.parts import Part, by_subset
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite, TiePolicy
 
-__all__ = ["PreferenceSuite"]
-
 
 class PreferenceSuite(Suite):
     """The comparisons of one dataset; `name` is that of its results. A row's `task_name` is its subset."""

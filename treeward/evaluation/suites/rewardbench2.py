@@ -98,11 +98,6 @@ def ties_terms(pairs: Sequence[TiePair]) -> NDArray[np.float64]:
     return terms
 
 
-def ties_score(pairs: Sequence[TiePair]) -> float | None:
-    """The score of the Ties subset, None without any prompt; a term that no pair has counts 0, as published."""
-    return float(_shares(ties_terms(pairs)).mean()) if pairs else None
-
-
 class RewardBench2(Suite):
     """Best of 4 in five subsets, and Ties; the headline is the mean of the six."""
 
