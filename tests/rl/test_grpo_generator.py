@@ -98,23 +98,3 @@ def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
     lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
     assert len(lines) == 4
     assert all(line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for line in lines)
-
-
-def test_completions_that_came_as_text_are_counted_for_each_step(
-    start: Callable[..., GRPOOutcome], tmp_path: Path, result_of: Callable[[Path], dict[str, Any]]
-) -> None:
-    """Those of validations, which lie between the steps, are not among them."""
-
-    def completion(asked: Asked) -> Any:
-        choices = [
-            {"index": g, "text": word, "finish_reason": "length", "logprobs": {"tokens": [word] * 50} if g else None}
-            for g, word in enumerate(("sun", "moon", "rain", "a leaf")[: asked.json["n"]])
-        ]
-        return 200, {"choices": choices}
-
-    with Loopback(completion) as text_server:
-        options = f"backend: openai, url: {text_server.url}, model: m, max_new_tokens: 8, retokenize: true"
-        assert start(f"policy.generation={{{options}}}").step == 4
-    lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
-    counts = [(line["train/num_retokenized"], line["train/num_retokenized_apart"]) for line in lines]
-    assert counts == [(16, 12)] * 4

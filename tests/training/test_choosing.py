@@ -86,7 +86,7 @@ def test_the_checkpoint_with_the_best_diagnostic_is_exported(tiny_run: Callable[
 def test_a_metric_without_a_value_ranks_last_and_says_why_once(
     tiny_run: Callable[..., Any], write_rows: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [{"prompt": f"{i}?", "chosen": "a long answer " * 5 + str(i), "rejected": "no"} for i in range(8)]
+    rows = [{"prompt": f"{i}?", "chosen": "a long completion " * 4 + str(i), "rejected": "no"} for i in range(8)]
     file = write_rows("held_out.jsonl", rows)
     data = f"[{{dataset_name: BinaryPreferenceDataset, data_path: {file}, name: held_out}}]"
     name = "checkpointing.metric_name=validation-held_out/length_controlled_accuracy"

@@ -29,6 +29,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(
     def run(name: str, *overrides: str) -> Any:
         folders = [f"checkpointing.checkpoint_dir={tmp_path}/{name}", f"logger.log_dir={tmp_path}/{name}-logs"]
         model = [f"policy.model_name={base}", "~policy.model_config", "~policy.tokenizer"]
+        model.append("rm.max_num_steps=3")
         model.append("policy.optimizer.kwargs.weight_decay=0.0")  # it would move a frozen token too
         return train(tiny_run(*model, *folders, *overrides), show_progress=False)
 

@@ -39,7 +39,7 @@ def rows_of(folder: Path) -> list[str]:
 
 
 def uneven_rows() -> list[dict[str, Any]]:
-    """Every kind of row that validation does not measure as it stands: tied, too long, with identical replies."""
+    """Every kind of row that validation does not measure as it stands: tied, too long, with identical completions."""
     rows = []
     for n in range(12):
         ranked = [("It is red.", 0), (f"It is blue, I think, or {n}.", 1), ("No.", 2)]
@@ -47,7 +47,7 @@ def uneven_rows() -> list[dict[str, Any]]:
             ranked = [("Yes.", 0), ("No.", 0)]
         if n % 4 == 2:
             ranked[0] = ("It is green. " * 200, 0)
-        if n % 4 == 3:  # the same reply is worst and best
+        if n % 4 == 3:  # the same completion is worst and best
             ranked = [("No.", 2), ("It is red.", 1), ("No.", 0)]
         completions = [{"completion": [{"role": "assistant", "content": text}], "rank": rank} for text, rank in ranked]
         rows.append({"context": [{"role": "user", "content": f"Which colour has {n}?"}], "completions": completions})

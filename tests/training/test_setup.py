@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from treeward.errors import ConfigError, DataError, ModelError
-from treeward.training import setup as training_setup
+from treeward.errors import ConfigError
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.setup import set_up
 from treeward.training.train import train
@@ -45,24 +42,3 @@ def test_a_resumed_run_has_and_saves_the_tokenizer_of_its_checkpoint(tiny_run: C
     first, again = set_up(tiny_run()), set_up(tiny_run(), checkpoint)
     assert again.renderer.fingerprint == first.renderer.fingerprint
     assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
-
-
-def test_files_that_are_not_there_are_told_before_the_hub_is_asked(
-    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def load_tokenizer(name: str, **_: Any) -> Any:
-        asked.append(name)
-        raise ModelError("the hub does not answer", where=name)
-
-    monkeypatch.setattr(training_setup, "load_tokenizer", load_tokenizer)
-    options = ["~policy.model_config", "+policy.model_name=org/model", "policy.tokenizer.vocab_size=null"]
-    missing = {"dataset_name": "PreferenceDataset", "data_path": str(tmp_path / "none.jsonl"), "split": None}
-    for role, value in (("train", missing), ("validation", [missing | {"name": "held_out"}])):
-        with pytest.raises(DataError, match=r"none\.jsonl"):
-            set_up(tiny_run(f"data.{role}={json.dumps(value)}", *options))
-    assert asked == []
-    with pytest.raises(ModelError, match="does not answer"):
-        set_up(tiny_run(*options))
-    assert asked == ["org/model"]

@@ -217,7 +217,7 @@ def _binary(file: str, **options: Any) -> str:
 
 
 def _rule_rows(seed: int, count: int, *, labels: str) -> list[dict[str, str]]:
-    """Answers that thank are better than those that do not; or, with shuffled labels, no better."""
+    """Completions that thank are better than those that do not; or, with shuffled labels, no better."""
     generator, text = random.Random(seed), words(seed)
     rows = []
     for _ in range(count):

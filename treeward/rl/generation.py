@@ -73,10 +73,6 @@ class Generator(ABC):
     def load_weights(self, policy: PolicyModel, version: int) -> None:  # noqa: B027
         """Sample from these weights from now on. `version`: grows with every change. The policy is only read."""
 
-    def metrics(self) -> dict[str, float]:
-        """Counts of odd completions since it was made, by name; they only grow, and the names are always the same."""
-        return {}
-
     def close(self) -> None:  # noqa: B027
         """Free what is held. It can be called twice."""
 

@@ -95,8 +95,6 @@ class HttpGenerator(Generator):
         self.max_total_tokens = max_total_tokens
         self.reader = CompletionReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), server)
         self.version: int | None = None
-        self.num_retokenized = self.num_retokenized_apart = 0
-        """Completions that came as text, and those whose number of tokens differs from the server's count."""
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
         # vLLM's log-probabilities are those before top-k and top-p, or after, as it was started; SGLang's are before.
@@ -152,15 +150,6 @@ class HttpGenerator(Generator):
         if tolerance is not None and not is_repeated:
             self._compare(policy, tolerance)
             self._compared = True
-
-    def metrics(self) -> dict[str, float]:
-        """See `Generator`. Nothing where text is not accepted."""
-        if not self.server.retokenize:
-            return {}
-        return {
-            "num_retokenized": float(self.num_retokenized),
-            "num_retokenized_apart": float(self.num_retokenized_apart),
-        }
 
     def close(self) -> None:
         """Remove the weights that were written."""
@@ -242,10 +231,6 @@ class HttpGenerator(Generator):
         if served.token_ids is not None:
             return self.reader.completion(served.token_ids, served.log_probs, truncated=served.truncated)
         tokens = list(self.tokenizer(served.text, add_special_tokens=False).input_ids)
-        self.num_retokenized += 1
-        # The server may count the end of the turn, which has no text.
-        counts = (None, len(tokens), len(tokens) + (not served.truncated))
-        self.num_retokenized_apart += served.num_tokens not in counts
         end = self.tokenizer.eos_token_id
         if not served.truncated and not self.server.stop_strings and end in self.reader.end_ids:
             tokens.append(end)
@@ -315,16 +300,14 @@ class _Request:
 
 
 class _Served(NamedTuple):
-    """A completion as the server gives it. `token_ids`: None where it gives only `text`, of `num_tokens` tokens.
-
-    `version`: of the weights, where the server says it.
+    """A completion as the server gives it. `token_ids`: None where it gives only `text`. `version`: of the weights,
+    where the server says it.
     """
 
     token_ids: list[int] | None
     log_probs: list[float] | None
     truncated: bool
     text: str = ""
-    num_tokens: int | None = None
     version: str | None = None
 
     def check(self, request: _Request, vocabulary: int) -> None:
@@ -338,7 +321,6 @@ class _Served(NamedTuple):
 
 
 class _LogProbs(BaseModel):
-    tokens: list[str] | None = None
     token_logprobs: list[_LogProb] | None = None
 
 
@@ -404,7 +386,7 @@ def _request_of(
         "seed": request.seed,
         **common,
     }
-    if log_probs or config.backend == "openai":
+    if log_probs and config.backend == "vllm":
         body["logprobs"] = 1
     if config.backend == "vllm":
         body |= {**extended, "return_token_ids": True}
@@ -429,12 +411,10 @@ def _completions_of(backend: str, reply: Any, request: _Request, *, log_probs: b
 def _of_completions(choice: _Choice, request: _Request, log_probs: bool) -> _Served:
     if choice.prompt_token_ids is not None and tuple(choice.prompt_token_ids) != request.prompt_ids:
         raise ValueError("a completion of another prompt than was sent: prompt_token_ids differ")
-    said, truncated, text = choice.logprobs or _LogProbs(), choice.finish_reason == "length", choice.text or ""
-    if choice.token_ids is None:
-        return _Served(None, None, truncated, text, None if said.tokens is None else len(said.tokens))
-    if log_probs and said.token_logprobs is None:
+    said, truncated = (choice.logprobs or _LogProbs()).token_logprobs, choice.finish_reason == "length"
+    if choice.token_ids is not None and log_probs and said is None:
         raise ValueError("no list logprobs.token_logprobs")
-    return _Served(choice.token_ids, said.token_logprobs if log_probs else None, truncated, text)
+    return _Served(choice.token_ids, said if log_probs else None, truncated, choice.text or "")
 
 
 def _of_sglang(part: _Part, log_probs: bool) -> _Served:

@@ -62,7 +62,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     al. 2025, arXiv 2503.14476). Raises what generator and environments raise, and `ModelError` where too many
     completions have no reward or no group has two rewards that differ.
     """
-    grpo, counted = run.config.grpo, run.generator.metrics()
+    grpo = run.config.grpo
     count = grpo.prompts_per_draw if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
     most_draws = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 1
     seconds = {"generation": 0.0, "rewards": 0.0}
@@ -90,7 +90,6 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
             break
     rewards_PG, raw_PG = torch.cat(shaped), torch.cat([one.raw_PG for one in found])
     metrics = _metrics(groups, rewards_PG, raw_PG, found)
-    metrics |= {f"train/{name}": n - counted[name] for name, n in run.generator.metrics().items()}
     correlation = length_correlation(rewards_PG.tolist(), completion_lengths(groups).tolist())
     if grpo.use_dynamic_sampling:
         kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[: grpo.num_prompts_per_step]

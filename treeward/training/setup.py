@@ -27,7 +27,6 @@ from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
 from treeward.data.rendering import Renderer
-from treeward.data.sources import KINDS, file_suffix, read_rows
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
@@ -149,7 +148,6 @@ def set_up(
     Raises a `TreewardError` for anything that the user can mend.
     """
     streams = [open_dataset(dataset) for dataset in config.data.train]
-    _check_files(config)  # before the hub is asked for a tokenizer, which may take minutes to say no
     tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint)
     renderer = Renderer(
         tokenizer,
@@ -198,16 +196,6 @@ def set_up(
         *(optimizer, scheduler, total_steps, identity, perturbed, num_trained_on),
         choice=_checked_choice(config, total_steps),
     )
-
-
-def _check_files(config: RewardModelRunConfig) -> None:
-    """Read the first row of each file; data on the hub is not checked. Raises `DataError`."""
-    for dataset in (*config.data.train, *config.data.validation):
-        path = dataset.data_path
-        if path is None or "." in dataset.dataset_name or Path(path).is_dir():
-            continue
-        if Path(path).exists() or path.count("/") != 1 or file_suffix(path) in KINDS:
-            next(read_rows(path, split=dataset.split, subset=dataset.subset))
 
 
 def _checked_choice(config: RewardModelRunConfig, total_steps: int) -> Choice | None:
