@@ -184,13 +184,6 @@ def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
     assert client.rewards([chat(1), chat(2)], on_error="mask") == [1.0, None]
 
 
-def test_the_first_error_ends_the_others(serve: Callable[..., Loopback]) -> None:
-    server = serve((401, {"error": {"message": "this server asks for a bearer token"}}))
-    with pytest.raises(RewardServerError, match="--token-env"):
-        RewardClient(server.url, max_conversations=1, max_concurrency=1).score([chat(i) for i in range(50)])
-    assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -250,18 +243,6 @@ def test_it_can_stand_for_a_scorer() -> None:
         assert {name: p.kind for name, p in inspect.signature(method).parameters.items()} == {
             name: p.kind for name, p in asked.items()
         }
-
-
-def test_the_two_clients_have_the_same_methods() -> None:
-    def public(kind: type) -> dict[str, Any]:
-        return {name: value for name, value in vars(kind).items() if not name.startswith("_") and callable(value)}
-
-    sync, async_ = public(RewardClient), public(AsyncRewardClient)
-    assert set(sync) - {"close"} == set(async_) - {"aclose"}
-    for name in set(sync) - {"close"}:
-        assert list(inspect.signature(sync[name]).parameters) == list(inspect.signature(async_[name]).parameters)
-    made = [list(inspect.signature(kind).parameters.values()) for kind in (RewardClient, AsyncRewardClient)]
-    assert made[0] == made[1]
 
 
 def test_asynchronously_and_in_more_than_one_loop(serve: Callable[..., Loopback]) -> None:

@@ -167,15 +167,6 @@ def test_verls_functions(rewards_file: str) -> None:
     assert step(f"{rewards_file}:compute_scores", chats, infos).rewards.tolist() == [1, 0]
 
 
-def test_a_convention_that_cannot_be_told_is_asked_for(rewards_file: str) -> None:
-    with pytest.raises(ConfigError, match="set signature") as caught:
-        step(f"{rewards_file}:unclear", [], [])
-    assert caught.value.field == "signature"
-    for signature in ("conversation", "prompt_response"):
-        result = step(f"{rewards_file}:unclear", [chat("4")], [{}], signature=signature)
-        assert result.rewards.tolist() == [1]
-
-
 def test_what_is_no_finite_number_is_no_reward(rewards_file: str) -> None:
     values = [math.nan, math.inf, None, "1", [1.0], {"score": math.nan}, {}, 10**400, {"error": "broken"}, True, 0]
     result = step(f"{rewards_file}:anything", [chat("4")] * len(values), [{"value": value} for value in values])

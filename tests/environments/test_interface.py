@@ -19,7 +19,7 @@ from treeward.environments.interface import (
     Reward,
     undone_on_failure,
 )
-from treeward.errors import CheckpointError, DataError
+from treeward.errors import CheckpointError
 from treeward.scoring.score import Score
 
 
@@ -101,12 +101,6 @@ def test_what_is_no_sample_costs_its_own_reward_only() -> None:
     assert "env_info is not a mapping" in errors[6]
     assert [metadata.get("id") for metadata in result.metadata[:2]] == [0, 1]
     assert result.answers[:2] == ["four", None]
-
-
-@pytest.mark.parametrize("num_infos", [1, 3])
-def test_there_is_an_env_info_for_each_log(num_infos: int) -> None:
-    with pytest.raises(DataError, match=rf"2 message logs and {num_infos} env_infos"):
-        Lengths().step([chat("a"), chat("b")], [{}] * num_infos)
 
 
 class Counting(Lengths):

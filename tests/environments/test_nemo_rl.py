@@ -170,17 +170,6 @@ def test_the_group_mean_is_no_policy_gradient(leave_one_out: bool) -> None:
     assert zeroed[failed].abs().max() > 0.1 and zeroed[0] > 0
 
 
-def test_filled_samples_are_counted_until_they_are_asked_for() -> None:
-    environment = lengths(failed_samples="group_mean")
-    result = environment.step([log("xx"), log("fail"), log("fail")], [{}] * 3)
-    assert result.metadata[1]["reward_details"]["error"] == "it says fail"
-    batch = {"total_reward": result.rewards}
-    returned, metrics = environment.global_post_process_and_metrics(batch)
-    assert returned is batch
-    assert metrics["lengths/num_failed"] == 2.0 and metrics["lengths/mean_reward"] == 2.0
-    assert environment.global_post_process_and_metrics(batch)[1]["lengths/num_failed"] == 0.0
-
-
 def test_the_mean_is_of_the_group() -> None:
     nan = math.nan
     rewards = torch.tensor([1.0, nan, 3.0, 10.0, nan, nan, nan, 7.0])
@@ -213,13 +202,6 @@ def test_turns_of_the_assistant_may_belong_to_the_prompt() -> None:
     marked[3][-1]["content"] = "x" * 20
     rewards = lengths(failed_samples="group_mean").step(marked, [{}] * 6).rewards
     assert rewards.tolist() == [2.0, 3.0, 4.0, 20.0, 12.0, 4.0]
-
-
-def test_completions_of_several_turns_are_of_one_group() -> None:
-    logs = [turns("Hi", f"Turn {completion}", "Q", completion, marked=(1, 3)) for completion in COMPLETIONS]
-    logs.append(turns("Hi", "x" * 9, marked=(1,)))  # ended sooner
-    rewards = lengths(failed_samples="group_mean").step(logs, [{}] * 4).rewards
-    assert rewards.tolist() == [2.0, 5.0, 4.0, 9.0]
 
 
 class Counting(Lengths):

@@ -120,20 +120,6 @@ def test_the_env_section_of_a_file() -> None:
     assert environments["other"].global_post_process_and_metrics(batch)[1]["other_env/mean_reward"] == 1
 
 
-def test_where_one_cannot_be_made_the_others_are_shut_down() -> None:
-    path = f"{__name__}.Counting"
-    import sys
-
-    sys.modules.setdefault(__name__, sys.modules[Counting.__module__])
-    Counting.open = 0
-    with pytest.raises(ConfigError, match="cannot be made"):
-        make_environments({"a": {"type": path}, "b": {"type": path, "fail": True}})
-    assert Counting.open == 0
-    with pytest.raises(ConfigError, match="not a mapping"):
-        make_environments({"a": {"type": path}, "b": "rules"})
-    assert Counting.open == 0
-
-
 def test_as_a_ray_actor(ray: Any) -> None:
     with pytest.raises(ConfigError, match="maths"):
         RuleEnvironment.remote({"rule": "maths"})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
 from treeward.data.rendering import Renderer
@@ -121,16 +118,6 @@ def test_a_reward_depends_on_its_conversation_alone(keys: dict[str, Any], folder
     assert environment.step([], []).rewards.shape == (0,)
 
 
-def test_a_template_may_read_any_key(folder: str) -> None:
-    template = "{% for m in messages %}{{ m.role + (m.thinking or '') + m.content }}{% endfor %}"
-    logs = [[*log[:-1], log[-1] | {"thinking": thought}] for log in LOGS[:2] for thought in ("Hm.", "So what?")]
-    want = [s.score for s in Scorer.load(folder, device="cpu", chat_template=template).score(logs)]
-    noted = [[message | {"token_ids": torch.zeros(3)} for message in log] for log in logs]
-    environment = make(folder, tokenizer={"chat_template": template})
-    assert environment.step(noted, [{}] * 4).rewards.tolist() == pytest.approx(want, abs=CLOSE)
-    assert len(set(want)) == 4
-
-
 def test_what_cannot_be_scored_is_masked_and_counted(
     folder: str, scores: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,24 +150,6 @@ def test_failures_may_be_errors_and_leave_no_trace(folder: str) -> None:
     assert environment.state_dict() == before
     assert environment.step(LOGS[4:8], [{}] * 4).rewards.isfinite().all()
     assert environment.state_dict() != before
-
-
-def test_evaluation_feeds_no_running_statistics(folder: str) -> None:
-    environment, other = make(folder, reward_shaping=RUNNING), make(folder, reward_shaping=RUNNING)
-    assert environment.is_stateful and not make(folder).is_stateful
-    first = environment.step(LOGS[:4], INFOS[:4], update=False)
-    assert bool(first.rewards.isnan().all()) and "no running statistics yet" in str(errors(first)[0])
-    environment.step(LOGS[:4], INFOS[:4])
-    before = environment.state_dict()
-    evaluated = environment.step(LOGS[4:], INFOS[4:], update=False)
-    assert environment.state_dict() == before
-    statistics = before["reward_shaping"]["running"]
-    std = math.sqrt(statistics["m2"] / statistics["count"])
-    raw = [metadata[DETAILS]["raw"] for metadata in evaluated.metadata]
-    want = np.clip((np.array(raw) - statistics["mean"]) / std, -5, 5)
-    assert evaluated.rewards.tolist() == pytest.approx(want.tolist(), abs=1e-4)
-    other.step(LOGS[:4], INFOS[:4])
-    assert torch.equal(environment.step(LOGS[4:], INFOS[4:]).rewards, other.step(LOGS[4:], INFOS[4:]).rewards)
 
 
 RUNNING = {"normalize_rewards": True, "running": True}
@@ -260,28 +229,6 @@ def test_shut_down(folder: str) -> None:
         environment.step(LOGS, INFOS)
     with pytest.raises(ModelError, match="was shut down"):
         environment.preprocess_data(LOGS)
-
-
-def test_the_file_in_our_guide(folder: str, scores: list[float], tmp_path: Path) -> None:
-    guide = Path(__file__).parent.parent.parent / "docs" / "environments.md"
-    [text] = re.findall(r"```text\n(policy:.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
-    file = tmp_path / "grpo.yaml"
-    file.write_text(text.replace("results/quickstart/final", folder).replace("bfloat16", "float32"), encoding="utf-8")
-    environment = RewardModelEnvironment(OmegaConf.load(file).env.reward_model)
-    config = environment.config
-    assert (config.batch_size, config.batch_tokens, config.tokenizer.name) == (None, 8192, folder)
-    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
-
-
-def test_several_replicas_need_ray(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="several replicas do not run in one process"):
-        RewardModelEnvironment({"model_name": folder, "num_replicas": 2}, workers="here")
-    monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
-    with pytest.raises(ConfigError, match=r"pip install 'treeward\[ray\]'"):
-        make(folder, num_replicas=2)
-    with pytest.raises(ConfigError, match=r"pip install 'treeward\[ray\]'"):
-        RewardModelEnvironment.remote({"model_name": folder})
-    make(folder)
 
 
 @pytest.mark.gpu

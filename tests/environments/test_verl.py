@@ -191,15 +191,6 @@ def test_what_is_asked_during_a_step_is_the_next_step() -> None:
     assert environment.steps == [["a"], ["bb", "ccc", "dddd"]]
 
 
-def test_an_environment_that_fails_fails_those_that_asked_and_goes_on() -> None:
-    environment = Gate()
-    environment.open.set()
-    asked = RewardSource(environment)
-    with pytest.raises(ConfigError, match="broken"):
-        ask(asked, "explode")[0].result(30)
-    assert ask(asked, "bb")[0].result(30).value == 2.0
-
-
 class Remembers(Environment):
     """A kind by its dotted path; notes what it is told of the samples."""
 

@@ -60,14 +60,6 @@ def test_an_answer_is_computed_once(client: Any, loaded_model: ServedModel) -> N
     assert computed == got["num_tokens"] + len(got["points"]) - 1
 
 
-def test_messages_and_a_model_by_name(client: Any) -> None:
-    got = trace(client, model="tiny", completion=[{"role": "assistant", "content": ANSWER}])
-    assert got["points"] == trace(client)["points"]
-    turns = [{"role": "assistant", "content": "Wait."}, {"role": "user", "content": "Well?"}]
-    got = trace(client, completion=[*turns, {"role": "assistant", "content": "Six minutes."}])
-    assert got["text"] == "Six minutes."
-
-
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [

@@ -123,16 +123,11 @@ def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, loaded_mo
     ("output", "why"),
     [
         ([], "there is no completion to score"),
-        ([{"type": "reasoning", "summary": []}], "there is no completion to score"),
-        ([{"type": "function_call_output", "call_id": "c", "output": "1"}], "there is no completion to score"),
         ([{"type": "web_search_call", "id": "w"}], "'web_search_call' cannot be scored"),
         ([{"role": "assistant", "content": [{"type": "output_audio"}]}], "'output_audio' cannot be scored"),
-        ([{"role": "assistant", "content": [{"type": ["x"]}]}], "cannot be scored"),
         ([{"role": "assistant", "content": 3}], "content cannot be read"),
         ([{"role": "assistant", "content": "word " * 400}], "too long to score"),
-        ([{"role": None, "content": "x"}], "role cannot be read"),
         ([{"role": "assistant", "content": "x", "tool_calls": [3]}], "tool_calls[0] cannot be read"),
-        ([{"type": "function_call", "arguments": "{}"}], "name cannot be read"),
     ],
 )
 def test_no_reward_is_the_masked_form(client: Any, output: list[Any], why: str) -> None:
@@ -165,13 +160,9 @@ def test_a_server_that_does_not_score_in_time_masks_too(own_client: Any, service
         b"",
         b"{",
         b"[]",
-        b"3",
-        b"{}",
         b'{"responses_create_params": {"input": "x"}, "response": {"output": [NaN]}}',
         b'{"responses_create_params": {"input": 3}, "response": {"output": []}}',
         b'{"responses_create_params": {"input": "x"}, "response": {"output": {}}}',
-        b'{"responses_create_params": {"input": "x"}, "response": {"output": ["x"]}}',
-        b'{"responses_create_params": {"input": "x"}, "response": null}',
         b'{"responses_create_params": {"input": "x"}, "response": {"output": []}, "reward_threshold": "high"}',
     ],
 )
@@ -241,18 +232,6 @@ class TestItems:
             {"role": "user", "content": "2 + 2?"},
             {"role": "assistant", "content": "4"},
         ]
-
-    def test_parts_are_joined_and_the_developer_is_the_system(self) -> None:
-        parts = [{"type": "input_text", "text": "2 + "}, {"type": "input_text", "text": "2?"}]
-        params = {"input": [{"role": "developer", "content": "Add."}, {"role": "user", "content": parts}]}
-        output = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]
-        read = conversation_of(params, output)
-        assert [(message["role"], message["content"]) for message in read] == [
-            ("system", "Add."),
-            ("user", "2 + 2?"),
-            ("assistant", "No."),
-        ]
-        assert conversation_of(params, output, developer="developer")[0]["role"] == "developer"
 
     def test_calls_belong_to_the_message_before_them(self) -> None:
         output = [

@@ -208,11 +208,3 @@ def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
     assert late.status_code == 504
     assert late.json()["error_type"] == "Overloaded"
     assert int(late.headers["Retry-After"]) >= 1
-
-
-def test_padding_around_a_query_is_taken_away_however_long_it_is(shared: Any) -> None:
-    served = shared("chatml")
-    padding = served.scorer.renderer.tokenizer.pad_token
-    text = padding * 200_000 + served.texts[0].rstrip() + padding * 200_000
-    answer = served.client.post("/get_reward", json={"query": [text]}).json()
-    assert answer["rewards"] == pytest.approx(served.scores[:1], abs=1e-5)
