@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from treeward.config import load_config, load_grpo_config
-from treeward.config.preflight import COMPARISON_SETS, PROMPT_SETS, check_inputs
+from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS
+from treeward.config.preflight import check_inputs
 from treeward.data.datasets import _DATASETS
 from treeward.data.prompt_sets import _PROMPT_DATASETS
 from treeward.errors import ConfigError
@@ -98,7 +99,7 @@ def test_columns_are_read_where_that_is_cheap(load, tmp_path, content):
 
 def test_the_names_are_those_of_the_registries():
     own = {name for name, cls in _DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
-    assert set(COMPARISON_SETS) == own
+    assert set(COMPARISON_SETS) == own, "config/data_forms.py names every dataset"
     own = {name for name, cls in _PROMPT_DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
     assert set(PROMPT_SETS) == own
 

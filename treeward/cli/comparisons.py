@@ -18,7 +18,7 @@ from treeward.config.load import load_section
 from treeward.errors import ConfigError, DataError
 
 _FORMS = {
-    "PreferenceDataset": {"completions"},
+    "PreferenceDataset": {"context", "completions"},
     "HelpSteer3": {"response1", "response2", "overall_preference"},
     "BinaryPreferenceDataset": {"prompt", "chosen", "rejected"},
 }

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from treeward.config.base import nearest_name
 from treeward.errors import ConfigError
 
-__all__ = ["keys_of_forms", "normalise_data"]
+__all__ = ["COMPARISON_SETS", "PROMPT_SETS", "keys_of_forms", "normalise_data"]
 
 Block = dict[str, Any]
 Splits = Mapping[str | None, str | None]
@@ -40,15 +40,20 @@ _TRAINING_KEY = "non_contextual_answer"  # a flat key for the training sets alon
 _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
 _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
 
-# Sets that bring their own data: name of a validation set -> its split; under None the training split.
-_COMPARISONS: Mapping[str, Splits] = {
+# The names of the sets in `treeward.data`, which this layer cannot import. Those that bring their own data have the
+# name of each validation set with its split, and under None the training split.
+COMPARISON_SETS: Mapping[str, Splits] = {
+    "PreferenceDataset": {},
+    "BinaryPreferenceDataset": {},
     **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
     **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), {None: "train"}),
     **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),
     "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},
 }
-_PROMPTS: Mapping[str, Splits] = {
-    "OpenMathInstruct-2": {None: None},
+PROMPT_SETS: Mapping[str, Splits] = {
+    "PromptDataset": {},
+    "ResponseDataset": {},
+    **dict.fromkeys(("OpenMathInstruct-2", "OpenMathInstruct2"), {None: None}),
     "DeepScaler": {None: None},
     "AIME2024": {None: "train", "default": "train"},
     "Bundled": {None: "train", "default": "validation"},
@@ -67,7 +72,7 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
     `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for validation sets that
     cannot be told apart.
     """
-    data, own_splits = dict(raw), _COMPARISONS if "chosen_key" in block_keys else _PROMPTS
+    data, own_splits = dict(raw), COMPARISON_SETS if "chosen_key" in block_keys else PROMPT_SETS
     shared = _shared_values(data, block_keys)
     is_training_key = _TRAINING_KEY in block_keys and _TRAINING_KEY in data
     for_training = {_TRAINING_KEY: data.pop(_TRAINING_KEY)} if is_training_key else {}
@@ -75,9 +80,9 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
     train = _train_blocks(data, shared)
     validation = _validation_blocks(data, shared, block_keys, val_split)
     name = shared.get("dataset_name", "")
-    if not train and (name in own_splits or "." in name):
+    if not train and (own_splits.get(name) or "." in name):
         train = [dict(shared)]
-    if name in own_splits and not has_train_block and not validation and train[0].get("data_path") is None:
+    if own_splits.get(name) and not has_train_block and not validation and train[0].get("data_path") is None:
         own = {key: split for key, split in own_splits[name].items() if key is not None}
         validation = [{**shared, "name": key, "split": val_split or split} for key, split in own.items()]
     if val_split is not None and not validation:
@@ -159,7 +164,7 @@ def _with_own_split(block: Block, own_splits: Mapping[str, Splits], *, is_train:
     """The block with the split of a set that brings its own data, unless it says which data."""
     own = own_splits.get(str(block.get("dataset_name")))
     is_given = any(block.get(key) is not None for key in ("data_path", "split"))
-    if own is None or is_given or block.get("split_validation_size"):  # both parts of a set are of one split
+    if not own or is_given or block.get("split_validation_size"):  # both parts of a set are of one split
         return block
     if is_train:
         return {**block, "split": own[None]}

@@ -20,22 +20,13 @@ from typing import Any
 
 from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig, SetConfig
+from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import is_enabled
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
 
-__all__ = ["COMPARISON_SETS", "PROMPT_SETS", "check_inputs", "check_packages"]
-
-COMPARISON_SETS = (
-    *("PreferenceDataset", "BinaryPreferenceDataset", "HelpSteer3", "HelpSteer3Dataset", "Tulu3Preference"),
-    *("Tulu3PreferenceDataset", "HHTranscripts", "hh-rlhf", "Bundled"),
-)
-PROMPT_SETS = (
-    *("PromptDataset", "ResponseDataset", "OpenMathInstruct-2", "OpenMathInstruct2", "DeepScaler", "AIME2024"),
-    "Bundled",
-)
-"""The names of the datasets in `treeward.data`, which this layer cannot import."""
+__all__ = ["check_inputs", "check_packages"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
 
