@@ -69,7 +69,7 @@ def describe_numbers(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     for row in rows:
         response = row.get("response")
         usage = response.get("usage") if isinstance(response, Mapping) else None
-        for name, value in {**row, **(usage or {})}.items():
+        for name, value in {**row, **(usage if isinstance(usage, Mapping) else {})}.items():
             if isinstance(value, int | float) and math.isfinite(value) and not name.startswith("_"):
                 columns.setdefault(name, []).append(float(value))
     columns.pop("mask_sample", None)
