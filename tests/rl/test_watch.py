@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,7 @@ def test_prompts_that_failed_are_left_out_of_both_sides() -> None:
         ("length_growth", {"length": 201.0, "length_correlation": 0.1}, {"length": 201.0, "length_correlation": 0.5}),
         ("length_growth", {"length": 201.0, "proxy_by_prompt": [-1.0]}, {"length": 201.0}),
         ("length_growth", {"length": 201.0, "gold_by_prompt": [0.0]}, {"length": 201.0}),
+        ("length_growth", {"length": 199.0}, {"length": 201.0, "gold_by_prompt": [math.nan]}),
     ],
 )
 def test_signs(kind: str, calm: dict[str, Any], trouble: dict[str, Any]) -> None:

@@ -152,6 +152,9 @@ def test_another_run_is_refused_by_the_values_that_differ(tmp_path: Path) -> Non
         "grpo.a: got y, need null",
         "grpo.new: got [1], need nothing",
     ]
+    write_state(tmp_path, RunState(1, {"prompt": "Judge. " * 50 + "Be kind."}))
+    with pytest.raises(CheckpointError, match=r"got \.\.\..*Be strict\., need \.\.\..*Be kind\.\n"):
+        check_identity(tmp_path, {"prompt": "Judge. " * 50 + "Be strict."})
     many = {f"k{i}": i for i in range(10)}
     write_state(tmp_path, RunState(1, many))
     with pytest.raises(CheckpointError, match="k7: got 8, need 7\n  and 2 more"):
@@ -169,6 +172,14 @@ def test_what_cannot_be_saved_or_read_is_told(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="the checkpoint is damaged") as caught:
             load_state(tmp_path, session.optimizer, session.scheduler)
         assert str(file) in str(caught.value) and f"remove {tmp_path}" in str(caught.value)
+
+
+def test_an_optimiser_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    for odd, named in ((Code(), "posix.getcwd"), (lambda: 1, "lambda")):
+        session.optimizer.param_groups[0]["odd"] = odd
+        with pytest.raises(CheckpointError, match=rf"(?s)policy.optimizer.*cannot be saved.*{named}"):
+            session.save(tmp_path, 1)
 
 
 class Code:

@@ -167,14 +167,14 @@ class EnvironmentRunner:
     ) -> dict[str, list[Reward]]:
         """By the worker's name, a reward for each of its places, in order."""
         futures = {worker: worker.start(*_samples(groups, places), update=update) for worker, places in chosen.items()}
-        wait(futures.values(), timeout=self.timeout_seconds)
+        in_time = wait(futures.values(), timeout=self.timeout_seconds).done
         found: dict[str, list[Reward]] = {}
         states: dict[_Worker, dict[str, Any]] = {}
         for worker, future in futures.items():
-            count, error = len(chosen[worker]), future.exception() if future.done() else None
+            count, error = len(chosen[worker]), future.exception() if future in in_time else None
             if isinstance(error, ConfigError | ModelError | CheckpointError):
                 raise error
-            if not future.done() or error is not None:
+            if future not in in_time or error is not None:
                 future.cancel()
                 reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else ""
                 reason = reason or f"it raised {type(error).__name__}: {error}"

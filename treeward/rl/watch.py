@@ -250,7 +250,7 @@ class OverOptimisationWatch:
 
     def _length_growth(self, now: _Validation, length: float, correlation: float) -> _Found:
         factor, start = self.config.max_length_growth, self._first_length
-        if factor is None or self._first is None or now.gold_P:
+        if factor is None or self._first is None or not math.isnan(_mean(now.gold_P)):
             return None  # a gold reward tells more than lengths do
         rise = _difference(self._first.proxy_P, now.proxy_P).value
         if not length > factor * start > 0 or not rise > 0 or correlation < self.config.min_length_correlation:

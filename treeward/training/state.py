@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -68,8 +69,19 @@ def save_state(folder: Path, state: RunState, optimizer: torch.optim.Optimizer |
     }
     try:
         torch.save(held, folder / _OPTIMIZER)
+        refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(folder / _OPTIMIZER))
     except RuntimeError as error:  # torch's own word for a full disk
         raise OSError(f"{_OPTIMIZER}: {error}") from error
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        refused = str(error)
+    if refused:
+        raise CheckpointError(
+            "the state of the run cannot be saved",
+            where="policy.optimizer or policy.scheduler: its state_dict()",
+            got=refused,
+            need="tensors, numbers, texts, and lists and mappings of these: nothing else would be loaded again",
+            fix="use another class, or for an optimiser set checkpointing.save_optimizer=false",
+        )
     write_state(folder, state)
 
 
@@ -143,7 +155,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     saved = dict(flattened(read_state(folder).identity))
     now = dict(flattened(json.loads(json.dumps(identity, default=str))))
     differences = [
-        f"{name}: got {_excerpt(now.get(name, 'nothing'))}, need {_excerpt(saved.get(name, 'nothing'))}"
+        _difference(name, now.get(name, "nothing"), saved.get(name, "nothing"))
         for name in {**saved, **now}
         if saved.get(name) != now.get(name)
     ]
@@ -158,9 +170,17 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     )
 
 
-def _excerpt(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+def _difference(name: str, *values: Any) -> str:
+    """What is got and what is needed; long texts from shortly before they begin to differ."""
+    texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+    longest = max(map(len, texts))
+    start = max(0, len(os.path.commonprefix(texts)) - _LONGEST_VALUE // 4) if longest > _LONGEST_VALUE else 0
+    cut = [text[start : start + _LONGEST_VALUE] for text in texts]
+    got, need = (
+        f"{'...' if start else ''}{part}{'...' if len(text) > start + len(part) else ''}"
+        for part, text in zip(cut, texts, strict=True)
+    )
+    return f"{name}: got {got}, need {need}"
 
 
 def _unreadable(file: Path, error: Exception) -> CheckpointError:
