@@ -223,6 +223,32 @@ def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_toke
     check_policy(policy, [[5, 6, 7, 8, 9], [3, 4, 5, 6]])
 
 
+def test_a_bfloat16_model_is_merged_in_float32() -> None:
+    policy = adapted(causal_model("qwen3").bfloat16())
+    name = "model.layers.0.mlp.up_proj"
+    layer: Any = policy.hf.get_submodule(name)
+    exact = layer.base_layer.weight.float() + 3.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
+    merged = plain_state(policy, torch.float32)[f"{name}.weight"]
+    assert torch.allclose(merged, exact, atol=1e-6)
+    assert torch.equal(plain_state(policy)[f"{name}.weight"], merged.bfloat16())
+
+
+def test_autocast_runs_the_adapters_and_merges_the_same_weights() -> None:
+    exact, policy = adapted(causal_model("qwen3")), adapted(causal_model("qwen3"))
+    policy.compute_dtype = torch.bfloat16
+    got = policy.log_probs(GROUPS, STARTS).values_SL
+    with torch.no_grad():
+        want = exact.log_probs(GROUPS, STARTS).values_SL
+        with without_adapters(exact):
+            frozen = exact.log_probs(GROUPS, STARTS).values_SL
+    assert float((got.detach() - want).abs().max()) < 0.3 < float((frozen - want).abs().max())
+    got.sum().backward()
+    for weight in adapter_state(policy).values():
+        assert weight.grad is not None and weight.grad.dtype == torch.float32 and bool(weight.grad.any())
+    ours, theirs = plain_state(policy), plain_state(exact)
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+
+
 def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -> None:
     policy = adapted(causal_model("qwen3"))
     save_adapters(policy, tmp_path / "saved")

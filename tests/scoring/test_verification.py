@@ -100,7 +100,7 @@ def replace_unused_rows(folder: Path) -> None:
     change_weights(folder, change)
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
 
 def swap_words(folder: Path) -> None:
@@ -186,6 +186,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a tensor lost": (lambda f: change_weights(f, lambda t: t.pop(UP)), "weights", "other names or shapes"),
     "architecture": (
         lambda f: edit(f / "config.json", rms_norm_eps=0.1), "files", "by rms_norm_eps got rms_norm_eps 0.1 need",
+    ),
+    "fewer positions than a golden conversation has tokens": (
+        lambda f: edit(f / "config.json", max_position_embeddings=50), "files", "by max_position_embeddings got",
+    ),
+    "weights that give no number": (
+        lambda f: change_weights(f, lambda t: t.update({k: 1e30 * t[k] for k in (NORM, "score.weight")})),
+        "weights", "2 of 21 tensors are others: model.norm.weight, score.weight got (nan|-?inf) for",
     ),
     "config gone": (lambda f: (f / "config.json").unlink(), "files", "config.json is missing"),
     "tokenizer gone": (
