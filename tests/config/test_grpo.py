@@ -119,6 +119,7 @@ def test_overlong_filtering_masks():
         ({"ratio_clip_c": 1.2, "ratio_clip_max": 0.28}, "ratio_clip_c"),
         ({"sequence_level_importance_ratios": True}, "sequence_level_importance_ratios"),
         ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio"),
+        ({"truncated_importance_sampling_type": "icepop"}, "truncated_importance_sampling_type"),
         ({"use_kl_in_reward": True, "kl_in_reward": False}, "kl_in_reward"),
     ],
 )  # fmt: skip
@@ -140,6 +141,8 @@ def test_what_the_loss_refuses(keys, field):
          "hf_config_overrides"),
         ({"lora_cfg": {"enabled": True}}, "lora_cfg.enabled"),
         ({"generation": {"backend": "openai"}}, "generation.url"),
+        ({"generation": {"vllm_cfg": {"precision": "fp8", "gpu_memory_utilization": 0.6}}},
+         "generation.vllm_cfg.precision"),
         ({"generation": {"url": "http://h/v1"}}, "generation.url"),
         ({"generation": {"backend": "openai", "url": "http://h/v1", "top_k": 4}}, "generation.top_k"),
         ({"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}}, "generation.url"),

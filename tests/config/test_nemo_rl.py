@@ -104,6 +104,7 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
         ("loss_fn.use_cispo=true", "loss_fn.use_cispo"),
         ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.enabled"),
         ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size"),
+        ("policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.cpu_offload"),
         ("policy.draft.enabled=true", "policy.draft.enabled"),
         ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),
         ("data.train.processor=sft_processor", "data.train[0].processor"),
@@ -116,4 +117,5 @@ def test_what_cannot_be_done_is_refused_where_it_is_switched_on(override, field)
         load_grpo_config(FILES / "grpo_math_1B.yaml", [override])
     assert caught.value.field == field
     assert caught.value.need or caught.value.fix
+    assert "None" not in str(caught.value)
     assert override in caught.value.where

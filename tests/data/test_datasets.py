@@ -433,6 +433,15 @@ def test_custom_classes(custom: str) -> None:
     assert stream.fingerprint != other.fingerprint
 
 
+def test_kwargs_of_a_dataset_of_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    own = {"dataset_name": "treeward.data.datasets.PreferenceDataset", "data_path": str(tmp_path / "a.jsonl")}
+    found = {open_dataset(DatasetConfig(**own, kwargs=kwargs)).fingerprint for kwargs in ({}, {"a": 1}, {"a": 2})}
+    assert len(found) == 3
+    with pytest.raises(ConfigError, match="HelpSteer3 takes no kwargs"):
+        DatasetConfig(dataset_name="HelpSteer3", kwargs={"a": 1})
+
+
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [

@@ -102,9 +102,11 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         for key in must_be_off.keys() & given.keys() - cls.model_fields.keys():
             value = given.pop(key)
             if not _is_off(value):
-                field = f"{key}.enabled" if isinstance(value, Mapping) and "enabled" in value else key
+                field = key
+                if isinstance(value, Mapping) and "enabled" in value:
+                    field, value = f"{key}.enabled", value["enabled"]
                 need, fix = "null, false or no such key", must_be_off[key]
-                raise ConfigError(f"{key} is not supported", field=field, got=value, need=need, fix=fix)
+                raise ConfigError(f"{key} is not supported", field=field, got=_shown(value), need=need, fix=fix)
         for key in set(cls.keys_without_effect()) & given.keys() - cls.model_fields.keys():
             del given[key]
             (info.context or {}).get("ignored", []).append(key)

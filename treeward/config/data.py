@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from treeward.config.base import Strict
-from treeward.config.data_forms import keys_of_forms, normalise_data
+from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS, keys_of_forms, normalise_data
 from treeward.errors import ConfigError
 
 __all__ = ["DataConfig", "DatasetConfig", "PromptDataConfig", "PromptSetConfig", "SetConfig", "check_longest_input"]
@@ -54,7 +54,7 @@ class SetConfig(Strict):
     name: Annotated[str | None, AfterValidator(_part_of_a_metric)] = None
     """Name of a validation set: its metrics are `validation-<name>/...`. The only unnamed one is called `default`."""
     data_path: str | None = None
-    """A file (jsonl, json, csv, parquet, arrow, each also gzipped), a `save_to_disk` folder, or a hub name."""
+    """A file (jsonl, json, csv or tsv, also gzipped; parquet, arrow), a `save_to_disk` folder, or a hub name."""
     split: str | None = None
     """Split of a hub dataset or of a saved folder."""
     subset: str | None = None
@@ -80,6 +80,9 @@ class SetConfig(Strict):
             fix = "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2"
             need = "a file, a folder or a hub name"
             raise ConfigError(f"{self.dataset_name} needs a data_path", got="no data_path", need=need, fix=fix)
+        is_ours = self.dataset_name in (*COMPARISON_SETS, *PROMPT_SETS)
+        summary, need = f"{self.dataset_name} takes no kwargs", "no kwargs, or the dotted path of a class"
+        self.refuse(self.kwargs and is_ours, summary, "kwargs", need=need)
 
 
 class DatasetConfig(SetConfig):

@@ -17,14 +17,13 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "ColocatedConfig": "resources",
     "DataConfig": "processor env_name num_workers",
     "DatasetConfig": "processor env_name",
-    "GenerationConfig": "vllm_cfg vllm_kwargs sglang_cfg sglang_kwargs mcore_generation_config val_temperature",
+    "GenerationConfig": "vllm_kwargs sglang_cfg sglang_kwargs mcore_generation_config val_temperature",
     "GRPOConfig": "calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics",
     "LoggerConfig": "num_val_samples_to_print monitor_gpus gpu_monitoring swanlab",
     "LoraConfig": "use_triton dropout_position",
     "MathEnvironmentConfig": "stop_strings",
     "NemoGymConfig": "entrypoint domain verified verified_url description value name datasets expose_tools_over_mcp "
     "license skills num_workers",
-    "PolicyLossConfig": "truncated_importance_sampling_type",
     "PromptDataConfig": "num_workers use_multiple_dataloader",
     "PromptSetConfig": "repeat download_dir",
     "RewardModelEnvironmentConfig": "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation "

@@ -74,6 +74,8 @@ class PolicyLossConfig(Strict):
     """Weight tokens by the trainer's probability over the generator's, for a generator with other numerics."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """The largest such weight; larger ones are cut to it. None: no limit."""
+    truncated_importance_sampling_type: Literal["tis"] | None = None
+    """NeMo RL's name of what is always done: larger weights are cut. Its other types are not supported."""
     use_on_policy_kl_approximation: bool = False
     """Weight the estimated KL of a token by its new probability over its probability when it was sampled."""
     force_on_policy_ratio: bool = False

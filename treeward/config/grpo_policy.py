@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict, TextOrTexts
 from treeward.config.policy import DEFAULT_MICRO_BATCH_TOKENS, ShardingConfig, TokenizerConfig, TrainedModelConfig
 
-__all__ = ["ColocatedConfig", "GRPOPolicyConfig", "GenerationConfig", "LoraConfig"]
+__all__ = ["ColocatedConfig", "GRPOPolicyConfig", "GenerationConfig", "LoraConfig", "VllmConfig"]
 
 
 class LoraConfig(Strict):
@@ -59,6 +59,20 @@ class ColocatedConfig(Strict):
 
     enabled: bool = True
     """Generation and training take turns on the same GPU. False: a server at `url` generates on GPUs of its own."""
+
+
+class VllmConfig(Strict):
+    """NeMo RL's settings of vLLM. A server has its own; only the precision is checked, the other keys have no
+    effect."""
+
+    model_config = ConfigDict(extra="allow")
+
+    precision: str | None = None
+    """Number format of the generator's weights. Eight bits (`fp8`) are not supported."""
+
+    def check(self) -> None:
+        is_eight_bit, need = "8" in (self.precision or ""), "bfloat16, float32 or null"
+        self.refuse(is_eight_bit, "completions are not sampled with eight-bit weights", "precision", need=need)
 
 
 class GenerationConfig(Strict):
@@ -106,6 +120,8 @@ class GenerationConfig(Strict):
     `openai`."""
     weight_folder: str | None = None
     """That folder. None: `weights` in `checkpointing.checkpoint_dir`."""
+    vllm_cfg: VllmConfig = VllmConfig()
+    """NeMo RL's settings of vLLM; only the precision is checked."""
     colocated: ColocatedConfig = ColocatedConfig()
     """Whether generation shares the GPUs of training."""
 

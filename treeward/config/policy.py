@@ -58,7 +58,8 @@ class ShardingConfig(Strict):
         for key in ("tensor_parallel_size", "context_parallel_size", "custom_parallel_plan", "cpu_offload"):
             default = ShardingConfig.model_fields[key].default
             is_given = getattr(self, key) != default and not (key == "cpu_offload" and self._can_offload)
-            self.refuse(is_given, f"{key} is not supported yet", key, need=str(default or None), fix=self._saves_memory)
+            need = "null" if default is None else str(default).lower()
+            self.refuse(is_given, f"{key} is not supported yet", key, need=need, fix=self._saves_memory)
 
 
 class DTensorConfig(ShardingConfig):

@@ -128,7 +128,7 @@ class JudgeEnvironmentConfig(Strict):
     def check(self) -> None:
         missing = [name for name in REQUIRED_PLACEHOLDERS[self.mode] if self.template and name not in self.template]
         need = f"{' and '.join(REQUIRED_PLACEHOLDERS[self.mode])}, where the texts to judge go"
-        self.refuse(missing, f"the template of mode {self.mode} has no {missing[:1]}", "template", need=need)
+        self.refuse(missing, f"the template of mode {self.mode} has no {', '.join(missing)}", "template", need=need)
         is_falling, need = self.lowest_rating >= self.highest_rating, "lowest_rating below highest_rating"
         self.refuse(is_falling, "the scale of ratings does not rise", "lowest_rating highest_rating", need=need)
 

@@ -147,7 +147,7 @@ class RowDataset(RowSource):
                 fingerprint(self.path, split=self.split, subset=self.subset),
                 f"{cls.__module__}.{cls.__qualname__} {cls.parsing_version}",
                 _source_text(cls),
-                json.dumps([config.prompt_key, config.chosen_key, config.rejected_key]),
+                json.dumps([config.prompt_key, config.chosen_key, config.rejected_key, config.kwargs], default=repr),
                 self.task_name,
                 repr(files),
             )

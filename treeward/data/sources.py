@@ -28,7 +28,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ KINDS = {
 }
 """The suffix of a file -> what it holds."""
 
+_NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json")
 _ROWS_PER_BATCH = 1024
 _LONGEST_CELL_CHARACTERS = 2**31 - 1
 
@@ -134,7 +135,10 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[tuple[str
         is_saved = any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json"))
         if is_saved:
             return (), *_table(path, split, subset)
-        chosen, _ = _chosen_split(_files_of_splits(path, subset), path, split)
+        splits = _files_of_splits(path, subset)
+        if subset is None:
+            _refuse_files_without_split(path, splits)
+        chosen, _ = _chosen_split(splits, path, split)
         return _known_kinds(sorted(chosen)), None, path
     files = [path] if os.path.exists(path) else []
     if not files and glob.has_magic(path):
@@ -206,11 +210,35 @@ def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tu
     return splits[chosen], chosen
 
 
-def _known_kinds(files: Iterable[str]) -> tuple[str, ...]:
+def _refuse_files_without_split(folder: str, splits: Mapping[str, Iterable[str]]) -> None:
+    """Raise `DataError` for data that `datasets` passes over, unless the folder's card says what is read."""
+    card = os.path.join(folder, "README.md")
+    if os.path.isfile(card) and "configs:" in "".join(_texts(card)):
+        return
+    read = {os.path.basename(file) for files in splits.values() for file in files}
+    names = sorted(
+        name for name in os.listdir(folder) if file_suffix(name) in KINDS and not name.startswith((".", "_"))
+    )
+    if left := [name for name in names if name not in read and name not in _NOT_DATA]:
+        got, need = (
+            f"{', '.join(left)} beside {', '.join(sorted(read))}",
+            "files of one kind, with a split in each name",
+        )
+        fix = f"move them, or choose with a pattern, as *{file_suffix(left[0])}"
+        raise DataError("files of the folder are in no split", where=folder, got=got, need=need, fix=fix)
+
+
+def _known_kinds(files: Sequence[str]) -> tuple[str, ...]:
     for file in files:
-        if file_suffix(file) not in KINDS:
+        kind = KINDS.get(file_suffix(file))
+        if kind is None or (kind in ("parquet", "arrow") and file.lower().endswith(".gz")):
             got, need = f"the suffix {os.path.splitext(file)[1] or 'is missing'}", f"one of {', '.join(KINDS)}"
-            raise DataError("the kind of file is not known", where=file, got=got, need=need)
+            raise DataError(
+                "the kind of file is not known", where=file, got=got, need=f"{need}; those of text also .gz"
+            )
+        if f"{file}.gz" in files:
+            got, fix = f"{file} and {file}.gz", "remove one of them, or choose with a pattern"
+            raise DataError("a file is there twice", where=file, got=got, need="each row once", fix=fix)
     return tuple(files)
 
 
@@ -320,6 +348,9 @@ def _csv_rows(path: str, kind: str) -> Iterator[Row]:
             raise DataError(f"the row is not valid CSV: {error}", where=where, need=need) from error
         if cells and not header:
             header = cells
+            if twice := [name for name in header if header.count(name) > 1]:
+                need = "different names: one of them would be lost"
+                raise DataError("columns have the same name", where=where, got=", ".join(twice), need=need)
         elif cells and len(cells) != len(header):
             got, need = f"{len(cells)} cells", f"{len(header)}: {', '.join(header)}"
             fix = "put cells that hold the separator or a line break in double quotes"
