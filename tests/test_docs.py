@@ -4,7 +4,8 @@ Python blocks run as they are; those of one file share their names. Commands run
 terminal; a server that is started in the background (`treeward serve ... &`) is a process of its own, on a free port in
 the place of 8000, and serves the rest of its file. What needs a hub (`rm.yaml`, a model by its hub name) is checked as
 far as the configuration. A YAML block whose first line is `# NAME.yaml` lies in the folder under that name. The
-quickstart's configuration is the shipped one with fewer steps, and so is a run of GRPO that a guide writes.
+quickstart's configuration is the shipped one with fewer steps and no report; a run of GRPO that a guide writes has
+fewer steps too.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (configs / shipped.name).write_text(shipped.read_text(encoding="utf-8"), encoding="utf-8")
     (configs / "shipped.yaml").write_text((configs / "quickstart.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     (configs / "quickstart.yaml").write_text(
-        "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\n", encoding="utf-8"
+        "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\nevaluation: {enabled: false}\n",
+        encoding="utf-8",
     )
     rows = [
         {"prompt": f"{n} + 1?", "question": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No idea."}
