@@ -198,6 +198,7 @@ def test_saved_dataset(tmp_path: Path) -> None:
     assert values(tmp_path / "one") == [rows[2], rows[0]]
     assert {type(row["score"]) for row in values(tmp_path / "one")} == {float}  # and not numpy's
     assert values(tmp_path / "one", split="train") == [rows[2], rows[0]]
+    assert "no split" in str(refused(tmp_path / "one", split="validation"))
     assert next(read_rows(str(tmp_path / "one"))).where == f"{tmp_path / 'one'}:row 1"
     shard = next((tmp_path / "one").glob("*.arrow"))
     assert values(shard) == [rows[2], rows[0]]

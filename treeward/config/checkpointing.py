@@ -108,7 +108,7 @@ def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple
     known = sorted((metric for metric in METRICS if spelling.endswith(f"_{metric}")), key=len)
     longest = [(spelling.removesuffix(f"_{metric}"), metric) for metric in known[-1:]]
     validation, _, metric = spelling.rpartition("_")
-    return (meant or longest or sorted(named)[-1:] or [(validation, metric)])[0]
+    return (meant or sorted(named)[-1:] or longest or [(validation, metric)])[0]
 
 
 def parse_grpo_metric_name(name: str) -> str:

@@ -109,7 +109,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark, got = getattr(error, "problem_mark", None), str(getattr(error, "problem", None) or error)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError("the YAML cannot be read", where=where, got=got, need="a file in UTF-8") from error
+        raise ConfigError("the YAML cannot be read", where=where, got=got, need="a YAML file in UTF-8") from error
     if not isinstance(tree, dict):
         raise ConfigError("the configuration is not a mapping", where=str(path), got=tree, need="policy: {...}")
     return {str(key): value for key, value in tree.items()}

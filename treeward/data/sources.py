@@ -133,7 +133,7 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[tuple[str
     """The files that the path means; or none, and a `datasets.Dataset` with its name in errors."""
     if os.path.isdir(path):
         is_saved = any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json"))
-        if is_saved:
+        if is_saved and subset is None:
             return (), *_table(path, split, subset)
         splits = _files_of_splits(path, subset)
         if subset is None:
@@ -183,8 +183,12 @@ def _table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
         fix += "gated dataset needs HF_TOKEN"
         got = f"{type(error).__name__}: {error}"
         raise DataError("the dataset cannot be read", where=path, got=got, need=need, fix=fix) from error
-    if not isinstance(loaded, Mapping):  # the hub gave the split that was asked for
-        return (loaded, path) if os.path.isdir(path) else (loaded, f"{path}[{split}]")
+    if not isinstance(loaded, Mapping):
+        if not os.path.isdir(path):  # the hub gave the split that was asked for
+            return loaded, f"{path}[{split}]"
+        if split in (None, "train"):  # one saved table is a lone split, as a file is
+            return loaded, path
+        loaded = {str(loaded.split or "train"): loaded}
     table, name = _chosen_split(loaded, path, split)
     return table, f"{path}[{name}]"
 
