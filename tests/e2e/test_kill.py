@@ -25,7 +25,7 @@ moments = {
     "before the first checkpoint": (RewardModelRun, "step", lambda run, number: number == 2),
     "between model and optimiser of a save": (loop, "save_state", lambda folder, state, *_: state.step == 4),
     "before the rename of a save": (os, "rename", lambda source, target: Path(target).name == "step_4"),
-    "before old ones are removed": (checkpoints.CheckpointStore, "_prune", lambda store: store.latest().step == 6),
+    "before old ones are removed": (checkpoints.CheckpointStore, "prune", lambda store: store.latest().step == 6),
     "in the middle of a step": (RewardModelRun, "_update_weights", lambda run, number, total: number == 7),
     "in the export": (export, "model_card"),
 }

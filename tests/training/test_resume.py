@@ -99,8 +99,8 @@ def _before_the_rename(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _before_the_old_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    prune = CheckpointStore._prune
-    monkeypatch.setattr(CheckpointStore, "_prune", lambda self: die() if len(self.all()) > 1 else prune(self))
+    prune = CheckpointStore.prune
+    monkeypatch.setattr(CheckpointStore, "prune", lambda self: die() if len(self.all()) > 1 else prune(self))
 
 
 def _in_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +184,40 @@ def test_a_run_can_be_made_longer(tiny_run: Callable[..., Any], tmp_path: Path, 
     assert (outcome.step, outcome.total_steps) == (4, 4)
     rates = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/rm/lr"] for line in rates if "train/rm/lr" in line] == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
+
+
+def test_a_longer_run_that_dies_before_its_export_does_not_keep_the_shorter_ones_model(
+    tiny_run: Callable[..., Any], tmp_path: Path, read_weights: Callable[[Path], dict[str, Any]]
+) -> None:
+    train(tiny_run("rm.max_num_steps=2", "checkpointing.metric_name=null"), show_progress=False)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(RewardModelRun, "export", die)
+        train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
+    outcome = train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
+    exported, last = (read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_4/model"))
+    assert outcome.model_step == 4 and all(torch.equal(exported[name], last[name]) for name in last)
+
+
+def test_a_run_that_is_stopped_in_its_last_validation_chooses_when_it_is_made_up_for(
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Result,
+    result_of: Callable[[Path], Result],
+) -> None:
+    validate = RewardModelRun.validate
+
+    def signalled(self: RewardModelRun, step: int, should_stop: Callable[[], str | None]) -> Any:
+        if step == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return validate(self, step, should_stop)
+
+    monkeypatch.setattr(RewardModelRun, "validate", signalled)
+    stopped = train(tiny_run(), show_progress=False)
+    monkeypatch.undo()
+    assert (stopped.step, stopped.exit_code, stopped.model_folder) == (6, 143, None)
+    assert train(tiny_run(), show_progress=False).model_step == uninterrupted["step"]
+    assert_same(result_of(tmp_path), uninterrupted)
 
 
 def test_another_run_is_not_continued(tiny_run: Callable[..., Any]) -> None:

@@ -101,7 +101,7 @@ class CheckpointStore:
         """
         assert not (self.folder / f"step_{step}").exists()
         checkpoint = self._checkpoint(self.write_folder(f"step_{step}", write))
-        self._prune()
+        self.prune()
         return checkpoint
 
     def write_folder(self, name: str, write: Callable[[Path], None]) -> Path:
@@ -171,7 +171,8 @@ class CheckpointStore:
         sign = -1.0 if self.config.metric_is_better_when_higher else 1.0
         return sorted(self.all(), key=lambda c: (math.inf if c.metric is None else sign * c.metric, -c.step))
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Remove those that need not stay."""
         keep, latest = self.config.keep_top_k, self.latest()
         for checkpoint in [] if keep is None else self._ranked()[keep:]:
             if latest is not None and checkpoint.step != latest.step:

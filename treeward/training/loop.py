@@ -247,6 +247,7 @@ class Loop:
             assert self.store is not None  # the step was loaded from it
             self._complete_state()
             write_state(self.store.folder / f"step_{state.step}", state)
+            self.store.prune()
         while not (run.is_done(state.step) or self.stop.reason):
             started = time.monotonic()
             self.take_step()
@@ -259,7 +260,8 @@ class Loop:
         if self.stop.reason:
             self.save()
         outcome = Outcome(state.step, run.total_steps, state.own_validation)
-        if not run.is_done(state.step):
+        is_unvalidated = self._validation_is_due() and state.validation_step != state.step
+        if not run.is_done(state.step) or (self.stop.reason and is_unvalidated):
             return replace(outcome, interrupted_by=self.stop.reason, exit_code=self.stop.exit_code)
         return self._export(outcome, was_done=was_done)
 
@@ -357,7 +359,8 @@ class Loop:
         is_current = best.step == self.state.step
         state = self.state if is_current else read_state(best.path)
         final = self.store.folder / "final"
-        if not (was_done and final.is_dir()):
+        newest = max(one.path.stat().st_mtime_ns for one in self.store.all())  # also of an end that was moved since
+        if not (was_done and final.is_dir() and final.stat().st_mtime_ns >= newest):
             self.run.export(best, state, self.store, is_current=is_current)
             logger.info("Exported the model of step %d to %s.", best.step, final)
         return replace(outcome, validation=state.own_validation, model_folder=final, model_step=best.step)
