@@ -14,6 +14,7 @@ import torch
 from families import forest, plain_scores, tiny_model
 from safetensors.torch import load_file, save_file
 from signed import signed
+from tokenizers.normalizers import Lowercase
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from treeward.data.rendering import Renderer
@@ -154,10 +155,11 @@ def test_other_ways_to_read_are_named(make: Make, tiny_tokenizer: Any, tmp_path:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = Renderer(tokenizer).chat_template
     a = make(1, tokenizer=tokenizer)
-    longer, other = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    longer, other, lower = (copy.deepcopy(tokenizer) for _ in range(3))
     longer.add_tokens(["quux"])
+    lower.backend_tokenizer.normalizer = Lowercase()
     other.chat_template = tokenizer.chat_template.replace("<|'", "<||'")
-    for changed, field in ((longer, "tokenizer"), (other, "chat_template")):
+    for changed, field in ((longer, "tokenizer"), (other, "chat_template"), (lower, r"tokenizer\.normalizer")):
         b = make(2, tokenizer=changed)
         with pytest.raises(ModelError, match=rf"differ, and cannot be averaged\n  field: {field}\n") as caught:
             merge_models([a, b], tmp_path / "merged")
@@ -172,6 +174,7 @@ def test_other_tensors_are_named(make: Make, tmp_path: Path) -> None:
         ({"model.extra": torch.zeros(2)}, r"differ(?s:.*)field: model\.extra"),
         ({norm: torch.zeros(31)}, rf"differ(?s:.*)field: {norm}\n  got:   \[31\]\n  need:  \[32\]"),
         ({head: torch.full((1, 32), torch.inf)}, rf"NaN or infinity\n  field: {head}"),
+        ({head: torch.ones(1, 32, dtype=torch.int8)}, rf"whole numbers(?s:.*)field: {head}"),
     ]
     a = make(1)
     for i, (new, message) in enumerate(cases):

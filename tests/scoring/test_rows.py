@@ -65,6 +65,7 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
         ({"context": [ASK], "completions": []}, "completions"),
         ({"context": [ASK], "completions": [FOUR]}, "completions"),
         ({"prompt": "2 + 2?", "responses": {}}, "responses"),
+        ({"prompt": [], "responses": ["4"]}, "prompt"),
         ({"prompt": "2 + 2?", "responses": [4]}, "responses"),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "nothing to score"),
         ({"messages": [ASK, FOUR], "chosen": "4", "rejected": "5"}, "more than one way"),

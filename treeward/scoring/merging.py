@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -102,7 +103,7 @@ def merge_models(
         like = contract and contract.model_copy(update={"reward_shaping": None})
         sign_folder(partial, like=like, device=device, trust_remote_code=trust_remote_code)
         os.rename(partial, output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         raise ModelError("the merged model cannot be written", where=str(output), got=str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -138,10 +139,12 @@ def _identity(folder: Path, tensors: _Member, trust_remote_code: bool) -> dict[s
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     contract = read_contract(folder)
     of_config = {name: value for name, value in config.items() if not (name.startswith("_") or "drop" in name)}
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     return {
         **{f"config.{name}": value for name, value in of_config.items() if name not in _MAY_DIFFER},
         "chat_template": tokenizer.chat_template,
         "tokenizer": tokenizer_sha256(tokenizer),
+        **{f"tokenizer.{name}": backend.get(name) for name in ("normalizer", "pre_tokenizer")},
         **{name: list(tensor.shape) for name, tensor in tensors.items()},
         **({} if contract is None else contract.model_dump(include={"rendering", "read", "heads"})),
     }
@@ -177,6 +180,10 @@ def _write(
             values = [member[name].read() for member in stored]
             if broken := [str(m) for m, value in zip(members, values, strict=True) if not value.isfinite().all()]:
                 raise ModelError("the weights hold NaN or infinity", where=broken[0], field=name)
+            if not all(value.is_floating_point() for value in values):
+                same = [value.dtype == values[0].dtype and value.equal(values[0]) for value in values]
+                if other := [str(m) for m, is_same in zip(members, same, strict=True) if not is_same]:
+                    raise ModelError("a tensor of whole numbers differs: it has no average", where=other[0], field=name)
             of_head = name.split(".")[0] in HEAD_NAMES
             averaged[name] = average = _average(values, shares, None if of_head else dtype)
             if average.is_floating_point() and average.dim() > 1:
@@ -206,7 +213,7 @@ def _write(
 
 
 def _average(values: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype | None) -> Tensor:
-    """In float64; whole numbers are the first member's."""
+    """In float64; whole numbers are equal."""
     if not values[0].is_floating_point():
         return values[0]
     total, widest = torch.zeros(values[0].shape, dtype=torch.float64), values[0].dtype

@@ -139,7 +139,8 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
         preference = (from_transcripts if transcripts else from_binary_row)(row, where)
         return [[*preference.context, *completion.messages] for completion in preference.completions]
     field, key = shape[-1], _SHAPES[shape][0]
-    context = [] if row.get(key, []) == [] else list(as_messages(row[key], key, "user", where))
+    alone = key == "context" and row.get(key, []) == []
+    context = [] if alone else list(as_messages(row[key], key, "user", where))
     ends = row[field]
     if not isinstance(ends, list) or not ends:
         raise DataError(f"{field} is not a list of completions", where=where, field=field, got=ends, need="one or more")
