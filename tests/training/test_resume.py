@@ -186,7 +186,7 @@ def test_a_run_can_be_made_longer(tiny_run: Callable[..., Any], tmp_path: Path, 
     assert [line["train/rm/lr"] for line in rates if "train/rm/lr" in line] == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
 
 
-def test_a_longer_run_that_dies_before_its_export_does_not_keep_the_shorter_ones_model(
+def test_what_is_exported_is_what_the_outcome_says_also_after_a_longer_run_that_died_before_its_export(
     tiny_run: Callable[..., Any], tmp_path: Path, read_weights: Callable[[Path], dict[str, Any]]
 ) -> None:
     train(tiny_run("rm.max_num_steps=2", "checkpointing.metric_name=null"), show_progress=False)
@@ -196,6 +196,11 @@ def test_a_longer_run_that_dies_before_its_export_does_not_keep_the_shorter_ones
     outcome = train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
     exported, last = (read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_4/model"))
     assert outcome.model_step == 4 and all(torch.equal(exported[name], last[name]) for name in last)
+    with pytest.MonkeyPatch.context() as patch:  # as when it is ranked by another metric
+        patch.setattr(CheckpointStore, "best", lambda self: self.all()[0])
+        outcome = train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
+    exported, first = (read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_2/model"))
+    assert outcome.model_step == 2 and all(torch.equal(exported[name], first[name]) for name in first)
 
 
 def test_a_run_that_is_stopped_in_its_last_validation_chooses_when_it_is_made_up_for(

@@ -31,6 +31,7 @@ from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError, TreewardError
 from treeward.model.pretrained import quiet_transformers
 from treeward.progress import ShownProgress, logs_shown
+from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
 from treeward.training.state import RunState, load_state, read_state, save_state, stored_metric, write_state
 from treeward.training.stopping import StopRequest
@@ -40,6 +41,7 @@ __all__ = ["Loop", "Outcome", "Run", "StepMetrics", "Validation", "start"]
 
 logger = logging.getLogger(__name__)
 
+_EXPORTED = ".exported"  # beside `final`, the name of the checkpoint that it is of
 _VALIDATION_SECONDS = "timing/validation/total_validation_time"
 
 
@@ -359,8 +361,13 @@ class Loop:
         is_current = best.step == self.state.step
         state = self.state if is_current else read_state(best.path)
         final = self.store.folder / "final"
-        newest = max(one.path.stat().st_mtime_ns for one in self.store.all())  # also of an end that was moved since
-        if not (was_done and final.is_dir() and final.stat().st_mtime_ns >= newest):
+        mark, name = (
+            self.store.folder / _EXPORTED,
+            best.path.name,
+        )  # a run may be made longer, or rank by another metric
+        if not (was_done and final.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == name):
+            mark.unlink(missing_ok=True)
             self.run.export(best, state, self.store, is_current=is_current)
+            write_text(mark, name)
             logger.info("Exported the model of step %d to %s.", best.step, final)
         return replace(outcome, validation=state.own_validation, model_folder=final, model_step=best.step)
