@@ -211,6 +211,7 @@ def test_paired_interval_with_few_prompts_covers(num_clusters: int) -> None:
 
 
 def test_of_two_models_by_hand() -> None:
+    assert paired_bootstrap([1, 0] * 20, [1, 0] * 20, range(40)) == (-wilson(0, 40)[1], wilson(0, 40)[1])
     assert mcnemar([True, False], [True, False]) == mcnemar([], []) == 1.0
     assert mcnemar([True] * 10, [False] * 10) == pytest.approx(2 / 2**10)
     assert mcnemar([True] * 5 + [False], [False] * 5 + [True]) == pytest.approx(14 / 64)

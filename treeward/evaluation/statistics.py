@@ -238,13 +238,17 @@ def paired_bootstrap(
 ) -> Interval:
     """A 95 % interval of mean(first) - mean(second), outcomes (N,) of the same examples; both are drawn together.
 
-    A `cluster_bootstrap` of the differences, where resampling tells enough. With fewer than ten clusters, or one and
-    the same difference in all, it is that of Newcombe 1998 (Statistics in Medicine 17, page 873, method 10 for
-    independent proportions), from Wilson's intervals with C as their count: wider than needed.
+    A `cluster_bootstrap` of the differences, where resampling tells enough. Where all are 0 it is -u to u, u the upper
+    end of Wilson's interval of 0 in C clusters. With fewer than ten, or one and the same difference in all, it is that
+    of Newcombe 1998 (Statistics in Medicine 17, page 873, method 10 for independent proportions), from Wilson's
+    intervals with C as their count: wider than needed.
     """
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     codes = _codes(clusters, len(a))
     means = np.bincount(codes, weights=a - b) / np.bincount(codes)
+    if not (a != b).any():
+        beyond = wilson(0, len(means))[1]
+        return -beyond, beyond
     if len(means) < _FEWEST_CLUSTERS or np.ptp(means) < 1e-12:
         p, q = float(a.mean()), float(b.mean())
         (p_low, p_high), (q_low, q_high) = (wilson(share * len(means), len(means)) for share in (p, q))
