@@ -34,7 +34,7 @@ examples:
   treeward bon --proxy MODEL --gold "{type: rules, rule: math}" --data samples.jsonl
   treeward bon --proxy MODEL --gold gold_scores --data samples.jsonl
   treeward bon --proxy scores --gold rank --data comparisons.jsonl
-  treeward bon --proxy A --proxy "{model: A, shaping: contract}" --proxy "{models: [A, B], ensemble: worst}" \
+  treeward bon --proxy A --proxy "{model: A, shaping: contract}" --proxy "{models: [A, B], ensemble: worst}" \\
       --gold OTHER --data samples.jsonl --output results/bon
 
 Rows hold `prompt` (text), or `context` or `messages`, with `responses` or

@@ -82,6 +82,9 @@ def run(
     *,
     options: ModelOptions,
 ) -> int:
+    if data_option and not (data or dataset_name or training_data):
+        need = "--data, --dataset-name or --training-data"
+        raise ConfigError("there are no comparisons for the option", where="--data-option", got=data_option, need=need)
     suites = _suites(suite or [], data or [], dataset_name, split, data_option, tie_policy)
     training = [dataset_config(path, None, None, data_option) for path in training_data or []]
     candidates = _candidates(models or [], checkpoints, ensemble, shaping, options)  # errors before suites are read
