@@ -164,6 +164,55 @@ def test_large_and_small_requests_take_turns(run: Any, model: FakeModel, score: 
     assert set(order[:48]) >= {-10 - i for i in range(20)} | set(range(1, 9))
 
 
+def test_a_stream_of_small_requests_does_not_hold_up_a_large_conversation(
+    run: Any, score: Any, model: FakeModel
+) -> None:
+    large = 200
+    model.cost = lambda item, like: BATCH // (1 if item.prepared[1] == large else 3)  # type: ignore[method-assign]
+
+    async def story(batcher: Batcher) -> None:
+        first = await blocked(batcher, model, score)
+        tasks = [asyncio.create_task(score(batcher, conversations([i]))) for i in (1, 2, large, 3, 4)]
+        await until(lambda: 4 in model.prepared)
+        plain = model.score
+
+        def slow(items: Sequence[Item]) -> list[Score]:
+            """While a batch is scored, two more come."""
+            for _ in range(2):
+                number = 1000 + len(tasks)
+                tasks.append(asyncio.run_coroutine_threadsafe(score(batcher, conversations([number])), loop))  # type: ignore[arg-type]
+                while number not in model.prepared:
+                    time.sleep(0.001)
+            return plain(items)
+
+        loop = asyncio.get_running_loop()
+        model.score = slow  # type: ignore[method-assign]
+        model.gate.set()
+        await asyncio.wait_for(tasks[2], 20)
+        model.score = plain  # type: ignore[method-assign]
+        await first
+
+    run(story)
+    assert next(i for i, batch in enumerate(model.batches) if large in batch) <= 3
+
+
+@pytest.mark.parametrize("size", [1, 4_000])
+def test_tokens_are_made_only_some_batches_ahead(run: Any, model: FakeModel, score: Any, size: int) -> None:
+    async def story(batcher: Batcher) -> None:
+        first = await blocked(batcher, model, score)
+        rows = [range(start, start + size) for start in range(0, 4_000, size)]
+        tasks = [asyncio.create_task(score(batcher, conversations(row))) for row in rows]
+        await until(lambda: len(model.prepared) >= 64 * 20)
+        await asyncio.sleep(0.1)
+        assert len(model.prepared) <= 2 * 64 * 20 + 64
+        model.gate.set()
+        assert await asyncio.gather(*tasks) == [list(row) for row in rows]
+        assert batcher._ready_tokens == 0
+        await first
+
+    run(story)
+
+
 def test_another_model_has_its_turn(run: Any, model: FakeModel, score: Any) -> None:
     other = FakeModel("other")
     seen: list[int] = []

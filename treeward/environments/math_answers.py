@@ -6,7 +6,8 @@ r"""`MathChecker`: whether a completion's answer is mathematically equal to a gr
 math-verify extracts the answer from the completion (in `\boxed{}`, after "the answer is", else the last expression),
 parses it (LaTeX, fractions, percentages, units, sets, intervals, matrices) and compares it by algebra. Algebra can take
 for ever or fill the memory, and math-verify's own timeouts work in a main thread only. So it runs in processes of its
-own, which are given one item at a time as JSON and are killed where it takes too long.
+own, which are given one item at a time as JSON and are ended by an alarm where it takes too long: also if this process
+is no more.
 
 Those processes import this module: it stays light.
 """
@@ -20,10 +21,9 @@ import logging
 import os
 import queue
 import resource
+import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class MathChecker:
         try:
             if process is None or process.poll() is not None:
                 process = _start()
-            finding = _ask(process, json.dumps([list(item[0]), item[1]]), self.timeout_seconds)
+            finding = _ask(process, json.dumps([self.timeout_seconds, list(item[0]), item[1]]))
             if finding in ("died", "timeout"):
                 _end(process)
                 process = None
@@ -135,20 +135,14 @@ def _start() -> subprocess.Popen[str]:
     return process
 
 
-def _ask(process: subprocess.Popen[str], item: str, seconds: float) -> str:
+def _ask(process: subprocess.Popen[str], item: str) -> str:
     assert process.stdin is not None and process.stdout is not None
-    end = time.monotonic() + seconds
-    killer = threading.Timer(seconds, process.kill)
-    killer.start()
-    try:
+    found = ""
+    with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{item}\n")
         process.stdin.flush()
         found = process.stdout.readline().strip()
-    except BrokenPipeError:
-        found = ""
-    finally:
-        killer.cancel()
-    return found or ("timeout" if time.monotonic() >= end else "died")
+    return found or ("timeout" if process.wait() == -signal.SIGALRM else "died")
 
 
 def _end(process: subprocess.Popen[str] | None) -> None:
@@ -166,13 +160,19 @@ def _end(process: subprocess.Popen[str] | None) -> None:
 def serve() -> None:
     """Compare the items that come as lines of standard input, and answer with a word each."""
     out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, whatever runs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which may go on to save
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
     _compare(["1/2"], "It is 0.5")  # what it imports takes a second, outside the time limit of the first item
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     print("ready", file=out, flush=True)  # noqa: T201
     for line in sys.stdin:
-        print(_compare(*json.loads(line)), file=out, flush=True)  # noqa: T201
+        seconds, golds, completion = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        finding = _compare(golds, completion)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(finding, file=out, flush=True)  # noqa: T201
 
 
 def _compare(golds: Sequence[str], completion: str) -> str:

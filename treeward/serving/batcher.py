@@ -3,7 +3,7 @@
     batcher = Batcher(config, metrics)
     scores = await batcher.score(served_model, conversations, deadline=time.monotonic() + 30)
 
-One thread tokenizes, the next conversations of each request in turn. Another takes what is ready, up to a budget of
+One thread tokenizes, the next conversations of each request in turn and only some batches ahead. Another takes what is ready, up to a budget of
 tokens, and scores it: nothing waits for a batch to fill. Requests and models take turns in both, so a large request
 does not hold up a small one. Conversations with one prompt are batched together, and each is scored as if it were
 alone: one that fails does not fail others.
@@ -45,6 +45,10 @@ _WINDOW = 512
 """Requests that are looked at for one batch, so its cost does not grow with the queue."""
 _TOKENIZED_AT_ONCE = 64
 """Conversations of one request that are tokenized before those of the next."""
+_BATCHES_AHEAD = 64
+"""A request with conversations that are ready goes on for about so many batches ahead, and others for twice as many:
+tokens need more memory than text.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class Batcher:
         self._lock = threading.Condition()
         self._open: set[_Request] = set()
         self._ready: OrderedDict[_Request, None] = OrderedDict()  # requests with tokenized conversations, by turn
+        self._ready_tokens, self._most_ready_tokens = 0, _BATCHES_AHEAD * config.batch_tokens
         self._closed = False
         self._per_second = 0.0
         self._last_good: dict[str, Item] = {}
@@ -111,6 +116,8 @@ class Batcher:
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                 for start in range(0, number, _TOKENIZED_AT_ONCE):
+                    while request.ready and self._ready_tokens >= self._most_ready_tokens:
+                        await asyncio.sleep(0.01)
                     part = conversations[start : start + _TOKENIZED_AT_ONCE]
                     await loop.run_in_executor(self._tokenizing, self._tokenize, request, start, part)
                 return await request.future
@@ -150,16 +157,20 @@ class Batcher:
                 return
             self._end(request)
             self.num_queued -= request.num_missing
+            self._lock.notify_all()
         self.metrics.forgotten.labels(request.model.name).inc(request.num_missing)
 
     def _end(self, request: _Request) -> None:
         request.is_over = True
         self._open.discard(request)
         self._ready.pop(request, None)
+        self._ready_tokens -= sum(item.num_tokens for _, item in request.ready)
         request.ready.clear()
 
     def _tokenize(self, request: _Request, start: int, part: Sequence[Conversation | RenderedText]) -> None:
         """Make the next conversations of a request ready to be scored. In the tokenizing thread."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._ready_tokens < 2 * self._most_ready_tokens or request.is_over)
         if request.is_over:
             return
         too_long = [check_length(one, self.config.max_conversation_characters) for one in part]
@@ -175,6 +186,7 @@ class Batcher:
                     failed.append((request, i, Score(None, item.num_tokens, error=item.error)))
                 elif not request.is_over:
                     request.ready.append((i, item))
+                    self._ready_tokens += item.num_tokens
                     self._ready[request] = None
             self._lock.notify_all()
         self._settle(failed)
@@ -211,7 +223,7 @@ class Batcher:
         of_prompt: dict[int, Item] = {}
         used, is_full = 0, False
         while queue and not is_full:
-            request = queue.popleft()
+            request, start = queue.popleft(), len(batch)
             for _ in range(min(_TURN, len(request.ready))):
                 i, item = request.ready[0]
                 cost = request.model.cost(item, of_prompt.get(item.prompt))
@@ -219,14 +231,16 @@ class Batcher:
                     is_full = True
                     break
                 request.ready.popleft()
+                self._ready_tokens -= item.num_tokens
                 of_prompt[item.prompt] = item
                 used += cost
                 batch.append((request, i, item))
-            if request.ready:
+            if not request.ready:
+                del self._ready[request]
+            elif len(batch) > start:  # one that does not fit keeps its place
                 queue.append(request)
                 self._ready.move_to_end(request)
-            else:
-                del self._ready[request]
+        self._lock.notify_all()  # there is room for more tokens
         return batch
 
     def _check_model(self, model: ServedModel, items: Sequence[Item], scores: Sequence[Score]) -> None:
