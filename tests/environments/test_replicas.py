@@ -141,6 +141,22 @@ def test_a_worker_that_takes_too_long_ends_itself(folder: str, ray: Any) -> None
 
 
 @pytest.mark.slow
+def test_only_the_chunk_of_the_dead_worker_is_masked(folder: str, ray: Any) -> None:
+    logs = [chat(f"What is {n:03} times {n:03}? " * 20, "That is hard.") for n in range(200)]
+    assert [len(chunk) for chunk in plan_chunks(logs, 1)] == [50] * 4
+    environment = make(folder, max_retries=0)
+    want = environment.step(logs, [{}] * 200).rewards
+    assert bool(want.isfinite().all())
+    accident = killed_while_busy(environment.process_ids()[0])
+    step = environment.step(logs, [{}] * 200)
+    accident.join()
+    masked = step.rewards.isnan()
+    assert int(masked.sum()) == 50
+    assert step.rewards[~masked].tolist() == pytest.approx(want[~masked].tolist(), abs=CLOSE)
+    environment.shutdown()
+
+
+@pytest.mark.slow
 def test_wrapped_as_nemo_rl_does(folder: str, scores: list[float], ray: Any) -> None:
     environment = (
         ray.remote(RewardModelEnvironment).options(num_cpus=1).remote({"model_name": folder, "precision": "float32"})

@@ -200,7 +200,9 @@ class Environment(RayActor, abc.ABC):
     def _rewarded(self, samples: Sequence[_Sample], update: bool) -> list[Reward]:
         valid = [sample for sample in samples if sample.error is None]
         method = self.rewards if update else self.evaluation_rewards
-        found = iter(method([sample.conversation for sample in valid], [dict(sample.info) for sample in valid]))
+        rewards = method([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
+        assert len(rewards) == len(valid), f"{self.name} gives {len(rewards)} rewards for {len(valid)} conversations"
+        found = iter(rewards)
         return [next(found) if one.error is None else Reward(None, error=one.error) for one in samples]
 
 

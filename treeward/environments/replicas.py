@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,10 +84,8 @@ class ScoringWorker:
         with self._on_device():
             return self.scorer.score(conversations, on_error="mask")
 
-    def score_part(
-        self, conversations: Mapping[int, Conversation], *, timeout_seconds: float | None
-    ) -> dict[int, Score]:
-        """`score` of a part of a step, by the places in it.
+    def score_part(self, conversations: Sequence[Conversation], *, timeout_seconds: float | None) -> list[Score]:
+        """`score` of a part of a step.
 
         `timeout_seconds`: ends this process after that time, also where the GPU or a library hangs.
         """
@@ -94,7 +93,7 @@ class ScoringWorker:
         if timeout_seconds is not None:
             faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=sys.__stderr__ or sys.stderr)
         try:
-            return dict(zip(conversations, self.score(list(conversations.values())), strict=True))
+            return self.score(conversations)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -149,24 +148,20 @@ class ReplicaPool:
 
         Raises the errors of the model, and `ModelError` where workers cannot be restarted or are shut down.
         """
-        from ray.util import ActorPool
-
         self.process_ids()  # restarted workers load their model first
-        pool, errors = ActorPool(self._workers), self._ray.exceptions
-        for chunk in plan_chunks(conversations, len(self._workers)):
-            pool.submit(self._begin, {i: conversations[i] for i in chunk})
+        # Not Ray's ActorPool: it gives a worker that has died the next chunk before it has restarted, or none any more.
+        waiting, idle = deque(plan_chunks(conversations, len(self._workers))), list(self._workers)
+        running: dict[Any, tuple[list[int], Any]] = {}
         scores: dict[int, Score] = {}
-        reason = ""
-        while pool.has_next():  # type: ignore[no-untyped-call]
-            try:
-                scores |= pool.get_next_unordered()
-            except errors.RayTaskError as error:
-                raise error.cause from None
-            except errors.RayError as error:
-                self.process_ids()  # its worker restarts before it takes another chunk
-                attempts = self._config.max_retries + 1
-                reason = f"tried {attempts} times: its worker died: {str(error).splitlines()[0]}"
-        return [scores.get(i, Score(None, error=reason)) for i in range(len(conversations))]
+        while waiting or running:
+            while waiting and idle:
+                chunk, worker = waiting.popleft(), idle.pop()
+                running[self._begin(worker, [conversations[i] for i in chunk])] = chunk, worker
+            [done], _ = self._ray.wait(list(running), num_returns=1)
+            chunk, worker = running.pop(done)
+            scores |= zip(chunk, self._result(done, len(chunk)), strict=True)
+            idle.append(worker)
+        return [scores[i] for i in range(len(conversations))]
 
     def process_ids(self) -> list[int]:
         """The process of each worker, on its node, once its model is loaded."""
@@ -202,9 +197,22 @@ class ReplicaPool:
                 self._ray.kill(worker)
         self._workers = []
 
-    def _begin(self, worker: Any, conversations: dict[int, Conversation]) -> Any:
+    def _begin(self, worker: Any, conversations: list[Conversation]) -> Any:
         method = worker.score_part.options(max_task_retries=self._config.max_retries)
         return method.remote(conversations, timeout_seconds=self._config.worker_timeout_seconds)
+
+    def _result(self, reference: Any, num_conversations: int) -> list[Score]:
+        errors = self._ray.exceptions
+        try:
+            scores: list[Score] = self._ray.get(reference)
+        except errors.RayTaskError as error:
+            raise error.cause from None
+        except errors.RayError as error:
+            self.process_ids()  # its worker restarts before it takes another chunk
+            attempts = self._config.max_retries + 1
+            reason = f"tried {attempts} times: its worker died: {str(error).splitlines()[0]}"
+            return [Score(None, error=reason)] * num_conversations
+        return scores
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ matches them with a time limit, and after a few timeouts in a step a pattern is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import regex
@@ -97,7 +97,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         golds = (self.config.pattern,) if self.config.pattern is not None else _golds(info, self.config.answer_key)
         if self.config.extract is None:
             return _Answer(text, golds)
-        matches = patterns.find_all(self.config.extract, text)
+        matches = list(patterns.find(self.config.extract, text))
         if not matches:
             return None
         last = matches[-1]
@@ -107,7 +107,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
     def _matches(self, answer: _Answer, patterns: _Patterns) -> bool:
         if self.config.rule == "regex":
             flags = regex.IGNORECASE if self.config.ignore_case else 0
-            return any(patterns.find_all(pattern, answer.text, flags) for pattern in answer.golds)
+            return any(any(patterns.find(pattern, answer.text, flags)) for pattern in answer.golds)
         return self._normal(answer.text) in {self._normal(gold) for gold in answer.golds}
 
     def _normal(self, text: str) -> str:
@@ -129,12 +129,12 @@ class _Patterns:
         self._seconds = timeout_seconds
         self._timeouts: Counter[str] = Counter()
 
-    def find_all(self, pattern: str, text: str, flags: int = 0) -> list[regex.Match[str]]:
+    def find(self, pattern: str, text: str, flags: int = 0) -> Iterator[regex.Match[str]]:
         late = f"the pattern {pattern!r} took more than {self._seconds:g} seconds"
         if self._timeouts[pattern] >= _MOST_TIMEOUTS:
             raise _UndecidedError(f"{late} for {_MOST_TIMEOUTS} samples of the step, and is not tried again")
         try:
-            return list(regex.finditer(pattern, text, flags=flags, timeout=self._seconds))
+            yield from regex.finditer(pattern, text, flags=flags, timeout=self._seconds)
         except regex.error as error:
             raise _UndecidedError(f"the pattern is not a regular expression: {error}") from None
         except TimeoutError:

@@ -3,10 +3,10 @@
     batcher = Batcher(config, metrics)
     scores = await batcher.score(served_model, conversations, deadline=time.monotonic() + 30)
 
-One thread tokenizes, the next conversations of each request in turn and only some batches ahead. Another takes what is ready, up to a budget of
-tokens, and scores it: nothing waits for a batch to fill. Requests and models take turns in both, so a large request
-does not hold up a small one. Conversations with one prompt are batched together, and each is scored as if it were
-alone: one that fails does not fail others.
+One thread tokenizes, the next conversations of each request in turn and only some batches ahead. Another takes what is
+ready, up to a budget of tokens, and scores it: nothing waits for a batch to fill. Requests and models take turns in
+both, so a large request does not hold up a small one. Conversations with one prompt are batched together, and each is
+scored as if it were alone: one that fails does not fail others.
 """
 
 from __future__ import annotations
