@@ -20,9 +20,11 @@ KEYS = ["prompt_key=question", "chosen_key=yes", "rejected_key=no"]
 
 def test_options_are_keys_of_a_dataset(write_rows: Write) -> None:
     data = str(write_rows("d.jsonl", ROWS))
-    config = dataset_config(data, None, None, [*KEYS, "subset=none-such", "subset=preference", "kwargs.depth=3"])
+    config = dataset_config(data, None, None, [*KEYS, "subset=none-such", "subset=preference"])
     assert config.dataset_name == "BinaryPreferenceDataset" and config.subset == "preference"
-    assert config.kwargs == {"depth": 3} and config.chosen_key == "yes"
+    assert config.chosen_key == "yes"
+    own = ["kwargs.depth=3", "kwargs.name=a"]
+    assert dataset_config(data, "my.Set", None, own).kwargs == {"depth": 3, "name": "a"}
     assert len(list(open_dataset(dataset_config(data, None, None, KEYS)))) == 12
 
 
