@@ -321,6 +321,7 @@ class TestResume:
     [
         ({"question": "Why?"}, "the row has no prompt"),
         ({"responses_create_params": {"input": []}}, "no input"),
+        ({"responses_create_params": {"input": "Why?", "reasoning": "low"}}, "the reasoning is no mapping"),
         (
             {"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}},
             "input_image",

@@ -6,13 +6,22 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from treeward.cli.options import Ensemble, ModelOptions, Shaping, check_shaping, one_model, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from treeward.client.rewards import AsyncRewardClient
+    from treeward.serving.rollouts.collect import Collected
+    from treeward.serving.rollouts.policy import Policy
+    from treeward.serving.rollouts.rows import Task
+    from treeward.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -71,23 +80,14 @@ def run(
     *,
     options: ModelOptions,
 ) -> int:
-    if Path(output).suffix != ".jsonl":
-        raise ConfigError("the output is no .jsonl", where="--output", got=output, need="a name as rollouts.jsonl")
-    if reward_model and rewards_url is not None:
-        raise ConfigError("rewards come from one place", where="--reward-model, --rewards-url", need="one of them")
-    if not reward_model and (shaping or ensemble or options != ModelOptions()):
-        summary = "--shaping, --ensemble and the options of models are for a reward model in this process"
-        raise ConfigError(summary, need="--reward-model, or the same for the server behind --rewards-url")
-    if rewards_url is None and (rewards_model or rewards_token_env):
-        where = "--rewards-model, --rewards-token-env"
-        raise ConfigError("the option is for a server", where=where, need="--rewards-url")
+    of_model, of_server = bool(shaping or ensemble or options != ModelOptions()), rewards_model or rewards_token_env
+    _check(output, reward_model, rewards_url, of_model=of_model, of_server=bool(of_server))
 
     from treeward.client.rewards import AsyncRewardClient
     from treeward.http import checked_url
     from treeward.openai_client import check_openai, key_from, openai_client
-    from treeward.serving.rollouts.collect import Collected, check_free, collect
+    from treeward.serving.rollouts.collect import check_free
     from treeward.serving.rollouts.policy import Policy
-    from treeward.serving.rollouts.rewards import local_rewards, remote_rewards
     from treeward.serving.rollouts.rows import read_tasks
 
     check_openai()
@@ -97,54 +97,83 @@ def run(
     model_key, rewards_key = key_from(model_token_env), key_from(rewards_token_env)
     tasks = read_tasks(input_file, limit=limit)
     check_free(Path(output), resume=resume)
-    service: Any = None
-    if reward_model:
-        from treeward.config.server import ServerConfig
-        from treeward.serving.run import make_service
-
-        section = one_model(reward_model, ensemble, shaping, options.keys)
-        check_shaping(section)  # rollouts that are made again must have the same rewards
-        given = {} if options.batch_tokens is None else {"batch_tokens": options.batch_tokens}
-        service = make_service(ServerConfig(models=(section,), **given))
-    common: dict[str, Any] = {"max_retries": max_retries, "verify_tls": tls_ca or True}
+    common: dict[str, Any] = {"timeout_seconds": timeout, "max_retries": max_retries, "verify_tls": tls_ca or True}
     sampling = {"temperature": temperature, "top_p": top_p, "max_output_tokens": max_tokens}
+    settings = {key: value for key, value in sampling.items() if value is not None}
+    policy = Policy(openai_client(base_url, api_key=model_key, **common), model, api, settings)
+    source: Service | AsyncRewardClient | None = None
+    if reward_model:
+        source = _service(reward_model, shaping, ensemble, options)
+    elif rewards_url is not None:
+        url = checked_url(rewards_url).removesuffix("/v1")
+        source = AsyncRewardClient(url, token=rewards_key, model=rewards_model, max_concurrency=concurrency, **common)
+    sizes = {"num_repeats": num_repeats, "concurrency": concurrency}
+    return _show(asyncio.run(_collected(tasks, policy, source, Path(output), resume=resume, **sizes)), Path(output))
 
-    async def collected() -> Collected:
-        async with AsyncExitStack() as stack:
-            client = openai_client(base_url, api_key=model_key, timeout_seconds=timeout, **common)
-            rewards = None
-            if service is not None:
-                stack.callback(service.close)
-                rewards = local_rewards(service)
-            elif rewards_url is not None:
-                url = checked_url(rewards_url).removesuffix("/v1")
-                connection = AsyncRewardClient(
-                    url, token=rewards_key, model=rewards_model, timeout_seconds=timeout, max_concurrency=concurrency,
-                    **common,
-                )  # fmt: skip
-                rewards = await remote_rewards(await stack.enter_async_context(connection))
-            settings = {key: value for key, value in sampling.items() if value is not None}
-            policy = Policy(await stack.enter_async_context(client), model, api, settings)
-            shown = stack.enter_context(ShownProgress(unit="rollouts"))
-            total = len(tasks) * num_repeats
-            return await collect(
-                tasks,
-                policy,
-                rewards,
-                Path(output),
-                num_repeats=num_repeats,
-                concurrency=concurrency,
-                resume=resume,
-                advance=lambda now: shown.show("rollouts", now.num_kept + now.num_done + now.num_failed, total),
-            )
 
-    outcome = asyncio.run(collected())
+def _check(output: str, models: list[str] | None, url: str | None, *, of_model: bool, of_server: bool) -> None:
+    """Raise `ConfigError` for options of a reward model in this process, or of a server, without one."""
+    if Path(output).suffix != ".jsonl":
+        raise ConfigError("the output is no .jsonl", where="--output", got=output, need="a name as rollouts.jsonl")
+    if models and url is not None:
+        raise ConfigError("rewards come from one place", where="--reward-model, --rewards-url", need="one of them")
+    if not models and of_model:
+        summary = "--shaping, --ensemble and the options of models are for a reward model in this process"
+        raise ConfigError(summary, need="--reward-model, or the same for the server behind --rewards-url")
+    if url is None and of_server:
+        where = "--rewards-model, --rewards-token-env"
+        raise ConfigError("the option is for a server", where=where, need="--rewards-url")
+
+
+async def _collected(
+    tasks: Sequence[Task],
+    policy: Policy,
+    source: Service | AsyncRewardClient | None,
+    output: Path,
+    *,
+    num_repeats: int,
+    **how: Any,
+) -> Collected:
+    """Collect under a line of progress; the policy's client and the source of the rewards are closed at the end."""
+    from treeward.client.rewards import AsyncRewardClient
+    from treeward.serving.rollouts.collect import collect
+    from treeward.serving.rollouts.rewards import local_rewards, remote_rewards
+
+    async with AsyncExitStack() as stack:
+        rewards = None
+        if isinstance(source, AsyncRewardClient):
+            rewards = await remote_rewards(await stack.enter_async_context(source))
+        elif source is not None:
+            stack.callback(source.close)
+            rewards = local_rewards(source)
+        await stack.enter_async_context(policy.client)
+        shown, total = stack.enter_context(ShownProgress(unit="rollouts")), len(tasks) * num_repeats
+
+        def advance(now: Collected) -> None:
+            shown.show("rollouts", now.num_kept + now.num_done + now.num_failed, total)
+
+        return await collect(tasks, policy, rewards, output, num_repeats=num_repeats, advance=advance, **how)
+
+
+def _service(models: list[str], shaping: Shaping, ensemble: Ensemble, options: ModelOptions) -> Service:
+    """The reward model in this process, behind the batcher of a server."""
+    from treeward.config.server import ServerConfig
+    from treeward.serving.run import make_service
+
+    section = one_model(models, ensemble, shaping, options.keys)
+    check_shaping(section)  # rollouts that are made again must have the same rewards
+    given: dict[str, Any] = {} if options.batch_tokens is None else {"batch_tokens": options.batch_tokens}
+    return make_service(ServerConfig(models=(section,), **given))
+
+
+def _show(outcome: Collected, output: Path) -> int:
+    """Log what became of the rollouts; the exit code."""
     reward = outcome.metrics.get("agent_metrics", {}).get("mean/reward")
     kept = f", {outcome.num_kept} of them from before" if outcome.num_kept else ""
     mean = "" if reward is None else f"; mean reward {reward:.4f}"
     logger.info("%d rollouts in %s%s%s.", outcome.num_kept + outcome.num_done, output, kept, mean)
     if outcome.num_failed:
-        failures = Path(output).with_name(f"{Path(output).stem}_failures.jsonl")
+        failures = output.with_name(f"{output.stem}_failures.jsonl")
         logger.warning("%d rollouts failed: they are in %s, and --resume tries them again. The first: %s",
                        outcome.num_failed, failures, outcome.first_failure)  # fmt: skip
     return 1 if outcome.num_failed else 0

@@ -124,6 +124,11 @@ def run(
     if write:
         _write(model, head_weights, force=force, device=device, trust_remote_code=trust_remote_code)
     found = verify(model, quick=quick, device=device, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    return _show_folder(found, as_json=as_json)
+
+
+def _show_folder(found: Verification, *, as_json: bool) -> int:
+    """Show what was found in a folder; the exit code."""
     _show(found, found.model, as_json=as_json)
     if found.equal and not found.num_tensors and not as_json:
         sys.stdout.write("The other tensors were not hashed, now or when the contract was written: of them only what "

@@ -42,6 +42,8 @@ from treeward.model.loading import PAD_TOKEN, load_reward_model
 from treeward.model.pretrained import load_tokenizer, read_config
 from treeward.model.reward_model import RewardModel, check_finite, head_name
 from treeward.model.stored import (
+    StoredTensor,
+    StoredWeights,
     architecture_of,
     dtype_of,
     has_template,
@@ -151,7 +153,6 @@ def sign_folder(
             off = plain - torch.tensor([example.heads for example in golden])
             is_plain = bool(off.abs().max() <= tolerance.float32)
     backbone_tensors, head_tensors = stored.split(head)
-    hashes = {} if may_be_broken else stored.hashes()
     contract = ScoringContract(
         treeward_version=VERSION,
         rendering=_rendering(renderer, folder, pad, [example.token_ids for example in golden]),
@@ -168,21 +169,33 @@ def sign_folder(
         heads=chosen,
         problem_type=config.get("problem_type"),
         reward_shaping=None if like is None else like.reward_shaping,
-        weights=WeightsContract(
-            architecture=type(model.hf).__name__,
-            num_parameters=stored.num_parameters,
-            num_tensors=len(stored.tensors),
-            shapes_sha256=stored.shapes_sha256,
-            head_sha256=sha256_of(head_tensors),
-            sha256=hash_of_all(hashes) if hashes else None,
-            tensors={name: sha256[:HASH_DIGITS] for name, sha256 in hashes.items()},
-            config=architecture_of(config),
-        ),
+        weights=_weights(type(model.hf).__name__, stored, head_tensors, config, only_head=may_be_broken),
         golden=golden,
         tolerance=tolerance,
     )
     write_contract(contract, folder)
     return contract
+
+
+def _weights(
+    architecture: str,
+    stored: StoredWeights,
+    head: Sequence[StoredTensor],
+    config: dict[str, Any],
+    *,
+    only_head: bool,
+) -> WeightsContract:
+    hashes = {} if only_head else stored.hashes()
+    return WeightsContract(
+        architecture=architecture,
+        num_parameters=stored.num_parameters,
+        num_tensors=len(stored.tensors),
+        shapes_sha256=stored.shapes_sha256,
+        head_sha256=sha256_of(head),
+        sha256=hash_of_all(hashes) if hashes else None,
+        tensors={name: sha256[:HASH_DIGITS] for name, sha256 in hashes.items()},
+        config=architecture_of(config),
+    )
 
 
 def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequence[float]) -> list[HeadContract]:

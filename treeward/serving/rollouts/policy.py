@@ -45,7 +45,11 @@ class Policy:
             params.pop(key, None)
         if "max_output_tokens" in params:
             params["max_tokens"] = params.pop("max_output_tokens")
-        if effort := (params.pop("reasoning", None) or {}).get("effort"):
+        reasoning = params.pop("reasoning", None) or {}
+        if not isinstance(reasoning, Mapping):
+            need, field = "{effort: low}", "responses_create_params.reasoning"
+            raise DataError("the reasoning is no mapping", where=task.where, field=field, got=reasoning, need=need)
+        if effort := reasoning.get("effort"):
             params["reasoning_effort"] = effort
         tools = [_chat_tool(tool, task.where) for tool in params.pop("tools", None) or ()]
         choice = params.get("tool_choice")
