@@ -19,6 +19,7 @@ REWARDS = """
 import asyncio
 import numpy as np
 import torch
+from treeward.scoring.score import Reward
 
 def batch(conversations, env_infos, scale=1.0):
     return [scale * len(c[-1]["content"]) + info.get("bonus", 0) for c, info in zip(conversations, env_infos)]
@@ -54,8 +55,8 @@ def anything(conversation, env_info):
 
 def whole(conversations, env_infos, what="list"):
     values = [info["value"] for info in env_infos]
-    return {"list": values, "tensor": torch.tensor([1.0, 2.0]), "short": values[:1], "text": "ab", "error": 1 / 0
-            if what == "error" else None}[what]
+    return {"list": values, "tensor": torch.tensor([1.0, 2.0]), "short": values[:1], "text": "ab",
+            "reward": Reward(1.0), "error": 1 / 0 if what == "error" else None}[what]
 
 running = 0
 most = 0
@@ -213,7 +214,7 @@ def test_a_batch_that_fails_costs_all_its_samples(rewards_file: str) -> None:
     assert step(f"{rewards_file}:whole", chats, infos, kwargs={"what": "tensor"}).rewards.tolist() == [1, 2]
     failed = step(f"{rewards_file}:whole", chats, infos, kwargs={"what": "error"})
     assert [m[DETAILS]["error"] for m in failed.metadata] == ["ZeroDivisionError: division by zero"] * 2
-    for what in ("short", "text"):
+    for what in ("short", "text", "reward"):  # one reward of a batch is not the reward of each
         with pytest.raises(ConfigError, match="one reward per sample"):
             step(f"{rewards_file}:whole", chats, infos, kwargs={"what": what})
 

@@ -163,7 +163,8 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
     def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
         calls = [samples] if self._convention.batched else [[one] for one in samples]
         values = run_async(self._gather(calls)) if self._is_async else [self._value(call) for call in calls]
-        if not self._convention.batched or isinstance(values[0], Reward):
+        has_failed = isinstance(values[0], Reward) and values[0].value is None
+        if not self._convention.batched or has_failed:
             return [_reward(value) for value in values] * (len(samples) // len(values))
         result = values[0].tolist() if hasattr(values[0], "tolist") else values[0]
         if not isinstance(result, Sequence) or isinstance(result, str | bytes) or len(result) != len(samples):
