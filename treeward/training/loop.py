@@ -361,10 +361,8 @@ class Loop:
         is_current = best.step == self.state.step
         state = self.state if is_current else read_state(best.path)
         final = self.store.folder / "final"
-        mark, name = (
-            self.store.folder / _EXPORTED,
-            best.path.name,
-        )  # a run may be made longer, or rank by another metric
+        # A run may have been made longer since, or rank by another metric.
+        mark, name = self.store.folder / _EXPORTED, best.path.name
         if not (was_done and final.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == name):
             mark.unlink(missing_ok=True)
             self.run.export(best, state, self.store, is_current=is_current)
