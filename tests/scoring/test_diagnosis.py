@@ -59,7 +59,6 @@ def sigmoid(x: float) -> float:
         (lambda x, i: x - 0.2, "tokens", "lacks its BOS"),
         (lambda x, i: sigmoid(x), "activation", "a sigmoid"),
         (lambda x, i: math.tanh(x), "activation", "a tanh"),
-        (lambda x, i: math.log(sigmoid(x)), "activation", "a log-sigmoid"),
         (lambda x, i: 1.0, "activation", "softmax"),
         (lambda x, i: -x, "activation", "change of sign"),
         (lambda x, i: (x - 3.0) / 2.0, "activation", r"0.5 x score -1.5"),

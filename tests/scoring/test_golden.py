@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
 from treeward.model.loading import load_reward_model
-from treeward.model.stored import hash_of_all, read_stored
+from treeward.model.stored import read_stored, sha256_of
 from treeward.scoring.golden import GOLDEN_CONVERSATIONS, head_labels, sign_folder, tokenizer_sha256, weighted_heads
 
 BOS_TEMPLATE = "{{ '<|system|>' }}{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token }}{% endfor %}"
@@ -52,10 +52,9 @@ def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Pat
     assert "long completion" not in {example.name for example in contract.golden}  # of more than 200 tokens
     assert all(len(example.token_ids) <= 200 for example in contract.golden)
     # every tensor is hashed; of a checkpoint the head alone
-    hashes = read_stored(tmp_path).hashes()
+    hashes = {tensor.name: sha256_of([tensor]) for tensor in read_stored(tmp_path)}
     assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(hashes)
     assert contract.weights.tensors == {name: digest[:12] for name, digest in hashes.items()}
-    assert contract.weights.sha256 == hash_of_all(hashes)
     of_checkpoint = sign_folder(tmp_path, model=model, renderer=renderer, may_be_broken=True).weights
     assert of_checkpoint.sha256 is None and of_checkpoint.tensors == {}
     assert of_checkpoint.head_sha256 == contract.weights.head_sha256
@@ -166,17 +165,14 @@ def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog:
     assert "no finite score to 1 of 10" in caplog.text
 
 
-def test_several_labels(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_labels(tiny_tokenizer: Any, tmp_path: Path) -> None:
     labels = ["helpful", "brief", "polite"]
     hf = tiny_model("llama", num_labels=3)
     hf.config.id2label = dict(enumerate(labels))
-    _, _, first = signed(tmp_path, tiny_tokenizer, hf)
-    assert [head.weight for head in first.heads] == [1.0, 0.0, 0.0]
-    assert "helpful, brief, polite" in caplog.text and "'helpful' alone" in caplog.text
-    caplog.clear()
+    with pytest.raises(ConfigError, match="several labels(?s:.*)helpful, brief, polite"):
+        signed(tmp_path, tiny_tokenizer, hf)
     assert head_labels(tmp_path) == labels
     silent = sign_folder(tmp_path, heads=weighted_heads(labels, {"polite": -2.0, "helpful": 1.0}))
-    assert not caplog.text
     assert [(head.name, head.weight) for head in silent.heads] == [("helpful", 1.0), ("brief", 0.0), ("polite", -2.0)]
     for example in silent.golden:
         assert example.score == pytest.approx(example.heads[0] - 2 * example.heads[2])

@@ -73,14 +73,13 @@ def change_json(path: Path, **new: Any) -> None:
 )
 def test_tensors_are_the_average(family: str, weights: Any, make: Make, tmp_path: Path) -> None:
     members = [make(seed, family) for seed in (1, 2, 3)]
-    merge = merge_models(members, tmp_path / "out" / "merged", weights=weights)
+    assert merge_models(members, tmp_path / "out" / "merged", weights=weights) == tmp_path / "out" / "merged"
     held = [tensors(member) for member in members]
     got = tensors(tmp_path / "out" / "merged")
-    assert list(got) == list(held[0]) and merge.num_parameters == sum(t.numel() for t in got.values())
+    assert list(got) == list(held[0])
     for name, tensor in got.items():
         want = sum(w * h[name].double() for w, h in zip(weights or (1 / 3,) * 3, held, strict=True))
         assert torch.equal(tensor, want.float()), name
-    assert all(0.9 < s < 1 for s in (*merge.similarities, *merge.head_similarities)) and merge.dtype == torch.float32
     # and plain transformers loads them, tied and rotary weights included
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "merged", attn_implementation="eager")
     plain = [AutoModelForSequenceClassification.from_pretrained(member) for member in members]
@@ -109,9 +108,9 @@ def test_sharded_checkpoints(make: Make, tmp_path: Path) -> None:
 def test_number_formats(make: Make, tmp_path: Path) -> None:
     a, b = make(1), make(2)
     head = "score.weight"
-    merge = merge_models([a, b], tmp_path / "bf16", dtype=torch.bfloat16)
+    merge_models([a, b], tmp_path / "bf16", dtype=torch.bfloat16)
     got, full = tensors(tmp_path / "bf16"), (tensors(a), tensors(b))
-    assert merge.dtype == torch.bfloat16 and {t.dtype for n, t in got.items() if n != head} == {torch.bfloat16}
+    assert {t.dtype for n, t in got.items() if n != head} == {torch.bfloat16}
     for name, tensor in got.items():  # rounded once, after averaging; the head not at all
         want = (full[0][name].double() + full[1][name].double()) / 2
         assert torch.equal(tensor, want.to(torch.float32 if name == head else torch.bfloat16)), name
@@ -207,11 +206,11 @@ def test_models_of_unlike_origin_are_warned_of(make: Make, tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING, logger="treeward"):
         merge_models([a, make(2)], tmp_path / "like")
         assert not caplog.messages
-        merge = merge_models([a, make(2, step=1.0)], tmp_path / "unlike")
-        assert abs(merge.similarities[0]) < 0.3 and "point in unlike directions" in caplog.text
+        merge_models([a, make(2, step=1.0)], tmp_path / "unlike")
+        assert "point in unlike directions" in caplog.text
         caplog.clear()
-        merge = merge_models([a, b], tmp_path / "heads")
-    assert merge.similarities[0] > 0.9 and merge.head_similarities[0] < -0.9 and caplog.messages
+        merge_models([a, b], tmp_path / "heads")
+    assert "(cosine -0.9" in caplog.text or "(cosine -1.0" in caplog.text
 
 
 def test_the_output_appears_whole_or_not_at_all(make: Make, tmp_path: Path) -> None:

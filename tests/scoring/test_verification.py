@@ -143,18 +143,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "template gone": (lambda f: (f / "chat_template.jinja").unlink(), "template", "gone.*fix restore chat_templ"),
     "words of the vocabulary swapped": (swap_words, "tokens", "another tokenizer"),
-    "BOS added": (add_bos, "tokens", r"becomes other tokens got .*at position 0, '<\|system\|>.*need .*at position 0"),
+    "BOS added": (add_bos, "tokens", r"becomes other tokens got .*at 0, '<\|system\|>.*need .*at 0"),
     "pad = eos in config.json": (
         pad_with_eos("config.json"), "read position",
-        r"config.json pads with the end of conversations: transformers .*fix in config.json set pad_token_id to \d+",
+        "^config.json pads with another token: transformers .*fix restore config.json",
     ),
     "pad = eos in the tokenizer": (
         pad_with_eos("tokenizer_config.json"), "read position",
-        r"tokenizer_config.json pads with the end.*fix in tokenizer_config.json set pad_token to \"<.+>\", or",
+        "tokenizer_config.json pads with another token.*fix restore tokenizer_config.json",
     ),
     "saved in bfloat16": (
         lambda f: change_weights(f, partial(rounded, torch.bfloat16)), "precision",
-        "backbone.*another number format got bfloat16 need floa",
+        "backbone.*another number format got format bfloat16 need format floa",
     ),
     "rounded to bfloat16": (
         lambda f: change_weights(f, partial(rounded, torch.float32)), "precision",
@@ -166,7 +166,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "dtype in config.json": (
         lambda f: edit(f / "config.json", dtype="bfloat16"), "precision",
-        "by dtype got dtype bfloat16 need dtype float32 fix in config.json set dtype to float32",
+        "by dtype got dtype bfloat16 need dtype float32 fix restore config.json",
     ),
     "a sigmoid": (lambda f: edit(f / "config.json", problem_type=None), "activation", "problem_type None"),
     "head changed": (
@@ -195,6 +195,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "weights", "2 of 21 tensors are others: model.norm.weight, score.weight got (nan|-?inf) for",
     ),
     "config gone": (lambda f: (f / "config.json").unlink(), "files", "config.json is missing"),
+    "config is a list": (
+        lambda f: (f / "config.json").write_text("[1]", encoding="utf-8"), "files", "no JSON object got .*1",
+    ),
     "tokenizer gone": (
         lambda f: [file.unlink() for file in f.glob("tokenizer*")], "files", "tokenizer",
     ),

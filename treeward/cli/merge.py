@@ -43,16 +43,12 @@ def run(
     from treeward.model.pretrained import DTYPES
     from treeward.scoring.merging import merge_models
 
-    merge = merge_models(
+    folder = merge_models(
         models,
         output,
         weights=shares,
         dtype=None if dtype is None else DTYPES[dtype],
         trust_remote_code=trust_remote_code,
     )
-    cosines = ["", *map("; cosines {:.4f} (backbone) and {:.4f} (head) with the first".format,
-                        merge.similarities, merge.head_similarities)]  # fmt: skip
-    for member, weight, likeness in zip(merge.members, merge.weights, cosines, strict=True):
-        logger.info("%.4g of %s%s", weight, member, likeness)
-    logger.info("Merged %d parameters into %s (%s).", merge.num_parameters, merge.folder, merge.dtype)
+    logger.info("Merged the weights into %s.", folder)
     return 0

@@ -1,8 +1,8 @@
 """The safetensors and the config.json of a model folder as they are on disk, without loading a model.
 
-    stored = read_stored(Path("results/rm/final"))
-    dtype_of(stored.split("score")[0]), stored.num_parameters
-    stored.hashes()["score.weight"]      # of the bytes on disk: about a second per GB
+    tensors = read_stored(Path("results/rm/final"))
+    dtype_of(of_head(tensors, "score")), num_parameters(tensors)
+    sha256_of(tensors)                  # of the bytes on disk: about a second per GB
 
 Loading casts weights and repairs settings, so changes on disk show only here.
 """
@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,57 +47,8 @@ class StoredTensor:
         return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """All tensors of a model folder, sorted by name."""
-
-    tensors: tuple[StoredTensor, ...]
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(tensor.shape) for tensor in self.tensors)
-
-    @property
-    def shapes_sha256(self) -> str:
-        """SHA-256 of every name and shape."""
-        shapes = [[tensor.name, tensor.shape] for tensor in self.tensors]
-        return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
-
-    def split(self, head: str) -> tuple[list[StoredTensor], list[StoredTensor]]:
-        """The tensors of the backbone, and those of the module `head`."""
-        of_head = [tensor for tensor in self.tensors if tensor.name.startswith(f"{head}.")]
-        return [tensor for tensor in self.tensors if tensor not in of_head], of_head
-
-    def hashes(self) -> dict[str, str]:
-        """SHA-256 of every tensor by its name."""
-        return {tensor.name: sha256_of([tensor]) for tensor in self.tensors}
-
-
-def sha256_of(tensors: Iterable[StoredTensor]) -> str:
-    """SHA-256 of the names, formats, shapes and bytes of tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
-        digest.update(tensor.read().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def hash_of_all(hashes: Mapping[str, str]) -> str:
-    """One SHA-256 of the hashes of all tensors."""
-    return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-
-
-def dtype_of(tensors: Iterable[StoredTensor]) -> str:
-    """The number format of most floating-point numbers; "none" without any."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        if tensor.dtype in _DTYPES.values():
-            sizes[tensor.dtype] += math.prod(tensor.shape)
-    return sizes.most_common(1)[0][0] if sizes else "none"
-
-
-def read_stored(folder: Path) -> StoredWeights:
-    """Read the headers of a model folder. Raises `ModelError` naming the first file that is missing or damaged."""
+def read_stored(folder: Path) -> list[StoredTensor]:
+    """All tensors of a model folder, by name. Raises `ModelError` naming the first file that is missing or damaged."""
     tensors: list[StoredTensor] = []
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     try:
@@ -114,15 +65,50 @@ def read_stored(folder: Path) -> StoredWeights:
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
         raise ModelError(f"a file of weights is {state}", where=str(path), got=str(error)) from error
-    return StoredWeights(tuple(sorted(tensors, key=lambda tensor: tensor.name)))
+    return sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def of_head(tensors: Sequence[StoredTensor], head: str) -> list[StoredTensor]:
+    """The tensors of the module `head`."""
+    return [tensor for tensor in tensors if tensor.name.startswith(f"{head}.")]
+
+
+def num_parameters(tensors: Iterable[StoredTensor]) -> int:
+    """Numbers in all tensors."""
+    return sum(math.prod(tensor.shape) for tensor in tensors)
+
+
+def shapes_sha256(tensors: Iterable[StoredTensor]) -> str:
+    """SHA-256 of every name and shape."""
+    return hashlib.sha256(json.dumps([[tensor.name, tensor.shape] for tensor in tensors]).encode()).hexdigest()
+
+
+def sha256_of(tensors: Iterable[StoredTensor]) -> str:
+    """SHA-256 of the names, formats, shapes and bytes of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
+        digest.update(tensor.read().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def dtype_of(tensors: Iterable[StoredTensor]) -> str:
+    """The number format of most floating-point numbers; "none" without any."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in _DTYPES.values():
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+    return sizes.most_common(1)[0][0] if sizes else "none"
 
 
 def raw_config(folder: Path) -> dict[str, Any]:
     """`config.json` as it is on disk; loading repairs it in memory. Raises `ModelError`."""
     try:
-        content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError("config.json is missing or damaged", where=str(folder), got=str(error)) from error
+    if not isinstance(content, dict):
+        raise ModelError("config.json is no JSON object", where=str(folder), got=content)
     return content
 
 

@@ -37,7 +37,6 @@ _MISTAKES: tuple[tuple[Mistake, Part, str, str], ...] = (
 _FUNCTIONS: Mapping[str, Callable[[float], float]] = {
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)) if x > -700 else 0.0,
     "tanh": math.tanh,
-    "log-sigmoid": lambda x: min(x, 0.0) - math.log1p(math.exp(-abs(x))),
     "softmax over one label": lambda x: 1.0,
     "change of sign": lambda x: -x,
 }

@@ -42,17 +42,17 @@ from treeward.model.loading import PAD_TOKEN, load_reward_model
 from treeward.model.pretrained import load_tokenizer, read_config
 from treeward.model.reward_model import RewardModel, check_finite, head_name
 from treeward.model.stored import (
-    StoredTensor,
-    StoredWeights,
     architecture_of,
     dtype_of,
     has_template,
-    hash_of_all,
     named_dtype,
+    num_parameters,
+    of_head,
     raw_config,
     raw_pad_token_id,
     read_stored,
     sha256_of,
+    shapes_sha256,
 )
 from treeward.tree.token_tree import TokenIds
 from treeward.version import VERSION
@@ -116,34 +116,33 @@ def sign_folder(
     its weights, the folder is loaded in float32 (onto the model's device, or `device`). `renderer`: the one that the
     folder was exported with; else one with the settings of `like`, a contract whose rendering, heads and shaping hold
     for this model too; else the tokenizer's own template and the model's own limit. `heads`: how a model with several
-    labels makes its score; else as in `like`; else the first label alone, with a warning.
+    labels makes its score; else as in `like`.
 
-    Raises `ModelError` for weights that give no finite score. With `may_be_broken` (checkpoints) they are signed with a
-    warning, and only the head is hashed: hashing all tensors takes about a second per GB.
+    Raises `ConfigError` for several labels without `heads`, `ModelError` for weights that give no finite score. With
+    `may_be_broken` (checkpoints) they are signed with a warning, and only the head is hashed: hashing all tensors takes
+    about a second per GB.
     """
     stored, config = read_stored(folder), raw_config(folder)
-    same_numbers = (
+    is_exact = (
         model is not None
         and all(parameter.dtype == torch.float32 for parameter in model.parameters())
-        and {tensor.dtype for tensor in stored.tensors if "float" in tensor.dtype} == {"float32"}
+        and {tensor.dtype for tensor in stored if "float" in tensor.dtype} == {"float32"}
     )
     padding = None if renderer is None else renderer.tokenizer.pad_token_id
-    if model is None or renderer is None or not same_numbers:
+    if model is None or renderer is None or not is_exact:
         tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
         padding = tokenizer.pad_token_id  # loading the model mends it in memory
-        loaded = load_reward_model(
+        model = load_reward_model(
             folder,
             tokenizer=tokenizer,
             device=device if model is None else model.device,
             several_heads=True,
             trust_remote_code=trust_remote_code,
-        )
-        model = loaded.model
+        ).model
         kept = {"chat_template_kwargs", "max_length", "truncation"}
-        settings = {} if like is None else like.rendering.model_dump(include=kept)
-        renderer = renderer or Renderer(loaded.tokenizer, **settings)
-    chosen = list(heads or (like.heads if like is not None else _default_heads(model)))
-    head, pad = head_name(model.hf), raw_pad_token_id(config)
+        renderer = renderer or Renderer(tokenizer, **(like.rendering.model_dump(include=kept) if like else {}))
+    chosen = list(heads or (like.heads if like else _only_head(model)))
+    pad = raw_pad_token_id(config)
     with exact_scoring(model):
         golden = _golden(model, renderer, chosen, may_be_broken)
         tolerance = _tolerance(model, golden, chosen)
@@ -152,50 +151,40 @@ def sign_folder(
             plain = plain_values(model, [example.token_ids for example in golden], pad)
             off = plain - torch.tensor([example.heads for example in golden])
             is_plain = bool(off.abs().max() <= tolerance.float32)
-    backbone_tensors, head_tensors = stored.split(head)
+    head = of_head(stored, head_name(model.hf))
+    backbone_dtype = dtype_of([tensor for tensor in stored if tensor not in head])
+    hashes = {} if may_be_broken else {tensor.name: sha256_of([tensor]) for tensor in stored}
     contract = ScoringContract(
         treeward_version=VERSION,
-        rendering=_rendering(renderer, folder, pad, [example.token_ids for example in golden]),
+        rendering=_rendering(renderer, folder, pad, golden),
         read=ReadContract(
             position="pooled" if model.layout == "encoder" else "last token",
             plain_transformers=is_plain,
             token=renderer.read_token,
         ),
         dtypes=DtypeContract(
-            weights=dtype_of(backbone_tensors),
-            head=dtype_of(head_tensors),
-            config=named_dtype(config, "dtype") or named_dtype(config, "torch_dtype") or dtype_of(backbone_tensors),
+            weights=backbone_dtype,
+            head=dtype_of(head),
+            config=named_dtype(config, "dtype") or named_dtype(config, "torch_dtype") or backbone_dtype,
         ),
         heads=chosen,
         problem_type=config.get("problem_type"),
         reward_shaping=None if like is None else like.reward_shaping,
-        weights=_weights(type(model.hf).__name__, stored, head_tensors, config, only_head=may_be_broken),
+        weights=WeightsContract(
+            architecture=type(model.hf).__name__,
+            num_parameters=num_parameters(stored),
+            num_tensors=len(stored),
+            shapes_sha256=shapes_sha256(stored),
+            head_sha256=sha256_of(head),
+            sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
+            tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
+            config=architecture_of(config),
+        ),
         golden=golden,
         tolerance=tolerance,
     )
     write_contract(contract, folder)
     return contract
-
-
-def _weights(
-    architecture: str,
-    stored: StoredWeights,
-    head: Sequence[StoredTensor],
-    config: dict[str, Any],
-    *,
-    only_head: bool,
-) -> WeightsContract:
-    hashes = {} if only_head else stored.hashes()
-    return WeightsContract(
-        architecture=architecture,
-        num_parameters=stored.num_parameters,
-        num_tensors=len(stored.tensors),
-        shapes_sha256=stored.shapes_sha256,
-        head_sha256=sha256_of(head),
-        sha256=hash_of_all(hashes) if hashes else None,
-        tensors={name: sha256[:HASH_DIGITS] for name, sha256 in hashes.items()},
-        config=architecture_of(config),
-    )
 
 
 def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequence[float]) -> list[HeadContract]:
@@ -277,7 +266,7 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return text_sha256(json.dumps(parts, sort_keys=True))
 
 
-def _rendering(renderer: Renderer, folder: Path, pad: int | None, rows: Sequence[TokenIds]) -> RenderingContract:
+def _rendering(renderer: Renderer, folder: Path, pad: int | None, golden: Sequence[GoldenExample]) -> RenderingContract:
     tokenizer = renderer.tokenizer
     return RenderingContract(
         chat_template_sha256=text_sha256(renderer.chat_template),
@@ -286,7 +275,7 @@ def _rendering(renderer: Renderer, folder: Path, pad: int | None, rows: Sequence
         chat_template_kwargs=renderer.chat_template_kwargs,
         max_length=renderer.max_length,
         truncation=renderer.truncation,
-        frame=frame_of(renderer, rows),
+        frame=frame_of(renderer, [example.token_ids for example in golden]),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=pad,
@@ -294,17 +283,15 @@ def _rendering(renderer: Renderer, folder: Path, pad: int | None, rows: Sequence
     )
 
 
-def _default_heads(model: RewardModel) -> list[HeadContract]:
-    if model.num_heads == 1:
-        return [HeadContract()]
-    labels = _labels(model.hf.config)
-    logger.warning(
-        "The model has the labels %s, and nothing says how they make one score: it is %r alone, says the scoring "
-        "contract. treeward verify MODEL --write --force --head-weights NAME=1,... writes another.",
-        ", ".join(labels),
-        labels[0],
-    )
-    return weighted_heads(labels, {labels[0]: 1.0})
+def _only_head(model: RewardModel) -> list[HeadContract]:
+    if model.num_heads > 1:
+        raise ConfigError(
+            "the model has several labels, and nothing says how they make one score",
+            got=", ".join(_labels(model.hf.config)),
+            need="a contract that says so",
+            fix="treeward verify MODEL --write --head-weights NAME=1,... writes one",
+        )
+    return [HeadContract()]
 
 
 def _labels(config: Any) -> list[str]:
