@@ -95,7 +95,6 @@ def test_gold_of_the_bundled_world_is_that_of_its_files(tmp_path: Path) -> None:
     one, other = (result_of(tmp_path / gold) for gold in ("synthetic", "score"))
     assert one["curves"] == other["curves"]
     assert one["curves"]["regret"]["mean"] == pytest.approx([0.0, 0.0])  # ranks are by gold
-    assert one["counts"]["num_prompts_with_equal_proxies"] > 0
 
 
 def test_what_has_no_score_is_counted_and_never_a_number(
@@ -161,7 +160,8 @@ def test_several_proxies_on_the_same_samples(
         assert f"{name}: {found[name]['verdict']['sentence']}" in printed
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     series = {b["title"]: [s["name"] for s in b["series"]] for b in report["blocks"] if b["kind"] == "curves"}
-    assert series["Over-optimisation"] == [*found, "best possible gold"] and series["Regret"] == list(found)
+    assert series["Over-optimisation"][::2] == [*(f"{name}: gold" for name in found), "best possible gold"]
+    assert series["Regret"] == list(found)
 
 
 def test_an_interrupted_run_goes_on_and_nothing_is_scored_twice(

@@ -197,13 +197,10 @@ def _tell_failures(scores: Mapping[str, Sequence[Sequence[Any]]]) -> int:
 
 
 def _show(results: Mapping[str, Any], gold: str) -> None:
-    from treeward.evaluation.best_of_n.blocks import legend, tables
+    from treeward.evaluation.best_of_n.blocks import legend, sentences, table
 
-    for rows, columns in tables(results):
-        write_table(rows, columns)
-        sys.stdout.write("\n")
-    said = [f"{name}: {one.verdict.sentence}" for name, one in results.items()]
+    write_table(*table(results))
+    sys.stdout.write("\n".join(["", legend(gold), "", *sentences(results)]) + "\n")
     first = next(iter(results.values()))
-    sys.stdout.write("\n".join([legend(gold), "", *(said if len(said) > 1 else [first.verdict.sentence])]) + "\n")
     if fewer := first.counts["num_prompts_with_fewer_samples"]:
         logger.warning("%d prompts have fewer than %d scored samples and are left out.", fewer, first.max_n)

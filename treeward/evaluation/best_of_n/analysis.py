@@ -8,36 +8,39 @@
     found = analyse_several({"plain": prompts, "worst of two": others})      # the same samples, another proxy
     found["worst of two"].difference                                         # gold at the largest n, less the first's
 
-The same prompts stand behind every n. Intervals are of 95 %, by a bootstrap over clusters: the rows of one prompt are
-drawn together, and the quantiles are those of `treeward.evaluation.statistics.cluster_bootstrap`. Array suffixes: P
-prompts, C clusters, R resamples, G values of n, K statistics.
+The same prompts stand behind every n. Rows of one prompt are averaged and count as one. Intervals are of 95 %, by a
+bootstrap over prompts with the quantiles of `treeward.evaluation.statistics.cluster_bootstrap`. Array suffixes: C
+prompts, R resamples, G values of n, K statistics.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Literal
 
 import numpy as np
+from scipy import stats
 
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.best_of_n.laws import (
     FEWEST_POINTS,
-    FORMS,
-    GaoForm,
+    Floats,
+    curve_sizes,
+    expected_best_of,
     fit_gao,
-    point_weights,
+    kl_of_best_of,
+    size_of_kl,
 )
-from treeward.evaluation.best_of_n.selection import Floats, curve_sizes, expected_best_of, kl_of_best_of, size_of_kl
-from treeward.evaluation.best_of_n.verdict import MIN_CLUSTERS, ROUNDING, Verdict, judge
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import cluster_bootstrap, expanded_tail
+from treeward.evaluation.statistics import expanded_tail
 
 _SHARE_OF_PROMPTS = 0.95
-_CURVES = ("gold", "proxy", "best", "regret", "normalised_regret", "gold_gain", "proxy_gain", "best_gain", "gap")
-_Bounds: TypeAlias = tuple[Floats, Floats]
+_FEWEST_PROMPTS = 10  # with fewer, nothing is said of certainty
+_ROUNDING = 1e-12  # relative to what they were computed from, smaller differences are none
+_CURVES = ("gold", "proxy", "best", "regret", "normalised_regret", "gold_gain", "proxy_gain", "best_gain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +67,32 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class FittedLaw:
-    """A law of Gao et al. fitted to the gold over that at n = 1.
+    """Gold over that at n = 1 as d (alpha - beta d), d = sqrt(KL): the law of Gao et al. for best-of-n.
 
     `peak`: the n at which it is highest; None where it rises without end, and beyond the largest n an extrapolation.
-    `r_squared`: the share of the squared gain that it explains.
     """
 
     alpha: float
     beta: float
     peak: float | None
-    r_squared: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether choosing by the proxy makes gold worse again within the sampled n.
+
+    The highest point of a measured curve is partly luck, so gold at n = 1, 2, 4, ... is compared with gold at the
+    largest n, by paired t-tests over prompts. `p_value`: the smallest of them, corrected for their number (Bonferroni);
+    None with fewer than 10 prompts. `state`: `seen` (p below 0.05), `unclear` (gold is highest before the largest n,
+    which may be chance) or `not seen`. `peak`: the n of the highest measured gold; `drop`: how much less it is at the
+    largest n.
+    """
+
+    state: Literal["seen", "unclear", "not seen"]
+    peak: int
+    drop: float
+    p_value: float | None
+    sentence: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +102,15 @@ class BestOfN:
     `gold`, `proxy`: of what the proxy chooses, in their own units. `best`: gold of the best by gold. `regret` = best -
     gold. `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random, more is
     worse than that. `gold_gain`, `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt.
-    `gap` = proxy_gain - gold_gain. `correlation`: of proxy and gold within prompts, without an interval
-    for fewer than 10 of them. `laws`: none with fewer than 4 n. `difference`: of several proxies, gold of what this one
-    chooses among the largest n less that of what the first chooses, prompt by prompt.
+    `law`: None with fewer than 4 n. `correlation`: of proxy and gold within prompts, without an interval for fewer than
+    10 of them. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples, and what is left out. `difference`:
+    of several proxies, gold of what this one chooses among the largest n less that of what the first chooses.
     """
 
     sizes: tuple[int, ...]
     kl: tuple[float, ...]
     curves: Mapping[str, Curve]
-    laws: Mapping[GaoForm, FittedLaw]
+    law: FittedLaw | None
     correlation: Metric
     verdict: Verdict
     counts: Mapping[str, int]
@@ -117,48 +136,7 @@ def analyse(
     left. `max_n`: None is the largest n that 95 % of the prompts have. Raises `DataError` where no prompt has two
     samples with both scores, or a score is not finite, and `ConfigError` for a `max_n` that no prompt has.
     """
-    scored = [_both_known(prompt) for prompt in prompts]
-    max_n = _largest_size([len(proxy) for proxy, _ in scored], max_n)
-    kept = [(scores, prompt) for scores, prompt in zip(scored, prompts, strict=True) if len(scores[0]) >= max_n]
-    sizes = curve_sizes(max_n)
-    distances = np.sqrt(kl_of_best_of(sizes))
-    table_PK = np.stack([_statistics(proxy, gold, sizes) for (proxy, gold), _ in kept])
-    sums_CK, counts_C = _by_cluster(table_PK, [prompt.cluster for _, prompt in kept])
-    num = len(counts_C)
-    point = _derive(table_PK.mean(axis=0), distances)
-    draws_RC = np.random.default_rng(seed).multinomial(num, np.full(num, 1.0 / num), size=num_resamples).astype(float)
-    resampled = _derive((draws_RC @ sums_CK) / (draws_RC @ counts_C)[:, None], distances)
-
-    def metric(name: str, fewest: int = 2) -> Metric:
-        return _metric(name, point[name], _bounds(resampled[name], num, fewest), len(kept))
-
-    curves = {name: Curve(*map(_numbers, (point[name], *_bounds(resampled[name], num)))) for name in _CURVES}
-    gain = (point["gold"] - point["gold"][0])[1:]
-    laws = {form: _fitted(form, distances[1:], gain) for form in FORMS if len(gain) >= FEWEST_POINTS}
-    verdict = judge(
-        sizes,
-        sums_CK[:, : len(sizes)],
-        counts_C,
-        rise=metric("rise"),
-        expected_peak=laws["bon"].peak if laws else None,
-    )
-    return BestOfN(
-        sizes=sizes,
-        kl=tuple((distances**2).tolist()),
-        curves=curves,
-        laws=laws,
-        correlation=metric("correlation", MIN_CLUSTERS),
-        verdict=verdict,
-        counts={
-            "num_prompts": len(kept),
-            "num_clusters": num,
-            "num_prompts_with_fewer_samples": len(prompts) - len(kept),
-            "num_samples": sum(len(proxy) for (proxy, _), _ in kept),
-            "num_without_proxy": sum(value is None for prompt in prompts for value in prompt.proxy),
-            "num_without_gold": sum(value is None for prompt in prompts for value in prompt.gold),
-            "num_prompts_with_equal_proxies": sum(len(np.unique(proxy)) < len(proxy) for (proxy, _), _ in kept),
-        },
-    )
+    return analyse_several({"proxy": prompts}, max_n=max_n, num_resamples=num_resamples, seed=seed)["proxy"]
 
 
 def analyse_several(
@@ -180,34 +158,68 @@ def analyse_several(
             proxy = [score if all_know else None for score, all_know in zip(one.proxy, known, strict=True)]
             own.append(replace(one, proxy=proxy))
     found: dict[str, BestOfN] = {}
+    first_gold: Floats | None = None
     for name, own in shared.items():
-        result = analyse(own, max_n=max_n, num_resamples=num_resamples, seed=seed)
-        if found:
-            first = shared[next(iter(found))]
-            result = replace(result, difference=_difference(first, own, result.max_n, num_resamples, seed))
-        found[name] = result
+        scored = [_both_known(prompt) for prompt in own]
+        sizes = curve_sizes(_largest_size([len(proxy) for proxy, _ in scored], max_n))
+        kept = [(*scores, one.cluster) for scores, one in zip(scored, own, strict=True) if len(scores[0]) >= sizes[-1]]
+        table_CK = _by_prompt([_statistics(proxy, gold, sizes) for proxy, gold, _ in kept], [one[2] for one in kept])
+        counts = {
+            "num_prompts": len(kept),
+            "num_clusters": len(table_CK),
+            "num_prompts_with_fewer_samples": len(own) - len(kept),
+            "num_samples": sum(len(proxy) for proxy, _, _ in kept),
+            "num_without_proxy": sum(value is None for prompt in own for value in prompt.proxy),
+            "num_without_gold": sum(value is None for prompt in own for value in prompt.gold),
+        }
+        last_gold = table_CK[:, len(sizes) - 1]
+        beyond_first = None if first_gold is None else last_gold - first_gold
+        first_gold = last_gold if first_gold is None else first_gold
+        found[name] = _summarize(table_CK, sizes, counts, beyond_first, num_resamples, seed)
     return found
 
 
-def _difference(
-    first: Sequence[SampledPrompt], other: Sequence[SampledPrompt], n: int, num_resamples: int, seed: int
-) -> Metric:
-    values, clusters = [], []
-    for number, pair in enumerate(zip(first, other, strict=True)):
-        scores = [_both_known(one) for one in pair]
-        if len(scores[0][0]) >= n:
-            before, after = (float(expected_best_of(proxy, gold, [n])[0]) for proxy, gold in scores)
-            values.append(after - before)
-            clusters.append(number if pair[0].cluster is None else pair[0].cluster)
-    low, high = cluster_bootstrap(values, clusters, num_resamples=num_resamples, seed=seed)
-    return Metric(f"gold@{n} less that of the first proxy", float(np.mean(values)), low, high, len(values))
+def _summarize(
+    table_CK: Floats,
+    sizes: tuple[int, ...],
+    counts: Mapping[str, int],
+    beyond_first: Floats | None,
+    num_resamples: int,
+    seed: int,
+) -> BestOfN:
+    num, distances = len(table_CK), np.sqrt(kl_of_best_of(sizes))
+    table_CK = np.column_stack([table_CK, np.zeros(num) if beyond_first is None else beyond_first])
+    draws_RC = np.random.default_rng(seed).multinomial(num, np.full(num, 1.0 / num), size=num_resamples) / num
+    point, resampled = _derive(table_CK.mean(axis=0), len(sizes)), _derive(draws_RC @ table_CK, len(sizes))
+
+    def curve(name: str, fewest: int = 2) -> Curve:
+        """No interval for fewer prompts than `fewest`, nor where a resample has no number."""
+        ends = np.full((2, len(point[name])), np.nan)
+        if num >= fewest:
+            tail = expanded_tail(num)
+            ends = np.quantile(resampled[name], (tail, 1.0 - tail), axis=0)
+        return Curve(*(tuple(v if math.isfinite(v) else None for v in row.tolist()) for row in (point[name], *ends)))
+
+    def metric(name: str, fewest: int = 2) -> Metric:
+        one = curve(name, fewest)
+        return Metric(name, one.mean[0], one.low[0], one.high[0], counts["num_prompts"])
+
+    gold_CG = table_CK[:, : len(sizes)]
+    law = _fitted(distances, gold_CG.mean(axis=0)) if len(sizes) > FEWEST_POINTS else None
+    return BestOfN(
+        sizes=sizes,
+        kl=tuple((distances**2).tolist()),
+        curves={name: curve(name) for name in _CURVES},
+        law=law,
+        correlation=metric("correlation", _FEWEST_PROMPTS),
+        verdict=judge(sizes, gold_CG, rise=metric("rise"), expected_peak=None if law is None else law.peak),
+        counts=counts,
+        difference=None if beyond_first is None else metric("difference"),
+    )
 
 
 def _both_known(prompt: SampledPrompt) -> tuple[Floats, Floats]:
     """Proxy and gold of the samples that have both."""
-    if len(prompt.proxy) != len(prompt.gold):
-        got = f"{len(prompt.proxy)} proxy and {len(prompt.gold)} gold scores"
-        raise DataError("a sample has a proxy and a gold score", where=prompt.where, got=got, need="one of each")
     both = [pair for pair in zip(prompt.proxy, prompt.gold, strict=True) if None not in pair]
     values = np.array(both, dtype=np.float64).reshape(-1, 2)
     if not np.isfinite(values).all():
@@ -232,30 +244,27 @@ def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
 
 
 def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
-    """(3 G + 3,): one prompt's curves of gold, proxy and best, its two variances and its covariance."""
+    """(3 G + 3,): one row's curves of gold, proxy and best, its two variances and its covariance."""
     curves = [expected_best_of(by, values, sizes) for by, values in ((proxy, gold), (proxy, proxy), (gold, gold))]
     covariance = np.cov(proxy, gold)  # divides by N - 1
     return np.concatenate([*curves, [covariance[0, 0], covariance[1, 1], covariance[0, 1]]])
 
 
-def _by_cluster(table_PK: Floats, clusters: Sequence[str | None]) -> tuple[Floats, Floats]:
-    """(C, K) sums and (C,) counts of rows."""
-    index: dict[Any, int] = {}
-    of_P = np.array([index.setdefault(i if name is None else name, len(index)) for i, name in enumerate(clusters)])
-    sums = np.zeros((len(index), table_PK.shape[1]))
-    np.add.at(sums, of_P, table_PK)
-    return sums, np.bincount(of_P).astype(np.float64)
+def _by_prompt(rows: Sequence[Floats], clusters: Sequence[str | None]) -> Floats:
+    """(C, K): the mean of the rows of each prompt."""
+    members: dict[str | int, list[Floats]] = {}
+    for number, (row, cluster) in enumerate(zip(rows, clusters, strict=True)):
+        members.setdefault(number if cluster is None else cluster, []).append(row)
+    return np.stack([np.mean(own, axis=0) for own in members.values()])
 
 
-def _derive(means: Floats, distances: Floats) -> dict[str, Floats]:
-    """Everything that is computed of the means (..., 3 G + 3) of `_statistics`."""
-    num = len(distances)
+def _derive(means: Floats, num: int) -> dict[str, Floats]:
+    """Everything that is computed of the means (..., 3 G + 4): those of `_statistics`, and gold beyond the first's."""
     gold, proxy, best = (means[..., i * num : (i + 1) * num] for i in range(3))
     var_proxy, var_gold, covariance = (means[..., 3 * num + i : 3 * num + i + 1] for i in range(3))
     sd_proxy, sd_gold = _divisor(np.sqrt(var_proxy), proxy), _divisor(np.sqrt(var_gold), gold)
-    gold_gain, proxy_gain = (gold - gold[..., :1]) / sd_gold, (proxy - proxy[..., :1]) / sd_proxy
-    possible = _divisor(best - gold[..., :1], gold)
-    regret = np.maximum(best - gold, 0.0)  # it is never less, but for rounding
+    start = gold[..., :1]
+    regret, possible = np.maximum(best - gold, 0.0), _divisor(best - start, gold)
     possible[..., 0], regret[..., 0] = np.nan, 0.0  # among one there is nothing to choose
     return {
         "gold": gold,
@@ -263,51 +272,61 @@ def _derive(means: Floats, distances: Floats) -> dict[str, Floats]:
         "best": best,
         "regret": regret,
         "normalised_regret": regret / possible,
-        "gold_gain": gold_gain,
-        "proxy_gain": proxy_gain,
-        "best_gain": (best - gold[..., :1]) / sd_gold,
-        "gap": proxy_gain - gold_gain,
-        "correlation": (covariance / (sd_proxy * sd_gold))[..., 0],
-        "rise": gold[..., -1] - gold[..., 0],
+        "gold_gain": (gold - start) / sd_gold,
+        "proxy_gain": (proxy - proxy[..., :1]) / sd_proxy,
+        "best_gain": (best - start) / sd_gold,
+        "correlation": covariance / (sd_proxy * sd_gold),
+        "rise": (gold - start)[..., -1:],
+        "difference": means[..., -1:],
     }
 
 
 def _divisor(values: Floats, beside: Floats) -> Floats:
     """The values, with NaN for those that are 0 but for the rounding of what they were computed from."""
-    scale = np.abs(beside).max(axis=-1, keepdims=True)
-    return np.where(values > ROUNDING * scale, values, np.nan)
+    return np.where(values > _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True), values, np.nan)
 
 
-def _fitted(form: GaoForm, distances: Floats, gain: Floats) -> FittedLaw:
-    law, weights = fit_gao(distances, gain, form), point_weights(distances)
-    residual, total = float(weights @ (gain - law.gain(distances)) ** 2), float(weights @ gain**2)
-    peak = None if law.peak_distance is None else float(size_of_kl(min(law.peak_distance, 1e100) ** 2))
-    return FittedLaw(
-        alpha=law.alpha,
-        beta=law.beta,
-        peak=None if peak is None or math.isinf(peak) else peak,
-        r_squared=1.0 - residual / total if total > 0.0 else None,
+def _fitted(distances: Floats, gold: Floats) -> FittedLaw:
+    law = fit_gao(distances[1:], (gold - gold[0])[1:])
+    peak = math.inf if law.peak_distance is None else size_of_kl(min(law.peak_distance, 1e100) ** 2)
+    return FittedLaw(law.alpha, law.beta, None if math.isinf(peak) else peak)
+
+
+def judge(sizes: Sequence[int], gold_CG: Floats, *, rise: Metric, expected_peak: float | None) -> Verdict:
+    """The verdict on the gold curves (C, G) of prompts.
+
+    `rise`: gold at the largest n less that at n = 1. `expected_peak`: the n at which the fitted law is highest.
+    """
+    gold_G, end = gold_CG.mean(axis=0), sizes[-1]
+    rounding = _ROUNDING * float(np.abs(gold_G).max())
+    at = int(np.argmax(gold_G >= gold_G.max() - rounding))  # the first of equal ones
+    peak, drop, p_value = sizes[at], float(gold_G[at] - gold_G[-1]), None
+    if len(gold_CG) >= _FEWEST_PROMPTS:
+        tested = [i for i, n in enumerate(sizes[:-1]) if n & (n - 1) == 0]
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of differences that do not vary
+            found = stats.ttest_1samp(gold_CG[:, tested] - gold_CG[:, -1:], 0.0, axis=0, alternative="greater")
+        p_value = min(1.0, len(tested) * float(np.nan_to_num(found.pvalue, nan=1.0).min()))
+    highest = f"gold is highest at n = {peak} ({gold_G[at]:.3g}) and lower by {drop:.3g} at n = {end}"
+    if drop <= rounding:
+        return Verdict("not seen", peak, 0.0, p_value, _not_seen(end, rise, rounding, expected_peak))
+    if p_value is not None and p_value < 0.05:
+        sentence = f"Over-optimisation is seen: {highest}, while the proxy keeps rising; p = {p_value:.2g}."
+        return Verdict("seen", peak, drop, p_value, sentence)
+    few = f"{len(gold_CG)} {'prompt is' if len(gold_CG) == 1 else 'prompts are'} too few to say more"
+    doubt = few if p_value is None else f"this may be chance (p = {p_value:.2g})"
+    return Verdict(
+        "unclear", peak, drop, p_value, f"Over-optimisation is neither shown nor excluded: {highest}, but {doubt}."
     )
 
 
-def _bounds(values: Floats, num_clusters: int, fewest: int = 2) -> _Bounds:
-    """The 95 % interval (...,) of a number of resamples (R, ...); perhaps infinite.
-
-    NaN where a resample has no number, and for fewer than `fewest` clusters.
-    """
-    if num_clusters < fewest:
-        return np.full(values.shape[1:], np.nan), np.full(values.shape[1:], np.nan)
-    tail = expanded_tail(num_clusters)
-    # without interpolation, as there is none between a number and infinity
-    low, high = np.quantile(values, (tail, 1.0 - tail), axis=0, method="inverted_cdf")
-    missing = np.isnan(values).any(axis=0)
-    return np.where(missing, np.nan, low), np.where(missing, np.nan, high)
-
-
-def _metric(name: str, value: Floats, bounds: Any, count: int) -> Metric:
-    known, low, high = _numbers(np.stack([value, *bounds]))
-    return Metric(name, known, low, high, count)
-
-
-def _numbers(values: Floats) -> tuple[float | None, ...]:
-    return tuple(value if math.isfinite(value) else None for value in values.tolist())
+def _not_seen(end: int, rise: Metric, rounding: float, expected_peak: float | None) -> str:
+    start = f"No over-optimisation is seen up to n = {end}"
+    assert rise.value is not None
+    if rise.value <= rounding:
+        return f"{start}, and no gain either: gold is the same at every n."
+    span = "" if rise.low is None or rise.high is None else f" ({rise.low:.3g} to {rise.high:.3g})"
+    doubt = "" if rise.low is not None and rise.low > 0.0 else ", which may be chance"
+    further = ""
+    if expected_peak is not None and expected_peak > end:
+        further = f" The fitted law, an extrapolation, has its peak at n = {expected_peak:,.3g}."
+    return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}.{further}"

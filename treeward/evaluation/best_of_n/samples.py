@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from treeward.scoring.score import ConversationScorer, Score
 _COMPLETIONS = ("responses", "completions")
 _PROMPTS = ("context", "prompt", "messages")
 _CONVERSATION = (*_COMPLETIONS, *_PROMPTS, "chosen", "rejected")
-_SAMPLES_AT_ONCE = 1024
+_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,9 @@ def sampled_rows(rows: Iterable[Row]) -> Iterator[SampledRow]:
     a preference file), and rows of chosen and rejected completions. Raises `DataError` for any other row."""
     for number, row in enumerate(rows):
         conversations = _conversations(row.values, row.where)
-        longest = min(map(len, conversations)) - 1
-        same = (all(one[i] == conversations[0][i] for one in conversations) for i in range(longest))
-        shared = next((i for i, equal in enumerate(same) if not equal), longest)
+        shared, shortest = 0, min(map(len, conversations))
+        while shared < shortest - 1 and all(one[shared] == conversations[0][shared] for one in conversations):
+            shared += 1
         yield SampledRow(number, row.where, conversations[0][:shared], conversations, row.values)
 
 
@@ -133,19 +134,7 @@ def by_field(name: str) -> Grader:
     """
 
     def grade(rows: Sequence[SampledRow]) -> list[list[Score]]:
-        return [[_number(value, name) for value in _numbers_of_row(row)] for row in rows]
-
-    def _numbers_of_row(row: SampledRow) -> list[float | None]:
-        values = _numbers(row, name)
-        if values is None:
-            raise DataError(
-                f"the row has no {name} with a number for each completion",
-                where=row.where,
-                field=name,
-                got=row.values.get(name, f"keys {sorted(map(str, row.values))}"),
-                need=f"a list of {len(row.conversations)} numbers",
-            )
-        return values
+        return [[_as_score(value, name) for value in _required(row, name)] for row in rows]
 
     return grade
 
@@ -156,6 +145,19 @@ def fields_of(row: SampledRow) -> list[str]:
     names = [key for key in row.values if key not in _CONVERSATION]
     names += sorted(nested - {"completion", "role", "content", *names})
     return [name for name in names if _numbers(row, name) is not None]
+
+
+def _required(row: SampledRow, name: str) -> list[float | None]:
+    values = _numbers(row, name)
+    if values is None:
+        raise DataError(
+            f"the row has no {name} with a number for each completion",
+            where=row.where,
+            field=name,
+            got=row.values.get(name, f"keys {sorted(map(str, row.values))}"),
+            need=f"a list of {len(row.conversations)} numbers",
+        )
+    return values
 
 
 def _numbers(row: SampledRow, name: str) -> list[float | None] | None:
@@ -184,7 +186,7 @@ def _completions(row: SampledRow) -> list[Any]:
     return items if isinstance(items, list) else []
 
 
-def _number(value: float | None, name: str) -> Score:
+def _as_score(value: float | None, name: str) -> Score:
     if value is None:
         return Score(None, error=f"{name} is null")
     return Score(value) if math.isfinite(value) else Score(None, error=f"{name} is {value}")
@@ -207,27 +209,14 @@ def rate(
         file = stack.enter_context(resumable_rows(path, own, _kept_scores))
         found = file.kept
         on_progress(rater.name, len(found), num_rows)
-        left = (row for row in sampled_rows(read_rows(data)) if row.number >= len(found))
-        for chunk in _chunks(left):
+        left = islice(sampled_rows(read_rows(data)), len(found), None)
+        while chunk := list(islice(left, _ROWS_AT_ONCE)):
             for row, scores in zip(chunk, grader(chunk), strict=True):
-                assert len(scores) == len(row.conversations)
                 errors = [score.error for score in scores]
                 file.add({"where": row.where, "scores": [score.score for score in scores], "errors": errors})
                 found.append(scores)
             on_progress(rater.name, len(found), num_rows)
     return found
-
-
-def _chunks(rows: Iterable[SampledRow]) -> Iterator[list[SampledRow]]:
-    """About a thousand samples at a time, so that memory does not grow with the rows."""
-    chunk: list[SampledRow] = []
-    for row in rows:
-        chunk.append(row)
-        if sum(len(one.conversations) for one in chunk) >= _SAMPLES_AT_ONCE:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 def _kept_scores(row: Any, where: str) -> list[Score]:
