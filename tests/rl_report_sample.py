@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,7 @@ def write_run(folder: Path, scenario: Scenario) -> Path:
 
 
 def sample_runs(folder: Path) -> list[RLRun]:
-    """The three runs; and `CLEAN` without gold is `replace(CLEAN, has_gold=False)`."""
     return [RLRun.read(one.name, write_run(folder / str(n), one)) for n, one in enumerate((CLEAN, HACKED, CURED))]
-
-
-def without_gold(scenario: Scenario) -> Scenario:
-    return replace(scenario, has_gold=False)
 
 
 def _training(

@@ -59,18 +59,12 @@ def serving(
     backend: Any = "vllm",
     raw: bool = False,
     server: dict[str, Any] | None = None,
-    folder: Path | None = None,
     **settings: Any,
 ) -> Iterator[tuple[HttpGenerator, ServedPolicy, Loopback]]:
     served = ServedPolicy(policy, tokenizer, raw=raw)
     with Loopback(served) as loopback:
-        made = HttpGenerator(
-            policy,
-            tokenizer,
-            section(loopback.url, backend=backend, **(server or {}), **settings),
-            end_ids=ENDS,
-            folder=folder,
-        )
+        settings |= {"backend": backend, **(server or {})}
+        made = HttpGenerator(policy, tokenizer, section(loopback.url, **settings), end_ids=ENDS)
         yield made, served, loopback
         made.close()
         made.close()
@@ -253,26 +247,28 @@ def moved(policy: PolicyModel, by: float) -> PolicyModel:
 def test_a_server_loads_the_weights_from_a_folder(
     policy: PolicyModel, tiny_tokenizer: Any, backend: str, tmp_path: Path
 ) -> None:
-    strict, folder = {"weight_sync": "folder", "probe_tolerance": 1e-3}, tmp_path / "weights"
-    with serving(policy, tiny_tokenizer, backend=backend, server=strict, folder=folder) as (generator, _, loopback):
+    """Its folder keeps the version that the server has, nothing of a run that was killed, and what is not ours."""
+    for name in ("version-of-mine", "version-1", "version-12"):
+        (tmp_path / "weights" / name / "model").mkdir(parents=True)
+    strict = {"weight_sync": "folder", "probe_tolerance": 1e-3, "weight_folder": str(tmp_path / "weights")}
+    with serving(policy, tiny_tokenizer, backend=backend, server=strict) as (generator, _, loopback):
         for version in (1, 2):
             changed = moved(policy, 0.1 * version)
             generator.load_weights(changed, version)
-            assert generator.version == version
-            assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version-{version}"]
+            assert {path.name for path in (tmp_path / "weights").iterdir()} == {f"version-{version}", "version-of-mine"}
             (group,) = generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
             own = changed.log_probs([group.sequences], [[len(IDS[0])]]).values_SL[0].detach()
             assert torch.allclose(own, torch.tensor(group.completions[0].log_probs), atol=1e-4)
         paths = [asked.path for asked in loopback.requests]
         assert ("/update_weights_from_disk" in paths) == (backend == "sglang")
         assert ("/collective_rpc" in paths and "/reset_prefix_cache" in paths) == (backend == "vllm")
-    assert list((tmp_path / "weights").iterdir()) == []
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-of-mine"]
 
 
 def test_weights_that_did_not_arrive_stop_the_run(
     policy: PolicyModel, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync: dict[str, Any] = {"server": {"weight_sync": "folder"}, "folder": tmp_path / "weights"}
+    sync: dict[str, Any] = {"server": {"weight_sync": "folder", "weight_folder": str(tmp_path / "weights")}}
     with serving(policy, tiny_tokenizer, backend="sglang", **sync) as (generator, served, _):
         monkeypatch.setattr(ServedPolicy, "_load", lambda self, folder: None)
         with pytest.raises(GenerationError, match=r"(?s)not those of the policy.*version 4"):

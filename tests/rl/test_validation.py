@@ -81,7 +81,7 @@ def test_rewards_that_fail_are_in_no_mean(opened: Callable[..., GRPOSetup], tmp_
     run = opened(f"env={{planted: {{type: planted.Troubled, orders: {tmp_path}/orders.json}}}}")
     whole = measured(run)
     assert whole.metrics["validation/num_failed"] == 0
-    run.rewards._workers["planted"].environment.evaluation_rewards = (  # type: ignore[method-assign]
+    run.rewards.environments["planted"].evaluation_rewards = (  # type: ignore[method-assign]
         lambda conversations, infos: [_none() for _ in conversations]
     )
     found = measured(run)

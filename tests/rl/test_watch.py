@@ -94,8 +94,7 @@ def test_the_threshold_is_the_one_that_is_documented() -> None:
             watch.observe(10 * t, proxy_by_prompt=t + SPREAD, gold_by_prompt=values)
         assert kinds(watch) == expected
     alarm = watch.alarms[0]
-    assert (alarm.step, alarm.numbers["best_step"]) == (40, 10.0)
-    assert alarm.numbers["fall_error"] == pytest.approx(1 / np.sqrt(99))
+    assert alarm.step == 40 and watch.metrics()["watch/gold_fall_error"] == pytest.approx(1 / np.sqrt(99))
     for words in (
         "from its best, 10 at step 10,",
         "the proxy rose by 3, from 1 to 4",
@@ -135,7 +134,7 @@ def test_prompts_that_failed_are_left_out_of_both_sides() -> None:
     for t, gold in enumerate(golds[:4]):
         assert watch.observe(t, proxy_by_prompt=np.full(64, t), gold_by_prompt=gold) == []
     (alarm,) = watch.observe(4, proxy_by_prompt=np.full(64, 9.0), gold_by_prompt=golds[4])
-    assert alarm.numbers["fall"] == pytest.approx(0.5, abs=0.1)
+    assert alarm.kind == "gold_falls" and watch.metrics()["watch/gold_fall"] == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.data.preference import Message
 from treeward.environments.hybrid import weighted_sum
 from treeward.environments.interface import Environment, Reward, reward_metrics
 from treeward.environments.registry import make_named, sections_of
@@ -45,11 +44,10 @@ logger = logging.getLogger(__name__)
 CHOICE = "environment"
 """The key of a prompt's `info` with the environment, or environments, that reward it."""
 
+_GOLD = "grpo.gold_environment"
 _LARGEST = torch.finfo(torch.float32).max
 _SHUTDOWN_SECONDS = 60.0
 
-Place = tuple[int, int]
-"""Prompt and place in its group."""
 Result = TypeVar("Result")
 
 
@@ -84,10 +82,14 @@ class EnvironmentRunner:
         missing: Literal["mask", "renormalise"] = "mask",
     ) -> None:
         self.timeout_seconds, self.missing = timeout_seconds, missing
-        self._workers = {name: _Worker(name, environment) for name, environment in environments.items()}
-        self._default = dict(weights)
-        same = [self._workers[name] for name, environment in environments.items() if environment is gold]
-        self._gold = None if gold is None else (same or [_Worker("gold", gold)])[0]
+        self.environments, self._default = dict(environments), dict(weights)
+        same = [name for name, environment in environments.items() if environment is gold]
+        self._gold = None if gold is None else (same or [_GOLD])[0]
+        if gold is not None:
+            self.environments.setdefault(str(self._gold), gold)
+        # After the last step that counts; gold has none, as its rewards are those of an evaluation.
+        self._states = {name: copy.deepcopy(one.state_dict()) for name, one in environments.items()}
+        self._last: dict[str, Future[Any]] = {}
         names = [environment.name for environment in environments.values()]
         self._labels = {
             name: one.name if names.count(one.name) == 1 else f"{name}_env" for name, one in environments.items()
@@ -103,31 +105,31 @@ class EnvironmentRunner:
         `update`: off in validation, whose completions then count in no running statistics. Raises `ConfigError`,
         `ModelError` or `CheckpointError` for an environment that is wrong itself; the states are then as before.
         """
-        weights_P = [_choice(group.prompt) or self._default for group in groups]
-        places: dict[str, list[Place]] = defaultdict(list)
-        for p, group in enumerate(groups):
-            for name in weights_P[p]:
-                places[name] += [(p, g) for g in range(len(group.completions))]
-        found = self._run({self._workers[name]: chosen for name, chosen in places.items()}, groups, update=update)
-        parts: dict[Place, dict[str, Reward]] = defaultdict(dict)
-        for name, chosen in places.items():
-            for place, reward in zip(chosen, found[name], strict=True):
-                parts[place][name] = reward
-        rewards_PG, raw_PG = torch.full((2, *batch_shape(groups)), torch.nan)
-        failures: list[tuple[str, str]] = []
-        for (p, g), of_place in sorted(parts.items()):
-            reward = _finite(weighted_sum(of_place, weights_P[p], missing=self.missing))
-            before = {name: Reward(one.raw, error="") for name, one in of_place.items()}
-            raw = weighted_sum(before, weights_P[p], missing=self.missing).value
-            raw_PG[p, g] = math.nan if raw is None else raw
+        shape = batch_shape(groups)
+        weights = [_choice(group.prompt) or self._default for group in groups for _ in group.completions]
+        asked: dict[str, list[int]] = defaultdict(list)
+        for i, chosen in enumerate(weights):
+            for name in chosen:
+                asked[name].append(i)
+        found = self._ask(asked, groups, update=update)
+        parts: list[dict[str, Reward]] = [{} for _ in weights]
+        for name, indices in asked.items():
+            for i, reward in zip(indices, found[name], strict=True):
+                parts[i][name] = reward
+        total, raw, failures = [], [], []
+        for i, of in enumerate(parts):
+            reward = _finite(weighted_sum(of, weights[i], missing=self.missing))
+            before = {name: Reward(one.raw, error="") for name, one in of.items()}
+            total.append(reward.value)
+            raw.append(weighted_sum(before, weights[i], missing=self.missing).value)
             if reward.value is None:
+                p, g = divmod(i, shape[1])
                 failures.append((reward.error or "", f"{groups[p].prompt.where or f'prompt {p}'}, completion {g}"))
-            else:
-                rewards_PG[p, g] = reward.value
         if failures:
             said = failure_summary(failures)
-            logger.warning("%d of %d completions have no reward: %s", len(failures), rewards_PG.numel(), said)
-        return GroupRewards(rewards_PG, raw_PG, {self._labels[name]: found[name] for name in places}, failures)
+            logger.warning("%d of %d completions have no reward: %s", len(failures), len(parts), said)
+        by_environment = {self._labels[name]: found[name] for name in asked}
+        return GroupRewards(_tensor(total).reshape(shape), _tensor(raw).reshape(shape), by_environment, failures)
 
     def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         """Rewards of the gold environment, float32 (P, G), NaN where it gives none; its state does not change.
@@ -135,91 +137,81 @@ class EnvironmentRunner:
         Raises what `reward` raises.
         """
         assert self._gold is not None
-        places = [(p, g) for p, group in enumerate(groups) for g in range(len(group.completions))]
-        found = self._run({self._gold: places}, groups, update=False)[self._gold.name]
+        num_prompts, num_completions = batch_shape(groups)
+        found = self._ask({self._gold: range(num_prompts * num_completions)}, groups, update=False)[self._gold]
         missing = [reward.error for reward in found if reward.value is None]
         if missing:
             logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(found), missing[0])
-        values = [math.nan if reward.value is None else reward.value for reward in found]
-        return torch.tensor(values, dtype=torch.float32).reshape(batch_shape(groups))
+        return _tensor([reward.value for reward in found]).reshape(num_prompts, num_completions)
 
     def state_dict(self) -> dict[str, Any]:
         """By name, the state of each environment after the last step that succeeded."""
-        return {name: copy.deepcopy(worker.state) for name, worker in self._workers.items()}
+        return copy.deepcopy(self._states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`: each step begins by loading it. `state` has the same environments: a run of others
         is another run."""
-        for name, worker in self._workers.items():
-            worker.state = copy.deepcopy(dict(state[name]))
+        self._states = {name: copy.deepcopy(dict(state[name])) for name in self._states}
 
     def shutdown(self) -> None:
         """Free the models, workers and connections of the environments. Safe to repeat."""
-        workers = {id(worker): worker for worker in (*self._workers.values(), self._gold) if worker is not None}
-        futures = {worker.name: _in_thread(worker.environment.shutdown) for worker in workers.values()}
+        futures = {name: _in_thread(environment.shutdown) for name, environment in self.environments.items()}
         wait(futures.values(), timeout=_SHUTDOWN_SECONDS)
         for name, future in futures.items():
             if not future.done() or future.exception() is not None:
                 logger.warning("%s did not shut down: %s", name, future.exception() if future.done() else "it hangs")
 
-    def _run(
-        self, chosen: Mapping[_Worker, Sequence[Place]], groups: Sequence[CompletionGroup], *, update: bool
+    def _ask(
+        self, asked: Mapping[str, Sequence[int]], groups: Sequence[CompletionGroup], *, update: bool
     ) -> dict[str, list[Reward]]:
-        """By the worker's name, a reward for each of its places, in order."""
-        futures = {worker: worker.start(*_samples(groups, places), update=update) for worker, places in chosen.items()}
+        """By environment, a reward for each of the completions, which are counted through all groups."""
+        futures = {name: self._start(name, indices, groups, update=update) for name, indices in asked.items()}
         in_time = wait(futures.values(), timeout=self.timeout_seconds).done
         found: dict[str, list[Reward]] = {}
-        states: dict[_Worker, dict[str, Any]] = {}
-        for worker, future in futures.items():
-            count, error = len(chosen[worker]), future.exception() if future in in_time else None
+        states: dict[str, dict[str, Any]] = {}
+        for name, future in futures.items():
+            count, error = len(asked[name]), future.exception() if future in in_time else None
             if isinstance(error, ConfigError | ModelError | CheckpointError):
                 raise error
             if future not in in_time or error is not None:
                 future.cancel()
                 reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else ""
                 reason = reason or f"it raised {type(error).__name__}: {error}"
-                logger.warning("%s has no rewards in this step: %s", worker.name, reason, exc_info=error)
-                found[worker.name] = [Reward(None, error=reason)] * count
+                logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
+                found[name] = [Reward(None, error=reason)] * count
                 continue
-            rewards, states[worker] = future.result()
-            if len(rewards) != count:
-                raise ConfigError(
-                    "the environment does not give one reward for each sample",
-                    where=worker.name,
-                    got=f"{len(rewards)} rewards for {count} samples",
-                    need="as many of one as of the other, in order",
-                )
-            found[worker.name] = [_finite(reward) for reward in rewards]
+            rewards, states[name] = future.result()
+            found[name] = [_finite(reward) for reward in rewards]
         if update:
-            for worker, state in states.items():
-                worker.state = state
+            self._states |= states
         return found
 
-
-class _Worker:
-    """One environment, called in threads. `state`: after the last step that counts."""
-
-    def __init__(self, name: str, environment: Environment) -> None:
-        self.name, self.environment = name, environment
-        self.state = copy.deepcopy(environment.state_dict())
-        self._last: Future[Any] | None = None
-
-    def start(
-        self, conversations: list[list[Message]], infos: list[dict[str, Any]], *, update: bool
+    def _start(
+        self, name: str, indices: Sequence[int], groups: Sequence[CompletionGroup], *, update: bool
     ) -> Future[tuple[list[Reward], dict[str, Any]]]:
-        """Reward samples in a thread, from `state`; gives the rewards and the state after them.
+        """Reward completions in a thread, from the state that counts; gives the rewards and the state after them.
 
         A step that took too long still runs in its thread: the next one waits for it, within its own time.
         """
+        environment, state = self.environments[name], copy.deepcopy(self._states.get(name))
+        conversations = [one for group in groups for one in group.conversations]
+        infos = [{**one.prompt.info, "truncated": each.truncated} for one in groups for each in one.completions]
+        # Copies, which an environment may change.
+        samples = copy.deepcopy([(conversations[i], infos[i]) for i in indices])
 
         def step() -> tuple[list[Reward], dict[str, Any]]:
-            if self.state:
-                self.environment.load_state_dict(copy.deepcopy(self.state))
-            reward = self.environment.rewards if update else self.environment.evaluation_rewards
-            return reward(conversations, infos), copy.deepcopy(self.environment.state_dict())
+            if state:
+                environment.load_state_dict(state)
+            reward = environment.rewards if update else environment.evaluation_rewards
+            rewards = reward([one[0] for one in samples], [one[1] for one in samples])
+            if len(rewards) != len(samples):
+                raise ConfigError(
+                    f"the environment gives {len(rewards)} rewards for {len(samples)} samples", where=name
+                )
+            return rewards, copy.deepcopy(environment.state_dict())
 
-        self._last = _in_thread(step, after=self._last)
-        return self._last
+        self._last[name] = _in_thread(step, after=self._last.get(name))
+        return self._last[name]
 
 
 def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
@@ -256,8 +248,7 @@ def environment_metrics(by_environment: Mapping[str, Sequence[Reward]]) -> dict[
     """`reward_metrics` of each environment, and the means `<name>/component/<component>`."""
     metrics: dict[str, float] = {}
     for label, rewards in by_environment.items():
-        values = [math.nan if reward.value is None else reward.value for reward in rewards]
-        metrics |= reward_metrics(label, torch.tensor(values, dtype=torch.float32))
+        metrics |= reward_metrics(label, _tensor([reward.value for reward in rewards]))
         components: dict[str, list[float]] = defaultdict(list)
         for reward in rewards:
             for name, value in reward.components.items():
@@ -315,18 +306,6 @@ def _check_choice(prompt: Prompt, default: Mapping[str, float], grpo: GRPOConfig
     raise DataError(summary, where=prompt.where, field=CHOICE, got=dict(weights))
 
 
-def _samples(
-    groups: Sequence[CompletionGroup], places: Sequence[Place]
-) -> tuple[list[list[Message]], list[dict[str, Any]]]:
-    """Conversations and env_infos: copies, which an environment may change."""
-    conversations = {p: groups[p].conversations for p, _ in places}
-    infos = [
-        {**copy.deepcopy(dict(groups[p].prompt.info)), "truncated": groups[p].completions[g].truncated}
-        for p, g in places
-    ]
-    return [copy.deepcopy(conversations[p][g]) for p, g in places], infos
-
-
 def _finite(reward: Reward) -> Reward:
     """The reward; its value is None where it is no finite float32."""
     value = reward.value
@@ -334,3 +313,7 @@ def _finite(reward: Reward) -> Reward:
         said = "no reward" if value is None else f"the reward is {value}"
         return replace(reward, value=None, error=reward.error or said)
     return reward
+
+
+def _tensor(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)

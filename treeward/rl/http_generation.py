@@ -1,7 +1,7 @@
 """`HttpGenerator`: completions sampled by a server of vLLM, of SGLang, or any that speaks OpenAI's completions.
 
-    section = GenerationConfig(backend="vllm", url="http://localhost:8000", model="policy", weight_sync="folder")
-    generator = HttpGenerator(policy, tokenizer, section, folder=Path("/shared/weights"))
+    section = GenerationConfig(backend="vllm", url="http://localhost:8000", model="policy", weight_folder="/dev/shm/w")
+    generator = HttpGenerator(policy, tokenizer, section)
     generator.load_weights(policy, 0)
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=1)
 
@@ -20,16 +20,15 @@ that fails, or whose response does not fit the request, is a `GenerationError` w
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_policy import GenerationConfig
@@ -39,7 +38,7 @@ from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.generation import CompletionReader, GenerationError, Generator, completion_budgets, end_ids_of
-from treeward.rl.weight_sync import FolderSync, WeightSync, sync_function
+from treeward.user_code import import_object
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -56,22 +55,17 @@ _FIXES = {
     401: "name the environment variable with the server's key: policy.generation.api_key_env",
     404: "check policy.generation.url, model and backend",
 }
-_Token = Annotated[NonNegativeInt, Field(strict=True)]
-# A server that computes in bfloat16 may give log-probabilities a little above 0.
-_LogProb = Annotated[float, Field(strict=True, le=1e-2, allow_inf_nan=False)]
-_Reason = Annotated[
-    Literal["stop", "length"],
-    BeforeValidator(lambda reason: reason.get("type") if isinstance(reason, Mapping) else reason),
-]
 
 
 class HttpGenerator(Generator):
     """See `Generator`. `server`: the section `policy.generation`. `end_ids`: as for `LocalGenerator`.
 
-    The section's `weight_sync` says how the server gets new weights. "none": it keeps its own. "folder": the weights
-    are written to `folder` by `export`, and the server loads them: SGLang by `/update_weights_from_disk`; vLLM by the
-    worker's `reload_weights(weights_path=...)` through `/collective_rpc`, which needs VLLM_SERVER_DEV_MODE=1 in the
-    server's environment. Otherwise the dotted path of a function.
+    The section's `weight_sync` says how the server gets new weights. "none": it keeps its own. "folder": they are
+    written to `weight_folder/version-N`, with `chat_template`, and the server loads them: SGLang by
+    `/update_weights_from_disk`; vLLM by the worker's `reload_weights(weights_path=...)` through `/collective_rpc`,
+    which needs VLLM_SERVER_DEV_MODE=1 in the server's environment. The folder belongs to one run and keeps the version
+    that the server has. Otherwise the dotted path of a function of the policy and the version, which returns when the
+    server samples from the new weights.
 
     After each change of the weights (with "none", only at first) the log-probabilities of one completion are compared
     with the policy's own. That finds another model, and weights that were not loaded or loaded wrongly; one small step
@@ -86,13 +80,12 @@ class HttpGenerator(Generator):
         *,
         max_total_tokens: int | None = None,
         end_ids: Sequence[int] | None = None,
-        folder: Path | None = None,
-        export: Callable[[PolicyModel, Path], None] | None = None,
+        chat_template: str = "",
     ) -> None:
         check_openai()
         assert server.url is not None and server.backend != "hf"
         self.policy, self.tokenizer, self.server = policy, tokenizer, server
-        self.max_total_tokens = max_total_tokens
+        self.max_total_tokens, self.chat_template = max_total_tokens, chat_template
         self.reader = CompletionReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), server)
         self.version: int | None = None
         self._url = server.url.rstrip("/").removesuffix("/v1")
@@ -105,16 +98,14 @@ class HttpGenerator(Generator):
                 "not say which: they are not used, so train/token_mult_prob_error is not known.", server.backend,
             )  # fmt: skip
         self._vocabulary = int(policy.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-        self._sync: WeightSync | None = None
+        self._sync: Callable[[PolicyModel, int], Any] | None = None
         if server.weight_sync_method == "folder":
-            assert folder is not None
-            template = str(getattr(tokenizer, "chat_template", None) or "")
-            write = export or (lambda model, path: export_policy(model, tokenizer, path, chat_template=template))
-            self._sync = FolderSync(folder, write, lambda path, version: run_async(self._announce(path, version)))
+            assert server.weight_folder is not None
+            self._sync = self._write_weights
         elif server.weight_sync_method != "none":
-            self._sync = sync_function(server.weight_sync_method)
-        self._first_version: int | None = None
-        self._compared = self._stale_logged = False
+            self._sync = import_object(server.weight_sync_method, field="weight_sync")
+        self._weights: Path | None = None
+        self._has_written = self._stale_logged = False
 
     def generate(
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
@@ -122,39 +113,70 @@ class HttpGenerator(Generator):
         """See `Generator`. The completions of a prompt are one request. It is up to the server to heed the seed."""
         budgets = completion_budgets(prompts, prompt_ids, self.server, self.policy, self.max_total_tokens)
         requests = [
-            _Request(tuple(ids), num_completions, budgets[p], _seed(seed, p), prompts[p].where)
+            _Request(list(ids), num_completions, budgets[p], _seed(seed, p), prompts[p].where)
             for p, ids in enumerate(prompt_ids)
         ]
         served = run_async(self._all(requests, self.server, log_probs=self._comparable))
         return [
-            CompletionGroup(prompt, request.prompt_ids, tuple(self._completion(one) for one in completions))
-            for prompt, request, completions in zip(prompts, requests, served, strict=True)
+            CompletionGroup(prompt, tuple(ids), tuple(self._completion(one) for one in completions))
+            for prompt, ids, completions in zip(prompts, prompt_ids, served, strict=True)
         ]
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:
         """Give the server the weights and compare. Raises `GenerationError` where it has others afterwards."""
-        self.version, tolerance = version, self.server.probe_tolerance
+        is_first, self.version = self.version is None, version
         if self._sync is not None:
             self._sync(policy, version)
-        elif self._first_version is None:
-            self._first_version = version
-        elif version != self._first_version and not self._stale_logged:
+        elif not is_first and not self._stale_logged:
             self._stale_logged = True
             logger.warning(
-                "The server still samples from the weights of version %d, and the policy is at version %d: completions "
-                "are off-policy, more with every update. Set loss_fn.use_importance_sampling_correction=true, or give "
-                "the server the weights (weight_sync: folder).", self._first_version, version,
+                "The server keeps its weights, and the policy is at version %d: completions are off-policy, more with "
+                "every update. Set loss_fn.use_importance_sampling_correction=true, or give the server the weights "
+                "(weight_sync: folder).", version,
             )  # fmt: skip
-        # One comparison is enough with a server that keeps its weights, and one warning with one that says nothing.
-        is_repeated = self._compared and (self._sync is None or self.server.backend == "openai")
-        if tolerance is not None and not is_repeated:
-            self._compare(policy, tolerance)
-            self._compared = True
+        if self.server.probe_tolerance is None:
+            return
+        if self.server.backend != "openai" and (is_first or self._sync is not None):
+            self._compare(policy, self.server.probe_tolerance)
+        elif is_first:
+            logger.warning("Whether %s has the policy's weights is unknown: it gives no log-probabilities.", self._url)
 
     def close(self) -> None:
         """Remove the weights that were written."""
-        if isinstance(self._sync, FolderSync):
-            self._sync.close()
+        if self._has_written:
+            self._clear_weights(keep=None)
+
+    def _write_weights(self, policy: PolicyModel, version: int) -> None:
+        target = Path(str(self.server.weight_folder)).resolve() / f"version-{version}"
+        self._clear_weights(keep=self._weights)  # those of a run that was killed
+        self._has_written = True
+        export_policy(policy, self.tokenizer, target, chat_template=self.chat_template)
+        run_async(self._announce(target, version))
+        self._weights = target
+        self._clear_weights(keep=target)
+
+    def _clear_weights(self, *, keep: Path | None) -> None:
+        for found in Path(str(self.server.weight_folder)).resolve().glob("version-*"):
+            if found != keep and found.name.removeprefix("version-").isdigit():
+                shutil.rmtree(found, ignore_errors=True)
+
+    async def _announce(self, folder: Path, version: int) -> None:
+        asked = f"the weights of version {version} in {folder} to be loaded"
+        async with self._client() as client:
+            if self.server.backend == "sglang":
+                path = "/update_weights_from_disk"
+                body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+                reply = await self._post(client, path, body, asked)
+                if not isinstance(reply, Mapping) or reply.get("success") is not True:
+                    raise self._wrong(path, f"{reply!s:.300}", asked)
+                return
+            try:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                await self._post(client, "/collective_rpc", body, asked)
+                await self._post(client, "/reset_prefix_cache", {}, asked)  # it was computed with the weights before
+            except GenerationError as error:
+                fix = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
+                raise GenerationError(error.summary, where=error.where, got=error.got, fix=fix) from error
 
     def _client(self) -> AsyncOpenAI:
         seconds, retries = self.server.timeout_seconds, self.server.max_retries
@@ -169,8 +191,7 @@ class HttpGenerator(Generator):
             async def one(request: _Request) -> list[_Served]:
                 async with slots:
                     path, body = _request_of(request, sampling, self.reader.end_ids, log_probs=log_probs)
-                    reply = await self._post(client, path, body, str(request))
-                    return self._read(reply, path, request, log_probs=log_probs)
+                    return self._read(await self._post(client, path, body, str(request)), path, request, log_probs)
 
             try:
                 async with asyncio.TaskGroup() as group:
@@ -184,9 +205,7 @@ class HttpGenerator(Generator):
         try:
             return await post(client, path, body, total_seconds=seconds)
         except ServerError as error:
-            need = (
-                f"a server of {self.server.backend} that answers in {seconds:g} s (policy.generation.timeout_seconds)"
-            )
+            need = f"an answer of {self.server.backend} in {seconds:g} s (policy.generation.timeout_seconds)"
             raise GenerationError(
                 f"the generator has failed: {error.summary}",
                 where=error.where,
@@ -195,20 +214,25 @@ class HttpGenerator(Generator):
                 fix=_FIXES.get(error.status, "look at the server's log"),
             ) from error
 
-    def _read(self, reply: Any, path: str, request: _Request, *, log_probs: bool) -> list[_Served]:
-        backend = self.server.backend
+    def _read(self, reply: Any, path: str, request: _Request, log_probs: bool) -> list[_Served]:
+        """The completions, in the order of the request. Raises `GenerationError` for anything but a response to it."""
+        is_sglang, may_be_text = self.server.backend == "sglang", self.server.backend == "openai"
         try:
-            completions = _completions_of(backend, reply, request, log_probs=log_probs)
-            for completion in completions:
-                completion.check(request, self._vocabulary)
+            if is_sglang:
+                given = [_of_sglang(one, log_probs) for one in (reply if isinstance(reply, list) else [reply])]
+            else:
+                choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
+                given = [_of_completions(one, log_probs and not may_be_text) for one in choices]
+            found = [_Served.model_validate(one) for one in given]
+            if len(found) != request.num_completions:
+                raise ValueError(f"{len(found)} completions instead of {request.num_completions}")
+            for one in found:
+                one.check(request.most, self._vocabulary, has_log_probs=log_probs and not may_be_text)
         except ValidationError as error:
-            place, text = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-            need = f"the completions of a server of {backend}"
-            raise self._wrong(path, f"{place}: {text}", str(request), need) from None
-        except ValueError as error:
-            raise self._wrong(path, str(error), str(request), f"the completions of a server of {backend}") from None
-        is_text_accepted = backend == "openai" and self.server.retokenize
-        if any(one.token_ids is None for one in completions) and not is_text_accepted:
+            raise self._wrong(path, f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}", str(request)) from None
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise self._wrong(path, f"{type(error).__name__}: {error}", str(request)) from None
+        if any(one.token_ids is None for one in found) and not (may_be_text and self.server.retokenize):
             raise GenerationError(
                 "the generator does not say which tokens it sampled",
                 where=self._url + path,
@@ -216,53 +240,31 @@ class HttpGenerator(Generator):
                 need="token ids: text that is tokenized again can be other tokens than were sampled",
                 fix="serve with vLLM 0.10.2 or later (backend vllm) or SGLang (backend sglang), or set retokenize",
             )
-        return completions
+        return found
 
-    def _wrong(self, path: str, got: str, asked: str, need: str) -> GenerationError:
+    def _wrong(self, path: str, got: str, asked: str) -> GenerationError:
         return GenerationError(
             "the generator's response does not fit the request",
             where=self._url + path,
             got=f"{got}; asked for {asked}",
-            need=need,
+            need=f"the response of a server of {self.server.backend}",
             fix="check policy.generation.backend and the server's version and log",
         )
 
     def _completion(self, served: _Served) -> SampledCompletion:
+        truncated = served.finish_reason == "length"
         if served.token_ids is not None:
-            return self.reader.completion(served.token_ids, served.log_probs, truncated=served.truncated)
+            return self.reader.completion(served.token_ids, served.log_probs, truncated=truncated)
         tokens = list(self.tokenizer(served.text, add_special_tokens=False).input_ids)
         end = self.tokenizer.eos_token_id
-        if not served.truncated and not self.server.stop_strings and end in self.reader.end_ids:
+        if not truncated and not self.server.stop_strings and end in self.reader.end_ids:
             tokens.append(end)
-        return self.reader.completion(tokens, None, truncated=served.truncated)
-
-    async def _announce(self, folder: Path, version: int) -> None:
-        asked = f"the weights of version {version} in {folder} to be loaded"
-        async with self._client() as client:
-            if self.server.backend == "sglang":
-                path = "/update_weights_from_disk"
-                body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-                reply = await self._post(client, path, body, asked)
-                if not isinstance(reply, Mapping) or reply.get("success") is not True:
-                    raise self._wrong(path, json.dumps(reply)[:300], asked, "success: true")
-                return
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            try:
-                await self._post(client, "/collective_rpc", body, asked)
-                await self._post(client, "/reset_prefix_cache", {}, asked)  # it was computed with the weights before
-            except GenerationError as error:
-                fix = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
-                raise GenerationError(error.summary, where=error.where, got=error.got, fix=fix) from error
+        return self.reader.completion(tokens, None, truncated=truncated)
 
     def _compare(self, policy: PolicyModel, tolerance: float) -> None:
         """Compare the server's log-probabilities of a completion, sampled from all tokens, with the policy's."""
-        if self.server.backend == "openai":
-            logger.warning(
-                "Whether %s has the policy's weights is not known: it gives no log-probabilities.", self._url
-            )
-            return
         ids = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids) or [min(self.reader.end_ids)]
-        request = _Request(tuple(ids), 1, _PROBE_TOKENS, 0, "the comparison of the weights")
+        request = _Request(ids, 1, _PROBE_TOKENS, 0, "the comparison of the weights")
         sampling = self.server.model_copy(update=_PROBE_SAMPLING)
         [[completion]] = run_async(self._all([request], sampling, log_probs=True))
         temperatures = {self.server.temperature} if self._comparable else {self.server.temperature, 1.0}
@@ -272,8 +274,7 @@ class HttpGenerator(Generator):
         error = GenerationError(
             "the server's log-probabilities are not those of the policy",
             where=self._url,
-            got=f"a mean difference of {apart:.3g} nats, after the weights of version {self.version}"
-            + ("" if completion.version is None else f"; the server says version {completion.version}"),
+            got=f"a mean difference of {apart:.3g} nats, after the weights of version {self.version}",
             need=f"at most {tolerance:g}",
             fix="check that the server serves this model, has loaded these weights, and gives log-probabilities at the "
             "temperature (vLLM: --logprobs-mode processed_logprobs; SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB)",
@@ -283,11 +284,10 @@ class HttpGenerator(Generator):
         logger.warning("%s", error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """`num_completions` completions of at most `most` tokens to one prompt. `where`: the prompt's place."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: list[int]
     num_completions: int
     most: int
     seed: int
@@ -295,65 +295,26 @@ class _Request:
 
     def __str__(self) -> str:
         asked = f"{self.num_completions} completions of at most {self.most} tokens"
-        place = "" if self.where is None else f" ({self.where})"
-        return f"{asked} to a prompt of {len(self.prompt_ids)}{place}"
+        return f"{asked} to a prompt of {len(self.prompt_ids)} ({self.where})"
 
 
-class _Served(NamedTuple):
-    """A completion as the server gives it. `token_ids`: None where it gives only `text`. `version`: of the weights,
-    where the server says it.
-    """
+class _Served(BaseModel):
+    """A completion as the server gives it. `token_ids`: None where it gives only `text`."""
 
-    token_ids: list[int] | None
-    log_probs: list[float] | None
-    truncated: bool
-    text: str = ""
-    version: str | None = None
+    token_ids: list[Annotated[NonNegativeInt, Field(strict=True)]] | None = None
+    # A server that computes in bfloat16 may give log-probabilities a little above 0.
+    log_probs: list[Annotated[float, Field(strict=True, le=1e-2, allow_inf_nan=False)]] | None = None
+    finish_reason: Literal["stop", "length"]
+    text: str | None = None
 
-    def check(self, request: _Request, vocabulary: int) -> None:
+    def check(self, most: int, vocabulary: int, *, has_log_probs: bool) -> None:
         ids = self.token_ids or []
         if max(ids, default=0) >= vocabulary:
             raise ValueError(f"the token id {max(ids)}, where the policy has {vocabulary} tokens")
-        if len(ids) > request.most:
-            raise ValueError(f"{len(ids)} tokens, at most {request.most} were allowed")
-        if self.log_probs is not None and len(self.log_probs) != len(ids):
-            raise ValueError(f"{len(self.log_probs)} log-probabilities for {len(ids)} tokens")
-
-
-class _LogProbs(BaseModel):
-    token_logprobs: list[_LogProb] | None = None
-
-
-class _Choice(BaseModel):
-    """One completion of `/v1/completions`."""
-
-    index: Annotated[int, Field(strict=True)]
-    finish_reason: _Reason
-    text: str | None = None
-    token_ids: list[_Token] | None = None
-    prompt_token_ids: list[_Token] | None = None
-    logprobs: _LogProbs | None = None
-
-
-class _Choices(BaseModel):
-    choices: list[_Choice]
-
-
-class _MetaInfo(BaseModel):
-    finish_reason: _Reason
-    output_token_logprobs: list[tuple[_LogProb, _Token, Any]] | None = None
-    weight_version: Annotated[str | None, BeforeValidator(lambda one: None if one is None else str(one))] = None
-
-
-class _Part(BaseModel):
-    """One completion of SGLang's `/generate`."""
-
-    meta_info: _MetaInfo
-    output_ids: list[_Token] | None = None
-    text: str | None = None
-
-
-_PARTS = TypeAdapter(list[_Part])
+        if len(ids) > most:
+            raise ValueError(f"{len(ids)} tokens, at most {most} were allowed")
+        if has_log_probs and self.token_ids is not None and len(self.log_probs or ()) != len(ids):
+            raise ValueError(f"{len(self.log_probs or ())} log-probabilities for {len(ids)} tokens")
 
 
 def _request_of(
@@ -363,76 +324,44 @@ def _request_of(
     common: dict[str, Any] = {"temperature": config.temperature, "top_p": config.top_p}
     if config.stop_strings:
         common["stop"] = list(config.stop_strings)
-    extended = {
-        "top_k": config.top_k or -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": sorted(end_ids),
-        "skip_special_tokens": False,
-    }
+    extended: dict[str, Any] = {"top_k": config.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    extended |= {"stop_token_ids": sorted(end_ids), "skip_special_tokens": False}
     if config.backend == "sglang":
         sampling = {"max_new_tokens": request.most, **common, **extended}
         seeds = range(request.seed, request.seed + request.num_completions)
         return "/generate", {
-            "input_ids": [list(request.prompt_ids)] * request.num_completions,
+            "input_ids": [request.prompt_ids] * request.num_completions,
             "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds],
             "return_logprob": log_probs,
         }
-    body: dict[str, Any] = {
-        "model": config.model,
-        "prompt": list(request.prompt_ids),
-        "n": request.num_completions,
-        "max_tokens": request.most,
-        "seed": request.seed,
-        **common,
-    }
-    if log_probs and config.backend == "vllm":
-        body["logprobs"] = 1
+    body = {"model": config.model, "prompt": request.prompt_ids, "max_tokens": request.most, **common}
+    body |= {"n": request.num_completions, "seed": request.seed}
     if config.backend == "vllm":
-        body |= {**extended, "return_token_ids": True}
+        body |= {**extended, "return_token_ids": True} | ({"logprobs": 1} if log_probs else {})
     return "/v1/completions", body
 
 
-def _completions_of(backend: str, reply: Any, request: _Request, *, log_probs: bool) -> list[_Served]:
-    """The completions, in the order of the request. Raises `ValueError` for anything but a response to it."""
-    if backend == "sglang":
-        parts = _PARTS.validate_python(reply if isinstance(reply, list) else [reply])
-        read = [_of_sglang(part, log_probs) for part in parts]
-    else:
-        choices = sorted(_Choices.model_validate(reply).choices, key=lambda choice: choice.index)
-        if [choice.index for choice in choices] != list(range(len(choices))):
-            raise ValueError(f"choices with the indices {[choice.index for choice in choices]}")
-        read = [_of_completions(choice, request, log_probs and backend == "vllm") for choice in choices]
-    if len(read) != request.num_completions:
-        raise ValueError(f"{len(read)} completions instead of {request.num_completions}")
-    return read
+def _of_completions(choice: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
+    found = {key: choice.get(key) for key in ("token_ids", "finish_reason", "text")}
+    if log_probs and found["token_ids"] is not None:
+        found["log_probs"] = choice["logprobs"]["token_logprobs"]
+    return found
 
 
-def _of_completions(choice: _Choice, request: _Request, log_probs: bool) -> _Served:
-    if choice.prompt_token_ids is not None and tuple(choice.prompt_token_ids) != request.prompt_ids:
-        raise ValueError("a completion of another prompt than was sent: prompt_token_ids differ")
-    said, truncated = (choice.logprobs or _LogProbs()).token_logprobs, choice.finish_reason == "length"
-    if choice.token_ids is not None and log_probs and said is None:
-        raise ValueError("no list logprobs.token_logprobs")
-    return _Served(choice.token_ids, said if log_probs else None, truncated, choice.text or "")
-
-
-def _of_sglang(part: _Part, log_probs: bool) -> _Served:
-    meta, ids, said = part.meta_info, part.output_ids, None
+def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
+    meta, ids = part["meta_info"], part.get("output_ids")
+    found = {"token_ids": ids, "finish_reason": meta["finish_reason"]["type"], "text": part.get("text")}
     if log_probs:
-        if meta.output_token_logprobs is None:
-            raise ValueError("no list meta_info.output_token_logprobs")
-        said, sampled = [one[0] for one in meta.output_token_logprobs], [one[1] for one in meta.output_token_logprobs]
+        said = meta["output_token_logprobs"]
+        found |= {"log_probs": [one[0] for one in said], "token_ids": [one[1] for one in said]}
         # A token that is trimmed from output_ids, such as a stop token, was sampled nevertheless.
-        if ids is not None and ids != sampled[: len(ids)]:
+        if ids is not None and ids != found["token_ids"][: len(ids)]:
             raise ValueError("output_ids are others than those of output_token_logprobs")
-        ids = sampled
-    return _Served(ids, said, meta.finish_reason == "length", part.text or "", version=meta.weight_version)
+    return found
 
 
 def _apart(policy: PolicyModel, ids: list[int], completion: _Served, temperature: float) -> float:
     """The mean absolute difference of the log-probabilities."""
-    assert completion.token_ids is not None and completion.log_probs is not None
     if not completion.token_ids:
         return 0.0
     training = policy.training

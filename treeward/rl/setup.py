@@ -201,23 +201,20 @@ def _load_reference(config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, p
 def _make_generator(
     config: GRPORunConfig, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, renderer: Renderer
 ) -> Generator:
-    section, model_name = config.policy.generation, config.policy.model_name
-    generation = section.model_copy(
-        update={"batch_size": config.policy.generated_at_once, "model": section.model or model_name}
-    )
-    longest = config.policy.max_total_sequence_length
-    end_ids = end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer))
-    if not generation.is_remote:
-        return LocalGenerator(policy, tokenizer, generation, max_total_tokens=longest, end_ids=end_ids)
-    return HttpGenerator(
-        policy,
-        tokenizer,
-        generation,
-        max_total_tokens=longest,
-        end_ids=end_ids,
-        folder=Path(generation.weight_folder or Path(config.checkpointing.checkpoint_dir) / "weights"),
-        export=lambda model, path: export_policy(model, tokenizer, path, chat_template=renderer.chat_template),
-    )
+    section = config.policy.generation
+    changes = {
+        "batch_size": config.policy.generated_at_once,
+        "model": section.model or config.policy.model_name,
+        "weight_folder": section.weight_folder or f"{config.checkpointing.checkpoint_dir}/weights",
+    }
+    common: dict[str, Any] = {
+        "max_total_tokens": config.policy.max_total_sequence_length,
+        "end_ids": end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer)),
+    }
+    generation = section.model_copy(update=changes)
+    if generation.is_remote:
+        return HttpGenerator(policy, tokenizer, generation, chat_template=renderer.chat_template, **common)
+    return LocalGenerator(policy, tokenizer, generation, **common)
 
 
 def _advance(scheduler: LRScheduler) -> None:

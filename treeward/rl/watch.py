@@ -31,46 +31,26 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from treeward.config.grpo import AlarmKind, WatchConfig
-from treeward.errors import DataError
+from treeward.errors import ConfigError, DataError
 from treeward.storage import write_text
 
-__all__ = [
-    "ALARMS_FILE",
-    "Alarm",
-    "AlarmKind",
-    "OverOptimisationWatch",
-    "length_correlation",
-    "read_alarms",
-    "write_alarms",
-]
+__all__ = ["ALARMS_FILE", "Alarm", "AlarmKind", "OverOptimisationWatch", "length_correlation", "read_alarms"]
+__all__ += ["write_alarms"]
 
 ALARMS_FILE = "alarms.json"
 """The file in a run's log folder that holds its alarms; the report reads it."""
 
 _ROUNDING = 1e-9
-_Found = tuple[AlarmKind, str, dict[str, float]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """`kind` was first found at `step`. `sentence`: for a person; `numbers`: those in it, by name.
-
-    `stops`: the settings ask for the end of the run.
-    """
+    """`kind` was first found at `step`. `sentence`: for a person. `stops`: the settings ask for the end of the run."""
 
     kind: AlarmKind
     step: int
     sentence: str
-    numbers: Mapping[str, float]
     stops: bool = False
-
-
-class _Validation(NamedTuple):
-    """The rewards of one validation by prompt, NaN where scoring failed; empty where there is no such reward."""
-
-    step: int
-    proxy_P: list[float]
-    gold_P: list[float]
 
 
 class _Difference(NamedTuple):
@@ -114,11 +94,11 @@ class OverOptimisationWatch:
     """All that were raised so far, in order."""
     active: frozenset[AlarmKind] = field(default=frozenset(), init=False)
     """The kinds that hold at the last validation."""
-    _first: _Validation | None = field(default=None, init=False)
-    _best: _Validation | None = field(default=None, init=False)
+    _first: dict[str, Any] = field(default_factory=dict, init=False)
+    """Of each quantity the first value that was known; of proxy and gold (P,), by prompt."""
+    _best: dict[str, Any] | None = field(default=None, init=False)
+    """Step, proxy and gold of the validation whose mean gold is highest."""
     _num_golds: int = field(default=0, init=False)
-    _first_length: float = field(default=math.nan, init=False)
-    _first_entropy: float = field(default=math.nan, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def observe(
@@ -143,36 +123,21 @@ class OverOptimisationWatch:
         """
         if not self.config.enabled:
             return []
-        now = _Validation(step, _values(proxy_by_prompt), _values(gold_by_prompt))
-        kl, entropy, length, correlation, truncated, without = (
-            math.nan if value is None else float(value)
-            for value in (kl, entropy, length, length_correlation, truncation_rate, groups_without_signal)
-        )
-        found = [
-            self._gold_falls(now, kl),
-            self._kl_budget(kl),
-            self._length_growth(now, length, correlation),
-            self._entropy_collapse(entropy),
-            self._too_many(
-                "truncation", truncated, self.config.max_truncation_rate,
-                "of the completions reach the length limit and are cut",
-            ),
-            self._too_many(
-                "no_signal", without, self.config.max_groups_without_signal,
-                "of the groups have completions with equal rewards, which teach nothing",
-            ),
-        ]  # fmt: skip
-        holding = [one for one in found if one is not None]
-        self.active = frozenset(kind for kind, _, _ in holding)
+        now: dict[str, Any] = {"proxy": _values(proxy_by_prompt), "gold": _values(gold_by_prompt)}
+        measured = {
+            "length": length, "correlation": length_correlation, "kl": kl, "entropy": entropy,
+            "truncated": truncation_rate, "without": groups_without_signal,
+        }  # fmt: skip
+        now |= {name: math.nan if value is None else float(value) for name, value in measured.items()}
+        fall = self._gold_falls(now)
+        holding: dict[AlarmKind, str] = {} if fall is None else {"gold_falls": fall}
+        holding |= self._signs(now)
+        self.active = frozenset(holding)
         raised = {alarm.kind for alarm in self.alarms}
         stops = self.config.stop_on if self.config.stop else ()
-        new = [
-            Alarm(kind, step, sentence, {name: n for name, n in numbers.items() if math.isfinite(n)}, kind in stops)
-            for kind, sentence, numbers in holding
-            if kind not in raised
-        ]
+        new = [Alarm(kind, step, said, kind in stops) for kind, said in holding.items() if kind not in raised]
         self.alarms.extend(new)
-        self._remember(now, length, entropy)
+        self._remember(step, now)
         return new
 
     def metrics(self) -> dict[str, float]:
@@ -194,94 +159,84 @@ class OverOptimisationWatch:
         self.alarms, self.active = [Alarm(**alarm) for alarm in state["alarms"]], frozenset(state["active"])
         for name in _REMEMBERED:
             setattr(self, name, state[name])
-        for name in ("_first", "_best"):
-            setattr(self, name, None if state[name] is None else _Validation(*state[name]))
 
-    def _remember(self, now: _Validation, length: float, entropy: float) -> None:
-        gold = _mean(now.gold_P)
-        if self._first is None and not (math.isnan(_mean(now.proxy_P)) and math.isnan(gold)):
-            self._first = now
-        if not math.isnan(gold):
+    def _remember(self, step: int, now: Mapping[str, Any]) -> None:
+        for name in ("proxy", "gold", "length", "entropy"):
+            if not math.isnan(_mean(now[name])):
+                self._first.setdefault(name, now[name])
+        if not math.isnan(gold := _mean(now["gold"])):
             self._num_golds += 1
-            self._best = now if self._best is None or gold > _mean(self._best.gold_P) else self._best
-        self._first_length = length if math.isnan(self._first_length) else self._first_length
-        self._first_entropy = entropy if math.isnan(self._first_entropy) else self._first_entropy
-        first = self._first or now
-        found = {"proxy_error": _error(now.proxy_P), "gold_error": _error(now.gold_P)}
+            if self._best is None or gold > _mean(self._best["gold"]):
+                self._best = {"step": step, "proxy": now["proxy"], "gold": now["gold"]}
+        found = {f"{name}_error": _error(now[name]) for name in ("proxy", "gold")}
         for name, change in (
-            ("proxy_change", _difference(first.proxy_P, now.proxy_P)),
-            ("gold_change", _difference(first.gold_P, now.gold_P)),
-            ("gold_fall", _difference(now.gold_P, [] if self._best is None else self._best.gold_P)),
+            *((f"{name}_change", _difference(self._first.get(name, []), now[name])) for name in ("proxy", "gold")),
+            ("gold_fall", _difference(now["gold"], [] if self._best is None else self._best["gold"])),
         ):
             found |= {name: change.value, f"{name}_error": change.error}
         self._metrics = {f"watch/{name}": value for name, value in found.items() if math.isfinite(value)}
 
-    def _gold_falls(self, now: _Validation, kl: float) -> _Found:
-        best, t, gold = self._best, self._num_golds + 1, _mean(now.gold_P)
+    def _gold_falls(self, now: Mapping[str, Any]) -> str | None:
+        best, t, gold, kl = self._best, self._num_golds + 1, _mean(now["gold"]), now["kl"]
         if best is None or math.isnan(gold) or t < self.config.min_validations:
             return None
-        change, proxy_change = _difference(best.gold_P, now.gold_P), _difference(best.proxy_P, now.proxy_P)
+        change, rise = _difference(best["gold"], now["gold"]), _difference(best["proxy"], now["proxy"]).value
         largest_p = float(special.ndtr(-self.config.z)) * 2.0 / ((t - 1) * t * (t + 1))
-        if not proxy_change.value > 0 or not change.p_of_a_fall() <= largest_p:
+        if not rise > 0 or not change.p_of_a_fall() <= largest_p:
             return None
         needed = -float(special.stdtrit(change.num_prompts - 1, largest_p))
         level = change.error <= _ROUNDING * abs(change.value)
         fell = "the same on every prompt" if level else f"{-change.value / change.error:.1f} standard errors"
-        before = _mean(best.gold_P)
-        sentence = (
-            f"Gold has fallen by {-change.value:.3g} from its best, {before:.3g} at step {best.step}, to {gold:.3g}, "
-            f"while the proxy rose by {proxy_change.value:.3g}, from {_mean(best.proxy_P):.3g} to "
-            f"{_mean(now.proxy_P):.3g}: the policy exploits the reward model. The fall is {fell}; at validation number "
-            f"{t} {needed:.1f} are needed.{'' if math.isnan(kl) else f' KL is {kl:.3g}.'}"
+        before = _mean(best["gold"])
+        return (
+            f"Gold has fallen by {-change.value:.3g} from its best, {before:.3g} at step {best['step']}, to "
+            f"{gold:.3g}, while the proxy rose by {rise:.3g}, from {_mean(best['proxy']):.3g} to "
+            f"{_mean(now['proxy']):.3g}: the policy exploits the reward model. The fall is {fell}; at validation "
+            f"number {t} {needed:.1f} are needed.{'' if math.isnan(kl) else f' KL is {kl:.3g}.'}"
         )
-        numbers = {"gold": gold, "best_gold": before, "best_step": float(best.step), "fall": -change.value}
-        numbers |= {"fall_error": change.error, "needed": needed, "proxy_rise": proxy_change.value, "kl": kl}
-        return "gold_falls", sentence, numbers
 
-    def _kl_budget(self, kl: float) -> _Found:
-        budget = self.config.max_kl
-        if budget is None or not kl > budget:
-            return None
-        sentence = (
-            f"KL to the reference is {kl:.3g}, above the budget of {budget:.3g}. This is a sign, no proof: the further "
-            "from the reference, the less the reward model knows of the completions."
+    def _signs(self, now: Mapping[str, Any]) -> dict[AlarmKind, str]:
+        """The other alarms that hold: each is a quantity beyond its limit. None of them is a proof."""
+        config, kl, length, entropy = self.config, now["kl"], now["length"], now["entropy"]
+        first_length, first_entropy = (self._first.get(name, math.nan) for name in ("length", "entropy"))
+        budget, growth, share = (
+            config.max_kl or math.inf,
+            config.max_length_growth or math.inf,
+            config.min_entropy_share,
         )
-        return "kl_budget", sentence, {"kl": kl, "budget": budget}
-
-    def _length_growth(self, now: _Validation, length: float, correlation: float) -> _Found:
-        factor, start = self.config.max_length_growth, self._first_length
-        if factor is None or self._first is None or not math.isnan(_mean(now.gold_P)):
-            return None  # a gold reward tells more than lengths do
-        rise = _difference(self._first.proxy_P, now.proxy_P).value
-        if not length > factor * start > 0 or not rise > 0 or correlation < self.config.min_length_correlation:
-            return None
-        known = not math.isnan(correlation)
-        related = f" Within groups reward and length correlate by {correlation:.2f}." if known else ""
-        sentence = (
-            f"Completions have {length:.0f} tokens on average, {length / start:.1f} times as many as at first, "
-            f"and the proxy rose by {rise:.3g}.{related} This is a sign, no proof: the reward model may pay for length."
-        )
-        numbers = {"length": length, "first_length": start, "proxy_rise": rise, "correlation": correlation}
-        return "length_growth", sentence, numbers
-
-    def _entropy_collapse(self, entropy: float) -> _Found:
-        share, start = self.config.min_entropy_share, self._first_entropy
-        if share is None or not entropy < share * start:
-            return None
-        sentence = (
-            f"The policy's entropy is {entropy:.3g}, {entropy / start:.0%} of that at the first validation. This is a "
-            "sign, no proof: it gives nearly the same completion every time and explores no more."
-        )
-        return "entropy_collapse", sentence, {"entropy": entropy, "first_entropy": start}
-
-    def _too_many(self, kind: AlarmKind, share: float, most: float | None, what: str) -> _Found:
-        if most is None or not share > most:
-            return None
-        sentence = f"{share:.0%} {what}; the limit is {most:.0%}. This is a sign, no proof."
-        return kind, sentence, {"share": share, "limit": most}
+        cut, without = config.max_truncation_rate, config.max_groups_without_signal
+        rise = _difference(self._first.get("proxy", []), now["proxy"]).value
+        # A gold reward tells more than lengths do.
+        grows = math.isnan(_mean(now["gold"])) and rise > 0 and not now["correlation"] < config.min_length_correlation
+        table: list[tuple[AlarmKind, bool, str]] = [
+            (
+                "kl_budget", kl > budget,
+                f"KL to the reference is {kl:.3g}, above the budget of {budget:.3g}: the further from the reference, "
+                "the less the reward model knows of the completions.",
+            ),
+            (
+                "length_growth", length > growth * first_length and grows,
+                f"Completions have {length:.0f} tokens on average, at first {first_length:.0f}, and the proxy rose by "
+                f"{rise:.3g}: the reward model may pay for length.",
+            ),
+            (
+                "entropy_collapse", share is not None and entropy < share * first_entropy,
+                f"The policy's entropy is {entropy:.3g}, at the first validation {first_entropy:.3g}: it gives nearly "
+                "the same completion every time and explores no more.",
+            ),
+            (
+                "truncation", cut is not None and now["truncated"] > cut,
+                f"{now['truncated']:.0%} of the completions reach the length limit and are cut.",
+            ),
+            (
+                "no_signal", without is not None and now["without"] > without,
+                f"{now['without']:.0%} of the groups have completions with equal rewards, which teach nothing.",
+            ),
+        ]  # fmt: skip
+        return {kind: f"{said} This is a sign, no proof." for kind, holds, said in table if holds}
 
 
-_REMEMBERED = ("_first", "_best", "_num_golds", "_first_length", "_first_entropy", "_metrics")
+_REMEMBERED = ("_first", "_best", "_num_golds", "_metrics")
 
 
 def length_correlation(rewards: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> float | None:
@@ -305,8 +260,15 @@ def length_correlation(rewards: Sequence[Sequence[float]], lengths: Sequence[Seq
 
 
 def write_alarms(path: Path, alarms: Sequence[Alarm]) -> None:
-    """Write all alarms of a run: written anew at each validation, those of a resumed run are exact."""
-    write_text(path, json.dumps([asdict(alarm) for alarm in alarms], indent=2, allow_nan=False) + "\n")
+    """Write all alarms of a run: written anew at each validation, those of a resumed run are exact.
+
+    Raises `ConfigError` where the file cannot be written.
+    """
+    try:
+        write_text(path, json.dumps([asdict(alarm) for alarm in alarms], indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        fix = "make room and start the same command again: it resumes from the last checkpoint"
+        raise ConfigError("the alarms cannot be written", where=str(path), got=str(error), fix=fix) from error
 
 
 def read_alarms(path: Path) -> list[Alarm]:
@@ -323,8 +285,8 @@ def _values(by_prompt: ArrayLike | None) -> list[float]:
     return [value if math.isfinite(value) else math.nan for value in values.tolist()]
 
 
-def _mean(values_P: Sequence[float]) -> float:
-    known = [value for value in values_P if not math.isnan(value)]
+def _mean(values: float | Sequence[float]) -> float:
+    known = [value for value in np.atleast_1d(values) if not math.isnan(value)]
     return float(np.mean(known)) if known else math.nan
 
 

@@ -29,13 +29,13 @@ def visit(browser: Any, tmp_path: Path) -> Iterator[Visit]:
 def test_figures_alarms_and_samples_are_drawn(visit: Visit) -> None:
     page = visit(width=360, color_scheme="dark")
     assert page.evaluate("[window.injected, document.documentElement.scrollWidth <= 360]") == [None, True]
-    figure = page.locator("section", has=page.get_by_role("heading", name="Proxy and gold over the distance moved"))
+    figure = page.locator("section", has=page.get_by_role("heading", name="Gold over the distance moved"))
     assert figure.locator("text", has_text="no KL: alarm").count() == 1
     lines = figure.locator(".mark-line path[stroke]").evaluate_all(
         "(all) => all.map((line) => [line.getAttribute('stroke'), line.getAttribute('stroke-dasharray')])"
     )
-    assert len(lines) == len({tuple(line) for line in lines}) == 9 and len({colour for colour, _ in lines}) == 3
-    assert figure.locator(".legend path").count() == 9 and page.locator(".card").count() == 3
+    assert len(lines) == len({tuple(line) for line in lines}) == 6 and len({colour for colour, _ in lines}) == 3
+    assert figure.locator(".legend path").count() == 6 and page.locator(".card").count() == 3
     assert page.locator(".sample").count() == 7 and page.locator(".sample[open] .completion").count() == 9
     for sample in page.locator(".sample > summary").all()[1:]:
         sample.click()

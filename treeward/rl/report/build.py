@@ -3,11 +3,10 @@
     runs = [RLRun.read(name, folder) for name, folder in (("clean", a), ("hacked", b), ("cured", c))]
     write_rl_report(runs, Path("report.html"), title="GRPO against a reward model")
 
-The page and its blocks are those of `treeward.evaluation.report`: the verdict in sentences, proxy and gold over the
-square root of KL, with the law of Gao et al. 2022 (arXiv 2210.10760, section 3.1) where it describes them, the runs
-side by side, what to do next, every metric over the steps, the same prompts completed at the first, a middle and the
-last validation, and the settings. Beside it is a JSON file of the same name with all numbers. A metric that no run has
-takes no place; steps are thinned to means of neighbours.
+The page and its blocks are those of `treeward.evaluation.report`: the verdict in sentences, gold and proxy over the
+distance that the policy has moved, d = sqrt(KL), the runs side by side, alarms, what to do next, metrics over the
+steps, the same prompts completed at the first, a middle and the last validation, and the settings. Beside it is a JSON
+file of the same name with all numbers. A metric that no run has takes no place.
 """
 
 from __future__ import annotations
@@ -16,62 +15,49 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from treeward.errors import ConfigError
+from treeward.evaluation.best_of_n.laws import fit_gao
 from treeward.evaluation.report.blocks import bar_item, format_number, table_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
-from treeward.rl.report.distance import DOTTED, SOLID, distance_blocks
-from treeward.rl.report.findings import KINDS, Z95, Change, RunSummary, advice, opening, scales_remark, sum_up
-from treeward.rl.report.reading import Curve, RLRun, Source
+from treeward.rl.report.findings import ALARMS, Z95, RunSummary, opening, sum_up
+from treeward.rl.report.reading import Curve, RLRun
 
 __all__ = ["report_blocks", "write_rl_report"]
 
 _MOST_POINTS = 60
 _MOST_PROMPTS = 12
-_MUCH_HIGHER = 5.0
-_SOURCES: Mapping[Source, tuple[str, int]] = {"validation": ("validation", SOLID), "train": ("training", DOTTED)}
-"""Of each half of the logs its name in a legend, and how its curves are drawn."""
+_FEWEST_FOR_A_LAW = 5
+_LEAST_R_SQUARED = 0.8
+_NEAR_THE_START = 0.1
+_SOLID, _DOTTED = 0, 2  # dashes of charts
 
-_OWN_FOLDERS = ("checkpointing.checkpoint_dir", "logger.log_dir")
-
-
-class _Figure(NamedTuple):
-    """A metric over the steps: its title, its name after `train/` and `validation/`, and how to read it."""
-
-    title: str
-    key: str
-    y_label: str
-    note: str = ""
-    format: str = "number"
-    error: str = ""
-    folded: bool = False
-
-
-_FIGURES = (
-    _Figure("Gold reward", "gold_reward", "gold", error="watch/gold_error"),
-    _Figure("Proxy", "proxy", "reward", "What is optimised.", error="watch/proxy_error"),
-    _Figure("Reward as it is optimised", "reward", "reward", "Running statistics move its scale: early and late steps "
-            "do not compare."),
-    _Figure("Proxy, before shaping", "raw_reward", "score", "What the reward model says itself."),
-    _Figure("KL to the reference", "kl", "nats", "How far the policy has moved."),
-    _Figure("Length of the completions", "mean_gen_tokens_per_sample", "tokens"),
-    _Figure("Entropy of the policy", "entropy", "nats", "Near 0 it says the same every time and learns no more."),
-    _Figure("Completions that were cut", "truncation_rate", "share", "At the length limit.", "percent"),
-    _Figure("Groups without signal", "groups_without_signal", "share", "All completions of a group have one reward: "
-            "nothing is learnt from it.", "percent"),
-    _Figure("Rewards that failed", "num_failed", "completions", "Masked, and in no mean."),
-    _Figure("Spread of rewards", "reward_std", "standard deviation", folded=True),
-    _Figure("Loss", "loss", "loss", folded=True),
-    _Figure("Gradient norm", "grad_norm", "norm", folded=True),
-    _Figure("Learning rate", "lr", "learning rate", folded=True),
-    _Figure("Clipped ratios", "clip_fraction", "share", format="percent", folded=True),
-    _Figure("Generator against trainer", "token_mult_prob_error", "factor", "How far the generator's probabilities are "
-            "from the trainer's; 1 is none.", folded=True),
+_FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
+    ("Gold reward", "gold_reward", "gold", "", "number"),
+    ("Proxy", "proxy", "reward", "What is optimised, on a scale that stays the same over the run.", "number"),
+    ("KL to the reference", "kl", "nats", "How far the policy has moved.", "number"),
+    ("Length of the completions", "mean_gen_tokens_per_sample", "tokens", "", "number"),
+    ("Entropy of the policy", "entropy", "nats", "Near 0 it says the same every time and learns no more.", "number"),
+    ("Completions that were cut", "truncation_rate", "share", "At the length limit.", "percent"),
+    ("Groups without signal", "groups_without_signal", "share", "All completions of a group have one reward: nothing "
+     "is learnt from it.", "percent"),
+    ("Rewards that failed", "num_failed", "completions", "Masked, and in no mean.", "number"),
+    ("Spread of rewards", "reward_std", "standard deviation", "", "number"),
+    ("Loss", "loss", "loss", "", "number"),
+    ("Gradient norm", "grad_norm", "norm", "", "number"),
+    ("Learning rate", "lr", "learning rate", "", "number"),
+    ("Clipped ratios", "clip_fraction", "share", "", "percent"),
+    ("Generator against trainer", "token_mult_prob_error", "factor", "How far the generator's probabilities are from "
+     "the trainer's; 1 is none.", "number"),
 )  # fmt: skip
+"""Metrics over the steps: title, name after `train/` and `validation/`, unit, how to read it, format."""
+
+_FOLDED = ("reward_std", "loss", "grad_norm", "lr", "clip_fraction", "token_mult_prob_error")
+_WITH_ALARM = ("gold_reward", "proxy", "kl", "mean_gen_tokens_per_sample")
 
 
 def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
@@ -89,19 +75,22 @@ def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
 def report_blocks(runs: Sequence[RLRun]) -> list[Block]:
     """The blocks of the page."""
     summaries = [sum_up(run) for run in runs]
-    distance, headline = distance_blocks(summaries), {"kind": "headline", "items": _headline(summaries)}
-    said = "\n".join(f"- {one.sentence()}" for one in summaries)
+    said = [opening(summaries), "\n".join(f"- {one.sentence()}" for one in summaries)]
+    distance, headline = _over_distance(summaries), {"kind": "headline", "items": _headline(summaries)}
+    several = len(runs) > 1
+    if several:
+        said.append("Proxies of runs compare only where the settings of their rewards are the same.")
     steps = (
         "Solid: validation, always on the same prompts; dotted: training batches. A band is a 95% interval over "
         "prompts. Of many steps, a point is the mean of neighbours. Values that are not finite are left out."
     )
     return [
-        {"kind": "text", "markdown": "\n\n".join(filter(None, (opening(summaries), said, scales_remark(runs))))},
-        *([*distance, headline, _comparison(summaries)] if len(runs) > 1 else [headline, *distance]),
+        {"kind": "text", "markdown": "\n\n".join(said)},
+        *([*distance, headline, _comparison(summaries)] if several else [headline, *distance]),
         *_alarms(runs),
         *_advice(summaries),
         {"kind": "text", "title": "Over the steps", "markdown": steps},
-        *(block for figure in _FIGURES if (block := _over_steps(figure, runs)) is not None),
+        *(block for figure in _FIGURES if (block := _over_steps(runs, *figure)) is not None),
         *_samples(summaries),
         *_settings(runs),
     ]
@@ -109,19 +98,20 @@ def report_blocks(runs: Sequence[RLRun]) -> list[Block]:
 
 def _headline(summaries: Sequence[RunSummary]) -> list[Block]:
     """Of one run all that counts; of several the change of gold, or of the proxy where there is no gold."""
-    one, several = summaries[0], len(summaries) > 1
-    name = "gold" if any(each.gold is not None for each in summaries) else "proxy"
-    changes: dict[str, Change | None] = {"Gold, change": one.gold, "Proxy, change": one.proxy}
-    if several:
+    one = summaries[0]
+    changes = {"Gold, change": one.gold, "Proxy, change": one.proxy}
+    if len(summaries) > 1:
+        name = "gold" if any(each.gold is not None for each in summaries) else "proxy"
         changes = {f"{name.capitalize()}: {each.run.name}": getattr(each, name) for each in summaries}
-    items = []
-    for label, change in changes.items():
-        if change is not None:
-            note = f"from {format_number(change.first)} to {format_number(change.last)}"
-            items.append(bar_item(label, change.by, note) | {"format": "signed"})
-    if not several and one.kl is not None:
+    items = [
+        bar_item(label, change.by, f"from {format_number(change.first)} to {format_number(change.last)}")
+        | {"format": "signed"}
+        for label, change in changes.items()
+        if change is not None
+    ]
+    if len(summaries) == 1 and one.kl is not None:
         items.append({"label": "KL to the reference", "value": one.kl, "note": "in nats, at the last measurement"})
-    if not several and one.length is not None:
+    if len(summaries) == 1 and one.length is not None:
         note = f"tokens; {format_number(one.length[0], 'integer')} at first"
         items.append({"label": "Length of the completions", "value": one.length[1], "format": "integer", "note": note})
     return items
@@ -148,75 +138,135 @@ def _comparison(summaries: Sequence[RunSummary]) -> Block:
 
 def _alarms(runs: Sequence[RLRun]) -> list[Block]:
     rows = [
-        {"run": run.name, "step": alarm.step, "kind": KINDS[alarm.kind], "sentence": alarm.sentence}
+        {"run": run.name, "step": alarm.step, "kind": ALARMS[alarm.kind][0], "sentence": alarm.sentence}
         for run in runs
         for alarm in run.alarms
     ]
-    columns = {"run": ("Run", "text")} if len(runs) > 1 else {}
-    columns |= {"step": ("Step", "integer"), "kind": ("Alarm", "text"), "sentence": ("What was found", "text")}
+    columns = {"run": ("Run", "text"), "step": ("Step", "integer"), "kind": ("Alarm", "text")}
+    columns |= {"sentence": ("What was found", "text")}
     return [table_block("Alarms", columns, rows)] if rows else []
 
 
 def _advice(summaries: Sequence[RunSummary]) -> list[Block]:
     parts = []
     for one in summaries:
-        if found := advice(one):
-            parts += [f"**{one.run.name}**"] if len(summaries) > 1 else []
-            parts.append("\n".join(f"- {text}" for text in found))
+        if found := one.advice():
+            parts += [f"**{one.run.name}**", "\n".join(f"- {text}" for text in found)]
     return [{"kind": "text", "title": "What to do next", "markdown": "\n\n".join(parts)}] if parts else []
 
 
-def _over_steps(figure: _Figure, runs: Sequence[RLRun]) -> Block | None:
+def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:
+    """Gold, with its law, and the proxy, over sqrt(KL): gains over the first validation."""
+    curves: dict[str, list[Block]] = {"gold": [], "proxy": []}
+    laws, lines, fitted = [], [], []
+    for colour, one in enumerate(summaries):
+        run, prefix = one.run, f"{one.run.name}: " if len(summaries) > 1 else ""
+        found = {"gold": run.curve("validation/gold_reward"), "proxy": run.proxy("validation")}
+        distances = {
+            step: math.sqrt(max(kl, 0.0))
+            for step, kl in run.curve("validation/kl").items()
+            if any(step in curve for curve in found.values())
+        }
+        if one.source == "train" or len(distances) < 2:
+            continue
+        for name, curve in found.items():
+            steps = [step for step in distances if step in curve]
+            if steps:
+                gains = [curve[step] - next(iter(curve.values())) for step in steps]
+                look = {"name": f"{prefix}{name}", "colour": colour, "dash": _SOLID, "dots": True}
+                labels = [f"step {step:,}, distance {format_number(distances[step])}" for step in steps]
+                curves[name].append(look | {"x": [distances[step] for step in steps], "y": gains, "labels": labels})
+                if name == "gold" and (law := _law(curves[name][-1], f"{prefix}gold, fitted law")):
+                    fitted.append(law[0])
+                    laws.append(f"{prefix}{law[1]}")
+        if run.alarm_step in distances:
+            lines.append({"x": distances[run.alarm_step], "label": f"{prefix}alarm", "colour": colour})
+    notes = {"gold": "How much was gained for the distance that the policy has moved.", "proxy": "In its own units."}
+    if laws:
+        notes["gold"] += f" Dotted: d (alpha - beta ln d) fitted to gold, with d the distance. {'; '.join(laws)}."
+    if not curves["gold"]:
+        notes["proxy"] += " There are no values of gold: what the proxy's rise is worth cannot be seen here."
+    return [
+        {
+            "kind": "curves",
+            "title": f"{name.capitalize()} over the distance moved",
+            "note": notes[name],
+            "x_label": "square root of KL to the reference, KL in nats",
+            "y_label": "gain over the first validation",
+            "series": [*curves[name], *(fitted if name == "gold" else ())],
+            "lines": lines,
+        }
+        for name in curves
+        if curves[name]
+    ]
+
+
+def _law(gold: Block, name: str) -> tuple[Block, str] | None:
+    """The law of RL, gold(d) - gold(0) = d (alpha - beta ln d), as a curve and in words; None where it does not fit.
+
+    Source: Gao, Schulman, Hilton 2022, arXiv 2210.10760, section 3.1. It goes through 0 at d = 0, so the first
+    validation must be near the start; too few points fit any law.
+    """
+    points = {d: gain for d, gain in zip(gold["x"], gold["y"], strict=True) if d > 0.0}
+    if len(points) < _FEWEST_FOR_A_LAW or gold["x"][0] > _NEAR_THE_START * max(points):
+        return None
+    d, gains = np.array(sorted(points.items())).T
+    law = fit_gao(d, gains, "rl")
+    spread = float(np.sum((gains - gains.mean()) ** 2))
+    r_squared = 1.0 - float(np.sum((gains - law.gain(d)) ** 2)) / spread if spread > 0.0 else 0.0
+    if r_squared < _LEAST_R_SQUARED:
+        return None
+    peak = law.peak_distance
+    top = "still rising at the end" if peak is None or peak > d[-1] else f"highest at {format_number(peak)}"
+    words = f"alpha = {format_number(law.alpha)}, beta = {format_number(law.beta)} (R squared {r_squared:.2f}), {top}"
+    x = np.linspace(0.0, d[-1], _MOST_POINTS)
+    look = {"name": name, "colour": gold["colour"], "dash": _DOTTED, "dots": False}
+    return look | {"x": x.tolist(), "y": law.gain(x).tolist()}, words
+
+
+def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note: str, format: str) -> Block | None:
     """A metric over the steps; None where no run has it."""
     series: list[Block] = []
     for colour, run in enumerate(runs):
-        for source, (what, dash) in _SOURCES.items():
-            curve = _curve(figure, run, source)
-            if not curve:
-                continue
-            num_points = min(len(curve), _MOST_POINTS)
-            x, y = ([float(part.mean()) for part in np.array_split(list(values), num_points)]
-                    for values in (curve.keys(), curve.values()))  # fmt: skip
-            name = f"{run.name}: {what}" if len(runs) > 1 else what
-            one: Block = {"name": name, "x": x, "y": y, "colour": colour, "dash": dash}
-            error = run.curve(figure.error) if source == "validation" else {}
-            if error and len(x) == len(curve):
-                halves = [Z95 * error.get(step, math.nan) for step in curve]
-                one["low"] = [value - half for value, half in zip(y, halves, strict=True)]
-                one["high"] = [value + half for value, half in zip(y, halves, strict=True)]
-            series.append(one | {"dots": source == "validation" and len(x) <= _MOST_POINTS // 2})
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        look = {"colour": colour, "dots": False}
+        if curve := run.proxy("validation") if key == "proxy" else run.curve(f"validation/{key}"):
+            error = run.curve({"gold_reward": "watch/gold_error", "proxy": "watch/proxy_error"}.get(key, ""))
+            look["dots"] = len(curve) <= _MOST_POINTS // 2
+            series.append(look | {"name": f"{prefix}validation", "dash": _SOLID} | _thinned(curve, error))
+        if curve := run.proxy("train") if key == "proxy" else run.curve(f"train/{key}"):
+            series.append(look | {"name": f"{prefix}training", "dash": _DOTTED, "dots": False} | _thinned(curve))
     if not series:
         return None
-    tops = sorted(max(max(one["y"]) for one in series if one["colour"] == i)
-                  for i in range(len(runs)) if any(one["colour"] == i for one in series))  # fmt: skip
-    is_far = figure.key == "kl" and len(tops) > 1 and tops[-1] > _MUCH_HIGHER * tops[-2] > 0.0
     return {
         "kind": "curves",
-        "title": figure.title,
-        "note": figure.note + (" One run went much further: the axis is logarithmic above 1." if is_far else ""),
+        "title": title,
+        "note": note,
         "x_label": "step",
-        "y_label": figure.y_label,
-        "y_scale": "symlog" if is_far else "linear",
-        "format": figure.format,
+        "y_label": y_label,
+        "format": format,
         "series": series,
         "lines": [
             {"x": run.alarm_step, "label": f"{run.name}: alarm" if len(runs) > 1 else "alarm", "colour": colour}
             for colour, run in enumerate(runs)
-            if run.alarm_step is not None and figure.key in ("gold_reward", "proxy", "kl", "mean_gen_tokens_per_sample")
+            if run.alarm_step is not None and key in _WITH_ALARM
         ],
-        "folded": figure.folded or not any(any(one["y"]) for one in series),
+        "folded": key in _FOLDED or not any(any(one["y"]) for one in series),
     }
 
 
-def _curve(figure: _Figure, run: RLRun, source: Source) -> Curve:
-    """The metric of one run; nothing where another figure shows the same."""
-    if figure.key == "proxy":
-        return run.proxy(source)
-    is_shown = {
-        "reward": not run.rewards_move,
-        "raw_reward": all(run.curve(f"{one}/raw_reward") == run.proxy(one) for one in _SOURCES),
-    }
-    return {} if is_shown.get(figure.key) else run.curve(f"{source}/{figure.key}")
+def _thinned(curve: Curve, error: Curve | None = None) -> Block:
+    """The points of a curve, at most so many as can be seen; with a 95 % interval where none is left out."""
+    number = min(len(curve), _MOST_POINTS)
+    x, y = (
+        [float(part.mean()) for part in np.array_split(list(values), number)]
+        for values in (curve.keys(), curve.values())
+    )
+    if not error or len(x) < len(curve):
+        return {"x": x, "y": y}
+    halves = [Z95 * error.get(step, math.nan) for step in curve]
+    low, high = ([value + sign * half for value, half in zip(y, halves, strict=True)] for sign in (-1, 1))
+    return {"x": x, "y": y, "low": low, "high": high}
 
 
 def _samples(summaries: Sequence[RunSummary]) -> list[Block]:
@@ -228,55 +278,50 @@ def _samples(summaries: Sequence[RunSummary]) -> list[Block]:
             if line["completions"]:
                 by_prompt.setdefault(json.dumps(line["prompt"], sort_keys=True), {})[line["step"]] = line
         for key, lines in by_prompt.items():
-            first, *inner, last = [*sorted(lines), max(lines)] if len(lines) == 1 else sorted(lines)
-            middle = [one.best_step] if one.best_step in inner else inner[len(inner) // 2 :][:1]
-            shown = [lines[step] for step in dict.fromkeys([first, *middle, last]) if step is not None]
-            item = items.setdefault(key, {"prompt": lines[first]["prompt"], "rows": []})
-            completions = [_completion(line, one) for line in shown]
+            steps = sorted(lines)
+            middle = one.best_step if one.best_step in steps[1:-1] else steps[len(steps) // 2]
+            item = items.setdefault(key, {"prompt": lines[steps[0]]["prompt"], "rows": []})
+            shown = [lines[step] for step in dict.fromkeys((steps[0], middle, steps[-1]))]
             name = one.run.name if len(summaries) > 1 else ""
+            completions = [_completion(line, one.best_step) for line in shown]
             item["rows"].append({"name": name, "colour": colour, "completions": completions})
     if not items:
         return []
-    note = "The first completion that was sampled to each prompt, not a chosen one."
-    if len(items) > _MOST_PROMPTS:
-        note += f" {len(items) - _MOST_PROMPTS} more prompts are in samples.jsonl."
+    note = "The first completion that was sampled to each prompt, not a chosen one. samples.jsonl has all."
     return [
         {"kind": "text", "title": "Completions over time", "markdown": note},
         {"kind": "samples", "title": "Prompts and completions", "items": list(items.values())[:_MOST_PROMPTS]},
     ]
 
 
-def _completion(line: Mapping[str, Any], summary: RunSummary) -> Block:
+def _completion(line: Mapping[str, Any], best_step: int | None) -> Block:
     completion = line["completions"][0]
-    shown = {"reward": ("reward", "signed"), "raw_reward": ("before shaping", "signed")}
-    shown |= {"gold_reward": ("gold", "number"), "kl": ("KL", "number"), "num_tokens": ("tokens", "integer")}
-    if completion.get("raw_reward") == completion.get("reward"):
-        del shown["raw_reward"]
+    shown = {"reward": "signed", "gold_reward": "number", "kl": "number", "num_tokens": "integer"}
+    names = {"gold_reward": "gold", "kl": "KL", "num_tokens": "tokens"}
     numbers = [
-        {"label": label, "value": completion.get(key), "format": form}
-        for key, (label, form) in shown.items()
+        {"label": names.get(key, key), "value": completion.get(key), "format": form}
+        for key, form in shown.items()
         if completion.get(key) is not None or key == "reward"  # a reward that failed shows as a dash
     ]
     flags = ["cut"] if completion.get("truncated") else []
-    flags += ["gold is best on average"] if line["step"] == summary.best_step else []
+    flags += ["gold is best on average"] if line["step"] == best_step else []
     return {"label": f"step {line['step']:,}", "text": completion["text"], "numbers": numbers, "flags": flags}
 
 
 def _settings(runs: Sequence[RLRun]) -> list[Block]:
     """First the settings that differ, then all, folded."""
     settings = [run.settings() for run in runs]
-    keys = list(dict.fromkeys(key for one in settings for key in one))
-    if not keys:
+    rows = [
+        {"setting": key, **{f"run{i}": one.get(key) for i, one in enumerate(settings)}}
+        for key in dict.fromkeys(key for one in settings for key in one)
+    ]
+    if not rows:
         return []
     columns = {"setting": ("Setting", "text")}
     columns |= {f"run{i}": (run.name if len(runs) > 1 else "Value", "text") for i, run in enumerate(runs)}
-
-    def rows(names: Sequence[str]) -> list[Block]:
-        return [{"setting": key, **{f"run{i}": one.get(key) for i, one in enumerate(settings)}} for key in names]
-
-    differing = [key for key in keys if key not in _OWN_FOLDERS and len({one.get(key) for one in settings}) > 1]
+    differing = [row for row in rows if len({row[f"run{i}"] for i in range(len(runs))}) > 1]
     return [
         {"kind": "text", "title": "Settings", "markdown": "The resolved configuration of each run."},
-        *([table_block("What differs", columns, rows(differing))] if differing else []),
-        table_block("All settings", columns, rows(keys), most=400, folded=True),
+        *([table_block("What differs", columns, differing)] if differing else []),
+        table_block("All settings", columns, rows, most=400, folded=True),
     ]

@@ -2,7 +2,6 @@
 
     run = RLRun.read("no KL", Path("results/hacked/logs"))
     run.curve("validation/gold_reward")                 # {0: 0.31, 10: 0.42, ...}: values by step
-    run.setting("loss_fn.reference_policy_kl_penalty")
 
 Read are `metrics.jsonl`, and where they are there `samples.jsonl`, `alarms.json` and the resolved `config.yaml`. Any
 metric may be absent, at some steps or at all; values that are not finite are left out.
@@ -11,7 +10,7 @@ metric may be absent, at some steps or at all; values that are not finite are le
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,6 +18,7 @@ from typing import Any, Literal, Self
 from treeward.config.load import read_yaml
 from treeward.errors import DataError
 from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
+from treeward.training.step_file import flattened
 from treeward.training.tracking import read_metrics
 
 __all__ = ["SAMPLES_FILE", "Curve", "RLRun", "Source"]
@@ -47,9 +47,8 @@ class RLRun:
 
         Raises `DataError` where there are no metrics, or a line of a file is not what it should be.
         """
-        folder = Path(log_dir)
         metrics, samples, alarms, config = (
-            folder / file for file in ("metrics.jsonl", SAMPLES_FILE, ALARMS_FILE, "config.yaml")
+            Path(log_dir) / file for file in ("metrics.jsonl", SAMPLES_FILE, ALARMS_FILE, "config.yaml")
         )
         steps: dict[int, dict[str, float]] = {}
         for record in read_metrics(metrics) if metrics.exists() else ():
@@ -61,12 +60,11 @@ class RLRun:
                 need="the metrics.jsonl that `treeward grpo` writes into logger.log_dir",
                 fix="give the run's log folder, or wait for its first step",
             )
-        # The reader of metrics knows what a killed run leaves behind, whatever else is in a line beside its step.
-        lines = read_metrics(samples) if samples.exists() else []
         return cls(
             name,
             dict(sorted(steps.items())),
-            tuple(sorted(lines, key=lambda line: int(line["step"]))),
+            # The reader of metrics knows what a killed run leaves behind, whatever else is in a line beside its step.
+            tuple(read_metrics(samples)) if samples.exists() else (),
             tuple(read_alarms(alarms)) if alarms.exists() else (),
             read_yaml(config) if config.exists() else {},
         )
@@ -83,23 +81,16 @@ class RLRun:
         """What is optimised, on a scale that stays the same over the run."""
         if source == "validation":
             return self.curve("validation/proxy")
-        return self.curve("train/raw_reward" if self.rewards_move else "train/reward")
-
-    @property
-    def rewards_move(self) -> bool:
-        """Whether running statistics moved the scale of the reward, so that the proxy is another metric."""
-        return self.proxy("validation") != self.curve("validation/reward")
-
-    def setting(self, path: str) -> Any:
-        """The value of the resolved configuration at a dotted path; None where there is none."""
-        value: Any = self.config
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        # Running statistics move the scale of the shaped reward; the proxy is then the one before shaping.
+        moves = self.curve("validation/proxy") != self.curve("validation/reward")
+        return self.curve("train/raw_reward" if moves else "train/reward")
 
     def settings(self) -> dict[str, str]:
         """Every value of the resolved configuration as text, by its dotted path."""
-        return dict(_flat(self.config, ""))
+        return {
+            path: "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            for path, value in flattened(self.config)
+        }
 
     @property
     def gold_alarm(self) -> Alarm | None:
@@ -111,11 +102,3 @@ class RLRun:
         """The step of the alarm of gold, else of the first alarm."""
         first = self.gold_alarm or next(iter(self.alarms), None)
         return None if first is None else first.step
-
-
-def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for key, inside in value.items():
-            yield from _flat(inside, f"{path}.{key}" if path else str(key))
-    elif path:
-        yield path, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
