@@ -28,9 +28,9 @@ def row(index: int, score: float | None, **more: Any) -> dict[str, Any]:
 
 
 def scored(asked: Asked) -> Any:
-    """A score is the number that the answer says, a reward twice that."""
+    """A score is the number that the completion says, a reward twice that."""
     sent = asked.json
-    ends = [one[-1]["content"] for one in sent.get("conversations") or sent["completions"]]
+    ends = [one[-1]["content"] for one in sent["conversations"]]
     rows = [row(i, float(end), reward=float(end) * (2 if sent["shaped"] else 1)) for i, end in enumerate(ends)]
     return 200, {"data": rows, "model": "m"}
 
@@ -82,19 +82,15 @@ def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     assert 0 < float(first.headers["x-deadline-seconds"]) <= 50
 
 
-def test_completions_share_their_context(serve: Callable[..., Loopback]) -> None:
+def test_completions_of_one_context(serve: Callable[..., Loopback]) -> None:
     server = serve(scored)
-    client = RewardClient(server.url, max_conversations=2, max_concurrency=1)
-    context = [{"role": "user", "content": "2 + 2?"}]
-    scores = client.score_completions(context, ["4", "5", [{"role": "assistant", "content": "6"}]])
-    assert [score.score for score in scores] == [4.0, 5.0, 6.0]
-    assert [request.json["context"] for request in server.requests] == [context, context]
-    assert server.requests[0].json["completions"] == [
-        [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}],
-    ]  # fmt: skip
-    for completions in ("4", []):
-        with pytest.raises(DataError, match="not a list of completions"):
-            client.score_completions(context, completions)
+    with RewardClient(server.url) as client:
+        scores = client.score_completions(chat(0)[:1], ["4", chat(5)[1:]])
+        for completions in ("4", []):
+            with pytest.raises(DataError, match="not a list of completions"):
+                client.score_completions(chat(0)[:1], completions)
+    assert [score.score for score in scores] == [4.0, 5.0]
+    assert server.requests[0].json["conversations"] == [chat(4), chat(5)]
 
 
 def test_a_large_list_is_split_and_comes_back_in_order(serve: Callable[..., Loopback]) -> None:
@@ -142,7 +138,7 @@ def test_it_does_not_ask_again_for_what_is_wrong(status: int, serve: Callable[..
 def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -> None:
     let_go = threading.Event()
     server = serve(lambda asked: let_go.wait(30) and None)
-    with pytest.raises(RewardServerError, match="has not answered in time") as caught:
+    with pytest.raises(RewardServerError, match="has not responded in time") as caught:
         RewardClient(server.url, timeout_seconds=0.4).score([chat(1)])
     assert caught.value.status is None and len(server.requests) == 1
     let_go.set()
@@ -151,7 +147,7 @@ def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -
 def test_nobody_listens() -> None:
     with pytest.raises(RewardServerError, match="cannot be reached") as caught:
         RewardClient("http://127.0.0.1:1", max_retries=1).score([chat(1)])
-    assert caught.value.status is None and "attempt 2" in str(caught.value)
+    assert caught.value.status is None
 
 
 @pytest.mark.parametrize(
@@ -168,9 +164,9 @@ def test_nobody_listens() -> None:
         {"data": [{"index": 0, "score": 1.0}]},
     ],
 )
-def test_a_reply_without_scores(answer: Any, serve: Callable[..., Loopback]) -> None:
+def test_a_response_without_scores(answer: Any, serve: Callable[..., Loopback]) -> None:
     server = serve((200, answer, {"x-request-id": "r7"}))
-    with pytest.raises(RewardServerError, match="answer|reply") as caught:
+    with pytest.raises(RewardServerError, match="response") as caught:
         RewardClient(server.url).score([chat(1)], on_error="mask")
     assert caught.value.status == 200 and caught.value.request_id == "r7" and len(server.requests) == 1
 
@@ -215,7 +211,7 @@ def test_names_and_references_belong_to_conversations() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [{"url": "localhost:8000"}, {"token": "two words"}, {"timeout_seconds": 0}, {"timeout_seconds": math.inf},
-     {"max_retries": -1}, {"max_conversations": 0}, {"max_concurrency": -2}, {"verify_tls": "no/such/file.pem"}],
+     {"max_conversations": 0}, {"max_concurrency": -2}, {"verify_tls": "no/such/file.pem"}],
 )  # fmt: skip
 def test_impossible_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -245,20 +241,27 @@ def test_it_can_stand_for_a_scorer() -> None:
         }
 
 
+def test_connections_are_kept(serve: Callable[..., Loopback]) -> None:
+    server = serve(scored)
+    with RewardClient(server.url) as client:
+        assert [client.score([chat(i)])[0].score for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+    async def within_a_loop() -> float | None:
+        return client.score([chat(5)])[0].score
+
+    assert server.num_connections == 1
+    assert asyncio.run(within_a_loop()) == 5.0
+
+
 def test_asynchronously_and_in_more_than_one_loop(serve: Callable[..., Loopback]) -> None:
     client = AsyncRewardClient(serve(scored).url)
 
     async def several() -> list[list[Score]]:
-        return await asyncio.gather(*(client.score([chat(i)]) for i in range(20)))
+        async with client:
+            return await asyncio.gather(*(client.score([chat(i)]) for i in range(20)))
 
     for _ in range(2):
         assert [scores[0].score for scores in asyncio.run(several())] == [float(i) for i in range(20)]
-
-    async def within() -> float | None:
-        async with AsyncRewardClient(serve(scored).url) as other:
-            return (await other.score([chat(3)]))[0].score
-
-    assert asyncio.run(within()) == 3.0
 
 
 def test_a_caller_that_is_cancelled_leaves_nothing_behind(serve: Callable[..., Loopback]) -> None:

@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["check_listens", "check_openai", "key_from", "openai_client", "post"]
 
-_LONGEST_REASON = 300
-
 
 def check_openai() -> None:
     """Raises `ConfigError` without the package openai."""
     try:
         import openai  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "this needs the package openai", got=str(error), fix="pip install 'treeward[judge]', or openai alone"
-        ) from error
+        fix = "pip install 'treeward[judge]', or openai alone"
+        raise ConfigError("this needs the package openai", got=str(error), fix=fix) from error
 
 
 def key_from(variable: str | None, *, where: str | None = None, field: str | None = None) -> str | None:
@@ -61,42 +58,41 @@ def openai_client(
     """A client of one event loop. `timeout_seconds`: for one attempt. `verify_tls`: as in `Connection`."""
     import openai
 
-    http_client = None if verify_tls is True else openai.DefaultAsyncHttpxClient(verify=tls_context(verify_tls))
     return openai.AsyncOpenAI(
         base_url=checked_url(base_url),
         api_key=api_key or "none",
         timeout=openai.Timeout(timeout_seconds, connect=min(timeout_seconds, 10.0)),
         max_retries=max_retries,
-        http_client=http_client,
+        http_client=openai.DefaultAsyncHttpxClient(verify=tls_context(verify_tls)),
     )
 
 
 async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total_seconds: float | None = None) -> Any:
-    """The JSON that answers. `total_seconds`: for all attempts. Raises `ServerError`, with the reason in `got`."""
+    """The JSON of the response. `total_seconds`: for all attempts. Raises `ServerError`, with the reason in `got`."""
     import openai
 
     url = f"{str(client.base_url).rstrip('/')}{path}"
     try:
         async with asyncio.timeout(total_seconds):
             text: str = await client.post(path, cast_to=str, body=body)
+        return json.loads(text, parse_constant=_refuse_constant) if text.strip() else None
     except openai.APIStatusError as error:
-        reason = _reason(error)
+        details = error.body if isinstance(error.body, Mapping) else {}
+        reason = str(details.get("message") or details.get("detail") or error.response.text).strip()[:300]
+        got, status = f"{error.status_code}: {reason}", error.status_code
         raise ServerError(
-            "the server refuses the request",
-            status=error.status_code,
-            where=url,
-            got=f"{error.status_code}: {reason}",
-            param=error.param,
+            "the server refuses the request", status=status, where=url, got=got, param=error.param
         ) from error
     except (TimeoutError, openai.APITimeoutError) as error:
-        raise ServerError("the server has not answered in time", where=url, got="no answer") from error
+        raise ServerError("the server has not responded in time", where=url, got="no response") from error
     except openai.APIConnectionError as error:
         raise _unreachable(url, error) from error
-    return _json(text, url)
+    except ValueError as error:
+        raise ServerError("the response is not JSON", status=200, where=url, got=f"{text[:150]!r}") from error
 
 
 async def check_listens(client: AsyncOpenAI) -> None:
-    """Raises `ServerError` where nobody listens at the client's address; any answer, even a late one, will do."""
+    """Raises `ServerError` where nobody listens at the client's address; any response, even a late one, will do."""
     import openai
 
     try:
@@ -108,30 +104,11 @@ async def check_listens(client: AsyncOpenAI) -> None:
 
 
 def _unreachable(url: str, error: BaseException) -> ServerError:
-    need = "a server that listens there; over https, one whose certificate is trusted (--tls-ca)"
-    return ServerError("the server cannot be reached", where=url, got=_cause(error), need=need)
-
-
-def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error) or type(error).__name__
-
-
-def _json(text: str, url: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_refuse_constant) if text.strip() else None
-    except ValueError as error:
-        raise ServerError("the server's answer is not JSON", status=200, where=url, got=f"{text[:150]!r}") from error
+    need = "a server that listens there; over https, one whose certificate is trusted (--tls-ca)"
+    return ServerError("the server cannot be reached", where=url, got=str(error) or type(error).__name__, need=need)
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def _reason(error: Any) -> str:
-    """The first line of the server's message."""
-    body = error.body if isinstance(error.body, Mapping) else {}
-    said = body.get("message") or body.get("detail") or error.response.text
-    lines = [line.strip() for line in str(said).splitlines() if line.strip()]
-    return lines[0][:_LONGEST_REASON] if lines else "no reason given"

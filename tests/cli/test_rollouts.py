@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fake_policy import FakePolicy
 from loopback import Loopback, serving_on_loopback
@@ -19,7 +20,8 @@ from treeward.client.rewards import AsyncRewardClient
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError, DataError
 from treeward.scoring.scorer import Scorer
-from treeward.serving.rollouts.rewards import local_rewards, remote_rewards
+from treeward.serving.app import create_app
+from treeward.serving.rollouts.collect import Rewards
 from treeward.serving.run import make_service
 
 PROMPTS = ["Why?", "Who?", "When?"]
@@ -98,6 +100,10 @@ def test_rewards_are_scores(
     assert [profile["input"][0]["content"] for profile in profiles] == PROMPTS
 
 
+def client_of(service: Any) -> AsyncRewardClient:
+    return AsyncRewardClient("http://localhost", transport=httpx.ASGITransport(create_app(service)))
+
+
 PLAIN: dict[str, Any] = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.1}
 
 
@@ -120,9 +126,9 @@ def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
         identities = []
         for section in sections:
             client = AsyncRewardClient(url, model=section["name"])
-            remote = await remote_rewards(client)
+            remote = await Rewards.of(client)
             service = make_service(ServerConfig.model_validate({"models": [section]}))
-            local = local_rewards(service)
+            local = await Rewards.of(client_of(service))
             found = await remote.judge(params, output, row)
             assert found == await local.judge(params, output, row)
             assert found.keys() >= {"reward", "reward_num_tokens", "reward_passed"}
@@ -137,14 +143,14 @@ def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
             service.close()
             await client.aclose()
         with pytest.raises(ConfigError, match="no such reward model"):
-            await remote_rewards(AsyncRewardClient(url, model="other"))
+            await Rewards.of(AsyncRewardClient(url, model="other"))
         return identities
 
     with serving_on_loopback(make_service(ServerConfig.model_validate({"models": sections}))) as url:
         identities = asyncio.run(compare(url))
     assert all(identities.count(identity) == 1 for identity in identities)
     renamed = make_service(ServerConfig.model_validate({"models": [one]}))
-    assert local_rewards(renamed).identity == identities[0]
+    assert asyncio.run(Rewards.of(client_of(renamed))).identity == identities[0]
     renamed.close()
 
 

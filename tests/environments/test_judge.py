@@ -194,7 +194,7 @@ def test_a_request_that_hangs(endpoint: Endpoint) -> None:
         (release.wait(20) if "slow" in request["messages"][1]["content"] else None) or "Rating: [[7]]"
     )
     result = judge(endpoint, timeout_seconds=0.3, max_retries=0).step([chat("slow"), chat("fast")], [{}, {}])
-    assert errors(result) == ["judge: the server has not answered in time: no answer", None]
+    assert errors(result) == ["judge: the server has not responded in time: no response", None]
     result = judge(endpoint, step_timeout_seconds=0.5).step([chat("slow"), chat("fast")], [{}, {}])
     assert errors(result) == ["no verdict within 0.5 seconds of the step", None]
     release.set()

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from treeward.client.rewards import AsyncRewardClient
     from treeward.serving.rollouts.collect import Collected
-    from treeward.serving.rollouts.policy import Policy
-    from treeward.serving.rollouts.rows import Task
+    from treeward.serving.rollouts.policy import Policy, Task
     from treeward.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -86,11 +85,12 @@ def run(
     from treeward.client.rewards import AsyncRewardClient
     from treeward.http import checked_url
     from treeward.openai_client import check_openai, key_from, openai_client
-    from treeward.serving.rollouts.collect import check_free
-    from treeward.serving.rollouts.policy import Policy
-    from treeward.serving.rollouts.rows import read_tasks
 
     check_openai()
+
+    from treeward.serving.rollouts.collect import check_free
+    from treeward.serving.rollouts.policy import Policy, read_tasks
+
     base_url = checked_url(model_url)
     if base_url.count("/") == 2:  # http://host:port stands for its /v1
         base_url += "/v1"
@@ -101,14 +101,20 @@ def run(
     sampling = {"temperature": temperature, "top_p": top_p, "max_output_tokens": max_tokens}
     settings = {key: value for key, value in sampling.items() if value is not None}
     policy = Policy(openai_client(base_url, api_key=model_key, **common), model, api, settings)
-    source: Service | AsyncRewardClient | None = None
+    client, service = None, None
     if reward_model:
-        source = _service(reward_model, shaping, ensemble, options)
+        service = _service(reward_model, shaping, ensemble, options, deadline_seconds=timeout)
+        client = _client_of(service, timeout_seconds=timeout, max_concurrency=concurrency)
     elif rewards_url is not None:
         url = checked_url(rewards_url).removesuffix("/v1")
-        source = AsyncRewardClient(url, token=rewards_key, model=rewards_model, max_concurrency=concurrency, **common)
+        client = AsyncRewardClient(url, token=rewards_key, model=rewards_model, max_concurrency=concurrency, **common)
     sizes = {"num_repeats": num_repeats, "concurrency": concurrency}
-    return _show(asyncio.run(_collected(tasks, policy, source, Path(output), resume=resume, **sizes)), Path(output))
+    try:
+        found = asyncio.run(_collected(tasks, policy, client, Path(output), resume=resume, **sizes))
+    finally:
+        if service is not None:
+            service.close()
+    return _show(found, Path(output))
 
 
 def _check(output: str, models: list[str] | None, url: str | None, *, of_model: bool, of_server: bool) -> None:
@@ -128,24 +134,17 @@ def _check(output: str, models: list[str] | None, url: str | None, *, of_model: 
 async def _collected(
     tasks: Sequence[Task],
     policy: Policy,
-    source: Service | AsyncRewardClient | None,
+    client: AsyncRewardClient | None,
     output: Path,
     *,
     num_repeats: int,
     **how: Any,
 ) -> Collected:
-    """Collect under a line of progress; the policy's client and the source of the rewards are closed at the end."""
-    from treeward.client.rewards import AsyncRewardClient
-    from treeward.serving.rollouts.collect import collect
-    from treeward.serving.rollouts.rewards import local_rewards, remote_rewards
+    """Collect under a line of progress; the clients of the policy and of the rewards are closed at the end."""
+    from treeward.serving.rollouts.collect import Rewards, collect
 
     async with AsyncExitStack() as stack:
-        rewards = None
-        if isinstance(source, AsyncRewardClient):
-            rewards = await remote_rewards(await stack.enter_async_context(source))
-        elif source is not None:
-            stack.callback(source.close)
-            rewards = local_rewards(source)
+        rewards = None if client is None else await Rewards.of(await stack.enter_async_context(client))
         await stack.enter_async_context(policy.client)
         shown, total = stack.enter_context(ShownProgress(unit="rollouts")), len(tasks) * num_repeats
 
@@ -155,7 +154,9 @@ async def _collected(
         return await collect(tasks, policy, rewards, output, num_repeats=num_repeats, advance=advance, **how)
 
 
-def _service(models: list[str], shaping: Shaping, ensemble: Ensemble, options: ModelOptions) -> Service:
+def _service(
+    models: list[str], shaping: Shaping, ensemble: Ensemble, options: ModelOptions, *, deadline_seconds: float
+) -> Service:
     """The reward model in this process, behind the batcher of a server."""
     from treeward.config.server import ServerConfig
     from treeward.serving.run import make_service
@@ -163,7 +164,18 @@ def _service(models: list[str], shaping: Shaping, ensemble: Ensemble, options: M
     section = one_model(models, ensemble, shaping, options.keys)
     check_shaping(section)  # rollouts that are made again must have the same rewards
     given: dict[str, Any] = {} if options.batch_tokens is None else {"batch_tokens": options.batch_tokens}
-    return make_service(ServerConfig(models=(section,), **given))
+    config = ServerConfig(models=(section,), deadline_seconds=deadline_seconds, access_log=False, **given)
+    return make_service(config)
+
+
+def _client_of(service: Service, **options: Any) -> AsyncRewardClient:
+    """A client of the server of this process, which listens nowhere."""
+    from httpx import ASGITransport
+
+    from treeward.client.rewards import AsyncRewardClient
+    from treeward.serving.app import create_app
+
+    return AsyncRewardClient("http://localhost", transport=ASGITransport(create_app(service)), **options)
 
 
 def _show(outcome: Collected, output: Path) -> int:

@@ -11,14 +11,13 @@ missing end of turn, rounding, a scale and other tokens are named where they exp
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from treeward.client.dialects import DIALECTS, Dialect, Form, RenderedConversation, ServerScore
+from treeward.client.dialects import DIALECTS, Form, RenderedConversation, ServerScore
 from treeward.data.preference import last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
@@ -27,6 +26,7 @@ from treeward.model.contract import CONTRACT_FILE, Dtype, GoldenExample, Scoring
 from treeward.model.pretrained import load_tokenizer, quiet_transformers
 from treeward.scoring.diagnosis import PARTS, Check, Part, diagnose
 from treeward.scoring.golden import combined_heads
+from treeward.scoring.verification import Verification
 
 __all__ = ["ServerVerification", "verify_server"]
 
@@ -37,31 +37,13 @@ _MEND_PADDING = "pad with a token that ends no conversation, and read each score
 
 
 @dataclass(frozen=True, slots=True)
-class ServerVerification:
-    """The result. `checks`: one per part, in order. `served_model`: the server's name for the model, if any.
+class ServerVerification(Verification):
+    """The result. `form`: what was sent. `served_model`: the server's name for the model, if any."""
 
-    `form`: what was sent. `largest_difference`: of golden scores, None where one is missing.
-    """
-
-    model: str
-    against: str
-    dialect: str
-    form: Form
-    served_model: str | None
-    checks: tuple[Check, ...]
-    num_scores: int
-    largest_difference: float | None
-    tolerance: float
-
-    @property
-    def first_difference(self) -> Check | None:
-        """The part that differs first."""
-        return next((check for check in self.checks if check.state == "differs"), None)
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing differs."""
-        return self.first_difference is None
+    against: str = ""
+    dialect: str = ""
+    form: Form = "text"
+    served_model: str | None = None
 
 
 def verify_server(
@@ -92,17 +74,15 @@ def verify_server(
         raise ConfigError(
             "there is no such dialect", field="dialect", got=dialect, need=f"one of {', '.join(DIALECTS)}"
         )
-    spoken = DIALECTS[dialect]
-    if form is not None and form not in spoken.forms:
-        need = f"one of {', '.join(spoken.forms)}"
+    path, forms = DIALECTS[dialect].path, DIALECTS[dialect].forms
+    if form is not None and form not in forms:
+        need = f"one of {', '.join(forms)}"
         raise ConfigError(f"the dialect {dialect} is not sent {form}", field="form", got=form, need=need)
     quiet_transformers()
     contract, renderer = _contract_and_renderer(name, trust_remote_code)
     examples, conversations = _rendered(str(name), contract, renderer)
-    own = spoken.forms[0] if renderer.kind == "decoder" or "bare" not in spoken.forms else "bare"
-    connection = Connection(
-        url.rstrip("/").removesuffix(spoken.path), token=token, max_retries=3, verify_tls=verify_tls
-    )
+    own = forms[0] if renderer.kind == "decoder" or "bare" not in forms else "bare"
+    connection = Connection(url.rstrip("/").removesuffix(path), token=token, max_retries=3, verify_tls=verify_tls)
     server = _Server(connection, dialect, form or own, model, extra or {}, timeout_seconds, contract, dtype)
     return run_async(server.replay(str(name), examples, conversations))
 
@@ -162,7 +142,7 @@ class _Server:
     """A server of a model with this contract, and the form of the requests to it."""
 
     connection: Connection
-    dialect_name: str
+    dialect: str
     form: Form
     model: str | None
     extra: Mapping[str, Any]
@@ -170,21 +150,17 @@ class _Server:
     contract: ScoringContract
     dtype: Dtype
 
-    @property
-    def dialect(self) -> Dialect:
-        return DIALECTS[self.dialect_name]
-
     async def replay(
         self, name: str, examples: Sequence[GoldenExample], conversations: Sequence[RenderedConversation]
     ) -> ServerVerification:
         """Ask for the golden scores, alone and together, and say what explains them."""
         try:
-            if self.model is None and self.dialect.lists_models:
+            if self.model is None and DIALECTS[self.dialect].lists_models:
                 self.model = await self._first_model()
             found = await self._scores_alone(conversations)
             scores = [None if isinstance(one, str) else self._score(one) for one in found]
             verdict = self._verdict(scores, found, examples)
-            can_batch = not (self.form == "messages" and self.dialect_name == "vllm")
+            can_batch = not (self.form == "messages" and self.dialect == "vllm")
             if verdict.state == "equal" and can_batch and len(scores) > 1:
                 together = [self._score(one) for one in await self._scores(conversations)]
                 in_batch = diagnose(self.contract, together, dtype=self.dtype, golden=examples)
@@ -192,25 +168,23 @@ class _Server:
                     verdict = replace(in_batch, part="read position", summary=_PADDING_IS_READ, fix=_MEND_PADDING)
         finally:
             await self.connection.close()
-        off = [
-            math.inf if score is None else abs(score - one.score) for score, one in zip(scores, examples, strict=True)
-        ]
+        off = [abs(score - one.score) for score, one in zip(scores, examples, strict=True) if score is not None]
         return ServerVerification(
             name,
-            self.connection.url,
-            self.dialect_name,
-            self.form,
-            self.model,
-            (self._contract_check(found, verdict), *(self._check(part, verdict) for part in PARTS[1:])),
-            len(examples),
-            max(off) if all(map(math.isfinite, off)) else None,
-            self.contract.tolerance.of(self.dtype),
+            (self._contract_check(found), *(self._check(part, verdict) for part in PARTS[1:])),
+            num_scores=len(examples),
+            largest_difference=max(off) if len(off) == len(examples) else None,
+            tolerance=self.contract.tolerance.of(self.dtype),
+            against=self.connection.url,
+            dialect=self.dialect,
+            form=self.form,
+            served_model=self.model,
         )
 
     async def _first_model(self) -> str | None:
         """What the server calls its first model; None for a server without /v1/models."""
         try:
-            reply = await self.connection.get("/v1/models", until=time.monotonic() + self.timeout_seconds)
+            reply = await self.connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds)
             return str(reply.json["data"][0]["id"])
         except RewardServerError as error:
             if error.status not in (404, 405, 501):
@@ -221,21 +195,20 @@ class _Server:
 
     async def _scores(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
         """The server's numbers for the conversations of one request. Raises `RewardServerError`."""
-        body = self.dialect.body(self.model, self.form, conversations) | dict(self.extra)
+        dialect = DIALECTS[self.dialect]
+        named = {} if self.model is None else {"model": self.model}
+        body = {**named, **dialect.body(self.form, conversations), **self.extra}
         content = json.dumps(body, ensure_ascii=False).encode()
-        reply = await self.connection.post(self.dialect.path, content, until=time.monotonic() + self.timeout_seconds)
+        reply = await self.connection.request(dialect.path, content, until=time.monotonic() + self.timeout_seconds)
         try:
-            scores = self.dialect.read(reply.json)
-            values = [value for one in scores for value in one.values if value is not None]
-            if not all(isinstance(value, int | float) for value in values) or not all(one.values for one in scores):
+            scores = dialect.read(reply.json)
+            if len(scores) != len(conversations) or not all(one.values for one in scores):
+                raise ValueError(f"{len(scores)} scores for {len(conversations)} conversations")
+            if not all(value is None or isinstance(value, int | float) for one in scores for value in one.values):
                 raise ValueError("a score is no number")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            need = f"scores: {type(error).__name__}: {error}"
-            got = json.dumps(reply.json)
-            raise reply.error(f"the reply is not in the dialect {self.dialect_name}", got=got, need=need) from error
-        if len(scores) != len(conversations):
-            need = f"{len(conversations)}, one for each"
-            raise reply.error("the reply has another number of scores", got=f"{len(scores)} scores", need=need)
+            need, got = f"scores: {type(error).__name__}: {error}", json.dumps(reply.json)
+            raise reply.error(f"the response is not in the dialect {self.dialect}", got=got, need=need) from error
         return scores
 
     async def _scores_alone(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore | str]:
@@ -270,36 +243,33 @@ class _Server:
             )
         by_label = dict(zip(found.labels, values, strict=True)) if found.labels else {}
         if by_label.keys() == {head.name for head in heads}:
-            values = tuple(by_label[head.name] for head in heads)
+            values = [by_label[head.name] for head in heads]
         numbers = [value for value in values if value is not None]
         return combined_heads(numbers, heads) if len(numbers) == len(values) else None
 
     def _verdict(
-        self,
-        scores: Sequence[float | None],
-        found: Sequence[ServerScore | str],
-        examples: Sequence[GoldenExample],
+        self, scores: Sequence[float | None], found: Sequence[ServerScore | str], examples: Sequence[GoldenExample]
     ) -> Check:
         """The one difference that explains the scores."""
-        counts = [one.num_tokens for one in found if isinstance(one, ServerScore)]
-        for one, example in zip(found, examples, strict=True):
-            if isinstance(one, str):
-                return Check(
-                    "tokens",
-                    "differs",
-                    f"the server refuses {len(found) - len(counts)} of {len(scores)} conversations",
-                    f"{one} (for the conversation {example.name!r})",
-                    "a score for each",
-                    "let the server read as many tokens as the model does, and all of the characters",
-                )
+        refused = [(one, example) for one, example in zip(found, examples, strict=True) if isinstance(one, str)]
+        if refused:
+            return Check(
+                "tokens",
+                "differs",
+                f"the server refuses {len(refused)} of {len(scores)} conversations",
+                f"{refused[0][0]} (for the conversation {refused[0][1].name!r})",
+                "a score for each",
+                "let the server read as many tokens as the model does, and all of the characters",
+            )
         verdict = diagnose(self.contract, scores, dtype=self.dtype, golden=examples)
         if verdict.part not in ("weights", "precision") or verdict.state == "equal" or None in scores:
             return verdict
         # A few tokens too many may change a score as little as rounding does, so the server's own counts decide.
+        counts = [one.num_tokens for one in found if isinstance(one, ServerScore)]
         off = [0 if n is None else n - len(one.token_ids) for n, one in zip(counts, examples, strict=True)]
-        if not any(off):
+        i = next((i for i, one in enumerate(off) if one), None)
+        if i is None:
             return verdict
-        i = next(i for i, one in enumerate(off) if one)
         every = f", {abs(off[0])} {'more' if off[0] > 0 else 'fewer'} each" if len(set(off)) == 1 else ""
         is_template = self.form == "messages"
         made = "rendered in another way" if is_template else "made into other tokens"
@@ -312,7 +282,7 @@ class _Server:
             "serve the model with the chat template and tokenizer of its folder, and cut nothing",
         )
 
-    def _contract_check(self, found: Sequence[ServerScore | str], verdict: Check) -> Check:
+    def _contract_check(self, found: Sequence[ServerScore | str]) -> Check:
         own = self.contract.scores_sha256
         served = next((one.contract for one in found if isinstance(one, ServerScore) and one.contract), None)
         if served is None or served == own:
@@ -320,11 +290,10 @@ class _Server:
             return Check("contract", "equal", f"version {self.contract.version}, sha256 {own[:12]}{also}")
         members = served.split("+")
         what = f"is an ensemble of {len(members)} models" if len(members) > 1 else "has another scoring contract"
-        same = "; the golden scores are still equal" if verdict.state == "equal" and len(members) == 1 else ""
         return Check(
             "contract",
             "differs",
-            f"the server's model {what}{same}",
+            f"the server's model {what}",
             ", ".join(f"sha256 {one[:12]}" for one in members),
             f"sha256 {own[:12]} alone",
             "name another of the server's models (--model), or verify against the folder that is served",
@@ -337,8 +306,6 @@ class _Server:
             return Check(part, "not checked", "they are on the server's machine")
         if verdict.state == "differs":
             return Check(part, "not checked", f"it cannot be, because of the {verdict.part}")
-        if part == "template" and self.form != "messages":
-            return Check(part, "not checked", "conversations were rendered here")
-        if part == "tokens" and self.form == "tokens":
-            return Check(part, "not checked", "token ids were sent")
+        if (part == "template" and self.form != "messages") or (part == "tokens" and self.form == "tokens"):
+            return Check(part, "not checked", f"conversations were sent as {self.form}")
         return Check(part, "equal", "as the scores are")

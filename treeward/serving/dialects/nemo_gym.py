@@ -33,7 +33,7 @@ from treeward.serving.dialects.bodies import Body, JSONRoute
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.operations import Deadline, TheService
-from treeward.serving.rollouts.profiles import aggregate_metrics
+from treeward.serving.rollouts.statistics import aggregate_metrics
 
 __all__ = ["PATHS", "router", "verdict", "with_verdict"]
 
