@@ -78,7 +78,9 @@ async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total
         return json.loads(text, parse_constant=_refuse_constant) if text.strip() else None
     except openai.APIStatusError as error:
         details = error.body if isinstance(error.body, Mapping) else {}
-        reason = str(details.get("message") or details.get("detail") or error.response.text).strip()[:300]
+        reason = (
+            str(details.get("message") or details.get("detail") or error.response.text).strip().partition("\n")[0][:300]
+        )
         got, status = f"{error.status_code}: {reason}", error.status_code
         raise ServerError(
             "the server refuses the request", status=status, where=url, got=got, param=error.param
