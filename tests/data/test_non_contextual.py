@@ -95,7 +95,7 @@ def test_the_rows_own_completions_decide(encoded: Any, ties: str) -> None:
     tied["completions"][1]["rank"] = 0
     rows += [tied, row("twice", ["same", "same"])]
     without, with_one = encoded(rows, on=False, ties=ties), encoded(rows, ties=ties)
-    same = ("read", "kept", "dropped_ties", "dropped_identical", "tied_pairs", "deduplicated", "contradictory")
+    same = ("read", "kept", "dropped_ties", "dropped_identical", "tied_pairs", "deduplicated")
     assert [getattr(with_one.counts, name) for name in same] == [getattr(without.counts, name) for name in same]
     assert with_one.counts.non_contextual == len(with_one) == len(without) and without.counts.non_contextual == 0
     assert f"{len(with_one)} with a completion of another prompt" in with_one.counts.summary()

@@ -132,9 +132,9 @@ def test_a_template_that_asks_in_another_form_is_said(caplog: pytest.LogCaptureF
 
     assert said(WITH_GENERATION_PROMPT) == []
     (thinking,) = said(WITH_GENERATION_PROMPT.replace("assistant\\n' }}", "assistant\\n<think>' }}"))
-    assert "generation prompt is '<think>'" in thinking and "'Romam." in thinking
+    assert "generation prompt is '<think>'" in thinking
     (silent,) = said(CHATML)
-    assert "no generation prompt" in silent and "<|im_start|>assistant" in silent
+    assert "generation prompt is ''" in silent and "<|im_start|>assistant" in silent
     instruct = (
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
         "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"

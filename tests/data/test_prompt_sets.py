@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.prompt_files import PromptFiles
 from treeward.data.prompt_rows import from_response_row
 from treeward.data.prompt_sets import (
     _PROMPT_DATASETS,
@@ -23,7 +22,6 @@ from treeward.data.prompt_sets import (
     PromptSet,
     RowPrompts,
     _held_out,
-    math_hf_data_processor,
     open_prompts,
     register_prompt_dataset,
 )
@@ -201,11 +199,9 @@ def test_prompt_files_are_applied_once(tmp_path: Path) -> None:
     asked = ({"role": "system", "content": "You do sums."}, user("Think, then \\boxed{}.\nWhat is 2 + 3?"))
     (prompt,) = opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, **files)
     assert prompt.messages == asked
-    prompts = PromptFiles.load(files["prompt_file"], files["system_prompt_file"])
-    processed = math_hf_data_processor(OPEN_MATH, "row", prompts=prompts)
-    assert processed == Prompt(asked, {"ground_truth": "5"}, "row")
     hf = {"messages": [user(OPEN_MATH["problem"]), assistant("5")], "task_name": "math"}
-    assert math_hf_data_processor(hf, "row", prompts=prompts) == processed
+    (processed,) = opened(tmp_path, "OpenMathInstruct-2", hf, **files)
+    assert (processed.messages, processed.info) == (asked, {"ground_truth": "5"})
     (tmp_path / "bad.txt").write_text("no place")
     with pytest.raises(ConfigError, match="one {}"):
         opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, prompt_file=str(tmp_path / "bad.txt"))
@@ -283,7 +279,6 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
         ("PromptDataset", {"question": "2?"}, "the row asks nothing(.|\n)*need: .*messages(.|\n)*input_key"),
         ("PromptDataset", {"prompt": "2?", "messages": [user("3?")]}, "several prompts(.|\n)*messages and prompt"),
         ("PromptDataset", {"prompt": 3}, "neither text nor a list of messages(.|\n)*got:   3"),
-        ("PromptDataset", {"prompt": None, "x": 1}, "the row asks nothing(.|\n)*field: prompt\n *got:   prompt: null"),
         (
             "PromptDataset",
             {"messages": [{"role": "system", "content": "Be kind."}, assistant("2")]},

@@ -1,4 +1,4 @@
-"""Named datasets: from the `data` section of a config to a stream of preferences.
+"""Named datasets of comparisons: from the `data` section of a config to a stream of preferences.
 
     stream = open_dataset(DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path="train.jsonl"))
     for preference, where in stream:              # restartable: each loop reads the data again
@@ -14,7 +14,7 @@ A dataset says how its rows are parsed, and may bring its own data:
             return preference_from_dict(convert(row.values), where=row.where, task_name=self.task_name)
 
 The config may also name a class by its dotted path, which then needs no base class: see `treeward.data.registry`. The
-`prompt_file` and `system_prompt_file` of a config apply to the stream of any dataset.
+`prompt_file` and `system_prompt_file` of a config apply to any dataset.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import logging
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from treeward.config.data import DatasetConfig
 from treeward.data.preference import (
@@ -43,13 +43,12 @@ from treeward.data.preference import (
     preference_from_dict,
     preference_to_dict,
 )
-from treeward.data.prompt_files import PromptFiles
-from treeward.data.registry import Registry, RowSource, construct, rows_of
-from treeward.data.sources import Row, fingerprint
-from treeward.data.synthetic.bundled import bundled_path
-from treeward.errors import ConfigError, DataError
+from treeward.data.registry import ObjectRows, Registry, RowSource
+from treeward.data.sources import Row
+from treeward.data.synthetic import bundled_path
+from treeward.errors import ConfigError
 
-__all__ = ["PreferenceStream", "RowDataset", "TaskDataSpec", "open_dataset", "register_dataset"]
+__all__ = ["RowDataset", "TaskDataSpec", "open_dataset", "register_dataset"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,53 +71,23 @@ class TaskDataSpec:
     system_prompt_file: str | None = None
 
 
-@dataclass(frozen=True)
-class PreferenceStream:
-    """Preferences with the places they come from; iterating again starts over.
-
-    `name`: for messages: the path and split, or the class. `fingerprint` changes when the content does, or the way it
-    is parsed.
-    """
-
-    name: str
-    read: Callable[[], Iterable[tuple[Preference, str]]]
-    digest: Callable[[], str]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return self.digest()
-
-    def __iter__(self) -> Iterator[tuple[Preference, str]]:
-        return iter(self.read())
-
-
 def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
     """Class decorator: `dataset_name: <name>` (or an alias) in a config means this class."""
     return _DATASETS.register(name, *aliases)
 
 
-def open_dataset(config: DatasetConfig) -> PreferenceStream:
-    """The stream of one training or validation set.
+def open_dataset(config: DatasetConfig) -> RowDataset:
+    """One training or validation set.
 
     Raises `ConfigError` for an unknown name (with the nearest one), a class that cannot be imported or constructed, or
     one without the attributes of a dataset; `DataError` for data that is not there. Rows are checked as they come.
     """
     cls = _DATASETS.find(config.dataset_name)
-    stream = cls(config).stream() if issubclass(cls, RowDataset) else _stream_of_object(construct(cls, config), config)
-    if not config.non_contextual_answer:
-        return stream
-    digest = f"{stream.fingerprint}+non-contextual 1"
-    return PreferenceStream(stream.name, lambda: _with_non_contextual(stream), lambda: digest)
-
-
-# --- datasets of rows ------------------------------------------------------------------------------------------------
+    return cls(config) if issubclass(cls, RowDataset) else _ObjectDataset(config, cls)
 
 
 class RowDataset(RowSource):
-    """A dataset that parses the rows of a file, folder or hub dataset: `to_preference` is all that a subclass needs."""
-
-    parsing_version: ClassVar[int] = 1
-    """Part of the fingerprint: raised when `to_preference` gives something else for the same row."""
+    """A restartable stream of preferences with their places: `to_preference` is all that a subclass needs."""
 
     def to_preference(self, row: Row) -> Preference:
         """Parse one row; raises `DataError` naming `row.where`."""
@@ -135,27 +104,36 @@ class RowDataset(RowSource):
     @cached_property
     def formatted_ds(self) -> dict[str, list[dict[str, Any]]]:
         """The rows in the rank format, under the split's name."""
-        return {self.split or "train": [preference_to_dict(each) for each, _ in self._parsed()]}
+        return {self.split or "train": [preference_to_dict(self.to_preference(row)) for row in self.rows()]}
 
-    def stream(self) -> PreferenceStream:
-        """The preferences with their places."""
-        files = PromptFiles.load(self.config.prompt_file, self.config.system_prompt_file)
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when the content does, or the way it is parsed."""
+        cls, config = type(self), self.config
+        parts = [
+            *(self.content(), cls.__module__, cls.__qualname__, _source_of(cls), self.task_name, repr(self.files)),
+            *(config.prompt_key, config.chosen_key, config.rejected_key, config.kwargs, config.non_contextual_answer),
+        ]
+        return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
-        def digest() -> str:
-            cls, config = type(self), self.config
-            return _digest(
-                fingerprint(self.path, split=self.split, subset=self.subset),
-                f"{cls.__module__}.{cls.__qualname__} {cls.parsing_version}",
-                _source_text(cls),
-                json.dumps([config.prompt_key, config.chosen_key, config.rejected_key, config.kwargs], default=repr),
-                self.task_name,
-                repr(files),
+    def __iter__(self) -> Iterator[tuple[Preference, str]]:
+        return _with_non_contextual(self._completed()) if self.config.non_contextual_answer else self._completed()
+
+    def _completed(self) -> Iterator[tuple[Preference, str]]:
+        """Apply the prompt files, and count at the end the completions whose last message is not the assistant's."""
+        total, others, first = 0, 0, ""
+        for row in self.rows():
+            preference, where = self.to_preference(row), row.where
+            total += 1
+            if any(completion.messages[-1]["role"] != "assistant" for completion in preference.completions):
+                others, first = others + 1, first or where
+            yield replace(preference, context=self.files.complete(preference.context, where)), where
+        if others:
+            logger.warning(
+                "%s: in %d of %d comparisons a completion does not end with an assistant message (the first is %s); "
+                "its score is read after that other message",
+                *(self.name, others, total, first),
             )
-
-        return PreferenceStream(self.name, lambda: _completed(self._parsed(), files, self.name), digest)
-
-    def _parsed(self) -> Iterator[tuple[Preference, str]]:
-        return ((self.to_preference(row), row.where) for row in self.rows())
 
 
 @register_dataset("PreferenceDataset")
@@ -216,67 +194,26 @@ class Bundled(PreferenceDataset):
 
     def __init__(self, config: DatasetConfig) -> None:
         super().__init__(config)
-        if config.data_path is not None:
-            raise ConfigError("the bundled data has its own path", field="data_path", got=config.data_path, need="none")
         self.path, self.split = str(bundled_path(self.split or "train")), None
+        self.name = self.path
 
 
-# --- objects of classes by dotted path -------------------------------------------------------------------------------
+class _ObjectDataset(ObjectRows, PreferenceDataset):
+    """A dataset of a class by dotted path."""
 
-
-def _stream_of_object(dataset: Any, config: DatasetConfig) -> PreferenceStream:
-    rows, name = rows_of(dataset, config)
-    spec = getattr(dataset, "task_spec", None)
-    task_name = getattr(spec, "task_name", None) or getattr(dataset, "task_name", None)
-    if not isinstance(task_name, str):
-        need = 'task_spec = TaskDataSpec(task_name="..."), or an attribute task_name'
-        raise ConfigError(f"{config.dataset_name} has no task name", field="dataset_name", got=task_name, need=need)
-    files = PromptFiles.of_object(dataset, config)
-
-    def parse() -> Iterator[tuple[Preference, str]]:
-        where = ""
-        for number, row in enumerate(rows, 1):
-            where = f"{name}:row {number}"
-            yield preference_from_dict(row, where=where, task_name=task_name), where
-        if not where:
-            raise DataError("there are no rows", where=name, got="an empty dataset", need="at least one row")
-
-    def digest() -> str:  # nobody knows how the class came by its rows, so the rows themselves are compared
-        parsed = (preference_to_dict(preference) for preference, _ in parse())
-        return _digest(repr(files), *(json.dumps(row, sort_keys=True, default=repr) for row in parsed))
-
-    return PreferenceStream(name, lambda: _completed(parse(), files, name), digest)
-
-
-def _completed(
-    preferences: Iterable[tuple[Preference, str]], files: PromptFiles, name: str
-) -> Iterator[tuple[Preference, str]]:
-    """Apply the prompt files, and count at the end the completions whose last message is not the assistant's."""
-    total, others, first = 0, 0, ""
-    for preference, where in preferences:
-        total += 1
-        if any(completion.messages[-1]["role"] != "assistant" for completion in preference.completions):
-            others, first = others + 1, first or where
-        yield replace(preference, context=files.complete(preference.context, where)), where
-    if others:
-        logger.warning(
-            "%s: in %d of %d comparisons a completion does not end with an assistant message (the first is %s); "
-            "its score is read after that other message",
-            *(name, others, total, first),
-        )
-
-
-def _digest(*parts: str) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(json.dumps(part).encode())
-    return digest.hexdigest()
+    @property
+    def task_name(self) -> str:
+        found = getattr(self.spec, "task_name", None) or getattr(self.dataset, "task_name", None)
+        if isinstance(found, str):
+            return found
+        name, need = self.config.dataset_name, 'task_spec = TaskDataSpec(task_name="..."), or an attribute task_name'
+        raise ConfigError(f"{name} has no task name", field="dataset_name", got=found, need=need)
 
 
 # --- completions of other prompts ------------------------------------------------------------------------------------
 
 
-def _with_non_contextual(stream: PreferenceStream) -> Iterator[tuple[Preference, str]]:
+def _with_non_contextual(stream: Iterator[tuple[Preference, str]]) -> Iterator[tuple[Preference, str]]:
     """The preferences, each with a good completion of another prompt (`Preference.non_contextual`), if one is found.
 
     A reward model that has only seen completions of the prompt never had to learn that a completion must be one: it may
@@ -288,11 +225,10 @@ def _with_non_contextual(stream: PreferenceStream) -> Iterator[tuple[Preference,
     if their last user messages are, letter case and punctuation aside. Roles must fit. The same data gives the same
     draw. Whether a comparison is kept depends on its own completions alone: see `encoding`.
     """
-    rows = iter(stream)
-    head = list(islice(rows, _WINDOW))
+    head = list(islice(stream, _WINDOW))
     window = deque((preference for preference, _ in head), maxlen=_WINDOW)
     generator = random.Random(0)
-    for number, (preference, where) in enumerate(chain(head, rows)):
+    for number, (preference, where) in enumerate(chain(head, stream)):
         if number >= _WINDOW:
             window.append(preference)
         yield replace(preference, non_contextual=_drawn(preference, window, generator)), where
@@ -321,9 +257,9 @@ def _roles(preference: Preference) -> tuple[str | None, list[str]]:
     return before, [message["role"] for message in preference.completions[0].messages]
 
 
-def _source_text(cls: type[Any]) -> str:
-    """The source of a class outside this package: its author need not remember to raise `parsing_version`."""
-    if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+def _source_of(cls: type[Any]) -> str:
+    """The source of a class outside this package: its author need not remember to raise a version number."""
+    if cls.__module__.startswith("treeward."):
         return ""
     try:
         return inspect.getsource(inspect.getmodule(cls) or cls)

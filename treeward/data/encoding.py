@@ -10,7 +10,6 @@ sums of its columns. A row that is wrong raises.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import json
@@ -18,7 +17,6 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -27,14 +25,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
-from tqdm import tqdm
 
-from treeward.data.preference import Message, Preference, last_text
+from treeward.data.preference import Preference, last_text
 from treeward.errors import ConfigError, DataError
+from treeward.progress import ShownProgress
 from treeward.storage import atomic_file
 
 if TYPE_CHECKING:
-    from treeward.data.datasets import PreferenceStream
+    from treeward.data.datasets import RowDataset
     from treeward.data.rendering import Fitted, Renderer
 
 __all__ = ["Comparison", "EncodedDataset", "EncodingCounts", "Ties", "count_tree_tokens", "encode_dataset"]
@@ -45,36 +43,25 @@ Ties = Literal["drop", "half", "error"]
 """What becomes of a comparison none of whose completions outranks another: it is left out, it is kept (the loss counts
 half a win for either side), or it is an error, as any two equal ranks are then."""
 
-_FORMAT_VERSION = 5  # raise it when the file's layout or the rules for keeping a comparison change
+_FORMAT_VERSION = 6  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
 _CHUNK_ROWS = 1000
 _CHUNK_CHARACTERS = 4_000_000
 
+_SUMMED = ("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "non_contextual")
 _SCHEMA = pa.schema(
     [
         ("where", pa.string()),
-        ("outcome", pa.int8()),
+        ("outcome", pa.string()),  # a field of EncodingCounts: "kept", or "dropped_" and the reason
         ("token_ids", pa.list_(pa.list_(pa.int32()))),
         ("ranks", pa.list_(pa.int64())),
         ("lengths", pa.list_(pa.int32())),
         ("subset", pa.string()),
         ("margin", pa.float64()),
-        ("non_contextual", pa.int8()),
-        ("num_tokens", pa.int64()),
-        ("tree_tokens", pa.int64()),
         ("digest", pa.int64()),
         ("longest", pa.int64()),
-        *((name, pa.int64()) for name in ("truncated", "deduplicated", "tied_pairs", "contradictory")),
+        *((name, pa.int64()) for name in _SUMMED),
     ]
 )
-
-
-class _Outcome(IntEnum):
-    """`IDENTICAL`: no pair of different completions is left; `TIES`: no completion outranks another."""
-
-    KEPT = 0
-    TOO_LONG = 1
-    IDENTICAL = 2
-    TIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +92,8 @@ class Comparison:
 class EncodingCounts:
     """The outcomes of the comparisons that were read: `read` = `kept` + the three `dropped_*`.
 
+    `dropped_identical`: no pair of different completions is left. `dropped_ties`: no completion outranks another.
     `tied_pairs`: pairs of equal rank in kept comparisons, which the loss leaves out unless `ties` is "half".
-    `contradictory`: completions of kept comparisons that another, differently ranked one equals.
     `truncated`: kept comparisons that lost context. `deduplicated`: completions removed from kept comparisons because
     another has the same tokens. `non_contextual`: kept comparisons with a completion of another prompt, if the config
     asks for them; the rest has none that fits. `tokens` (plain rows) and `tree_tokens`: tokens of the kept ones.
@@ -122,7 +109,6 @@ class EncodingCounts:
     truncated: int = 0
     deduplicated: int = 0
     tied_pairs: int = 0
-    contradictory: int = 0
     tokens: int = 0
     tree_tokens: int = 0
     longest: int = 0
@@ -140,7 +126,6 @@ class EncodingCounts:
         notes = {
             "with truncated context": self.truncated,
             "duplicate completions removed": self.deduplicated,
-            "of them ranked differently, the better rank kept": self.contradictory,
             "tied pairs within them": self.tied_pairs,
             "with a completion of another prompt": self.non_contextual,
         }
@@ -160,9 +145,7 @@ class EncodingCounts:
 class EncodedDataset(Sequence[Comparison]):
     """The kept comparisons of a file of `encode_dataset`, memory-mapped: token ids are views of the file.
 
-    `tree_tokens`, `num_tokens`: int64 arrays (N,), the cost of each comparison. `digests`: int64 (N,), equal for
-    comparisons with the same conversations and ranks, in any order and without completions of other prompts. Pickles
-    as its path. Raises `DataError` if the file cannot be read.
+    Pickles as its path. Raises `DataError` if the file cannot be read.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -171,11 +154,9 @@ class EncodedDataset(Sequence[Comparison]):
         try:
             self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"the token cache {path} is damaged: {error}", fix="delete the file; it is made again"
-            ) from error
-        self._outcomes = self._table["outcome"].to_numpy()
-        self._kept = np.flatnonzero(self._outcomes == _Outcome.KEPT)
+            fix = "delete the file; it is made again"
+            raise DataError(f"the token cache {path} is damaged: {error}", fix=fix) from error
+        self._kept = np.flatnonzero(pa.compute.equal(self._table["outcome"], "kept").to_numpy())
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -202,21 +183,12 @@ class EncodedDataset(Sequence[Comparison]):
     def __reduce__(self) -> tuple[Any, ...]:
         return EncodedDataset, (self.path, self.name)
 
-    def _of_kept(self, column: str) -> npt.NDArray[np.int64]:
-        values: npt.NDArray[np.int64] = self._table[column].to_numpy()[self._kept]
-        return values
-
-    @cached_property
-    def tree_tokens(self) -> npt.NDArray[np.int64]:
-        return self._of_kept("tree_tokens")
-
-    @cached_property
-    def num_tokens(self) -> npt.NDArray[np.int64]:
-        return self._of_kept("num_tokens")
-
     @cached_property
     def digests(self) -> npt.NDArray[np.int64]:
-        return self._of_kept("digest")
+        """int64 (N,), equal for comparisons with the same conversations and ranks, in any order and without completions
+        of other prompts."""
+        values: npt.NDArray[np.int64] = self._table["digest"].to_numpy()[self._kept]
+        return values
 
     @cached_property
     def highest_token(self) -> int:
@@ -226,18 +198,10 @@ class EncodedDataset(Sequence[Comparison]):
 
     @cached_property
     def counts(self) -> EncodingCounts:
-        outcome = np.bincount(self._outcomes, minlength=len(_Outcome)).tolist()
-        summed = ("truncated", "deduplicated", "tied_pairs", "contradictory", "tree_tokens", "non_contextual")
-        return EncodingCounts(
-            read=len(self._table),
-            kept=outcome[_Outcome.KEPT],
-            dropped_too_long=outcome[_Outcome.TOO_LONG],
-            dropped_identical=outcome[_Outcome.IDENTICAL],
-            dropped_ties=outcome[_Outcome.TIES],
-            tokens=int(self.num_tokens.sum()),
-            longest=int(self._table["longest"].to_numpy().max(initial=0)),
-            **{name: int(self._of_kept(name).sum()) for name in summed},
-        )
+        outcomes = {each["values"]: each["counts"] for each in self._table["outcome"].value_counts().to_pylist()}
+        sums = {name: pa.compute.sum(self._table[name]).as_py() or 0 for name in _SUMMED}
+        longest = pa.compute.max(self._table["longest"]).as_py() or 0
+        return EncodingCounts(read=len(self._table), longest=longest, **outcomes, **sums)
 
 
 def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]) -> int:
@@ -248,44 +212,77 @@ def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]
 
 
 def encode_dataset(
-    stream: PreferenceStream,
-    renderer: Renderer,
-    *,
-    ties: Ties = "drop",
-    cache_dir: Path,
-    progress: bool = False,
+    stream: RowDataset, renderer: Renderer, *, ties: Ties = "drop", cache_dir: Path, progress: bool = False
 ) -> EncodedDataset:
-    """Encode every comparison of a `PreferenceStream`, or open the file that an earlier call made of the same content.
+    """Encode every comparison of a dataset, or open the file that an earlier call made of the same content.
 
     Completions with the same tokens, as some have only once their context was cut, are kept once with the best of
     their ranks; a comparison without a pair left to compare is dropped, and so is one with a conversation that does
     not fit in the renderer's `max_length`.
 
-    A fast tokenizer uses all cores. `progress` shows a bar on a terminal. Raises `DataError` for a row that is wrong or
-    when no comparison is left, `ConfigError` if `cache_dir` cannot be written.
+    A fast tokenizer uses all cores. `progress` shows a bar on a terminal, and lines in a log. Raises `DataError` for a
+    row that is wrong or when no comparison is left, `ConfigError` if `cache_dir` cannot be written.
     """
     content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
-    dataset = _open_if_sound(path, stream.name)
+    dataset = None
+    if path.exists():
+        try:
+            dataset = EncodedDataset(path, stream.name)
+            logger.info("%s: tokenized before, reusing %s", stream.name, path)
+        except DataError as error:
+            logger.warning("%s; tokenizing again", error.summary)
     if dataset is None:
         _write(path, stream, renderer, ties, progress)
         dataset = EncodedDataset(path, stream.name)
-    logger.info("%s: %s", stream.name, dataset.counts.summary())
+    summary = dataset.counts.summary()
+    logger.info("%s: %s", stream.name, summary)
     if not dataset:
-        raise DataError(
-            "no comparison is left to learn from",
-            where=stream.name,
-            got=dataset.counts.summary(),
-            fix="check the file; see data.max_input_seq_length, data.truncation and data.ties",
-        )
+        fix = "check the file; see data.max_input_seq_length, data.truncation and data.ties"
+        raise DataError("no comparison is left to learn from", where=stream.name, got=summary, fix=fix)
     return dataset
+
+
+def _write(path: Path, stream: RowDataset, renderer: Renderer, ties: Ties, progress: bool) -> None:
+    done = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            ShownProgress(unit="rows", enabled=progress) as shown,
+            atomic_file(path, "wb") as file,
+            pa.ipc.new_file(file, _SCHEMA) as writer,
+        ):
+            for rows in _chunks(stream):
+                records = list(_encode_rows(rows, renderer, ties))
+                writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
+                done += len(rows)
+                shown.show(f"tokenizing {stream.name}", done, 0)
+    except OSError as error:
+        summary = f"the token cache cannot be written: {error.strerror or error}"
+        need = "a folder with room that can be written"
+        raise ConfigError(summary, where=str(path.parent), field="data.cache_dir", need=need) from error
 
 
 # --- from preferences to rows of the file ----------------------------------------------------------------------------
 
 
-def _encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, ties: Ties) -> pa.RecordBatch:
-    """All rows with one call of the tokenizer."""
+def _chunks(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Preference, str]]]:
+    """Rows in bounded portions: few rows where they are long."""
+    chunk: list[tuple[Preference, str]] = []
+    characters = 0
+    for preference, where in stream:
+        chunk.append((preference, where))
+        characters += sum(len(str(m.get("content"))) for c in preference.completions for m in c.messages)
+        characters += len(preference.completions) * sum(len(str(m.get("content"))) for m in preference.context)
+        if len(chunk) == _CHUNK_ROWS or characters > _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, ties: Ties) -> Iterator[dict[str, Any]]:
+    """The rows of the file, with one call of the tokenizer for all of them (and one for completions of others)."""
     ordered = [_has_order(preference, where, ties) for preference, where in rows]
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
     fitted = iter(
@@ -294,15 +291,18 @@ def _encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, tie
             where=[where for p, where in wanted for _ in p.completions],
         )
     )
-    others = _non_contextual(wanted, renderer)
-    records = []
+    given = [([*p.context, *p.non_contextual], where) for p, where in wanted if p.non_contextual is not None]
+    texts, places = [renderer.render(messages, where=where) for messages, where in given], [w for _, w in given]
+    others = iter(renderer.encode_short(texts, renderer.max_length, where=places))
     for (preference, where), has_order in zip(rows, ordered, strict=True):
-        record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "outcome": _Outcome.TIES}
+        record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "outcome": "dropped_ties"}
         record |= {"token_ids": [], "ranks": [], "lengths": [], "subset": "", "margin": None}
         if has_order:
-            record |= _encode_row(preference, [next(fitted) for _ in preference.completions], next(others), ties)
-        records.append(record)
-    return pa.RecordBatch.from_pylist(records, schema=_SCHEMA)
+            own = [next(fitted) for _ in preference.completions]
+            other, num_tokens = (None, 0) if preference.non_contextual is None else next(others)
+            fits = renderer.max_length is None or num_tokens <= renderer.max_length
+            record |= _encode_row(preference, own, other if fits else None, ties)
+        yield record
 
 
 def _encode_row(
@@ -311,50 +311,35 @@ def _encode_row(
     longest = max(num_tokens for _, num_tokens in fitted)
     kept = [one for one, _ in fitted if one is not None]
     if len(kept) < len(fitted):
-        return {"outcome": _Outcome.TOO_LONG, "longest": longest}
+        return {"outcome": "dropped_too_long", "longest": longest}
     best: dict[tuple[int, ...], int] = {}  # ranks, in the order of the completions
     lengths: dict[tuple[int, ...], int] = {}
-    contradictory = 0
     for ids, completion in zip((tuple(one.token_ids) for one in kept), preference.completions, strict=True):
-        contradictory += best.get(ids, completion.rank) != completion.rank
         best[ids] = min(completion.rank, best.get(ids, completion.rank))
         lengths.setdefault(ids, len(last_text(completion.messages)))
     if len(best) < 2 or (ties != "half" and len(set(best.values())) < 2):
-        return {"outcome": _Outcome.IDENTICAL, "longest": longest}
-    counts = {
+        return {"outcome": "dropped_identical", "longest": longest}
+    record = {
+        "outcome": "kept",
+        "subset": preference.task_name,
+        "margin": preference.margin,
         "digest": _digest(best),
         "truncated": int(any(one.truncated for one in kept)),
         "deduplicated": len(kept) - len(best),
         "tied_pairs": sum(a == b for a, b in itertools.combinations(best.values(), 2)),
-        "contradictory": contradictory,
     }
     if other is not None and preference.non_contextual is not None and tuple(other) not in best:
         best[tuple(other)] = max(best.values()) + 1
         lengths[tuple(other)] = len(last_text(preference.non_contextual))
-        counts["non_contextual"], longest = 1, max(longest, len(other))
-    return counts | {
-        "outcome": _Outcome.KEPT,
+        record["non_contextual"], longest = 1, max(longest, len(other))
+    return record | {
         "token_ids": [np.array(ids, dtype=np.int32) for ids in best],
         "ranks": list(best.values()),
         "lengths": list(lengths.values()),
-        "subset": preference.task_name,
-        "margin": preference.margin,
-        "num_tokens": sum(map(len, best)),
+        "tokens": sum(map(len, best)),
         "tree_tokens": count_tree_tokens(list(best)),
         "longest": longest,
     }
-
-
-def _non_contextual(rows: Sequence[tuple[Preference, str]], renderer: Renderer) -> Iterator[list[int] | None]:
-    """The ids of each row's completion of another prompt; None where there is none, or none that fits uncut."""
-    dropping = copy.copy(renderer)
-    dropping.truncation = "drop"
-    given = [(p, other, where) for p, where in rows if (other := p.non_contextual) is not None]
-    conversations: list[list[Message]] = [[*p.context, *other] for p, other, _ in given]
-    fitted = iter(dropping.fit_many(conversations, where=[where for _, _, where in given]))
-    for preference, _ in rows:
-        one = None if preference.non_contextual is None else next(fitted)[0]
-        yield None if one is None else one.token_ids
 
 
 def _has_order(preference: Preference, where: str, ties: Ties) -> bool:
@@ -378,47 +363,3 @@ def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-# --- the file --------------------------------------------------------------------------------------------------------
-
-
-def _open_if_sound(path: Path, name: str) -> EncodedDataset | None:
-    if not path.exists():
-        return None
-    try:
-        dataset = EncodedDataset(path, name)
-    except DataError as error:
-        logger.warning("%s; tokenizing again", error.summary)
-        return None
-    logger.info("%s: tokenized before, reusing %s", name, path)
-    return dataset
-
-
-def _write(path: Path, stream: PreferenceStream, renderer: Renderer, ties: Ties, progress: bool) -> None:
-    bar = tqdm(desc=f"tokenizing {stream.name}", unit=" rows", disable=not (progress and sys.stderr.isatty()))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with bar, atomic_file(path, "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-            for rows in _chunks(stream):
-                writer.write_batch(_encode_rows(rows, renderer, ties))
-                bar.update(len(rows))
-    except OSError as error:
-        summary = f"the token cache cannot be written: {error.strerror or error}"
-        need = "a folder with room that can be written"
-        raise ConfigError(summary, where=str(path.parent), field="data.cache_dir", need=need) from error
-
-
-def _chunks(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Preference, str]]]:
-    """Rows in bounded portions: few rows where they are long."""
-    chunk: list[tuple[Preference, str]] = []
-    characters = 0
-    for preference, where in stream:
-        chunk.append((preference, where))
-        characters += sum(len(str(m.get("content"))) for c in preference.completions for m in c.messages)
-        characters += len(preference.completions) * sum(len(str(m.get("content"))) for m in preference.context)
-        if len(chunk) == _CHUNK_ROWS or characters > _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,11 +21,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
-from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
 from treeward.errors import DataError, ModelError
+from treeward.progress import ShownProgress
 
 if TYPE_CHECKING:
     from treeward.data.rendering import Renderer
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS_AT_ONCE = 512
 _PROBE = "Romam."
-_COMPLETION: Message = {"role": "assistant", "content": _PROBE}
 
 
 class EncodedPrompt(NamedTuple):
@@ -107,13 +106,9 @@ def encode_prompts(
                 prompts.append(prompt)
                 token_ids.append(np.asarray(ids, dtype=np.int32))
                 continue
-            first = first or DataError(
-                "the prompt is too long",
-                where=prompt.where,
-                got=f"{num_tokens} tokens" if ids is not None else f"more than {num_tokens} tokens",
-                need=f"at most {max_length} (data.max_input_seq_length)",
-                fix="raise the limit, or remove the row",
-            )
+            got = f"{num_tokens} tokens" if ids is not None else f"more than {num_tokens} tokens"
+            need, fix = f"at most {max_length} (data.max_input_seq_length)", "raise the limit, or remove the row"
+            first = first or DataError("the prompt is too long", where=prompt.where, got=got, need=need, fix=fix)
             if too_long == "error":
                 raise first
         left_out = len(one) - kept
@@ -134,13 +129,13 @@ def encode_prompts(
 def _encoded(
     one: PromptSet, renderer: Renderer, max_length: int | None, progress: bool
 ) -> Iterator[tuple[Prompt, list[int] | None, int]]:
-    with tqdm(total=len(one), desc=f"Tokenizing {one.name}", unit=" prompts", disable=not progress) as bar:
+    with ShownProgress(unit="prompts", enabled=progress) as shown:
         for start in range(0, len(one), _PROMPTS_AT_ONCE):
             some = one.prompts[start : start + _PROMPTS_AT_ONCE]
             texts = [renderer.render(p.messages, where=p.where, generation_prompt=True) for p in some]
             encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in some])
             yield from ((prompt, *ids) for prompt, ids in zip(some, encoded, strict=True))
-            bar.update(len(some))
+            shown.show(f"tokenizing {one.name}", start + len(some), len(one))
 
 
 def _warn_of_form(one: PromptSet, renderer: Renderer) -> None:
@@ -151,22 +146,14 @@ def _warn_of_form(one: PromptSet, renderer: Renderer) -> None:
     """
     messages = one[0].messages
     try:
-        completed, plain = renderer.render([*messages, _COMPLETION]), renderer.render(messages)
-        whole = renderer.encode_texts([completed])[0]
+        completed = renderer.render([*messages, {"role": "assistant", "content": _PROBE}])
     except DataError:
-        return  # a template that refuses one of them: nothing can be compared
-    prompt = renderer.encode_prompt(messages, where=one[0].where)
-    if whole[: len(prompt)] != prompt:
-        same = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
+        return  # a template that refuses it: nothing can be compared
+    prompt, begun = renderer.render(messages, generation_prompt=True), completed.partition(_PROBE)[0]
+    if prompt.rstrip() != begun.rstrip():
+        same = len(os.path.commonprefix([prompt, begun]))
         logger.warning(
-            "%s: the chat template's generation prompt is %r, and a finished completion begins with %r",
-            *(one.name, renderer.tokenizer.decode(prompt[same:]), renderer.tokenizer.decode(whole[same:])),
-        )
-        return
-    beginning = completed.removeprefix(plain).partition(_PROBE)[0].strip()
-    if beginning and plain == renderer.render(messages, generation_prompt=True):
-        logger.warning(
-            "%s: the chat template has no generation prompt, so the policy must begin its turn with %r by itself; "
-            "policy.tokenizer.chat_template sets another template",
-            *(one.name, beginning),
+            "%s: after the same beginning the chat template's generation prompt is %r, and a finished completion has "
+            "%r: the policy must write that by itself, or policy.tokenizer.chat_template sets another template",
+            *(one.name, prompt[same:], begun[same:]),
         )

@@ -1,7 +1,7 @@
 """`Prompt`, and the formats of rows that become one.
 
     from_prompt_row({"prompt": "2 + 2?", "ground_truth": "4"}, "train.jsonl:1")
-    math_hf_data_processor({"problem": "2 + 2?", "expected_answer": "4"}, "train.jsonl:1", prompts=files)
+    from_response_row({"input": "2 + 2?", "output": "4"}, "train.jsonl:1")
 
 Each function is pure, and raises `DataError` naming the place, the row's own key, what was found and the fix. The other
 columns of a row are the prompt's `info`, under the keys that environments read: `ground_truth`, `reference_answers`,
@@ -10,17 +10,15 @@ columns of a row are the prompt's `info`, under the keys that environments read:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from treeward.data.preference import Message, as_messages, last_text, required
-from treeward.data.prompt_files import PromptFiles
 from treeward.data.responses_items import messages_of_input
 from treeward.errors import DataError
 
-__all__ = ["Prompt", "check_prompt", "from_prompt_row", "from_response_row", "math_hf_data_processor"]
+__all__ = ["Prompt", "check_prompt", "from_prompt_row", "from_response_row"]
 
 _REQUEST = "responses_create_params"
 _PROMPT_KEYS = (_REQUEST, "messages", "prompt", "context")
@@ -55,8 +53,8 @@ def from_prompt_row(
     value = required(values, key, where, "the key of the prompt, which input_key names")
     info, reference = _columns(values, key), None
     if key == _REQUEST:
-        messages, kept = _messages_of_request(value, where)
-        info |= kept
+        messages, rest = _messages_of_request(value, where)
+        info |= {_REQUEST: rest} if rest else {}
     else:
         messages = as_messages(value, key, "user", where)
         if key == "messages" and messages[-1]["role"] == "assistant":
@@ -68,8 +66,7 @@ def from_prompt_row(
         truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
         if truth is None and reference is not None:
             truth = last_text([reference])
-        if truth is not None:
-            info["ground_truth"] = truth
+        info |= {} if truth is None else {"ground_truth": truth}
     if reference is not None:
         text = reference.get("content")
         info.setdefault("reference_answers", [text if isinstance(text, str) else [reference]])
@@ -77,47 +74,33 @@ def from_prompt_row(
 
 
 def from_response_row(
-    values: Mapping[str, Any], where: str, *, input_key: str = "input", output_key: str = "output"
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    input_key: str = "input",
+    output_key: str = "output",
+    keeps_columns: bool = True,
 ) -> Prompt:
     """A row of a question and its answer, which is its `ground_truth` and, if it is text, its reference answer.
 
     The question is text or messages. A row without the key but with `messages` is read as `from_prompt_row` does.
-    Source: `ResponseDataset` of NeMo RL.
+    `keeps_columns`: False leaves all but the ground truth away, as for problems that come with a whole solution each.
+    Source: `ResponseDataset` and `math_hf_data_processor` of NeMo RL.
     """
+    need = "an answer: output_key names the key that holds it; for rows without one use dataset_name: PromptDataset"
     if values.get(input_key) is None and values.get("messages") is not None:
-        return from_prompt_row(values, where, prompt_key="messages")
+        read = from_prompt_row(values, where, prompt_key="messages")
+        if keeps_columns:
+            return read
+        return Prompt(read.messages, {"ground_truth": required(read.info, "ground_truth", where, need)}, where)
     question = required(values, input_key, where, "a question: input_key names the key that holds it")
     messages = check_prompt(as_messages(question, input_key, "user", where), input_key, where)
-    info = _columns(values, input_key)
-    info.pop(output_key, None)
-    need = "an answer: output_key names the key that holds it; for rows without one use dataset_name: PromptDataset"
-    info["ground_truth"] = answer = _truth(required(values, output_key, where, need), output_key, where)
-    if isinstance(answer, str):
-        info.setdefault("reference_answers", [answer])
-    return Prompt(messages, info, where)
-
-
-def math_hf_data_processor(
-    values: Mapping[str, Any],
-    where: str,
-    *,
-    prompts: PromptFiles | None = None,
-    problem_key: str = "problem",
-    answer_key: str = "expected_answer",
-) -> Prompt:
-    """A mathematical problem with its expected answer, which is the `ground_truth`; `prompts` completes the question.
-
-    A row may also have the form that NeMo RL makes of it before its processor of this name: `messages` of the problem
-    and of the expected answer. Nothing else of the row is kept: OpenMathInstruct-2 has a whole solution in each.
-    """
-    if values.get(problem_key) is None and values.get("messages") is not None:
-        read = from_prompt_row({"messages": values["messages"]}, where)
-        messages, truth = read.messages, required(read.info, "ground_truth", where, "a last message with the answer")
-    else:
-        problem = required(values, problem_key, where, "the text of a problem")
-        messages = check_prompt(as_messages(problem, problem_key, "user", where), problem_key, where)
-        truth = _truth(required(values, answer_key, where, "the expected answer"), answer_key, where)
-    return Prompt(messages if prompts is None else prompts.complete(messages, where), {"ground_truth": truth}, where)
+    answer = required(values, output_key, where, need)
+    if not keeps_columns:
+        return Prompt(messages, {"ground_truth": answer}, where)
+    info = {key: value for key, value in _columns(values, input_key).items() if key != output_key}
+    references = {"reference_answers": [answer]} if isinstance(answer, str) else {}
+    return Prompt(messages, references | info | {"ground_truth": answer}, where)
 
 
 def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
@@ -150,44 +133,29 @@ def _prompt_key(values: Mapping[str, Any], where: str) -> str:
     if found:
         need = "one of them, which input_key names"
         raise DataError("the row has several prompts", where=where, got=" and ".join(found), need=need)
-    empty = [key for key in _PROMPT_KEYS if key in values]
-    raise DataError(
-        "the row asks nothing",
-        where=where,
-        field=empty[0] if empty else None,
-        got=", ".join(f"{key}: null" for key in empty) or f"keys {sorted(map(str, values))}",
-        need=f"one of {', '.join(_PROMPT_KEYS)}",
-        fix="set input_key to the key of the prompt; for questions with answers use dataset_name: ResponseDataset",
-    )
+    need = f"a value of one of {', '.join(_PROMPT_KEYS)}"
+    fix = "set input_key to the key of the prompt; for questions with answers use dataset_name: ResponseDataset"
+    raise DataError("the row asks nothing", where=where, got=f"keys {sorted(map(str, values))}", need=need, fix=fix)
 
 
 def _messages_of_request(request: Any, where: str) -> tuple[tuple[Message, ...], dict[str, Any]]:
-    """The messages, and the request's other settings (its tools, its temperature) under its own name."""
+    """The messages, and the request's other settings: its tools, its temperature."""
     if not isinstance(request, Mapping):
         raise DataError("the request is not an object", where=where, field=_REQUEST, got=request, need='{"input": ...}')
     try:
         messages = messages_of_input(request)
     except DataError as error:
-        named = f"{_REQUEST}.{error.field}" if error.field else _REQUEST
-        raise DataError(error.summary, where=where, field=named, got=error.got, need=error.need) from error
+        field = f"{_REQUEST}.{error.field}"
+        raise DataError(error.summary, where=where, field=field, got=error.got, need=error.need) from error
     rest = {key: value for key, value in request.items() if key not in ("input", "instructions") and value is not None}
-    return tuple(messages), {_REQUEST: rest} if rest else {}
+    return tuple(messages), rest
 
 
 def _columns(values: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
     """The row's columns that have a value, beside its prompt."""
     given = {key: value for key, value in values.items() if value is not None}
-    extra = given.get("extra_info")
-    columns = dict(extra) if isinstance(extra, Mapping) else {} if extra is None else {"extra_info": extra}
-    columns |= {key: v for key, v in given.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS, "extra_info")}
+    extra = given.pop("extra_info", {})
+    columns = {key: v for key, v in extra.items() if v is not None} if isinstance(extra, Mapping) else {}
+    columns |= {key: value for key, value in given.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS)}
     chosen = next((given[key] for key in _ENVIRONMENT_KEYS if key in given), None)
-    columns |= {} if chosen is None else {"environment": chosen}
-    return {key: value for key, value in columns.items() if value is not None}
-
-
-def _truth(value: Any, key: str, where: str) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if isinstance(value, str) or is_number or (isinstance(value, Sequence) and value):
-        return value
-    need = "a text, a number, or a list of accepted ones"
-    raise DataError(f"{key} is no answer", where=where, field=key, got=value, need=need)
+    return columns if chosen is None else columns | {"environment": chosen}

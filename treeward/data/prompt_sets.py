@@ -20,37 +20,26 @@ rows are read as those of `PromptDataset`, or are `Prompt`s. Prompts are held in
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from treeward.config.base import nearest_name
 from treeward.config.data import PromptSetConfig
-from treeward.data.prompt_files import PromptFiles
-from treeward.data.prompt_rows import Prompt, check_prompt, from_prompt_row, from_response_row, math_hf_data_processor
-from treeward.data.registry import Registry, RowSource, construct, rows_of
+from treeward.data.prompt_rows import Prompt, check_prompt, from_prompt_row, from_response_row
+from treeward.data.registry import ObjectRows, Registry, RowSource
 from treeward.data.sources import Row
-from treeward.data.synthetic.bundled import best_completions
-from treeward.data.synthetic.bundled import prompts as bundled_prompts
-from treeward.errors import ConfigError, DataError
+from treeward.data.synthetic import best_completions
+from treeward.data.synthetic import prompts as bundled_prompts
+from treeward.errors import ConfigError, DataError, nearest_name
 
-__all__ = [
-    "Prompt",
-    "PromptCounts",
-    "PromptSet",
-    "RowPrompts",
-    "math_hf_data_processor",
-    "open_prompts",
-    "register_prompt_dataset",
-]
+__all__ = ["Prompt", "PromptCounts", "PromptSet", "RowPrompts", "open_prompts", "register_prompt_dataset"]
 
 logger = logging.getLogger(__name__)
 
@@ -114,21 +103,25 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
     Raises `ConfigError` for an unknown name (with the nearest one) or a class that cannot be used, `DataError` for data
     that is not there or a row that is wrong.
     """
-    source, name, files = _open(config)
-    prompts = tuple(
-        _with_environment(_completed(prompt, files), config.env_name, environments)
-        for prompt in itertools.islice(source, config.max_samples)
-    )
+    cls: Any = _PROMPT_DATASETS.find(config.dataset_name)
+    source: RowPrompts = cls(config) if issubclass(cls, RowPrompts) else _ObjectPrompts(config, cls)
+    prompts = []
+    for prompt in itertools.islice(source, config.max_samples):
+        messages = source.files.complete(check_prompt(prompt.messages, "messages", prompt.where), prompt.where)
+        prompts.append(_with_environment(replace(prompt, messages=messages), config.env_name, environments))
     if not prompts:
-        raise DataError("there are no prompts", where=name, got="an empty dataset", need="at least one")
-    _warn_of_tools(prompts, name)
+        raise DataError("there are no prompts", where=source.name, got="an empty dataset", need="at least one")
+    tools = [(p.info.get("responses_create_params") or p.info).get("tools") for p in prompts]
+    if any(tools):
+        number = sum(map(bool, tools))
+        logger.warning("%s: %d rows have tools; the policy does not see them", source.name, number)
     kept = prompts
     if config.split_validation_size:
-        held_out = _held_out(prompts, config.split_validation_size, config.seed, name)
+        held_out = _held_out(prompts, config.split_validation_size, config.seed, source.name)
         wants = config.part == "validation"
-        kept = tuple(prompt for prompt, is_out in zip(prompts, held_out, strict=True) if is_out == wants)
+        kept = [prompt for prompt, is_out in zip(prompts, held_out, strict=True) if is_out == wants]
     counts = PromptCounts(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
-    return PromptSet(name, kept, counts, config.weight)
+    return PromptSet(source.name, tuple(kept), counts, config.weight)
 
 
 # --- datasets by name ------------------------------------------------------------------------------------------------
@@ -158,40 +151,35 @@ class PromptDataset(RowPrompts):
 class ResponseDataset(RowPrompts):
     """Rows of a question and its answer, under keys that may be named; NeMo RL's."""
 
-    def to_prompt(self, row: Row) -> Prompt:
-        input_key, output_key = self.config.input_key or "input", self.config.output_key or "output"
-        return from_response_row(row.values, row.where, input_key=input_key, output_key=output_key)
-
-
-class _MathProblems(RowPrompts):
-    """Rows of a problem and its expected answer."""
-
-    answer_key: ClassVar[str]
+    keys: ClassVar[tuple[str, str]] = ("input", "output")
+    keeps_columns: ClassVar[bool] = True
 
     def to_prompt(self, row: Row) -> Prompt:
-        problem_key, answer_key = self.config.input_key or "problem", self.config.output_key or self.answer_key
-        return math_hf_data_processor(row.values, row.where, problem_key=problem_key, answer_key=answer_key)
+        question, answer = self.config.input_key or self.keys[0], self.config.output_key or self.keys[1]
+        keys: Any = {"input_key": question, "output_key": answer, "keeps_columns": self.keeps_columns}
+        return from_response_row(row.values, row.where, **keys)
 
 
 @register_prompt_dataset("OpenMathInstruct-2", "OpenMathInstruct2")
-class OpenMathInstruct2(_MathProblems):
+class OpenMathInstruct2(ResponseDataset):
     """nvidia/OpenMathInstruct-2, or a copy of it; without a split its first million rows. Problems come repeatedly."""
 
-    hub_path, hub_split, answer_key = "nvidia/OpenMathInstruct-2", "train_1M", "expected_answer"
+    hub_path, hub_split = "nvidia/OpenMathInstruct-2", "train_1M"
+    keys, keeps_columns = ("problem", "expected_answer"), False
 
 
 @register_prompt_dataset("DeepScaler")
-class DeepScaler(_MathProblems):
+class DeepScaler(ResponseDataset):
     """agentica-org/DeepScaleR-Preview-Dataset, or a copy of it."""
 
-    hub_path, answer_key = "agentica-org/DeepScaleR-Preview-Dataset", "answer"
+    hub_path, keys, keeps_columns = "agentica-org/DeepScaleR-Preview-Dataset", ("problem", "answer"), False
 
 
 @register_prompt_dataset("AIME2024")
-class Aime2024(_MathProblems):
+class Aime2024(DeepScaler):
     """HuggingFaceH4/aime_2024, or a copy of it: 30 problems."""
 
-    hub_path, answer_key = "HuggingFaceH4/aime_2024", "answer"
+    hub_path = "HuggingFaceH4/aime_2024"
 
 
 @register_prompt_dataset("Bundled")
@@ -205,42 +193,25 @@ class BundledPrompts(RowPrompts):
     hub_path = "Bundled"
 
     def __iter__(self) -> Iterator[Prompt]:
-        if self.config.data_path is not None:
-            got = self.config.data_path
-            raise ConfigError("the bundled data has its own path", field="data_path", got=got, need="none")
         split = self.split or "train"
         pairs = zip(bundled_prompts(split), best_completions(split), strict=True)
         for number, (messages, answers) in enumerate(pairs, 1):
             yield Prompt(tuple(messages), {"reference_answers": answers}, f"{self.name}:prompt {number}")
 
 
-def _open(config: PromptSetConfig) -> tuple[Iterable[Prompt], str, PromptFiles]:
-    """The prompts as the set has them, the set's name in errors, and the files that complete its prompts."""
-    cls: Any = _PROMPT_DATASETS.find(config.dataset_name)
-    if isinstance(cls, type) and issubclass(cls, RowPrompts):
-        ours = cls(config)
-        return ours, ours.name, PromptFiles.load(config.prompt_file, config.system_prompt_file)
-    dataset = construct(cls, config)
-    rows, name = rows_of(dataset, config)
-    prompts = (_as_prompt(row, f"{name}:row {number}") for number, row in enumerate(rows, 1))
-    return prompts, name, PromptFiles.of_object(dataset, config)
+class _ObjectPrompts(ObjectRows, RowPrompts):
+    """A dataset of a class by dotted path, whose rows are `Prompt`s, or rows as `PromptDataset` reads them."""
 
-
-def _as_prompt(row: Any, where: str) -> Prompt:
-    """The row of a class by dotted path: a `Prompt`, or a row as `PromptDataset` reads it."""
-    if isinstance(row, Prompt):
-        return row if row.where is not None else replace(row, where=where)
-    if isinstance(row, Mapping):
-        return from_prompt_row(row, where)
-    raise DataError("a row is not an object", where=where, got=row, need="an object, or a Prompt")
+    def to_prompt(self, row: Row) -> Prompt:
+        given: Any = row.values
+        if isinstance(given, Prompt):
+            return given if given.where is not None else replace(given, where=row.where)
+        if isinstance(given, Mapping):
+            return from_prompt_row(given, row.where)
+        raise DataError("a row is not an object", where=row.where, got=given, need="an object, or a Prompt")
 
 
 # --- what happens to every prompt ------------------------------------------------------------------------------------
-
-
-def _completed(prompt: Prompt, files: PromptFiles) -> Prompt:
-    messages = files.complete(check_prompt(prompt.messages, "messages", prompt.where), prompt.where)
-    return replace(prompt, messages=messages)
 
 
 def _with_environment(prompt: Prompt, default: Any, known: Collection[str] | None) -> Prompt:
@@ -269,26 +240,10 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _warn_of_tools(prompts: Sequence[Prompt], name: str) -> None:
-    with_tools = [
-        prompt
-        for prompt in prompts
-        if prompt.info.get("tools") or (prompt.info.get("responses_create_params") or {}).get("tools")
-    ]
-    if with_tools:
-        logger.warning(
-            "%s: %d of %d rows have tools (the first is %s); the policy does not see them",
-            *(name, len(with_tools), len(prompts), with_tools[0].where),
-        )
-
-
 def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> npt.NDArray[np.bool_]:
     """Which prompts are held out, bool (N,): a share of the different ones, wherever they come again."""
-    numbers: dict[bytes, int] = {}
-    number_N = [
-        numbers.setdefault(hashlib.blake2b(_as_bytes(p.messages), digest_size=16).digest(), len(numbers))
-        for p in prompts
-    ]
+    numbers: dict[str, int] = {}
+    number_N = [numbers.setdefault(json.dumps(p.messages, sort_keys=True, default=repr), len(numbers)) for p in prompts]
     wanted = round(share * len(numbers))
     if not 0 < wanted < len(numbers):
         got, need = f"{share} of {len(numbers)} different prompts", "a prompt for training, and one for validation"
@@ -297,7 +252,3 @@ def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> 
     is_out = np.zeros(len(numbers), dtype=np.bool_)
     is_out[np.random.Generator(np.random.PCG64(seed)).permutation(len(numbers))[:wanted]] = True
     return is_out[number_N]
-
-
-def _as_bytes(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, default=repr).encode()

@@ -1,4 +1,4 @@
-"""Datasets by name or by dotted path: the one way from `dataset_name` in a config to rows.
+"""From `dataset_name` in a config to rows: datasets by name or by dotted path, and the files that complete a prompt.
 
     datasets = Registry("datasets", example="my_module.MyDataset")
 
@@ -23,56 +23,26 @@ constructor gets `kwargs` of the config, and those of its other keys that its si
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import SetConfig
-from treeward.data.sources import Row, read_rows
-from treeward.errors import ConfigError, nearest_name
+from treeward.data.preference import Message
+from treeward.data.sources import Row, fingerprint, read_rows
+from treeward.errors import ConfigError, DataError, nearest_name
 from treeward.user_code import import_object
 
-__all__ = ["Registry", "RowSource", "construct", "rows_of"]
+__all__ = ["ObjectRows", "PromptFiles", "Registry", "RowSource"]
 
-_OTHER_ARGUMENTS = (
-    *("prompt_key", "chosen_key", "rejected_key", "input_key", "output_key"),
-    *("prompt_file", "system_prompt_file"),
-)
+_PLACES = ("data_path", "subset", "split")
+_ARGUMENTS = (*_PLACES, "prompt_key", "chosen_key", "rejected_key", "input_key", "output_key")
+_PROMPT_FILES = ("prompt_file", "system_prompt_file")
 _Class = TypeVar("_Class", bound=type[Any])
-
-
-class RowSource:
-    """What every dataset of rows has: the rows of a file, a folder or a hub dataset, as a config names them.
-
-    A subclass may bring its own data: `hub_path` is read where the config has no `data_path`.
-    """
-
-    hub_path: ClassVar[str | None] = None
-    hub_subset: ClassVar[str | None] = None
-    hub_split: ClassVar[str | None] = "train"
-
-    def __init__(self, config: SetConfig) -> None:
-        self.config: Any = config
-        path = config.data_path or self.hub_path
-        if path is None:
-            summary, need = f"{config.dataset_name} needs a path", "a file, a folder or a hub name"
-            raise ConfigError(summary, field="data_path", need=need)
-        self.path: str = path
-        self.split, self.subset = config.split, config.subset
-        if config.data_path is None:
-            if config.name is not None and config.split is None and getattr(config, "part", None) is None:
-                summary = f"a named set of {config.dataset_name} does not say its split"
-                raise ConfigError(summary, field="split", got="null", need="a split of the dataset")
-            self.split, self.subset = config.split or self.hub_split, config.subset or self.hub_subset
-
-    @property
-    def name(self) -> str:
-        """For messages: the path and split."""
-        return self.path if self.split is None else f"{self.path}[{self.split}]"
-
-    def rows(self) -> Iterator[Row]:
-        """The rows, from the beginning."""
-        return read_rows(self.path, split=self.split, subset=self.subset)
 
 
 class Registry:
@@ -115,28 +85,129 @@ class Registry:
         raise ConfigError(summary, field="dataset_name", got=name, need=need, fix=fix)
 
 
-def construct(cls: Any, config: SetConfig) -> Any:
-    """Call the class with `kwargs`, and with those values of the config that its signature names.
+@dataclass(frozen=True)
+class PromptFiles:
+    """The texts that a config adds to every conversation of a dataset.
 
-    Raises `ConfigError` for arguments that are missing, unknown, or of no use to the class.
+    `template`, of `prompt_file`, has one `{}`, in which the last user message of the context is put; `{{` and `}}`
+    stand for braces. `system`, of `system_prompt_file`, is a system message for contexts that have none.
     """
+
+    template: str | None = None
+    system: str | None = None
+
+    @classmethod
+    def load(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
+        """Read the files; raises `ConfigError` for one that cannot be read and for a template without its one `{}`."""
+        template, system = _text(prompt_file, "prompt_file"), _text(system_prompt_file, "system_prompt_file")
+        try:
+            places = [name for _, name, _, _ in string.Formatter().parse(template or "{}") if name is not None]
+        except ValueError as error:
+            places = [str(error)]
+        if places not in ([""], ["0"]):
+            need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
+            raise ConfigError("prompt_file is not a template", where=prompt_file, field="prompt_file", need=need)
+        return cls(template, system)
+
+    def complete(self, messages: tuple[Message, ...], where: str | None) -> tuple[Message, ...]:
+        """The messages of a prompt, completed; raises `DataError` if there is no user message for a template."""
+        if self.template is not None:
+            last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+            if last is None:
+                got = f"roles {[message['role'] for message in messages]}"
+                summary, need = "the context has no user message for prompt_file", "a user message, or no prompt_file"
+                raise DataError(summary, where=where, field="context", got=got, need=need)
+            filled = messages[last] | {"content": _filled(messages[last]["content"], self.template)}
+            messages = (*messages[:last], filled, *messages[last + 1 :])
+        if self.system is not None and not any(message["role"] == "system" for message in messages):
+            messages = ({"role": "system", "content": self.system}, *messages)
+        return messages
+
+
+class RowSource:
+    """What every dataset of rows has: the rows of a file, a folder or a hub dataset, as a config names them.
+
+    A subclass may bring its own data: `hub_path` is read where the config has no `data_path`. `name` is for messages:
+    the path and split. `files` complete its prompts.
+    """
+
+    hub_path: ClassVar[str | None] = None
+    hub_subset: ClassVar[str | None] = None
+    hub_split: ClassVar[str | None] = "train"
+
+    def __init__(self, config: SetConfig) -> None:
+        self.config: Any = config
+        self.files = PromptFiles.load(config.prompt_file, config.system_prompt_file)
+        self.split, self.subset = config.split, config.subset
+        path = config.data_path or self.hub_path
+        if path is None:
+            summary, need = f"{config.dataset_name} needs a path", "a file, a folder or a hub name"
+            raise ConfigError(summary, field="data_path", need=need)
+        self.path: str = path
+        if config.data_path is None:
+            if config.name is not None and config.split is None and getattr(config, "part", None) is None:
+                summary = f"a named set of {config.dataset_name} does not say its split"
+                raise ConfigError(summary, field="split", got="null", need="a split of the dataset")
+            self.split, self.subset = config.split or self.hub_split, config.subset or self.hub_subset
+        elif self.hub_path == "Bundled":
+            raise ConfigError("the bundled data has its own path", field="data_path", got=path, need="none")
+        self.name = path if self.split is None else f"{path}[{self.split}]"
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, from the beginning."""
+        return read_rows(self.path, split=self.split, subset=self.subset)
+
+    def content(self) -> str:
+        """Changes when the rows do."""
+        return fingerprint(self.path, split=self.split, subset=self.subset)
+
+
+class ObjectRows(RowSource):
+    """The rows of an object that a class by dotted path makes; its own rows must be iterable again and again.
+
+    Raises `ConfigError` for arguments that are missing, unknown or of no use to the class, and where it has no rows.
+    """
+
+    def __init__(self, config: SetConfig, cls: Any) -> None:
+        self.config = config
+        self.dataset = _construct(cls, config)
+        self._rows, self.name = _rows_of(self.dataset, config)
+        self.spec = getattr(self.dataset, "task_spec", None)
+        self.files = PromptFiles.load(*(getattr(config, f) or getattr(self.spec, f, None) for f in _PROMPT_FILES))
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, from the beginning; raises `DataError` if there is none."""
+        number = 0
+        for number, values in enumerate(self._rows, 1):  # noqa: B007
+            yield Row(values, f"{self.name}:row {number}")
+        if not number:
+            raise DataError("there are no rows", where=self.name, got="an empty dataset", need="at least one row")
+
+    def content(self) -> str:
+        """Of the rows themselves: nobody knows how the class came by them."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row in self.rows():
+            digest.update(repr(row.values).encode("utf-8", "replace"))
+        return digest.hexdigest()
+
+
+def _construct(cls: Any, config: SetConfig) -> Any:
+    """Call the class with `kwargs`, and with those values of the config that its signature names."""
     signature = inspect.signature(cls)
     arguments: dict[str, Any] = {}
-    for names in (("data_path", "train_data_path"), ("subset",), ("split", "train_split")):
-        value = getattr(config, names[0])
+    for key in (*_ARGUMENTS, *_PROMPT_FILES):
+        value, names = getattr(config, key, None), (key, f"train_{key}")
         if value is None or set(names) & set(config.kwargs):
             continue
-        first = names[0] if _takes_any(signature) else None
-        accepted = next((name for name in names if name in signature.parameters), first)
+        accepted = next((name for name in names if name in signature.parameters), None)
+        if accepted is None and key in _PLACES and _takes_any(signature):
+            accepted = key
         if accepted is not None:
             arguments[accepted] = value
-        elif names[0] != "split":  # a split may also be a key of formatted_ds
-            summary, need = f"{config.dataset_name} takes no {names[0]}", f"an argument of {cls.__name__}{signature}"
-            fix = f"remove {names[0]}, give it under another name in kwargs, or add the parameter to the class"
-            raise ConfigError(summary, field=names[0], got=value, need=need, fix=fix)
-    for name in _OTHER_ARGUMENTS:
-        if name in signature.parameters and getattr(config, name, None) is not None:
-            arguments[name] = getattr(config, name)
+        elif key in ("data_path", "subset"):  # a split may also be a key of formatted_ds
+            summary, need = f"{config.dataset_name} takes no {key}", f"an argument of {cls.__name__}{signature}"
+            fix = f"remove {key}, give it under another name in kwargs, or add the parameter to the class"
+            raise ConfigError(summary, field=key, got=value, need=need, fix=fix)
     arguments |= config.kwargs
     try:
         signature.bind(**arguments)
@@ -146,11 +217,11 @@ def construct(cls: Any, config: SetConfig) -> Any:
     return cls(**arguments)
 
 
-def rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
+def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
 
     The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path of its own, else
-    "train". Raises `ConfigError` where there are no such rows, or they can be read only once.
+    "train".
     """
     name = label = config.dataset_name
     signature = inspect.signature(type(dataset))
@@ -169,7 +240,7 @@ def rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
             got, need = f"formatted_ds with {', '.join(splits)}", f"{key}, or split: a key of formatted_ds"
             raise ConfigError(f"{name} has no rows for {key}", field="split", got=got, need=need)
     else:
-        rows = getattr(dataset, "dataset", None) if rows is None else None
+        rows = getattr(dataset, "dataset", None)
         if config.split is not None and not reads_split:
             need = "a parameter split of the class, or no split"
             raise ConfigError(f"{name} takes no split", field="split", got=config.split, need=need)
@@ -181,3 +252,17 @@ def rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
 
 def _takes_any(signature: inspect.Signature) -> bool:
     return any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+
+
+def _filled(content: Any, template: str) -> Any:
+    if isinstance(content, str):
+        return template.format(content)
+    return [{**part, "text": template.format(part["text"])} if part.get("type") == "text" else part for part in content]
+
+
+def _text(path: str | None, field: str) -> str | None:
+    try:
+        return None if path is None else Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        got = f"{path}: {error}"
+        raise ConfigError(f"{field} cannot be read", field=field, got=got, need="a text file in UTF-8") from error

@@ -28,7 +28,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,6 @@ KINDS = {
 }
 """The suffix of a file -> what it holds."""
 
-_NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json")
 _ROWS_PER_BATCH = 1024
 _LONGEST_CELL_CHARACTERS = 2**31 - 1
 
@@ -80,16 +79,18 @@ def read_rows(path: str, *, split: str | None = None, subset: str | None = None)
 
 
 def read_file(path: str) -> Iterator[Row]:
-    """The rows of one existing file whose `file_suffix` is in `KINDS`, in order; none if it holds none.
-
-    Raises `DataError` as `read_rows` does.
-    """
-    kind = KINDS[file_suffix(path)]
-    if kind == "jsonl":
-        return read_jsonl_stream(_lines(path), path)
-    if kind == "json":
-        return _json_rows(path)
-    return _csv_rows(path, kind) if kind in ("csv", "tsv") else _arrow_rows(path, kind)
+    """The rows of one existing file, in order; none if it holds none. Raises `DataError` as `read_rows` does."""
+    match KINDS.get(file_suffix(path)):
+        case "jsonl":
+            return read_jsonl_stream(_lines(path), path)
+        case "json":
+            return _json_rows(path)
+        case "csv" | "tsv" as kind:
+            return _csv_rows(path, kind)
+        case "parquet" | "arrow" as kind:
+            return _arrow_rows(path, kind)
+    need = f"one of {', '.join(KINDS)}; those of text also .gz"
+    raise DataError("the kind of file is not known", where=path, got=f"the suffix {file_suffix(path)!r}", need=need)
 
 
 def file_suffix(path: str) -> str:
@@ -118,33 +119,28 @@ def fingerprint(path: str, *, split: str | None = None, subset: str | None = Non
 
 
 def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
-    is_empty = True
-    for row in rows:
-        is_empty = False
-        yield row
-    if is_empty:
+    first = next(rows, None)
+    if first is None:
         raise DataError("there are no rows", where=path, got="empty data", need="at least one row")
+    yield first
+    yield from rows
 
 
 # --- from a path to files or a table ---------------------------------------------------------------------------------
 
 
-def _locate(path: str, split: str | None, subset: str | None) -> tuple[tuple[str, ...], Any, str]:
+def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str], Any, str]:
     """The files that the path means; or none, and a `datasets.Dataset` with its name in errors."""
+    files = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) and file_suffix(path) not in KINDS
     if os.path.isdir(path):
         is_saved = any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json"))
         if is_saved and subset is None:
-            return (), *_table(path, split, subset)
-        splits = _files_of_splits(path, subset)
-        if subset is None:
-            _refuse_files_without_split(path, splits)
-        chosen, _ = _chosen_split(splits, path, split)
-        return _known_kinds(sorted(chosen)), None, path
-    files = [path] if os.path.exists(path) else []
-    if not files and glob.has_magic(path):
-        files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
-    if not files and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) and file_suffix(path) not in KINDS:
-        return (), *_table(path, split, subset)
+            return [], *_table(path, split, subset)
+        chosen, _ = _chosen_split(_files_of_splits(path, subset), path, split)
+        return sorted(chosen), None, path
+    if not files and is_hub_name:
+        return [], *_table(path, split, subset)
     if not files:
         raise _missing(path)
     if subset is not None:
@@ -153,44 +149,50 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[tuple[str
     if split not in (None, "train") and not all(str(split) in os.path.basename(file) for file in files):
         need = "no split: a file is one split, whatever it is for"
         raise DataError(f"a file has no split {split!r}", where=path, field="split", got=split, need=need)
-    return _known_kinds(files), None, path
+    return files, None, path
 
 
-def _files_of_splits(folder: str, subset: str | None) -> Mapping[str, list[str]]:
-    """The files of a folder by split, as `datasets` reads their names, or a README like those on the hub."""
+def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
+    """The files of a folder by split, as `datasets` reads their names, or a README like those on the hub.
+
+    Raises `DataError` for files that it would pass over, unless a README says what is read.
+    """
     import datasets
 
     try:
-        return dict(datasets.load_dataset_builder(folder, subset).config.data_files or {})
+        splits = dict(datasets.load_dataset_builder(folder, subset).config.data_files or {})
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         summary, need = "the folder holds no data that can be read", f"files that end in {', '.join(KINDS)}"
         got = f"{type(error).__name__}: {error}"
         raise DataError(summary, where=folder, got=got, need=need, fix="check path and subset") from error
+    read = {os.path.basename(file) for files in splits.values() for file in files}
+    names = [n for n in os.listdir(folder) if file_suffix(n) in KINDS and not n.startswith((".", "_", "dataset_info"))]
+    if not os.path.exists(os.path.join(folder, "README.md")) and (left := sorted({*names} - read - {"config.json"})):
+        got = f"{', '.join(left)} beside {', '.join(sorted(read))}"
+        need, fix = "files of one kind, with a split in each name", f"move them, or choose as *{file_suffix(left[0])}"
+        raise DataError("files of the folder are in no split", where=folder, got=got, need=need, fix=fix)
+    return splits
 
 
 def _table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
     """A `datasets.Dataset`, saved or of the hub, and its name in errors."""
     import datasets
 
+    is_saved = os.path.isdir(path)
     try:
-        if os.path.isdir(path):
-            loaded = datasets.load_from_disk(path)
-        else:
-            loaded = datasets.load_dataset(path, subset, split=split)
+        loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # Arrow's errors are ValueErrors
         need = "a folder that save_to_disk wrote, or a hub dataset"
         fix = "check path, subset, split and network; offline, give a local copy instead of the name; a private or "
         fix += "gated dataset needs HF_TOKEN"
         got = f"{type(error).__name__}: {error}"
         raise DataError("the dataset cannot be read", where=path, got=got, need=need, fix=fix) from error
-    if not isinstance(loaded, Mapping):
-        if not os.path.isdir(path):  # the hub gave the split that was asked for
-            return loaded, f"{path}[{split}]"
-        if split in (None, "train"):  # one saved table is a lone split, as a file is
-            return loaded, path
-        loaded = {str(loaded.split or "train"): loaded}
-    table, name = _chosen_split(loaded, path, split)
-    return table, f"{path}[{name}]"
+    if isinstance(loaded, Mapping):
+        table, name = _chosen_split(loaded, path, split)
+        return table, f"{path}[{name}]"
+    if is_saved and split not in (None, "train"):  # one saved table is a lone split, as a file is
+        _chosen_split({str(loaded.split or "train"): loaded}, path, split)
+    return loaded, path if is_saved else f"{path}[{split}]"
 
 
 def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tuple[Any, str]:
@@ -202,48 +204,10 @@ def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tu
         raise DataError(summary, where=path, field="split", got=got, need="one of them", fix=fix)
     chosen = names[0] if split is None else split
     if chosen not in names:
-        near = nearest_name(chosen, names)
-        raise DataError(
-            f"there is no split {split!r}",
-            where=path,
-            field="split",
-            got=split,
-            need=f"one of {', '.join(names)}",
-            fix=f"did you mean {near}?" if near else None,
-        )
+        near, need = nearest_name(chosen, names), f"one of {', '.join(names)}"
+        hint = f"did you mean {near}?" if near else None
+        raise DataError(f"there is no split {split!r}", where=path, field="split", got=split, need=need, fix=hint)
     return splits[chosen], chosen
-
-
-def _refuse_files_without_split(folder: str, splits: Mapping[str, Iterable[str]]) -> None:
-    """Raise `DataError` for data that `datasets` passes over, unless the folder's card says what is read."""
-    card = os.path.join(folder, "README.md")
-    if os.path.isfile(card) and "configs:" in "".join(_texts(card)):
-        return
-    read = {os.path.basename(file) for files in splits.values() for file in files}
-    names = sorted(
-        name for name in os.listdir(folder) if file_suffix(name) in KINDS and not name.startswith((".", "_"))
-    )
-    if left := [name for name in names if name not in read and name not in _NOT_DATA]:
-        got, need = (
-            f"{', '.join(left)} beside {', '.join(sorted(read))}",
-            "files of one kind, with a split in each name",
-        )
-        fix = f"move them, or choose with a pattern, as *{file_suffix(left[0])}"
-        raise DataError("files of the folder are in no split", where=folder, got=got, need=need, fix=fix)
-
-
-def _known_kinds(files: Sequence[str]) -> tuple[str, ...]:
-    for file in files:
-        kind = KINDS.get(file_suffix(file))
-        if kind is None or (kind in ("parquet", "arrow") and file.lower().endswith(".gz")):
-            got, need = f"the suffix {os.path.splitext(file)[1] or 'is missing'}", f"one of {', '.join(KINDS)}"
-            raise DataError(
-                "the kind of file is not known", where=file, got=got, need=f"{need}; those of text also .gz"
-            )
-        if f"{file}.gz" in files:
-            got, fix = f"{file} and {file}.gz", "remove one of them, or choose with a pattern"
-            raise DataError("a file is there twice", where=file, got=got, need="each row once", fix=fix)
-    return tuple(files)
 
 
 def _missing(path: str) -> DataError:
@@ -275,7 +239,7 @@ def read_jsonl_stream(lines: Iterable[bytes | str], name: str) -> Iterator[Row]:
             except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets too deep
                 need, fix = "one complete JSON object", "mend or remove the line"
                 raise DataError(f"the line is not JSON: {error}", where=where, got=text, need=need, fix=fix) from error
-            yield Row(_as_object(value, where), where)
+            yield _row(value, where)
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -283,8 +247,7 @@ def _lines(path: str) -> Iterator[bytes]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb") as stream:
-            for line in stream:
-                number += 1
+            for number, line in enumerate(stream, 1):  # noqa: B007
                 yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         where, fix = f"{path}:{number + 1}", "copy the file again, or remove .gz from its name"
@@ -324,14 +287,12 @@ def _json_rows(path: str) -> Iterator[Row]:
         got = f"an object with keys {sorted(value)}" if isinstance(value, dict) else value
         need = 'a list of objects, {"data": [...]}, {"rows": [...]}, or an object per line'
         raise DataError("the file holds no list of rows", where=path, got=got, need=need)
-    for number, item in enumerate(value, 1):
-        where = f"{path}:row {number}"
-        yield Row(_as_object(item, where), where)
+    yield from (_row(item, f"{path}:row {number}") for number, item in enumerate(value, 1))
 
 
-def _as_object(value: Any, where: str) -> dict[str, Any]:
+def _row(value: Any, where: str) -> Row:
     if isinstance(value, dict):
-        return value
+        return Row(value, where)
     fix = "a file that is one list should be called .json" if isinstance(value, list) else None
     raise DataError("a row is not an object", where=where, got=value, need='{"key": value, ...}', fix=fix)
 
@@ -341,54 +302,44 @@ def _csv_rows(path: str, kind: str) -> Iterator[Row]:
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
     reader = csv.reader(_texts(path), "excel" if kind == "csv" else "excel-tab", strict=True)
     header: list[str] = []
-    while True:
-        where = f"{path}:{reader.line_num + 1}"  # a row may have several lines
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            need = 'cells with a comma, a quote or a line break in double quotes, and "" for a quote'
-            raise DataError(f"the row is not valid CSV: {error}", where=where, need=need) from error
-        if cells and not header:
-            header = cells
-            if twice := [name for name in header if header.count(name) > 1]:
-                need = "different names: one of them would be lost"
-                raise DataError("columns have the same name", where=where, got=", ".join(twice), need=need)
-        elif cells and len(cells) != len(header):
-            got, need = f"{len(cells)} cells", f"{len(header)}: {', '.join(header)}"
-            fix = "put cells that hold the separator or a line break in double quotes"
-            raise DataError("the row does not fit the header", where=where, got=got, need=need, fix=fix)
-        elif cells:
-            yield Row(dict(zip(header, cells, strict=True)), where)
-
-
-# --- Arrow and Parquet -----------------------------------------------------------------------------------------------
+    where = f"{path}:1"
+    try:
+        for cells in reader:
+            if cells and not header:
+                header = cells
+                if len(set(header)) < len(header):
+                    need = "different names: one of them would be lost"
+                    raise DataError("columns have the same name", where=where, got=", ".join(header), need=need)
+            elif cells and len(cells) != len(header):
+                got, need = f"{len(cells)} cells", f"{len(header)}: {', '.join(header)}"
+                fix = "put cells that hold the separator or a line break in double quotes"
+                raise DataError("the row does not fit the header", where=where, got=got, need=need, fix=fix)
+            elif cells:
+                yield Row(dict(zip(header, cells, strict=True)), where)
+            where = f"{path}:{reader.line_num + 1}"  # a row may have several lines
+    except csv.Error as error:
+        need = 'cells with a comma, a quote or a line break in double quotes, and "" for a quote'
+        raise DataError(f"the row is not valid CSV: {error}", where=where, need=need) from error
 
 
 def _arrow_rows(path: str, kind: str) -> Iterator[Row]:
-    import pyarrow as arrow
+    import pyarrow as pa
+    from pyarrow import ipc, parquet
 
     number = 0
     try:
-        for batch in _batches(path, kind):
+        source = pa.memory_map(path)
+        if kind == "parquet":
+            batches = parquet.ParquetFile(source).iter_batches(batch_size=_ROWS_PER_BATCH)
+        else:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+            batches = reader.read_all().to_batches(max_chunksize=_ROWS_PER_BATCH)
+        for batch in batches:
             for values in batch.to_pylist():
                 number += 1
                 yield Row(values, f"{path}:row {number}")
-    except (arrow.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         where, got = f"{path}:row {number + 1}", f"{type(error).__name__}: {error}"
         raise DataError("the file cannot be read", where=where, got=got, need=f"a complete {kind} file") from error
-
-
-def _batches(path: str, kind: str) -> Iterator[Any]:
-    """Parts of a table, of few rows each; the file is memory-mapped."""
-    from pyarrow import ipc, memory_map
-    from pyarrow.parquet import ParquetFile
-
-    source = memory_map(path)
-    if kind == "parquet":
-        return iter(ParquetFile(source).iter_batches(batch_size=_ROWS_PER_BATCH))
-    is_file = source.read(6) == b"ARROW1"
-    source.seek(0)
-    reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
-    return iter(reader.read_all().to_batches(max_chunksize=_ROWS_PER_BATCH))

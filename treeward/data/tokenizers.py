@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from treeward.data.datasets import PreferenceStream
+from treeward.data.datasets import RowDataset
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE
 from treeward.errors import ConfigError
 
@@ -44,7 +44,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     return wrapped
 
 
-def texts_of(streams: Iterable[PreferenceStream]) -> Iterator[str]:
+def texts_of(streams: Iterable[RowDataset]) -> Iterator[str]:
     """The text of every message of some comparison sets."""
     for stream in streams:
         for preference, _ in stream:

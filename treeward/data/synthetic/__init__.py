@@ -5,14 +5,17 @@
     gold_quality(prompts("validation")[0], "...")    # how good that completion is, in [0, 1]
 
 `world` holds the facts and the phrases, `gold` grades any text, `generate` writes the rows. The committed files are the
-output of `python -m treeward.data.synthetic treeward/data/bundled`, byte for byte.
+output of `python -m treeward.data.synthetic.generate treeward/data/bundled`, byte for byte.
 """
 
 from __future__ import annotations
 
-from treeward.data.synthetic.bundled import SPLITS, best_completions, bundled_path, prompts
-from treeward.data.synthetic.generate import generate
+import json
+from pathlib import Path
+
+from treeward.data.preference import Message
 from treeward.data.synthetic.gold import GoldQuality, Question, gold_breakdown, gold_quality, parse_question
+from treeward.errors import ConfigError, nearest_name
 
 __all__ = [
     "SPLITS",
@@ -20,9 +23,40 @@ __all__ = [
     "Question",
     "best_completions",
     "bundled_path",
-    "generate",
     "gold_breakdown",
     "gold_quality",
     "parse_question",
     "prompts",
 ]
+
+SPLITS = ("train", "validation", "length_controlled")
+
+
+def bundled_path(split: str) -> Path:
+    """The file of a split of the bundled data. Raises `ConfigError` for another name, with the nearest one."""
+    if split not in SPLITS:
+        near, need = nearest_name(split, SPLITS), f"one of {', '.join(SPLITS)}"
+        fix = f"did you mean {near}?" if near else None
+        raise ConfigError("the bundled data has no such split", field="split", got=split, need=need, fix=fix)
+    return Path(__file__).parents[1] / "bundled" / f"{split}.jsonl"
+
+
+def prompts(split: str) -> list[list[Message]]:
+    """The different contexts of a split, in file order; each ends in a user turn that `gold_quality` can grade."""
+    return [context for context, _ in _by_context(split)]
+
+
+def best_completions(split: str) -> list[list[str]]:
+    """For each of `prompts(split)` the texts of the best completions of its comparisons, each once; at least one."""
+    return [texts for _, texts in _by_context(split)]
+
+
+def _by_context(split: str) -> list[tuple[list[Message], list[str]]]:
+    found: dict[str, tuple[list[Message], list[str]]] = {}
+    for line in bundled_path(split).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        _, known = found.setdefault(json.dumps(row["context"]), (row["context"], []))
+        best = min(completion["rank"] for completion in row["completions"])
+        texts = [each["completion"][-1]["content"] for each in row["completions"] if each["rank"] == best]
+        known += [text for text in texts if text not in known]
+    return list(found.values())

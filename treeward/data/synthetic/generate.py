@@ -21,8 +21,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from treeward.data.preference import Message
@@ -39,7 +41,7 @@ from treeward.data.synthetic.world import (
     Fact,
 )
 
-__all__ = ["Row", "generate", "length_gaps", "to_jsonl"]
+__all__ = ["Row", "generate", "length_gaps", "main"]
 
 Row = dict[str, Any]
 _SEED = 17
@@ -95,11 +97,6 @@ def generate() -> dict[str, list[Row]]:
         "validation": _split(rng, held_out, 400, seen),
         "length_controlled": _split(rng, held_out, 400, seen, controlled=True),
     }
-
-
-def to_jsonl(rows: Sequence[Row]) -> str:
-    """The committed form of a split: one row a line."""
-    return "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
 
 
 def _split(
@@ -302,3 +299,14 @@ def _dressing(rng: random.Random, plan: _Plan) -> tuple[str, str]:
 
 def _capitalised(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def main(folder: str) -> None:
+    """Write every split into the folder, one row a line."""
+    for split, rows in generate().items():
+        lines = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
+        (Path(folder) / f"{split}.jsonl").write_bytes("".join(lines).encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -22,12 +22,12 @@ quality as it is, repetition lowers it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
-from treeward.data.preference import Message
+from treeward.data.preference import Message, last_text
 from treeward.data.synthetic.world import (
     ALL_FORMATS,
     FACTS,
@@ -37,7 +37,6 @@ from treeward.data.synthetic.world import (
     RUDE_CLOSERS,
     RUDE_OPENERS,
     Fact,
-    Kind,
     known_words,
     words_of,
 )
@@ -48,6 +47,20 @@ __all__ = ["GoldQuality", "Question", "gold_breakdown", "gold_quality", "gold_re
 _CORRECT, _FORMAT, _COURTESY = 0.6, 0.25, 0.15
 _STANDING = "from now on"
 _KIND = {kind.name: kind for kind in KINDS}
+_FACTS = {subject.lower(): fact for subject, fact in FACTS.items()}
+
+
+def _pattern(before: str, facts: Iterable[Fact], after: str) -> re.Pattern[str]:
+    subjects = "|".join(re.escape(fact.subject) for fact in facts)
+    return re.compile(rf"\b{before}(?P<x>{subjects}){after}", re.IGNORECASE)
+
+
+_FOLLOW_UP = _pattern("And (?:of |a young )?", FACTS.values(), r"\?")
+_QUESTIONS = [
+    _pattern(re.escape(before), kind.facts, re.escape(after))
+    for kind in KINDS
+    for before, after in (phrasing.split("{x}") for phrasing in kind.phrasings)
+]
 
 
 def _spaced(words: Sequence[str]) -> str:
@@ -93,7 +106,7 @@ def gold_quality(context: Sequence[Message] | str, completion: str) -> float:
 
 def gold_reward(conversation: Sequence[Message], env_info: Mapping[str, Any]) -> float:
     """`gold_quality` of the last message, as the function of a custom environment."""
-    return gold_quality(conversation[:-1], _text(conversation[-1]))
+    return gold_quality(conversation[:-1], last_text(conversation))
 
 
 def gold_breakdown(context: Sequence[Message] | str, completion: str) -> GoldQuality:
@@ -121,7 +134,7 @@ def parse_question(context: Sequence[Message] | str) -> Question:
     A format asked for in the last user turn wins, then one that an earlier user turn asked for "from now on", the
     latest first, then the system prompt's. A follow-up ("And of Italy?") needs an earlier question of its kind.
     """
-    turns = [("user", context)] if isinstance(context, str) else [(m.get("role"), _text(m)) for m in context]
+    turns = [("user", context)] if isinstance(context, str) else [(m.get("role"), last_text([m])) for m in context]
     asking = [text for role, text in turns if role == "user"]
     if not asking or turns[-1][0] != "user":
         raise DataError("the conversation does not end in a user turn", field="context", got=context)
@@ -136,51 +149,17 @@ def parse_question(context: Sequence[Message] | str) -> Question:
     return Question(fact, next((name for name in formats if name is not None), None))
 
 
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return " ".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
-
-
 @lru_cache(maxsize=65536)
 def _asked(text: str) -> Fact | None:
-    found = [(match.start(), match["x"]) for pattern in _question_patterns() for match in pattern.finditer(text)]
-    return _fact(max(found)[1]) if found else None
+    found = [(match.start(), match["x"]) for pattern in _QUESTIONS for match in pattern.finditer(text)]
+    return _FACTS[max(found)[1].lower()] if found else None
 
 
 def _followed_up(asking: Sequence[str]) -> Fact | None:
-    found = _follow_up_pattern().findall(asking[-1])
-    fact = _fact(found[-1]) if found else None
+    found = _FOLLOW_UP.findall(asking[-1])
+    fact = _FACTS[found[-1].lower()] if found else None
     earlier = {known.kind for known in map(_asked, asking[:-1]) if known is not None}
     return fact if fact is not None and fact.kind in earlier else None
-
-
-def _fact(subject: str) -> Fact:
-    return _facts_by_lower_case()[subject.lower()]
-
-
-@cache
-def _facts_by_lower_case() -> dict[str, Fact]:
-    return {subject.lower(): fact for subject, fact in FACTS.items()}
-
-
-@cache
-def _question_patterns() -> tuple[re.Pattern[str], ...]:
-    return tuple(_pattern(phrasing, kind) for kind in KINDS for phrasing in kind.phrasings)
-
-
-@cache
-def _follow_up_pattern() -> re.Pattern[str]:
-    subjects = "|".join(re.escape(subject) for subject in FACTS)
-    return re.compile(rf"\bAnd (?:of |a young )?(?P<x>{subjects})\?", re.IGNORECASE)
-
-
-def _pattern(phrasing: str, kind: Kind) -> re.Pattern[str]:
-    before, after = phrasing.split("{x}")
-    subjects = "|".join(re.escape(fact.subject) for fact in kind.facts)
-    return re.compile(rf"\b{re.escape(before)}(?P<x>{subjects}){re.escape(after)}", re.IGNORECASE)
 
 
 def _requested(text: str) -> str | None:
