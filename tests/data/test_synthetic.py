@@ -19,8 +19,7 @@ from treeward.data.synthetic import (
     parse_question,
     prompts,
 )
-from treeward.data.synthetic.generate import main
-from treeward.data.synthetic.generate import length_gaps
+from treeward.data.synthetic.generate import length_gaps, main
 from treeward.data.synthetic.world import (
     FACTS,
     FILLERS,
