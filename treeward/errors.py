@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError", "nearest_name", "shown"]
 
@@ -49,6 +49,12 @@ class TreewardError(ValueError):
             lines.append(f"  fix:   {fix}")
         self._lines = lines
         super().__init__("\n".join(lines))
+
+    def but(self, **changes: Any) -> Self:
+        """The same error with other arguments, as `where`."""
+        names = ("summary", "where", "field", "got", "need", "fix")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return type(self)(**(given | changes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders (workers of Ray); the default would call __init__ with the joined text.

@@ -14,11 +14,10 @@ Shapes: S conversations, M members.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,19 +27,19 @@ from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
 from treeward.scoring.score import Conversation, OnError, Score
-from treeward.scoring.scorer import Prepared, Scorer, as_conversations
-
-
-def standardize(values_SM: ArrayLike, means_M: ArrayLike, stds_M: ArrayLike) -> NDArray[np.float64]:
-    """z_sm = (r_sm - mean_m) / std_m, float64 (S, M): every member in standard deviations of its own scores."""
-    values = np.asarray(values_SM, dtype=np.float64)
-    return (values - np.asarray(means_M, dtype=np.float64)) / np.asarray(stds_M, dtype=np.float64)
+from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
 
 
 def combine(
-    values_SM: ArrayLike, method: EnsembleMethod = "mean", *, uncertainty_coefficient: float = 0.5
+    values_SM: ArrayLike,
+    method: EnsembleMethod = "mean",
+    *,
+    uncertainty_coefficient: float = 0.5,
+    constants: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> NDArray[np.float64]:
     """One score for each conversation from those of its members, float64 (S,); each row depends on itself alone.
+
+    `constants`: the mean and the standard deviation of each member (M,); its scores are z-scored with them first.
 
     mean: R = 1/M sum_m r_m. worst: R = min_m r_m. uncertainty: R = mean_m r_m - lambda Var_m r_m, where lambda is
     `uncertainty_coefficient` and Var = 1/M sum_m (r_m - mean)^2, of the population. Coste et al. 2023 (arXiv
@@ -48,6 +47,9 @@ def combine(
     """
     values = np.asarray(values_SM, dtype=np.float64, order="C")
     assert values.ndim == 2 and values.shape[1] > 0, f"got shape {values.shape}, need (conversations, members)"
+    if constants is not None:
+        means_M, stds_M = (np.asarray(one, dtype=np.float64) for one in constants)
+        values = (values - means_M) / stds_M
     if method == "worst":
         worst_S: NDArray[np.float64] = values.min(axis=1)
         return worst_S
@@ -55,12 +57,17 @@ def combine(
     return means_S if method == "mean" else means_S - uncertainty_coefficient * values.var(axis=1)
 
 
+_T = TypeVar("_T")
+
 _Constants = tuple[tuple[float, ...], tuple[float, ...]]
 """The mean and the standard deviation of each member."""
 
 
-class EnsembleScorer:
+class EnsembleScorer(PreparedScorer[tuple[Prepared, ...]]):
     """Scores conversations with several models, or with the heads of one, and combines the scores.
+
+    `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of the first member;
+    `truncated` is True if any member truncated. An error names the member that it comes from.
 
     `members`: a scorer for each model; for `over: heads` exactly one, of a model with several heads. `names`: of the
     members, for errors. Raises `ConfigError` for members that do not fit the configuration, and where scores are to be
@@ -120,24 +127,10 @@ class EnsembleScorer:
         """Tokens of the plain rows scored so far, by all members."""
         return sum(member.num_row_tokens for member in set(self.members))
 
-    def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """Score whole conversations, as `Scorer.score` does; an error names the member that it comes from.
-
-        `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of the first member;
-        `truncated` is True if any member truncated.
-        """
-        return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
-
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[tuple[Prepared, ...]]:
-        """The first half of `score`: each conversation as the tokens of each member."""
-        by_member = []
-        for m, member in enumerate(self.members):
-            with self._errors_name(m):
-                by_member.append(member.prepare(conversations, where=where, on_error=on_error))
+        by_member = self._each(lambda _, member: member.prepare(conversations, where=where, on_error=on_error))
         return list(zip(*by_member, strict=True))
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[tuple[Prepared, ...]]:
@@ -150,29 +143,18 @@ class EnsembleScorer:
         return len({member.renderer.fingerprint for member in self.members}) == 1
 
     def score_prepared(self, prepared: Sequence[tuple[Prepared, ...]], *, on_error: OnError = "raise") -> list[Score]:
-        """The second half of `score`: the tokens of `prepare` go through each member."""
-        by_member: list[list[Score]] = []
-        for m, member in enumerate(self.members):
-            with self._errors_name(m):
-                by_member.append(member.score_prepared([one[m] for one in prepared], on_error=on_error))
+        by_member = self._each(lambda m, one: one.score_prepared([tokens[m] for tokens in prepared], on_error=on_error))
         if self.config.over == "heads":
             joined = [one if one.score is None else replace(one, members=one.heads) for one in by_member[0]]
         else:
             joined = [self._joined(scores) for scores in zip(*by_member, strict=True)]
-        values_SM = np.array([one.members for one in joined if one.score is not None], dtype=np.float64)
-        if not len(values_SM):
+        values_SM = [one.members for one in joined if one.score is not None]
+        if not values_SM:
             return joined
-        if self._constants is not None:
-            values_SM = standardize(values_SM, *self._constants)
-        coefficient = self.config.uncertainty_coefficient
-        combined = iter(combine(values_SM, self.config.method, uncertainty_coefficient=coefficient).tolist())
+        coefficient, constants = self.config.uncertainty_coefficient, self._constants
+        values_S = combine(values_SM, self.config.method, uncertainty_coefficient=coefficient, constants=constants)
+        combined = iter(values_S.tolist())
         return [one if one.score is None else replace(one, score=next(combined)) for one in joined]
-
-    def score_completions(
-        self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """Score several completions of one context; a completion is messages, or the text of an assistant message."""
-        return self.score(as_conversations(context, completions), on_error=on_error)
 
     def _joined(self, scores: Sequence[Score]) -> Score:
         """One conversation's scores by the members; the first member without one gives the error."""
@@ -182,23 +164,20 @@ class EnsembleScorer:
                 return replace(joined, score=None, error=f"{self._label(m)}: {one.error}")
         return replace(joined, members=tuple(one.score for one in scores if one.score is not None))
 
-    @contextlib.contextmanager
-    def _errors_name(self, m: int) -> Iterator[None]:
-        try:
-            yield
-        except TreewardError as error:
-            if self.config.over == "heads":
-                raise
-            raise _named(error, self._label(m)) from error
+    def _each(self, ask: Callable[[int, Scorer], list[_T]]) -> list[list[_T]]:
+        """What every member gives; its errors name it."""
+        found = []
+        for m, member in enumerate(self.members):
+            try:
+                found.append(ask(m, member))
+            except TreewardError as error:
+                if self.config.over == "heads":
+                    raise
+                raise error.but(summary=f"{error.summary} ({self._label(m)})") from error
+        return found
 
     def _label(self, m: int) -> str:
         return f"member {m + 1} of {len(self.members)}, {self.names[m]}"
-
-
-def _named(error: TreewardError, label: str) -> TreewardError:
-    given = {} if error.got is None else {"got": error.got}
-    summary = f"{error.summary} ({label})"
-    return type(error)(summary, where=error.where, field=error.field, need=error.need, fix=error.fix, **given)
 
 
 def _constants(
@@ -208,52 +187,31 @@ def _constants(
     if not names:
         raise ConfigError("an ensemble has no members", need="at least one model")
     if config.over == "heads" and len(names) > 1:
-        raise ConfigError(
-            "an ensemble of heads has one model",
-            field="over",
-            got=f"over: heads, {len(names)} models",
-            fix="set over=models, or name one model",
-        )
+        raise ConfigError("an ensemble of heads has one model", field="over", got=f"heads of {len(names)} models")
     if not config.standardize:
         return None
     if config.means is not None and config.stds is not None:
         if config.over == "models":
             _check_number(config.means, len(names), "models")
         return config.means, config.stds
-    if config.over == "heads":
-        raise ConfigError(
-            "the heads cannot be standardized: their means and standard deviations are unknown",
-            where=names[0],
-            field="means, stds",
-            need="one number for each head in both: a calibration covers only the whole score",
-            fix="give means and stds, or set standardize=false",
-        )
     calibrations = [None if contract is None else contract.calibration for contract in contracts]
     known = [one.normalization for one in calibrations if one is not None and one.normalization is not None]
-    fingerprints = {one.provenance.fingerprint for one in calibrations if one is not None and one.provenance}
-    if len(known) == len(names) and len(fingerprints) <= 1:
+    data = {one.provenance.fingerprint for one in calibrations if one is not None and one.provenance}
+    if config.over == "models" and len(known) == len(names) and len(data) <= 1:
         return tuple(one.mean for one in known), tuple(one.std for one in known)
-    without = [name for name, one in zip(names, calibrations, strict=True) if one is None or one.normalization is None]
-    reason = (
-        "the mean and standard deviation of a member's scores are unknown"
-        if without
-        else "the members were calibrated on different data"
-    )
-    first = (without or names)[0]
     raise ConfigError(
-        f"the members cannot be standardized: {reason}",
-        where=first,
-        field="calibration",
-        need="a calibration of each member on the same data",
-        fix=f"treeward calibrate {first} --data FILE; or give means and stds, or set standardize=false",
+        "the members cannot be standardized",
+        where=names[0],
+        field="means, stds",
+        got="heads, and a calibration covers the whole score"
+        if config.over == "heads"
+        else f"{len(known)} of {len(names)} models with a calibration, on {len(data)} data sets",
+        need="a calibration of each model on the same data, or one number for each member in means and stds",
+        fix="treeward calibrate MODEL --data FILE for each; or give means and stds, or set standardize=false",
     )
 
 
 def _check_number(means: Sequence[float], number: int, what: str) -> None:
     if len(means) != number:
-        raise ConfigError(
-            f"means and stds do not fit the {what}",
-            field="means",
-            got=f"{len(means)} of each, {number} {what}",
-            need=f"one number for each of the {what}, in order",
-        )
+        got = f"{len(means)} of each, {number} {what}"
+        raise ConfigError(f"means and stds do not fit the {what}", field="means", got=got)

@@ -11,12 +11,13 @@ None, unless the truncation policy cuts its context, and then `Score.truncated` 
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -25,17 +26,18 @@ from torch import Tensor
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Renderer, Truncation
 from treeward.errors import ConfigError, DataError, ModelError, TreewardError, shown
-from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract
+from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
 from treeward.model.loading import load_reward_model
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.pretrained import load_tokenizer, quiet_transformers
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
-from treeward.scoring.diagnosis import diagnose
+from treeward.scoring.diagnosis import Check, diagnose
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.tree.token_tree import common_prefix_length
 
 _OTHER_COMPLETION = "~"
 _MOST_PROMPTS = 4096
+_P = TypeVar("_P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,38 @@ class Prepared:
     prompt_length: int = 0
 
 
-class Scorer:
+class PreparedScorer(abc.ABC, Generic[_P]):
+    """Scores in two halves: conversations become tokens, and tokens become scores."""
+
+    @abc.abstractmethod
+    def prepare(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[_P]:
+        """The first half of `score`, without the model: conversations become tokens. A server does it beforehand."""
+
+    @abc.abstractmethod
+    def score_prepared(self, prepared: Sequence[_P], *, on_error: OnError = "raise") -> list[Score]:
+        """The second half of `score`: the tokens of `prepare` go through the model."""
+
+    def score(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[Score]:
+        """Score whole conversations. `where` names each in errors.
+
+        A conversation that is too long has the score None. Raises `DataError` for one that is empty, has no assistant
+        turn at its end, or that the chat template refuses, and `ModelError` for a score that is not finite; with
+        `on_error="mask"` its score is None instead, and `Score.error` says why.
+        """
+        return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
+
+    def score_completions(
+        self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
+    ) -> list[Score]:
+        """Score several completions of one context; a completion is messages, or the text of an assistant message."""
+        return self.score(as_conversations(context, completions), on_error=on_error)
+
+
+class Scorer(PreparedScorer[Prepared]):
     """Scores conversations with one reward model.
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing; `max_sequences`: most conversations
@@ -156,21 +189,9 @@ class Scorer:
         """Tokens of the conversations that were scored so far: what plain rows would have computed."""
         return self.model.num_row_tokens
 
-    def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """Score whole conversations. `where` names each in errors.
-
-        A conversation that is too long has the score None. Raises `DataError` for one that is empty, has no assistant
-        turn at its end, or that the chat template refuses, and `ModelError` for a score that is not finite; with
-        `on_error="mask"` its score is None instead, and `Score.error` says why.
-        """
-        return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
-
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Prepared]:
-        """The first half of `score`, without the model: conversations become tokens. A server does it beforehand."""
         names = where or [f"conversation {i}" for i in range(len(conversations))]
         prepared = self._render(conversations, names, on_error)
         if self.prefix_cache is not None:
@@ -189,7 +210,6 @@ class Scorer:
         return [self._prepare_text(text, f"text {i}") for i, text in enumerate(texts)]
 
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
-        """The second half of `score`: the tokens of `prepare` go through the model."""
         with_ids = [one for one in prepared if one.ids is not None]
         values_SH = self._values([one.ids or [] for one in with_ids], [one.prompt_length for one in with_ids])
         remaining = iter(values_SH.tolist())
@@ -200,16 +220,6 @@ class Scorer:
             for one in prepared
         ]
 
-    def score_completions(
-        self,
-        context: Conversation,
-        completions: Sequence[Conversation | str],
-        *,
-        on_error: OnError = "raise",
-    ) -> list[Score]:
-        """Score several completions of one context; a completion is messages, or the text of an assistant message."""
-        return self.score(as_conversations(context, completions), on_error=on_error)
-
     def score_tokens(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Score token sequences, each a whole conversation; float32 values in order. Raises `ModelError` as `score`."""
         values_SH: list[list[float]] = self._values(sequences).tolist()
@@ -219,34 +229,30 @@ class Scorer:
 
     def _replay(self, contract: ScoringContract, model: str, *, with_tokens: bool) -> None:
         """Replay the golden conversations. Raises `ModelError` where they become other tokens or have other scores."""
-
-        def broken(what: str, got: str | None, need: str | None) -> ModelError:
-            return ModelError(
-                f"the model does not keep its scoring contract: the {what}",
-                where=model,
-                got=got,
-                need=f"{need}, says {CONTRACT_FILE}",
-                fix=f"treeward verify {model} names what differs; restore it, or, if you changed it on purpose, write "
-                f"a new contract: treeward verify {model} --write --force",
-            )
-
-        limit = contract.rendering.max_length
+        limit, check = contract.rendering.max_length, None
         for example in contract.golden if with_tokens else ():
             try:
                 ids = self.renderer.encode(example.messages)
-            except DataError as error:
-                raise broken("template", f"{example.name!r}: {error.summary}", "its tokens") from error
+            except DataError:  # the template refuses it
+                ids = []
             if ids != example.token_ids and (limit is None or len(ids) <= limit):
-                got = f"other tokens for the golden conversation {example.name!r}"
-                raise broken("chat template or the tokenizer", got, "those of the contract")
-        counts = self.model.num_computed_tokens, self.model.num_row_tokens
-        values_SH = self._values([example.token_ids for example in contract.golden]).tolist()
-        self.model.num_computed_tokens, self.model.num_row_tokens = counts
-        scores = [sum(h.weight * v for h, v in zip(contract.heads, values, strict=True)) for values in values_SH]
-        dtype: Dtype = "float32" if self.model.hf.dtype == torch.float32 else "bfloat16"
-        check = diagnose(contract, scores, dtype=dtype)
+                check = Check("tokens", "differs", f"the conversation {example.name!r} becomes other tokens")
+                break
+        if check is None:
+            counts = self.model.num_computed_tokens, self.model.num_row_tokens
+            values_SH = self._values([example.token_ids for example in contract.golden]).tolist()
+            self.model.num_computed_tokens, self.model.num_row_tokens = counts
+            scores = [sum(h.weight * v for h, v in zip(contract.heads, values, strict=True)) for values in values_SH]
+            check = diagnose(contract, scores, dtype="float32" if self.model.hf.dtype == torch.float32 else "bfloat16")
         if check.state == "differs":
-            raise broken(f"{check.part} ({check.summary})", check.got, check.need)
+            raise ModelError(
+                f"the model does not keep its scoring contract: {check.part} ({check.summary})",
+                where=model,
+                got=check.got,
+                need=f"{check.need or 'those'} of {CONTRACT_FILE}",
+                fix=f"treeward verify {model} names what differs: restore it; or, if the change is wanted, write a new "
+                f"contract: treeward verify {model} --write --force",
+            )
 
     def _values(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> Tensor:
         return self.model.score_tokens(
