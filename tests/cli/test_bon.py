@@ -242,7 +242,7 @@ def test_wrong_proxies_and_golds_are_told_before_anything_is_scored(
             {"prompt": "?", "responses": ["a", "b"], "n": [1, 2], "gold_scores": [1]},
             "has no gold_scores with a number for each",
         ),
-        ({"prompt": "?", "gold_scores": [1]}, "nothing to score"),
+        ({"prompt": "?", "gold_scores": [1]}, "these keys together"),
         ("{not json", "JSON"),
     ],
 )

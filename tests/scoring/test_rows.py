@@ -59,7 +59,9 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
     ("values", "message"),
     [
         ({"text": "4"}, r"nothing to score(?s:.*)\['text'\](?s:.*)messages; or"),
-        ({"prompt": "2 + 2?"}, "nothing to score"),
+        ({"prompt": "2 + 2?"}, r"these keys together(?s:.*)\['prompt'\]"),
+        ({"prompt": "2 + 2?", "completions": ["4", "5"]}, "these keys together"),
+        ({"prompt": "2 + 2?", "context": [ASK], "completions": [[FOUR]]}, "these keys together"),
         ({"messages": []}, "messages"),
         ({"messages": [ASK, {"content": "4"}]}, "role"),
         ({"context": [ASK], "completions": []}, "completions"),
@@ -67,9 +69,9 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
         ({"prompt": "2 + 2?", "responses": {}}, "responses"),
         ({"prompt": [], "responses": ["4"]}, "prompt"),
         ({"prompt": "2 + 2?", "responses": [4]}, "responses"),
-        ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "nothing to score"),
-        ({"messages": [ASK, FOUR], "chosen": "4", "rejected": "5"}, "more than one way"),
-        ({"context": [ASK], "completions": ["4"], "responses": ["5"]}, "more than one way"),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "these keys together"),
+        ({"messages": [ASK, FOUR], "chosen": "4", "rejected": "5"}, "these keys together"),
+        ({"context": [ASK], "completions": ["4"], "responses": ["5"]}, "these keys together"),
         ({"messages": '[{"role": "user"'}, "messages is not valid JSON"),
     ],
 )
@@ -133,18 +135,6 @@ def test_what_an_earlier_scoring_has_left_is_replaced_and_told(
         "The rows already have error, score, truncated, which this scoring replaces."
     ]
     assert scored.num_failed == 0 and scored.values.keys() == {"messages", "score"} and scored.values["score"] != 99.0
-
-
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"prompt": "2 + 2?", "completions": ["4", "5"]}, "prompt"),
-        ({"prompt": "2 + 2?", "context": [ASK], "completions": [[FOUR]]}, "prompt"),
-    ],
-)
-def test_a_beginning_that_would_be_left_out_is_an_error(values: dict[str, Any], field: str) -> None:
-    with pytest.raises(DataError, match=rf"in\.jsonl:1: the row has a {field}, which is not read"):
-        conversations_of(values, "in.jsonl:1")
 
 
 def test_a_column_called_reward_stays_where_none_is_made(scorer: Scorer) -> None:

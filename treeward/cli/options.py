@@ -169,7 +169,7 @@ def check_shaping(section: ServedModelConfig, *, alone: bool = False, tokenizer:
     """
     if section.shaping is None:
         return None
-    from treeward.scoring.rewarding import check_alone, check_fixed, load_shaper
+    from treeward.scoring.rewarding import check_fixed, load_shaper
 
     shaper = load_shaper(
         section.shaping,
@@ -179,7 +179,7 @@ def check_shaping(section: ServedModelConfig, *, alone: bool = False, tokenizer:
         trust_remote_code=section.trust_remote_code,
     )
     assert shaper is not None
-    (check_alone if alone else check_fixed)(shaper.config, "--shaping")
+    check_fixed(shaper.config, "--shaping", alone=alone)
     return shaper
 
 

@@ -14,10 +14,9 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import combinations, islice
+from itertools import combinations, islice, pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ from treeward.config.reward_shaping import (
 )
 from treeward.data.preference import Preference, preference_to_dict
 from treeward.errors import ConfigError, DataError
-from treeward.scoring.score import ConversationScorer
+from treeward.scoring.score import Conversation, ConversationScorer
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import completion_length
 from treeward.version import VERSION
@@ -58,17 +57,8 @@ _ROBUST_ROUNDS = 3
 _EXACT_UP_TO = 1000  # points; above that, local regressions are skipped within a hundredth of the range
 
 
-@dataclass
-class _Collected:
-    """Scores and lengths of the completions; `pairs`: indices of (better, worse) completions."""
-
-    scores: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    pairs: list[tuple[int, int]] = field(default_factory=list)
-    num_comparisons: int = 0
-    num_usable: int = 0
-    num_failed: int = 0
-    first_error: str | None = None
+_Scored = tuple[int, float, int]
+"""Rank, score and length of a completion."""
 
 
 def calibrate(
@@ -93,22 +83,27 @@ def calibrate(
         raise ConfigError(
             "lengths are counted in tokens, and there is no tokenizer",
             field="length_unit",
-            got="tokens, tokenizer=None",
             need="a tokenizer, or length_unit: characters",
         )
-    found, digest = _Collected(), hashlib.sha256()
+    found: list[list[_Scored]] = []
+    errors: list[str] = []
+    digest = hashlib.sha256()
     remaining = iter(preferences)
     while chunk := list(islice(remaining, _COMPARISONS_AT_ONCE)):
         for preference in chunk:
             row = preference_to_dict(preference)
             digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        _collect(scorer, chunk, length_unit, tokenizer, found)
+        found += _scored(scorer, chunk, lambda chat: completion_length(chat, length_unit, tokenizer), errors)
         if on_progress is not None:
             on_progress(len(chunk))
-    _check(found, name)
-    logger.info("Fitting the constants to %d scores.", len(found.scores))
-    scores, lengths = np.asarray(found.scores), np.asarray(found.lengths, dtype=np.float64)
-    better, worse = np.asarray(found.pairs, dtype=np.int64).reshape(-1, 2).T
+    _check(found, errors, name)
+    flat = [one for group in found for one in group]
+    logger.info("Fitting the constants to %d scores.", len(flat))
+    ranks, scores, lengths = (np.array(column, dtype=np.float64) for column in zip(*flat, strict=True))
+    starts = np.cumsum([0, *map(len, found)])
+    pairs = [pair for start, end in pairwise(starts.tolist()) for pair in combinations(range(start, end), 2)]
+    ordered = [(i, j) if ranks[i] < ranks[j] else (j, i) for i, j in pairs if ranks[i] != ranks[j]]
+    better, worse = np.asarray(ordered, dtype=np.int64).reshape(-1, 2).T
     temperature = fit_temperature(scores[better] - scores[worse], name=name)
     curve = fit_length_curve(scores, lengths, unit=length_unit)
     if curve is not None:
@@ -122,9 +117,9 @@ def calibrate(
         provenance=CalibrationProvenance(
             data=PurePath(name).name if PurePath(name).is_absolute() else name,
             fingerprint=digest.hexdigest(),
-            num_comparisons=found.num_comparisons,
-            num_conversations=len(found.scores),
-            num_failed=found.num_failed,
+            num_comparisons=len(found),
+            num_conversations=len(flat),
+            num_failed=len(errors),
             treeward_version=VERSION,
             date=datetime.now(UTC).date().isoformat(),
         ),
@@ -167,24 +162,18 @@ def fit_temperature(differences: Floats, *, name: str | None = None) -> Calibrat
     minimises it: None, with a warning. If no pair is in the wrong order, no T above 0 does: the targets are then
     (P + 1)/(P + 2) instead of 1 (Platt 1999), with a warning. `name`: of the data, for the log.
     """
-    num_pairs, of = len(differences), f"{name}: " if name else ""
+    num_pairs = len(differences)
     if num_pairs == 0 or differences.mean() <= 0:
-        logger.warning(
-            "%sno temperature: the better completion does not score higher on average over %d ordered pairs, so no "
-            "temperature makes probabilities of these scores.",
-            of,
-            num_pairs,
-        )
+        reason = "no temperature: the better completion does not score higher on average"
+    elif differences.min() >= 0:
+        reason = "the temperature is a cautious guess: no pair is in the wrong order, so any lower one fits better"
+    else:
+        reason = None
+    if reason is not None:
+        logger.warning("%s: %s, over %d ordered pairs.", name or "calibration", reason, num_pairs)
+    if num_pairs == 0 or differences.mean() <= 0:
         return None
-    target = 1.0
-    if differences.min() >= 0:
-        target = (num_pairs + 1) / (num_pairs + 2)
-        logger.warning(
-            "%sthe temperature is a cautious guess: all %d ordered pairs are in the right order, so any lower "
-            "temperature fits better. Use more comparisons.",
-            of,
-            num_pairs,
-        )
+    target = 1.0 if reason is None else (num_pairs + 1) / (num_pairs + 2)
 
     def slope(log_b: float) -> float:
         scaled = differences * math.exp(log_b)
@@ -209,53 +198,41 @@ def preference_nll(differences: Floats, temperature: float) -> float:
     return float(np.mean(np.logaddexp(0.0, -differences / temperature)))
 
 
-def _collect(
+def _scored(
     scorer: ConversationScorer,
     chunk: Sequence[Preference],
-    unit: LengthUnit,
-    tokenizer: PreTrainedTokenizerBase | None,
-    found: _Collected,
-) -> None:
+    length_of: Callable[[Conversation], int],
+    errors: list[str],
+) -> Iterator[list[_Scored]]:
+    """The scored completions of each comparison; `errors` collects why others have no score."""
     conversations = [[*p.context, *completion.messages] for p in chunk for completion in p.completions]
     results = iter(zip(scorer.score(conversations, on_error="mask"), conversations, strict=True))
     for preference in chunk:
-        ranked: list[tuple[int, int]] = []
+        group: list[_Scored] = []
         for completion in preference.completions:
             result, conversation = next(results)
             if result.score is None:
-                found.num_failed += 1
-                found.first_error = found.first_error or result.error or "there is no score"
-                continue
-            ranked.append((completion.rank, len(found.scores)))
-            found.scores.append(result.score)
-            found.lengths.append(completion_length(conversation, unit, tokenizer))
-        for (rank, i), (other_rank, j) in combinations(ranked, 2):
-            if rank != other_rank:
-                found.pairs.append((i, j) if rank < other_rank else (j, i))
-        found.num_comparisons += 1
-        found.num_usable += len(ranked) > 1
+                errors.append(result.error or "there is no score")
+            else:
+                group.append((completion.rank, result.score, length_of(conversation)))
+        yield group
 
 
-def _check(found: _Collected, name: str) -> None:
-    if found.num_usable < 2:
-        reason = f"; the first failure: {found.first_error}" if found.first_error else ""
+def _check(found: Sequence[Sequence[_Scored]], errors: Sequence[str], name: str) -> None:
+    usable, scores = sum(len(group) > 1 for group in found), [score for group in found for _, score, _ in group]
+    if usable < 2:
+        reason = f"; the first failure: {errors[0]}" if errors else ""
         raise DataError(
             "there are too few comparisons to calibrate on",
             where=name,
-            got=f"{found.num_usable} with two scored completions, of {found.num_comparisons} comparisons; "
-            f"{found.num_failed} completions have no score{reason}",
+            got=f"{usable} with two scored completions, of {len(found)} comparisons{reason}",
             need="2 at least, and hundreds for constants worth using",
         )
-    if min(found.scores) == max(found.scores):
-        raise DataError(
-            "all completions have the same score, so there is nothing to calibrate",
-            where=name,
-            got=f"{found.scores[0]} for each of {len(found.scores)} completions",
-        )
-    if found.num_failed:
-        total = found.num_failed + len(found.scores)
+    if min(scores) == max(scores):
+        raise DataError("all completions have the same score, so there is nothing to calibrate", where=name)
+    if errors:
         logger.warning("%d of %d completions have no score and are left out; the first: %s.",
-                       found.num_failed, total, found.first_error)  # fmt: skip
+                       len(errors), len(errors) + len(scores), errors[0])  # fmt: skip
 
 
 def _smooth(scores: Floats, lengths: Floats, most_at_one_length: int) -> Floats:

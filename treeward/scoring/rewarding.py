@@ -127,7 +127,7 @@ class RewardScorer:
     """
 
     def __init__(self, scorer: ConversationScorer, shaper: Shaper, *, where: str = "reward_shaping") -> None:
-        check_alone(shaper.config, where)
+        check_fixed(shaper.config, where, alone=True)
         self.scorer, self.shaper = scorer, shaper
 
     def score(
@@ -147,29 +147,25 @@ class RewardScorer:
         return [replace(one.score, score=one.value, error=one.error) for one in rewards]
 
 
-def check_fixed(shaping: RewardShapingConfig, where: str) -> None:
-    """Raise `ConfigError` for running statistics: a reward would depend on the rewards before it."""
+def check_fixed(shaping: RewardShapingConfig, where: str, *, alone: bool = False) -> None:
+    """Raise `ConfigError` for running statistics: a reward would depend on the rewards before it.
+
+    With `alone` also for reference completions: a reward would depend on more than its conversation.
+    """
     if shaping.running:
         raise ConfigError(
             "with running statistics a reward would depend on the order of the rows",
             where=where,
             field="running",
-            got="true",
             need="constants: reward_mean and reward_std, or those of the model's contract",
             fix="treeward calibrate MODEL --data FILE, and leave running out",
         )
-
-
-def check_alone(shaping: RewardShapingConfig, where: str) -> None:
-    """Raise `ConfigError` for a shaping whose rewards depend on more than the conversation."""
-    check_fixed(shaping, where)
-    if shaping.reference is not None:
+    if alone and shaping.reference is not None:
         raise ConfigError(
             "the shaping compares with reference completions, and there are none",
             where=where,
             field="reference",
             got=shaping.reference,
-            need="a shaping of the conversation alone",
             fix="leave reference out",
         )
 
@@ -201,20 +197,15 @@ def load_shaper(
     contract = None if is_ensemble else read_contract(model)
     if shaping == "contract":
         shaping = contract.reward_shaping if contract else None
-        if shaping is None:
-            fix = "give the section itself, as {length_penalty: {coefficient: 0.001}}"
-            if not is_ensemble:
-                fix += (
-                    "; or fit one and keep it in the contract: "
-                    f'treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"'
-                )
-            raise ConfigError(
-                "the model's scoring contract has no reward shaping",
-                where=model,
-                field="reward_shaping",
-                got="contract, of an ensemble" if is_ensemble else f"no such section in {CONTRACT_FILE}",
-                fix=fix,
-            )
+    if shaping is None:
+        raise ConfigError(
+            "the model's scoring contract has no reward shaping",
+            where=model,
+            field="reward_shaping",
+            got="contract, of an ensemble" if is_ensemble else f"no such section in {CONTRACT_FILE}",
+            fix="give the section itself, as {length_penalty: {coefficient: 0.001}}; or fit one and keep it in the "
+            f'contract: treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"',
+        )
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)
     return Shaper(shaping, calibration=contract.calibration if contract else None, tokenizer=tokenizer)

@@ -36,17 +36,17 @@ _Request = tuple[Row, list[list[Message]]]
 _ROWS_AT_ONCE = 256
 _OURS = ("score", "scores", "error", "truncated")
 _LISTS = ("messages", "completions", "responses")
-_SHAPES: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("messages",): ("context", "prompt"),  # the conversation is whole: they are columns like others
-    ("completions",): ("context",),
-    ("prompt", "responses"): ("prompt",),
-    ("context", "responses"): ("context",),
-    ("chosen", "rejected"): ("prompt",),
+_SHAPES = {
+    frozenset(shape.split())
+    for shape in (
+        *("completions", "context completions", "context responses", "prompt responses"),
+        *("chosen rejected", "prompt chosen rejected"),
+    )
 }
-"""The keys of each shape of row, and those that hold the context; another context would be ignored silently."""
+"""The keys of rows of several conversations; another key of them would be ignored silently."""
 _NEED = (
-    "messages; or context with completions or responses; or prompt with chosen and rejected, or with responses; "
-    "or chosen and rejected conversations"
+    "messages; or completions, alone or with context; or responses with context or prompt; or chosen and rejected, "
+    "alone or with prompt"
 )
 
 
@@ -112,33 +112,22 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
     """
     given = {key: value for key, value in values.items() if value is not None}
     row = {key: parse_json_list(value, key, where) if key in _LISTS else value for key, value in given.items()}
-    shapes = [shape for shape in _SHAPES if set(shape) <= row.keys()]
-    if len(shapes) != 1:
-        raise DataError(
-            "the row can be read in more than one way" if shapes else "the row has nothing to score",
-            where=where,
-            got=" and ".join("/".join(shape) for shape in shapes) if shapes else f"keys {sorted(map(str, values))}",
-            need=_NEED,
-            fix="remove the keys that are not to be scored" if shapes else None,
-        )
-    shape = shapes[0]
-    for key in ("context", "prompt"):
-        if key in row and key not in _SHAPES[shape]:
-            raise DataError(
-                f"the row has a {key}, which is not read beside {'/'.join(shape)}",
-                where=where,
-                field=key,
-                got=row[key],
-                need=_NEED,
-                fix="completions go with context, responses with context or prompt: rename one of them",
-            )
-    if shape == ("messages",):
+    keys = row.keys() & frozenset.union(*_SHAPES)
+    if "messages" in row and not keys - {"context", "prompt"}:  # which are columns like others then
         return [list(check_messages(row["messages"], "messages", where))]
-    if shape == ("chosen", "rejected"):
-        transcripts = isinstance(row["chosen"], str) and "prompt" not in row
+    if "messages" in row or keys not in _SHAPES:
+        raise DataError(
+            "the row has nothing to score" if not keys else "the row cannot be scored with these keys together",
+            where=where,
+            got=f"keys {sorted(map(str, values))}",
+            need=_NEED,
+        )
+    if "chosen" in keys:
+        transcripts = isinstance(row["chosen"], str) and "prompt" not in keys
         preference = (from_transcripts if transcripts else from_binary_row)(row, where)
         return [[*preference.context, *completion.messages] for completion in preference.completions]
-    field, key = shape[-1], _SHAPES[shape][0]
+    field = "completions" if "completions" in keys else "responses"
+    key = "prompt" if "prompt" in keys else "context"
     alone = key == "context" and row.get(key, []) == []
     context = [] if alone else list(as_messages(row[key], key, "user", where))
     ends = row[field]

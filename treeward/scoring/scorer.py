@@ -248,7 +248,7 @@ class Scorer(PreparedScorer[Prepared]):
             raise ModelError(
                 f"the model does not keep its scoring contract: {check.part} ({check.summary})",
                 where=model,
-                got=check.got,
+                got=check.got or "other tokens",
                 need=f"{check.need or 'those'} of {CONTRACT_FILE}",
                 fix=f"treeward verify {model} names what differs: restore it; or, if the change is wanted, write a new "
                 f"contract: treeward verify {model} --write --force",
