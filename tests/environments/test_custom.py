@@ -83,6 +83,12 @@ async def raises_later(conversations, env_infos, error):
     await asyncio.sleep(0)
     raises(conversations, env_infos, error)
 
+def hands_on(conversation, env_info):
+    return slowly(conversation, env_info) if env_info.get("later") else 0.5
+
+def hands_on_all(conversations, env_infos):
+    return slowly_all(conversations, env_infos)
+
 async def slowly_all(conversations, env_infos):
     await asyncio.sleep(0)
     return [2.0] * len(conversations)
@@ -231,7 +237,14 @@ def test_async_functions_also_inside_a_running_loop(rewards_file: str) -> None:
     assert step(f"{rewards_file}:slowly_all", [chat("4")] * 2, [{}, {}]).rewards.tolist() == [2, 2]
 
 
-def test_a_conversation_without_a_reply_is_not_shown_to_the_function(rewards_file: str) -> None:
+def test_a_function_that_returns_an_awaitable_is_awaited(rewards_file: str) -> None:
+    infos = [{"later": True}, {}, {"later": True, "fail": True}]
+    one, other, none = step(f"{rewards_file}:hands_on", [chat("4")] * 3, infos).rewards.tolist()
+    assert (one, other) == (1, 0.5) and math.isnan(none)
+    assert step(f"{rewards_file}:hands_on_all", [chat("4")] * 2, [{}, {}]).rewards.tolist() == [2, 2]
+
+
+def test_a_conversation_without_a_completion_is_not_shown_to_the_function(rewards_file: str) -> None:
     result = step(f"{rewards_file}:batch", [chat("4")[:1], chat("4"), []], [{}, {}, {}])
     assert [math.isnan(reward) for reward in result.rewards.tolist()] == [True, False, True]
     assert step(f"{rewards_file}:batch", [], []).rewards.shape == (0,)

@@ -55,71 +55,44 @@ class _Sample(NamedTuple):
 
 
 class _Convention(NamedTuple):
-    """How a function is called: `arguments` of the samples of a call, in the order of `parameters`.
+    """How a function is called: with `arguments` of a sample, in the order of `parameters`.
 
-    `sign`: the parameter that only this convention has. `batched`: a call takes all samples of a step. `by_name`: with
-    keyword arguments; the function may leave some of them out.
+    `sign`: the parameter that only this convention has. `batched`: one call takes all samples of a step, each argument
+    as a list. `by_name`: with keyword arguments; the function may leave some of them out.
     """
 
     name: str
     sign: str
     parameters: tuple[str, ...]
-    arguments: Callable[[Sequence[_Sample]], tuple[Any, ...]]
+    arguments: Callable[[_Sample], tuple[Any, ...]]
     batched: bool = False
     by_name: bool = False
 
 
+def _texts(sample: _Sample) -> tuple[Any, ...]:
+    return prompt_text(sample.conversation[:-1]), sample.completion
+
+
+def _verl(sample: _Sample) -> tuple[Any, ...]:
+    return sample.info.get("data_source"), sample.completion, sample.info.get("ground_truth"), sample.info
+
+
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _CONVENTIONS = (
-    _Convention(
-        "conversations",
-        "conversations",
-        ("conversations", "env_infos"),
-        lambda samples: ([one.conversation for one in samples], [one.info for one in samples]),
-        batched=True,
-    ),
-    _Convention("conversation", "conversation", ("conversation", "env_info"), lambda s: (s[0].conversation, s[0].info)),
-    _Convention(
-        "prompt_response",
-        "response",
-        ("prompt", "response"),
-        lambda s: (prompt_text(s[0].conversation[:-1]), s[0].completion),
-    ),
-    _Convention(
-        "prompt_response",
-        "responses",
-        ("prompts", "responses"),
-        lambda samples: ([prompt_text(one.conversation[:-1]) for one in samples], [one.completion for one in samples]),
-        batched=True,
-    ),
+    _Convention("conversations", "conversations", ("conversations", "env_infos"), lambda s: s[:2], batched=True),
+    _Convention("conversation", "conversation", ("conversation", "env_info"), lambda s: s[:2]),
+    _Convention("prompt_response", "response", ("prompt", "response"), _texts),
+    _Convention("prompt_response", "responses", ("prompts", "responses"), _texts, batched=True),
     _Convention(
         "trl",
         "completions",
         ("prompts", "completions"),
-        lambda samples: ([one.conversation[:-1] for one in samples], [one.conversation[-1:] for one in samples]),
+        lambda s: (s.conversation[:-1], s.conversation[-1:]),
         batched=True,
         by_name=True,
     ),
-    _Convention(
-        "verl",
-        "solution_str",
-        _VERL,
-        lambda s: (s[0].info.get("data_source"), s[0].completion, s[0].info.get("ground_truth"), s[0].info),
-        by_name=True,
-    ),
-    _Convention(
-        "verl",
-        "solution_strs",
-        tuple(f"{name}s" for name in _VERL),
-        lambda samples: (
-            [one.info.get("data_source") for one in samples],
-            [one.completion for one in samples],
-            [one.info.get("ground_truth") for one in samples],
-            [one.info for one in samples],
-        ),
-        batched=True,
-        by_name=True,
-    ),
+    _Convention("verl", "solution_str", _VERL, _verl, by_name=True),
+    _Convention("verl", "solution_strs", tuple(f"{name}s" for name in _VERL), _verl, batched=True, by_name=True),
 )
 
 
@@ -143,8 +116,6 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         self._parameters = inspect.signature(self._function).parameters
         self._convention = self._find_convention()
         self._check_call()
-        call = getattr(self._function, "__call__", None)  # noqa: B004
-        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(call)
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
@@ -162,7 +133,9 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
     def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
         calls = [samples] if self._convention.batched else [[one] for one in samples]
-        values = run_async(self._gather(calls)) if self._is_async else [self._value(call) for call in calls]
+        values = [self._value(call) for call in calls]
+        if any(map(inspect.isawaitable, values)):  # whatever the function was declared as
+            values = run_async(self._awaited(values))
         has_failed = isinstance(values[0], Reward) and values[0].value is None
         if not self._convention.batched or has_failed:
             return [_reward(value) for value in values] * (len(samples) // len(values))
@@ -183,21 +156,24 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         except _OWN_FAILURES as error:
             return self._failed(error)
 
-    async def _gather(self, calls: Sequence[Sequence[_Sample]]) -> list[Any]:
+    async def _awaited(self, values: Sequence[Any]) -> list[Any]:
         slots = asyncio.Semaphore(self.config.max_concurrency)
 
-        async def one(samples: Sequence[_Sample]) -> Any:
+        async def one(value: Any) -> Any:
+            if not inspect.isawaitable(value):
+                return value
             async with slots:
                 try:
-                    return await self._call(samples)
+                    return await value
                 except _OWN_FAILURES as error:
                     return self._failed(error)
 
-        return await asyncio.gather(*(one(samples) for samples in calls))
+        return await asyncio.gather(*map(one, values))
 
     def _call(self, samples: Sequence[_Sample]) -> Any:
         """Call the function with a batch or, where it takes one sample, with the only one in `samples`."""
-        arguments = self._convention.arguments(samples)
+        of_samples = [self._convention.arguments(sample) for sample in samples]
+        arguments = list(map(list, zip(*of_samples, strict=True))) if self._convention.batched else of_samples[0]
         if not self._convention.by_name:
             return self._function(*arguments, **self._kwargs)
         named = dict(zip(self._convention.parameters, arguments, strict=True))

@@ -133,7 +133,7 @@ class NemoRLEnvironment(Environment):
             return result.rewards
         filled = result.rewards
         if self.config.failed_samples == "group_mean":
-            filled = fill_with_group_means(filled, _groups(message_logs, failed))
+            filled = fill_with_group_means(filled, _groups(message_logs))
         first = f"sample {failed[0]}: {result.metadata[failed[0]][DETAILS]['error']}"
         if not bool(torch.isfinite(filled).all()):
             raise ModelError(
@@ -212,15 +212,13 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
     return config, str(kind or "reward_model"), section
 
 
-def _groups(message_logs: Sequence[Sequence[Mapping[str, Any]]], failed: Sequence[int]) -> list[Hashable]:
+def _groups(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Hashable]:
     """The group of each sample: the messages before the generated ones, which completions of one prompt share.
 
     Generated messages have `generation_logprobs`. NeMo RL hands over logs without them; then the last message is the
-    only generated one, since a step ends a sample. But logs that begin alike and continue with different turns of the
-    assistant may be completions of several turns; a failed sample among them has the group None.
+    only generated one, since a step ends a sample. None for a log without a completion.
     """
     groups: list[Hashable] = []
-    first_turns: list[Hashable] = []
     for log in message_logs:
         try:
             messages = conversation_of(log)
@@ -229,14 +227,6 @@ def _groups(message_logs: Sequence[Sequence[Mapping[str, Any]]], failed: Sequenc
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         generated = [i for i in turns if log[i].get("generation_logprobs") is not None]
         end = generated[0] if generated else len(messages) - 1
-        groups.append(_prefix(messages[:end]) if turns else None)
-        first_turns.append(None if generated or not turns else _prefix(messages[: turns[0]]))
-    for i in failed:
-        alike = {groups[j] for j, first in enumerate(first_turns) if first is not None and first == first_turns[i]}
-        if len(alike) > 1:
-            groups[i] = None
+        before = [(message.get("role"), message.get("content")) for message in messages[:end]]
+        groups.append(json.dumps(before, default=str) if turns else None)
     return groups
-
-
-def _prefix(messages: Sequence[Message]) -> str:
-    return json.dumps([(message.get("role"), message.get("content")) for message in messages], default=str)

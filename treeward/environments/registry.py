@@ -156,8 +156,4 @@ def _named(where: str) -> Iterator[None]:
         inner = error.where or WHERE
         if where == WHERE or not inner.startswith(WHERE):
             raise
-        got = {} if error.got is None else {"got": error.got}
-        name = where + inner.removeprefix(WHERE)
-        raise ConfigError(
-            error.summary, where=name, field=error.field, need=error.need, fix=error.fix, **got
-        ) from error.__cause__
+        raise error.but(where=where + inner.removeprefix(WHERE)) from error.__cause__

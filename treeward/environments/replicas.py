@@ -7,9 +7,9 @@
     pool.score(conversations)                 # the same scores, in order
     pool.shutdown()
 
-Conversations with a common prompt stay together, so that it is computed once. A step is cut into a few chunks per
-worker, the longest first, and each worker that becomes free takes the next. Ray restarts a worker that dies, and
-repeats its chunk there, `max_retries` times at most; then the chunk has no scores.
+Each worker gets one chunk of a step, all of about one size; conversations with a common prompt stay together, so that
+it is computed once. Ray restarts a worker that dies, and repeats its chunk there, `max_retries` times at most; then the
+chunk has no scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,9 +39,6 @@ __all__ = ["ReplicaPool", "ScoringWorker", "check_resources", "plan_chunks"]
 
 logger = logging.getLogger(__name__)
 
-_CHUNKS_PER_WORKER = 4
-_SMALLEST_CHUNK = 16_384
-"""Characters; less would not fill a forward pass."""
 _LOAD_RETRIES = 3
 """Restarts of a worker that dies before its model is loaded."""
 
@@ -149,18 +145,17 @@ class ReplicaPool:
         Raises the errors of the model, and `ModelError` where workers cannot be restarted or are shut down.
         """
         self.process_ids()  # restarted workers load their model first
-        # Not Ray's ActorPool: it gives a worker that has died the next chunk before it has restarted, or none any more.
-        waiting, idle = deque(plan_chunks(conversations, len(self._workers))), list(self._workers)
-        running: dict[Any, tuple[list[int], Any]] = {}
+        retries, seconds = self._config.max_retries, self._config.worker_timeout_seconds
+        chunks = plan_chunks(conversations, len(self._workers))
+        running = [
+            worker.score_part.options(max_task_retries=retries).remote(
+                [conversations[i] for i in chunk], timeout_seconds=seconds
+            )
+            for worker, chunk in zip(self._workers, chunks, strict=False)
+        ]
         scores: dict[int, Score] = {}
-        while waiting or running:
-            while waiting and idle:
-                chunk, worker = waiting.popleft(), idle.pop()
-                running[self._begin(worker, [conversations[i] for i in chunk])] = chunk, worker
-            [done], _ = self._ray.wait(list(running), num_returns=1)
-            chunk, worker = running.pop(done)
-            scores |= zip(chunk, self._result(done, len(chunk)), strict=True)
-            idle.append(worker)
+        for reference, chunk in zip(running, chunks, strict=True):
+            scores |= zip(chunk, self._result(reference, len(chunk)), strict=True)
         return [scores[i] for i in range(len(conversations))]
 
     def process_ids(self) -> list[int]:
@@ -197,10 +192,6 @@ class ReplicaPool:
                 self._ray.kill(worker)
         self._workers = []
 
-    def _begin(self, worker: Any, conversations: list[Conversation]) -> Any:
-        method = worker.score_part.options(max_task_retries=self._config.max_retries)
-        return method.remote(conversations, timeout_seconds=self._config.worker_timeout_seconds)
-
     def _result(self, reference: Any, num_conversations: int) -> list[Score]:
         errors = self._ray.exceptions
         try:
@@ -208,7 +199,7 @@ class ReplicaPool:
         except errors.RayTaskError as error:
             raise error.cause from None
         except errors.RayError as error:
-            self.process_ids()  # its worker restarts before it takes another chunk
+            self._check_open()
             attempts = self._config.max_retries + 1
             reason = f"tried {attempts} times: its worker died: {str(error).splitlines()[0]}"
             return [Score(None, error=reason)] * num_conversations
@@ -220,10 +211,9 @@ class ReplicaPool:
 
 
 def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list[list[int]]:
-    """The conversations' indices in chunks, the longest chunk first.
+    """The conversations' indices in one chunk per worker or fewer, as even in characters as whole prompts allow.
 
-    Conversations that differ only in their last message are in one chunk. There are as many chunks as workers, up to
-    four times as many for large steps, as even in characters as whole prompts allow.
+    Conversations that differ only in their last message are in one chunk.
     """
     prompts: dict[str, list[int]] = {}
     for i, conversation in enumerate(conversations):
@@ -233,14 +223,13 @@ def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list
         prompt: 1 + len(prompt) + sum(len(str(conversations[i][-1:])) for i in indices)
         for prompt, indices in prompts.items()
     }
-    wanted = min(num_workers * _CHUNKS_PER_WORKER, max(num_workers, sum(sizes.values()) // _SMALLEST_CHUNK))
-    chunks: list[list[int]] = [[] for _ in range(min(wanted, len(prompts)))]
+    chunks: list[list[int]] = [[] for _ in range(min(num_workers, len(prompts)))]
     loads = [0] * len(chunks)
     for prompt in sorted(prompts, key=lambda prompt: -sizes[prompt]):
         lightest = loads.index(min(loads))
         chunks[lightest] += prompts[prompt]
         loads[lightest] += sizes[prompt]
-    return [chunks[i] for i in sorted(range(len(chunks)), key=lambda i: -loads[i])]
+    return chunks
 
 
 def check_resources(config: RewardModelEnvironmentConfig, cluster: Mapping[str, float]) -> bool:
@@ -252,19 +241,16 @@ def check_resources(config: RewardModelEnvironmentConfig, cluster: Mapping[str, 
     on_gpu = wants_gpus and cluster.get("GPU", 0.0) > 0
     if wants_gpus and not on_gpu:
         logger.info("The Ray cluster has no GPU: %d replicas of the reward model run on CPUs.", config.num_workers)
-    needed = {"CPU": config.num_workers * config.cpus_per_replica}
-    if on_gpu:
-        needed["GPU"] = float(config.num_workers)
+    needed = {"CPU": config.num_workers * config.cpus_per_replica, "GPU": float(config.num_workers * on_gpu)}
     for name, amount in needed.items():
         if cluster.get(name, 0.0) < amount:
-            keys = "resources.gpus_per_node or resources.num_nodes" if name == "GPU" else "cpus_per_replica"
             raise ConfigError(
                 f"the Ray cluster has too few {name}s for the reward model",
                 where=WHERE,
                 field="resources" if name == "GPU" else "cpus_per_replica",
                 got=_listed(cluster),
                 need=f"{amount:g} {name}s for {config.num_workers} replicas",
-                fix=f"lower {keys} or num_replicas, or start Ray with more",
+                fix="ask for fewer replicas (resources, num_replicas), or start Ray with more",
             )
     return on_gpu
 

@@ -16,7 +16,6 @@ repeated; running statistics live in this object, not in the workers.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,11 +40,8 @@ from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.rewarding import Rewarder, load_shaper
 from treeward.scoring.score import Score
-from treeward.scoring.scorer import check_conversation
 
 __all__ = ["RewardModelEnvironment"]
-
-logger = logging.getLogger(__name__)
 
 Workers = Literal["auto", "here", "ray"]
 
@@ -103,7 +99,15 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             references = None if key is None else [plain(info.get(key)) for info in env_infos]
             found = self._rewarder.rewards(conversations, references, update=update)
             rewards = [replace(reward, components=_components(reward.score)) for reward in found]
-            self._check_failures(rewards)
+            failed = [f"sample {i}: {reward.error}" for i, reward in enumerate(rewards) if reward.value is None]
+            if failed and self.config.on_failure == "raise":
+                raise ModelError(
+                    f"{len(failed)} of {len(rewards)} samples have no reward",
+                    field="on_failure",
+                    got="; ".join(failed[:3]),
+                    fix="correct these samples, or set on_failure=mask to take such samples out of the loss",
+                )
+        log_failures(self.name, rewards)
         return rewards
 
     def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
@@ -112,23 +116,14 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         Only where the model runs in this process. Raises `DataError` for a conversation that has no completion, cannot
         be rendered or is too long.
         """
-        renderer = self._here("preprocess_data").scorer.renderer
-        names = [f"conversation {i}" for i in range(len(message_logs))]
-        logs = [
-            check_conversation(conversation_of(log, name), name) for log, name in zip(message_logs, names, strict=True)
-        ]
+        scorer = self._here("preprocess_data").members[0]
         rows = []
-        for (fitted, num_tokens), name in zip(renderer.fit_many(logs, where=names), names, strict=True):
-            if fitted is None:
-                raise DataError(
-                    "the conversation is too long",
-                    where=name,
-                    got=f"{num_tokens} tokens",
-                    need=f"at most {renderer.max_length}",
-                )
-            rows.append(fitted.token_ids)
+        for one in scorer.prepare([conversation_of(log) for log in message_logs]):
+            if one.ids is None:
+                raise DataError("the conversation cannot be tokenized", where=one.name, got=one.error)
+            rows.append(one.ids)
         lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        ids_BL = torch.full((len(rows), max(map(len, rows), default=0)), renderer.tokenizer.pad_token_id or 0)
+        ids_BL = torch.full((len(rows), max(map(len, rows), default=0)), scorer.renderer.tokenizer.pad_token_id or 0)
         for i, row in enumerate(rows):
             ids_BL[i, : len(row)] = torch.tensor(row)
         return {"input_ids": ids_BL, "input_lengths": lengths_B}
@@ -159,15 +154,12 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         return {"reward_shaping": shaper.state_dict() if shaper else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "reward_shaping" not in state:
-            raise CheckpointError("this is not the state of a reward-model environment", got=sorted(state))
-        if self._rewarder.shaper is not None:
-            self._rewarder.shaper.load_state_dict(state["reward_shaping"])
-        elif state["reward_shaping"]:
-            raise CheckpointError(
-                "the checkpoint has the statistics of a reward shaping that is switched off",
-                need="the configuration that the run was started with",
-            )
+        shaper, of_shaper = self._rewarder.shaper, state.get("reward_shaping")
+        if shaper is not None and of_shaper is not None:
+            shaper.load_state_dict(of_shaper)
+        elif shaper is not None or of_shaper != {}:
+            need = "the configuration that the run was started with"
+            raise CheckpointError("this is not the state of this environment", got=sorted(state), need=need)
 
     def shutdown(self) -> bool:
         """Free the model and end the workers. Safe to repeat; a later step is an error."""
@@ -178,9 +170,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def _running(self) -> ScoringWorker | ReplicaPool:
         if self._workers is None:
-            raise ModelError(
-                "the environment was shut down", got="a step after shutdown()", fix="make a new RewardModelEnvironment"
-            )
+            raise ModelError("the environment was shut down", fix="make a new RewardModelEnvironment")
         return self._workers
 
     def _here(self, what: str) -> ScoringWorker:
@@ -193,18 +183,6 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             need="one replica, without .remote",
             fix='RewardModelEnvironment(env_config, workers="here")',
         )
-
-    def _check_failures(self, rewards: Sequence[Reward]) -> None:
-        failed = [f"sample {i}: {reward.error}" for i, reward in enumerate(rewards) if reward.value is None]
-        if failed and self.config.on_failure == "raise":
-            raise ModelError(
-                f"{len(failed)} of {len(rewards)} samples have no reward",
-                field="on_failure",
-                got="; ".join(failed[:3]),
-                need="a reward for each sample, as on_failure: raise demands",
-                fix="correct these samples, or set on_failure=mask to take such samples out of the loss",
-            )
-        log_failures(self.name, rewards)
 
 
 def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
@@ -226,10 +204,8 @@ def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:
         got, need = f"{config.num_workers} replicas, workers='here'", "one replica, or Ray actors (no `workers`)"
         summary = "several replicas do not run in one process"
         raise ConfigError(summary, where=WHERE, field="num_replicas", got=got, need=need)
-    device = "cuda" if config.resources.gpus_per_node > 0 and torch.cuda.is_available() else "cpu"
-    if config.resources.gpus_per_node > 0 and device == "cpu":
-        logger.info("There is no GPU here: the reward model runs on the CPU.")
-    worker = ScoringWorker(config, device)
+    on_gpu = config.resources.gpus_per_node > 0 and torch.cuda.is_available()
+    worker = ScoringWorker(config, "cuda" if on_gpu else "cpu")
     worker.load()
     return worker
 
