@@ -6,7 +6,7 @@ combined("Reasoning", parts, weights=[164, 984])         # a Metric
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,12 +72,3 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
 def with_notes(metric: Metric, *notes: str | None) -> Metric:
     """The metric with further sentences in its note."""
     return replace(metric, note=" ".join(filter(None, (metric.note, *notes))) or None)
-
-
-def incomplete(groups: Mapping[str, Sized], sizes: Mapping[str, int], noun: str) -> str | None:
-    """A sentence if the examples by subset are not all of the published ones; `sizes`: how many each subset has."""
-    if all(len(groups.get(subset, ())) == size for subset, size in sizes.items()):
-        return None
-    absent = ", ".join(subset for subset in sizes if subset not in groups)
-    count = f"These are {sum(map(len, groups.values()))} of {sum(sizes.values())} {noun}"
-    return f"{count}{f'; none of {absent}' if absent else ''}: not comparable with published scores."

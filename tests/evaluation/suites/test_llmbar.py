@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.llmbar import SIZES, LLMBar
+from treeward.evaluation.suites.llmbar import SETS, LLMBar
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 
@@ -33,7 +33,7 @@ def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 def repository(tmp_path: Path) -> Path:
     """The authors' folders with few pairs, their results, and sets that are not LLMBar's."""
     root = tmp_path / "LLMBar"
-    for name in SIZES:
+    for name in SETS:
         parent = "Natural" if name == "Natural" else f"Adversarial/{name}"
         write(root / "Dataset" / "LLMBar" / parent / "dataset.json", rows_of(name, 3))
         write(root / "Dataset" / "LLMBar" / parent / "evaluators" / "GPT-4" / "result.json", [{"winner": 1}])
@@ -45,7 +45,7 @@ def repository(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("inside", ["", "Dataset", "Dataset/LLMBar"])
 def test_the_authors_folders(repository: Path, inside: str) -> None:
     examples = LLMBar().load(str(repository / inside))
-    assert [e.subset for e in examples] == [name for name in SIZES for _ in range(3)]
+    assert [e.subset for e in examples] == [name for name in SETS for _ in range(3)]
     assert examples[4].id == "Neighbor/2" and examples[4].context[0]["content"] == "Neighbor 1"
     assert [e.ranks for e in examples[:3]] == [(0, 1), (1, 0), (0, 1)]
     assert [c[0]["content"] for c in examples[1].completions] == ["one 1", "two 1"]
@@ -54,7 +54,7 @@ def test_the_authors_folders(repository: Path, inside: str) -> None:
 
 def test_a_part_of_them(repository: Path) -> None:
     folder = repository / "Dataset" / "LLMBar" / "Adversarial"
-    assert {e.subset for e in LLMBar().load(str(folder))} == set(SIZES) - {"Natural"}
+    assert {e.subset for e in LLMBar().load(str(folder))} == set(SETS) - {"Natural"}
     assert {e.subset for e in LLMBar().load(str(folder / "GPTOut"))} == {"GPTOut"}
     assert {e.subset for e in LLMBar().load(str(folder / "GPTOut" / "dataset.json"))} == {"GPTOut"}
 
@@ -77,11 +77,11 @@ def test_rewardbench_has_the_same_pairs(tmp_path: Path, write_parquet: Any) -> N
     rows = [row | {"subset": subset, "id": i} for i, subset in enumerate(subsets)]
     write_parquet(tmp_path / "data" / "filtered-00000-of-00001.parquet", rows)
     examples = LLMBar().load(str(tmp_path))
-    assert [(e.id, e.suite_data["id"]) for e in examples] == [
-        ("Natural/1", 2),
-        ("Natural/2", 4),
-        ("Neighbor/1", 0),
-        ("GPTInst/1", 3),
+    assert [(e.subset, e.suite_data["id"]) for e in examples] == [
+        ("Natural", 2),
+        ("Natural", 4),
+        ("Neighbor", 0),
+        ("GPTInst", 3),
     ]
     assert all(e.ranks == (0, 1) for e in examples)
 
@@ -105,7 +105,7 @@ def test_the_mean_of_the_adversarial_sets_is_that_of_the_paper(scored: Make) -> 
     """
     twice_right = {"Natural": 192, "Neighbor": 229, "GPTInst": 165, "GPTOut": 68, "Manual": 77}
     rows, answer = [], ({"role": "assistant", "content": "a"},)
-    for name, size in SIZES.items():
+    for name, size in zip(SETS, (100, 134, 92, 47, 46), strict=True):
         right, tie = divmod(twice_right[name], 2)
         for i in range(size):
             example = EvalExample(

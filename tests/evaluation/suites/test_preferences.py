@@ -50,7 +50,6 @@ def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., 
     result = suite.summarize(rows)
     # a: 0 of 1; b: 0>1, 0>2 and not 1>2; c: 0>2 and not 1>2
     assert result.headline.value == 3 / 6 and result.details["num_pairs"] == 6
-    assert result.details["best_of_accuracy"]["value"] == pytest.approx(1 / 3)
     assert result.headline.low is not None and result.headline.low <= 0.5 <= (result.headline.high or 0)
     assert "3 prompts" in str(result.headline.note)
 
@@ -61,14 +60,13 @@ def test_ties_of_scores(suite_of: Callable[..., PreferenceSuite], scored: Make, 
     a, b = suite.load()
     result = suite.summarize([scored(a, (1.0, 1.0, 0.0)), scored(b, (1.0, 1.0, 2.0))])
     # a: tie, right, right; b: tie, wrong, wrong
-    assert result.headline.value == pytest.approx(value) and result.details["num_tied_pairs"] == 2
+    assert result.headline.value == pytest.approx(value)
 
 
 def test_examples_without_an_order_count_in_no_accuracy(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:
     suite = suite_of(ranked("a", 0, 1), ranked("b", 0, 0))
     result = suite.summarize([scored(e, (1.0, 0.0)) for e in suite.load()])
     assert result.headline.value == 1.0 and result.headline.count == 1 and result.num_examples == 2
-    assert result.details["num_unordered"] == 1
 
 
 def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:

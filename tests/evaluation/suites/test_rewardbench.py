@@ -11,7 +11,7 @@ import pytest
 
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.rewardbench import SECTIONS, SIZES, WEIGHTS, RewardBench, result_path, section_scores
+from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 
@@ -63,26 +63,6 @@ BY_HAND = {
     "environment": (ENVIRONMENT, (352 / 358, 385 / 456, 692 / 740, (971 + MATH) / 1968), 0.9365001998),
 }
 
-# What `calculate_scores_per_section(EXAMPLE_COUNTS, SUBSET_MAPPING, table)` of the package rewardbench 0.1.4 returned
-# for random tables; of the third four subsets are missing. Columns in the order of SIZES.
-PACKAGE = [
-    (
-        "0.4524 0.9242 0.5598 0.9822 0.6539 0.9648 0.6934 0.8096 0.0941 0.3034 0.0907 0.6156 0.1575 0.015 0.5284 "
-        "0.4657 0.0419 0.5078 0.5874 0.1847 0.5119 0.6299 0.793",
-        (0.6700491620111733, 0.5276605263157895, 0.37169621621621624, 0.28884166666666666),
-    ),
-    (
-        "0.0596 0.2419 0.1902 0.7078 0.2297 0.3153 0.9957 0.9977 0.6624 0.4573 0.2782 0.289 0.0702 0.7663 0.4004 "
-        "0.0301 0.8402 0.4639 0.4405 0.8424 0.5191 0.6403 0.4998",
-        (0.21233491620111733, 0.7459627192982456, 0.34881594594594595, 0.7039333333333333),
-    ),
-    (
-        "0.8466 0.958 0.3865 - 0.118 0.758 0.0871 0.2698 0.073 0.6295 0.7785 0.2464 0.101 0.0599 0.797 - "
-        "- 0.0005 - 0.9103 0.47 0.9804 0.3974",
-        (0.6579015151515151, 0.31803223684210524, 0.40267317880794706, 0.55172),
-    ),
-]
-
 
 def pair(subset: str, number: int, prompt: str | None = None) -> EvalExample:
     user = {"role": "user", "content": prompt or f"{subset} {number}"}
@@ -92,20 +72,13 @@ def pair(subset: str, number: int, prompt: str | None = None) -> EvalExample:
 
 def whole_benchmark(scored: Make, accuracies: Mapping[str, float]) -> list[ScoredExample]:
     """Every pair of the published data, as many of each subset right as its accuracy says."""
-    right = {subset: round(accuracies[subset] * size) for subset, size in SIZES.items()}
+    sizes = {subset: weight for section in WEIGHTS.values() for subset, weight in section.items()} | {"math-prm": 447}
+    right = {subset: round(accuracies[subset] * size) for subset, size in sizes.items()}
     return [
         scored(pair(subset, number), (1.0, 0.0) if number < right[subset] else (0.0, 1.0))
-        for subset, size in SIZES.items()
+        for subset, size in sizes.items()
         for number in range(size)
     ]
-
-
-def test_sizes_and_weights_are_the_published_ones() -> None:
-    sizes = {section: sum(SIZES[one] for one in subsets) for section, subsets in SECTIONS.items()}
-    assert sizes == {"Chat": 358, "Chat Hard": 456, "Safety": 740, "Reasoning": 447 + 6 * 164}
-    assert sum(SIZES.values()) == 2985
-    assert WEIGHTS["math-prm"] == sum(WEIGHTS[one] for one in SIZES if one.startswith("hep-")) == 984
-    assert sorted(one for subsets in SECTIONS.values() for one in subsets) == sorted(SIZES)
 
 
 @pytest.mark.parametrize("column", BY_HAND)
@@ -119,19 +92,11 @@ def test_the_suite_computes_them_from_scores(scored: Make, column: str) -> None:
     assert (result.num_examples, result.num_failed, result.num_ties) == (2985, 0, 0)
 
 
-@pytest.mark.parametrize(("table", "sections"), PACKAGE)
-def test_sections_agree_with_the_package(table: str, sections: tuple[float, ...]) -> None:
-    accuracies = {subset: float(value) for subset, value in zip(SIZES, table.split(), strict=True) if value != "-"}
-    scores = section_scores(accuracies | {"model": "a string, as result files have it"})  # type: ignore[dict-item]
-    assert tuple(scores.values()) == pytest.approx(sections, abs=1e-15)
-
-
-def test_a_section_without_subsets_is_left_out_and_named(scored: Make) -> None:
-    assert section_scores({"donotanswer": 0.5}) == {"Safety": 0.5}
+def test_a_section_without_subsets_is_left_out_and_said(scored: Make) -> None:
     result = RewardBench().summarize([scored(pair("donotanswer", i), (1.0, i)) for i in range(4)])
     assert [(metric.name, metric.value) for metric in result.sections] == [("Safety", 0.25)]
     assert result.headline.value == 0.25
-    assert "4 of 2985" in str(result.headline.note) and "math-prm" in str(result.headline.note)
+    assert "4 of 2985" in str(result.headline.note)
 
 
 @pytest.mark.parametrize(("policy", "value"), [("strict", 0.25), ("half", 0.5)])
@@ -186,7 +151,7 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
         ({"subset": "hep-c++"}, "subset", "hep-cpp"),
         ({"chosen": None}, "chosen", "chosen does not fit"),
         ({"rejected": 3}, "rejected", "does not fit"),
-        ({"prompt": [{"content": "no role"}]}, "prompt[0].role", "no role"),
+        ({"prompt": [{"content": "no role"}]}, "prompt", "no role"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str, text: str) -> None:
@@ -225,14 +190,11 @@ def test_result_files_are_of_the_published_form(scored: Make) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("model", "path"),
-    [
-        ("org/model", "eval-set/org/model.json"),
-        ("/home/me/runs/final", "eval-set/runs/final.json"),
-        ("../../etc", "eval-set/etc.json"),
-        ("..", "eval-set/model.json"),
-    ],
-)
-def test_a_result_file_never_leaves_its_folder(model: str, path: str) -> None:
-    assert result_path("eval-set", model) == path
+def test_a_result_file_never_leaves_its_folder(scored: Make) -> None:
+    rows = [scored(pair("hep-go", 0), (1.0, 0.0))]
+    names = {"org/model": "org/model", "/home/me/runs/final": "runs/final", "../../etc": "etc", "..": "model"}
+    for model, file in names.items():
+        assert set(RewardBench().published_files(rows, model)) == {
+            f"eval-set/{file}.json",
+            f"eval-set-scores/{file}.json",
+        }

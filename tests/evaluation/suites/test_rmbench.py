@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.rmbench import RMBench, style_matrix
+from treeward.evaluation.suites.rmbench import RMBench
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 
@@ -59,11 +59,6 @@ def table(examples: list[EvalExample], scored: Make) -> list[ScoredExample]:
     return [scored(e, (*chosen, *rejected)) for e, (_, chosen, rejected) in zip(examples, TABLE, strict=True)]
 
 
-def test_the_matrix_has_a_row_per_style_of_the_chosen_answer() -> None:
-    matrix = style_matrix([(1.0, 2.0, 3.0), (0.0, 0.0, 9.0)], [(0.5, 1.5, 2.5), (9.0, 9.0, 8.0)])
-    assert np.array_equal(matrix, [[0.5, 0, 0], [0.5, 0.5, 0], [0.5, 0.5, 1.0]])
-
-
 def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
     result = RMBench().summarize(table)
     sections = {metric.name: metric.value for metric in result.sections}
@@ -72,9 +67,6 @@ def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
     assert {name: sections[name] for name in ("hard", "normal", "easy")} == pytest.approx(
         {name: OVERALL[name] for name in ("hard", "normal", "easy")}, abs=1e-12
     )
-    assert {name: result.details[name] for name in ("hard", "easy")} == pytest.approx(
-        {name: OVERALL[name] for name in ("hard", "easy")}
-    )
     assert np.mean(result.details["matrix"]) == pytest.approx(OVERALL["overall"])
     assert {metric.name for metric in result.subsets} == {"chat", "math", "code", "safety-refuse", "safety-response"}
     assert "11 of 1327" in str(result.headline.note)
@@ -82,8 +74,9 @@ def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
 
 def test_hard_is_where_the_wrong_answer_is_the_fancier_one(examples: list[EvalExample], scored: Make) -> None:
     fancy = [scored(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in examples]  # a model that only likes style
-    details = RMBench().summarize(fancy).details
-    assert (details["hard"], details["normal"], details["easy"]) == (0.0, 0.0, 1.0)
+    result = RMBench().summarize(fancy)
+    assert [metric.value for metric in result.sections[-3:]] == [0.0, 0.0, 1.0]
+    assert result.details["matrix"] == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
 
 
 def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredExample], scored: Make) -> None:
@@ -98,7 +91,6 @@ def test_examples_have_their_styles(examples: list[EvalExample]) -> None:
     one = examples[8]
     assert one.id == "safety-refuse/8" and one.subset == "safety-refuse" and one.ranks == (0, 0, 0, 1, 1, 1)
     assert [c[0]["content"] for c in one.completions][2:4] == ["right 2 8", "wrong 0 8"]
-    assert one.suite_data["styles"] == ["concise", "detailed", "markdown"] * 2
 
 
 def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import Part, combined
 from treeward.evaluation.statistics import weighted_mean_metric
 from treeward.evaluation.suites import SUITES, get_suite
-from treeward.evaluation.suites.rows import repository_rows, with_distinct_ids
+from treeward.evaluation.suites.rows import suite_rows, with_distinct_ids
 
 
 def test_names() -> None:
@@ -51,15 +51,15 @@ def test_ids_become_distinct() -> None:
     def example(identity: str) -> EvalExample:
         return EvalExample(identity, "s", (), ((),), (0,))
 
-    ids = [e.id for e in with_distinct_ids([example(i) for i in ("a", "a#2", "a", "b", "a")])]
-    assert ids == ["a", "a#2", "a#3", "b", "a#4"]
+    ids = [e.id for e in with_distinct_ids([example(i) for i in ("a", "a", "b", "a")])]
+    assert ids == ["a", "a#2", "b", "a#3"]
 
 
 def test_shards_are_read_in_order_and_only_of_the_split(tmp_path: Path, write_parquet: Any) -> None:
     for shard in (1, 0):
         write_parquet(tmp_path / "data" / f"test-0000{shard}-of-00002.parquet", [{"a": shard}])
     write_parquet(tmp_path / "data" / "testing-00000-of-00001.parquet", [{"a": 7}])
-    rows = list(repository_rows(str(tmp_path), "org/name", split="test"))
+    rows = list(suite_rows(str(tmp_path), "org/name", split="test"))
     assert [row.values["a"] for row in rows] == [0, 1]
 
 
@@ -70,9 +70,9 @@ def test_a_saved_dataset_and_a_pattern(tmp_path: Path) -> None:
     datasets.DatasetDict({"filtered": table, "raw": datasets.Dataset.from_list([{"a": 4}])}).save_to_disk(
         tmp_path / "d"
     )
-    assert [row.values["a"] for row in repository_rows(str(tmp_path / "d"), "org/name", split="filtered")] == [3]
+    assert [row.values["a"] for row in suite_rows(str(tmp_path / "d"), "org/name", split="filtered")] == [3]
     (tmp_path / "x.jsonl").write_text('{"a": 5}\n')
-    assert [r.values["a"] for r in repository_rows(str(tmp_path / "*.jsonl"), "org/name", split="filtered")] == [5]
+    assert [r.values["a"] for r in suite_rows(str(tmp_path / "*.jsonl"), "org/name", split="filtered")] == [5]
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

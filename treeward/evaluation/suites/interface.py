@@ -11,7 +11,7 @@ What holds in every suite:
   read, and its number would be of other examples than everyone else's. `num_failed` and the headline's note count
   them, and `headline_of_scored`, the headline without them, is compared with chance.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
-- A subset or section that the data lacks is left out, not zero, and the headline's note names it.
+- A subset or section that the data lacks is left out, not zero, and the headline's note says that examples are missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import Part, with_notes
-from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.results import SuiteResult
 
 TiePolicy = Literal["strict", "half"]
 """The value of a tie of chosen and rejected: `strict` 0, `half` 0.5."""
@@ -38,6 +38,8 @@ class Suite(ABC):
     """As its authors write it."""
     hub_path: ClassVar[str | None] = None
     """The dataset on the hub that `load(None)` reads."""
+    num_published: ClassVar[int | None] = None
+    """Of how many examples the published headline is."""
     caveat: str | None = None
     """A sentence that a reader must know beside the verdict, as that the model was chosen by these examples."""
 
@@ -55,27 +57,26 @@ class Suite(ABC):
     def summarize(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
-        num_failed = sum(one.failed for one in scored)
-        details: dict[str, Any] = {"tie_policy": self.tie_policy, **result.details}
-        headline = result.headline
-        of_scored: Metric | None = None
-        parts_of_scored: tuple[Metric, ...] = ()
+        rest = [one for one in scored if not one.failed]
+        num_failed, count = len(scored) - len(rest), result.headline.count
+        notes: list[str] = []
+        of_scored: dict[str, Any] = {}
+        if self.num_published not in (None, count):
+            notes.append(f"These are {count} of {self.num_published} examples: not comparable with published scores.")
         if num_failed:
-            if rest := [one for one in scored if not one.failed]:
-                without = self._compute(rest)
-                of_scored = replace(without.headline, note=None)
-                parts_of_scored = (*without.sections, *without.subsets)
-            failed = f"{num_failed} of {len(scored)} examples lack a score; what needs it counts as wrong."
-            headline = with_notes(headline, failed)
+            notes.append(f"{num_failed} of {len(scored)} examples lack a score; what needs it counts as wrong.")
+        if num_failed and rest:
+            without = self._compute(rest)
+            of_scored["headline_of_scored"] = replace(without.headline, note=None)
+            of_scored["parts_of_scored"] = (*without.sections, *without.subsets)
         return replace(
             result,
-            headline=headline,
+            headline=with_notes(result.headline, *notes),
             num_examples=len(scored),
             num_failed=num_failed,
             num_ties=sum(one.outcome == "tie" for one in scored),
-            details=details,
-            headline_of_scored=of_scored,
-            parts_of_scored=parts_of_scored,
+            details={"tie_policy": self.tie_policy, **result.details},
+            **of_scored,
         )
 
     @abstractmethod

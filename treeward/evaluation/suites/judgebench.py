@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
@@ -25,18 +26,10 @@ from pydantic import BaseModel
 from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import by_subset, with_notes
+from treeward.evaluation.parts import by_subset
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.rows import (
-    Prompt,
-    data_files,
-    example,
-    one_of,
-    read_as,
-    repository_rows,
-    with_distinct_ids,
-)
+from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, suite_rows, with_distinct_ids
 
 CATEGORIES: Mapping[str, str] = MappingProxyType(
     {
@@ -50,7 +43,6 @@ CATEGORIES: Mapping[str, str] = MappingProxyType(
 
 # Who wrote the pairs: the beginning of `response_model`, which is also the name of the split on the hub.
 _WRITERS = ("gpt", "claude")
-_SIZE = 350
 
 
 class JudgedRow(BaseModel):
@@ -71,6 +63,7 @@ class JudgeBench(Suite):
     name = "judgebench"
     title = "JudgeBench"
     hub_path = "ScalerLab/JudgeBench"
+    num_published = 350
 
     def load(self, source: str | None = None) -> list[EvalExample]:
         """The splits `gpt` and `claude` of the hub or of a copy, or the files of the authors' repository, or one file.
@@ -80,44 +73,24 @@ class JudgeBench(Suite):
         return with_distinct_ids([_example(row) for row in _rows(source, self.hub_path)])
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        writers: dict[str, list[ScoredExample]] = {}
-        for one in scored:
-            writers.setdefault(one.example.suite_data["writer"], []).append(one)
-        main = writers.get("gpt", list(scored))
-        sections = [
-            self.part(category, own).metric
-            for category in CATEGORIES
-            if (own := [one for one in main if one.example.suite_data["category"] == category])
-        ]
-        note = f"These are {len(main)} pairs and not the {_SIZE} of GPT-4o: not comparable with published scores."
-        complete = len(main) == _SIZE and "gpt" in writers
+        main = [one for one in scored if one.example.suite_data["writer"] == "gpt"] or scored
+        categories = {name: [one for one in main if one.example.subset.startswith(name)] for name in CATEGORIES}
         return SuiteResult(
             self.name,
-            with_notes(self.part("accuracy", main).metric, None if complete else note),
-            sections=tuple(sections),
+            self.part("accuracy", main).metric,
+            sections=tuple(self.part(name, own).metric for name, own in categories.items() if own),
             subsets=tuple(self.part(subset, group).metric for subset, group in by_subset(scored).items()),
-            details={"by_writer": {writer: self.part(writer, own).metric.value for writer, own in writers.items()}},
         )
 
 
 def _rows(source: str | None, hub_path: str) -> Iterator[Row]:
-    splits: Sequence[str | None] = _WRITERS
-    if source is not None and os.path.isdir(source):
-        names = {os.path.basename(file): file for file in data_files(source)}
-        pairs = [
-            file for name, file in names.items() if name.startswith("dataset=judgebench") and "judge_name=" not in name
-        ]
-        if pairs:  # the authors' repository; the files with judge_name are results
-            return chain.from_iterable(map(read_rows, pairs))
-        found = [
-            writer
-            for writer in _WRITERS
-            if os.path.isdir(os.path.join(source, writer)) or any(name.startswith(writer) for name in names)
-        ]
-        splits = found or [None]
-    elif source is not None and os.path.exists(source):
-        splits = [None]
-    return chain.from_iterable(repository_rows(source, hub_path, split=split) for split in splits)
+    if source is not None and os.path.isfile(source):
+        return read_rows(source)
+    # The authors' repository; the files with judge_name are results.
+    files = sorted(str(file) for file in Path(source).rglob("dataset=judgebench*")) if source else []
+    if files := [file for file in files if "judge_name=" not in file]:
+        return chain.from_iterable(map(read_rows, files))
+    return chain.from_iterable(suite_rows(source, hub_path, split=split) for split in _WRITERS)
 
 
 def _example(row: Row) -> EvalExample:
@@ -129,7 +102,5 @@ def _example(row: Row) -> EvalExample:
         raise DataError(summary, where=row.where, field="source", got=one.source, need=need)
     model = one.response_model
     writer = next((name for name in _WRITERS if model.lower().startswith(name)), model)
-    ranks = (0, 1) if one.label == "A>B" else (1, 0)
-    texts = (one.response_A, one.response_B)
-    subset = f"{category} ({writer})"
-    return example(row.where, str(one.pair_id), subset, one.question, texts, ranks, writer=writer, category=category)
+    ranks, texts = (0, 1) if one.label == "A>B" else (1, 0), (one.response_A, one.response_B)
+    return example(row.where, f"{category} ({writer})", one.pair_id, one.question, texts, ranks, writer=writer)

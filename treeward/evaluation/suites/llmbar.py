@@ -14,28 +14,25 @@ data, from which they are read when no source is given.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from treeward.data.sources import Row, read_rows
+from treeward.data.sources import read_rows
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import by_subset, combined, with_notes
+from treeward.evaluation.parts import by_subset, combined
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.rewardbench import PairRow
-from treeward.evaluation.suites.rows import Prompt, data_files, example, one_of, read_as, repository_rows
+from treeward.evaluation.suites.rewardbench import RewardBench
+from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as
 
-SIZES: Mapping[str, int] = MappingProxyType(
-    {"Natural": 100, "Neighbor": 134, "GPTInst": 92, "GPTOut": 47, "Manual": 46}
-)
-"""How many pairs each set has; all but Natural are adversarial."""
+SETS = ("Natural", "Neighbor", "GPTInst", "GPTOut", "Manual")
+"""All but Natural are adversarial."""
 
-_REWARDBENCH = "allenai/reward-bench"
+_OTHERS = {"evaluators", "CaseStudy", "Processed"}  # the repository's results, and data of other benchmarks
 
 
 class InstructionRow(BaseModel):
@@ -53,7 +50,8 @@ class LLMBar(Suite):
 
     name = "llmbar"
     title = "LLMBar"
-    hub_path = _REWARDBENCH
+    hub_path = RewardBench.hub_path
+    num_published = 419
 
     def load(self, source: str | None = None) -> list[EvalExample]:
         """The sets of a file, of a folder, or of RewardBench's data; see `Suite.load`.
@@ -62,67 +60,45 @@ class LLMBar(Suite):
         is one set called after the file. A folder may be the authors' repository or any part of it, or RewardBench's
         data, of which the subsets `llmbar-...` are taken.
         """
-        if source is not None and os.path.isfile(source):
-            own = _set_of(source) or os.path.basename(source).split(".")[0]
-            return [_example(row, own, number) for number, row in enumerate(read_rows(source), 1)]
-        if source is not None and os.path.isdir(source):
-            others = {"evaluators", "CaseStudy", "Processed"}  # results, and data of other benchmarks
-            files = [
-                file for file in data_files(source) if not others & set(os.path.relpath(file, source).split(os.sep))
-            ]
-            sets = {name: file for file in reversed(files) if (name := _set_of(file)) is not None}
-            if sets:
-                return [one for name in SIZES if name in sets for one in self.load(sets[name])]
-        return _of_rewardbench(repository_rows(source, _REWARDBENCH, split="filtered"))
+        path = Path(source or "").absolute()
+        if source is not None and path.is_file():
+            return _read_set(path, _set_of(path) or path.name.split(".")[0])
+        if source is not None and path.is_dir():
+            files = [file for file in sorted(path.rglob("*.json*")) if not _OTHERS & set(file.relative_to(path).parts)]
+            if sets := {name: file for file in files if (name := _set_of(file))}:
+                return [one for name in SETS if name in sets for one in _read_set(sets[name], name)]
+        return _of_rewardbench(RewardBench().load(source))
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        groups = by_subset(scored)
-        parts = {name: self.part(name, group) for name, group in groups.items()}
-        adversarial = [part for name, part in parts.items() if name in SIZES and name != "Natural"]
+        parts = {name: self.part(name, group) for name, group in by_subset(scored).items()}
+        adversarial = [part for name, part in parts.items() if name in SETS[1:]]
         sections = [parts["Natural"].metric] if "Natural" in parts else []
-        if adversarial:
-            sections.append(combined("Adversarial", adversarial))
-        return SuiteResult(
-            self.name,
-            with_notes(combined("accuracy", list(parts.values())), *_incomplete(groups)),
-            sections=tuple(sections),
-            subsets=tuple(part.metric for part in parts.values()),
-        )
+        sections += [combined("Adversarial", adversarial)] if adversarial else []
+        headline, subsets = combined("accuracy", list(parts.values())), tuple(part.metric for part in parts.values())
+        return SuiteResult(self.name, headline, sections=tuple(sections), subsets=subsets)
 
 
-def _set_of(file: str) -> str | None:
+def _set_of(file: Path) -> str | None:
     """The set of `Adversarial/GPTOut/dataset.json`, `natural.jsonl.gz` or `Adversarial_GPTInst.jsonl`, if it is one."""
-    path = Path(os.path.abspath(file))
-    stem = path.name.split(".")[0]
-    return _named(path.parent.name if stem == "dataset" else stem)
+    stem = file.name.split(".")[0]
+    return _named(file.parent.name if stem == "dataset" else stem)
 
 
 def _named(text: str) -> str | None:
     """The set of a name such as `GPTInst`, `Adversarial_GPTInst` or `llmbar-adver-GPTInst`."""
     last = text.lower().replace("_", "-").split("-")[-1]
-    return next((name for name in SIZES if name.lower() == last), None)
+    return next((name for name in SETS if name.lower() == last), None)
 
 
-def _example(row: Row, name: str, number: int) -> EvalExample:
-    one = read_as(InstructionRow, row)
-    ranks = (0, 1) if one.label == "1" else (1, 0)
-    return example(row.where, f"{name}/{number}", name, one.input, (one.output_1, one.output_2), ranks)
+def _read_set(file: Path, name: str) -> list[EvalExample]:
+    examples = []
+    for number, row in enumerate(read_rows(str(file)), 1):
+        one = read_as(InstructionRow, row)
+        ranks = (0, 1) if one.label == "1" else (1, 0)
+        examples.append(example(row.where, name, number, one.input, (one.output_1, one.output_2), ranks))
+    return examples
 
 
-def _of_rewardbench(rows: Iterator[Row]) -> list[EvalExample]:
-    by_set: dict[str, list[EvalExample]] = {name: [] for name in SIZES}
-    for row in rows:
-        pair = read_as(PairRow, row)
-        name = _named(pair.subset) if pair.subset.startswith("llmbar-") else None
-        if name is not None:
-            own, texts = by_set[name], (pair.chosen, pair.rejected)
-            own.append(example(row.where, f"{name}/{len(own) + 1}", name, pair.prompt, texts, (0, 1), id=pair.id))
-    return [one for examples in by_set.values() for one in examples]
-
-
-def _incomplete(groups: Mapping[str, Sequence[ScoredExample]]) -> list[str]:
-    wrong = [name for name, group in groups.items() if len(group) != SIZES.get(name)]
-    absent = [name for name in SIZES if name not in groups]
-    notes = [f"Of {', '.join(groups) or 'no set'} alone; without {', '.join(absent)}."] if absent else []
-    notes += [f"Not the published pairs of {', '.join(wrong)}: not comparable with published scores."] if wrong else []
-    return notes
+def _of_rewardbench(pairs: Sequence[EvalExample]) -> list[EvalExample]:
+    own = [pair for pair in pairs if pair.subset.startswith("llmbar-")]
+    return [replace(one, subset=name) for name in SETS for one in own if _named(one.subset) == name]

@@ -3,8 +3,7 @@
     PreferenceSuite("mine", DatasetConfig(data_path="validation.jsonl")).load()
 
 Of K completions every pair with different ranks counts, as in the trainer's validation: the accuracy is over pairs,
-pooled, with an interval over prompts. `best_of_accuracy` in `details` is how often the best-ranked completions are all
-ahead of the others, the same number where K is 2. Examples without an order (all ranks equal) count in no accuracy.
+pooled, with an interval over prompts. Examples without an order (all ranks equal) count in no accuracy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import Part, by_subset
-from treeward.evaluation.results import SuiteResult
+from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.suites.interface import Suite, TiePolicy
 
 
@@ -53,32 +52,17 @@ class PreferenceSuite(Suite):
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         ordered = [one for one in scored if len(set(one.example.ranks)) > 1]
-        best = self.part("best_of_accuracy", ordered).metric
-        details: dict[str, Any] = {
-            "num_pairs": sum(len(list(one.pairs())) for one in ordered),
-            "num_tied_pairs": sum(self._is_tie(one, *pair) for one in ordered for pair in one.pairs()),
-            "num_unordered": len(scored) - len(ordered),
-            "best_of_accuracy": {"value": best.value, "low": best.low, "high": best.high, "count": best.count},
-        }
-        groups = by_subset(ordered)
-        subsets = tuple(self._pairwise(name, group).metric for name, group in groups.items())
-        return SuiteResult(self.name, self._pairwise("accuracy", ordered).metric, subsets=subsets, details=details)
+        headline = self._pairwise("accuracy", ordered)
+        subsets = tuple(self._pairwise(name, group) for name, group in by_subset(ordered).items())
+        return SuiteResult(self.name, headline, subsets=subsets, details={"num_pairs": headline.count})
 
-    def _pairwise(self, name: str, scored: Sequence[ScoredExample]) -> Part:
-        outcomes: list[float] = []
-        prompts: list[str] = []
-        for one in scored:
-            values = [self._pair_value(one, better, worse) for better, worse in one.pairs()]
-            outcomes += values
-            prompts += [one.example.prompt_key] * len(values)
-        return Part.of(name, outcomes, prompts, "pairs")
+    def _pairwise(self, name: str, scored: Sequence[ScoredExample]) -> Metric:
+        pairs = [(one, better, worse) for one in scored for better, worse in one.pairs()]
+        prompts = [one.example.prompt_key for one, _, _ in pairs]
+        return Part.of(name, [self._value(*pair) for pair in pairs], prompts, "pairs").metric
 
-    def _pair_value(self, one: ScoredExample, better: int, worse: int) -> float:
-        if self._is_tie(one, better, worse):
-            return 0.5 if self.tie_policy == "half" else 0.0
+    def _value(self, one: ScoredExample, better: int, worse: int) -> float:
         a, b = one.scores[better], one.scores[worse]
-        return float(a is not None and b is not None and a > b)
-
-    @staticmethod
-    def _is_tie(one: ScoredExample, better: int, worse: int) -> bool:
-        return one.scores[better] is not None and one.scores[better] == one.scores[worse]
+        if a is None or b is None:
+            return 0.0
+        return 0.5 if a == b and self.tie_policy == "half" else float(a > b)

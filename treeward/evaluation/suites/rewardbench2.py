@@ -1,8 +1,6 @@
 """RewardBench 2: 1865 prompts, best of four completions, and Ties (Malik et al. 2025, arXiv 2506.01937).
 
     RewardBench2().load("reward-bench-2/")               # the split `test` of allenai/reward-bench-2
-    best_of_credit([2.0, 2.0, 1.0, 0.0])                 # 0.5: two at the top, one of them the chosen one
-    ties_score([TiePair(tied=((2.0, 1.5), (-1.0,)), reference=((2.0,), (0.0, -1.0)))])
 
 A prompt of the five best-of-4 subsets scores 1/k if the chosen completion, the first, is among the k joint maxima,
 else 0. Ties has prompts with several correct completions (ids `tied:i`), each with a reference (`ref:i`) with one. Let
@@ -21,9 +19,7 @@ a score: its prompt scores 0, in Ties it is not accurate and its pair's tanh is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,30 +29,15 @@ from pydantic import BaseModel, Field
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, by_subset, combined, incomplete, with_notes
+from treeward.evaluation.parts import Part, by_subset, combined
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.statistics import cluster_bootstrap, wilson
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.suites.rewardbench import published_scores
-from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, repository_rows, with_distinct_ids
+from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, suite_rows, with_distinct_ids
 
-SIZES: Mapping[str, int] = MappingProxyType(
-    {"Factuality": 475, "Precise IF": 160, "Math": 183, "Safety": 450, "Focus": 495, "Ties": 102}
-)
-"""How many rows the published data has of each subset: 1865."""
-
-_TERM_WEIGHTS = MappingProxyType(
-    {
-        "tied_accuracy": 0.30,
-        "reference_accuracy": 0.30,
-        "margin_beats_spread": 0.20,
-        "margin_beats_spread_hard": 0.20,
-        "margin_tanh": 0.01,
-    }
-)
-
-Scores = tuple[Sequence[float], Sequence[float]]
-"""Scores of the correct and of the wrong completions; both empty where a completion has none."""
+SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")
+_TERM_WEIGHTS = np.array([0.30, 0.30, 0.20, 0.20, 0.01])
 
 
 class BestOfRow(BaseModel):
@@ -65,37 +46,8 @@ class BestOfRow(BaseModel):
     prompt: Prompt
     chosen: Annotated[list[str], Field(min_length=1)]
     rejected: Annotated[list[str], Field(min_length=1)]
-    subset: Annotated[str, one_of(*SIZES)]
+    subset: Annotated[str, one_of(*SUBSETS)]
     id: str | int
-    num_correct: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TiePair:
-    """A tied prompt and its reference; None where the data has only the other."""
-
-    tied: Scores | None
-    reference: Scores | None
-
-
-def best_of_credit(scores: Sequence[float], chosen: int = 0) -> float:
-    """1/k if `scores[chosen]` is among the k joint maxima, else 0."""
-    best = max(scores)
-    return 1.0 / sum(score == best for score in scores) if scores[chosen] == best else 0.0
-
-
-def ties_terms(pairs: Sequence[TiePair]) -> NDArray[np.float64]:
-    """The terms of P pairs (P, 5): M_t > 0, M_r > 0, M_t > D, min(M_r, M_t) > D, tanh; NaN where they are undefined."""
-    tied, spread = np.array([_margin_and_spread(pair.tied) for pair in pairs]).reshape(-1, 2).T
-    reference, _ = np.array([_margin_and_spread(pair.reference) for pair in pairs]).reshape(-1, 2).T
-    least = np.minimum(tied, reference)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        tanh = np.tanh(least / spread - 1)
-    tanh[(least == 0) & (spread == 0)] = 0.0
-    tanh[least == -np.inf] = -1.0
-    terms = np.column_stack([tied > 0, reference > 0, tied > spread, least > spread, tanh])
-    terms[np.isnan(tied), 0] = terms[np.isnan(reference), 1] = terms[np.isnan(least), 2:] = np.nan
-    return terms
 
 
 class RewardBench2(Suite):
@@ -104,30 +56,28 @@ class RewardBench2(Suite):
     name = "rewardbench2"
     title = "RewardBench 2"
     hub_path = "allenai/reward-bench-2"
+    num_published = 1865
 
     def load(self, source: str | None = None) -> list[EvalExample]:
         """The rows of the split `test`; see `Suite.load`."""
-        rows = repository_rows(source, self.hub_path, split="test")
-        return with_distinct_ids([_example(row) for row in rows])
+        return with_distinct_ids([_example(row) for row in suite_rows(source, self.hub_path, split="test")])
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
-        parts, details = {}, {}
-        for subset in (one for one in SIZES if one in groups):
-            if subset == "Ties":
-                parts[subset], details["ties"] = _ties_part(groups[subset])
-            else:
-                parts[subset] = self.part(subset, groups[subset], _credit)
-        headline = with_notes(combined("overall", list(parts.values())), incomplete(groups, SIZES, "prompts"))
-        metrics = tuple(part.metric for part in parts.values())
-        return SuiteResult(self.name, headline, sections=metrics, subsets=metrics, details=details)
+        parts = [
+            _ties_part(groups[subset]) if subset == "Ties" else self.part(subset, groups[subset], _credit)
+            for subset in SUBSETS
+            if subset in groups
+        ]
+        metrics = tuple(part.metric for part in parts)
+        return SuiteResult(self.name, combined("overall", parts), sections=metrics, subsets=metrics)
 
     def chance(self, part: str | None = None) -> float | None:
         """0.25 where the best of four is chosen (Malik et al. 2025, section 3: one right completion, three wrong ones).
 
         None for Ties, whose prompts differ in their number of right completions, and so for the mean of all six.
         """
-        return 0.25 if part in SIZES and part != "Ties" else None
+        return 0.25 if part in SUBSETS and part != "Ties" else None
 
     def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
         """`eval-set/<model>.json` (a score per subset) and `eval-set-scores/<model>.json` (columns, a row a prompt).
@@ -138,31 +88,35 @@ class RewardBench2(Suite):
             "text": [one.example.conversations for one in scored],
             "scores": [list(one.scores) for one in scored],
             "results": [None if one.example.subset == "Ties" else _credit(one) for one in scored],
-            "subset": [one.example.subset for one in scored],
-            "id": [one.example.suite_data.get("id", one.example.id) for one in scored],
             "num_correct": [one.example.ranks.count(0) for one in scored],
         }
         subsets = {metric.name: metric.value for metric in self._compute(scored).subsets}
-        return published_scores(subsets, columns, model_name)
+        return published_scores(scored, subsets, columns, model_name)
 
 
 def _example(row: Row) -> EvalExample:
     one = read_as(BestOfRow, row)
-    if one.num_correct not in (None, len(one.chosen)):
-        got = f"{one.num_correct} for {len(one.chosen)} chosen completions"
-        raise DataError("num_correct is not their number", where=row.where, field="num_correct", got=got)
     if one.subset == "Ties":
-        _tie_number(str(one.id), row.where)
+        _tie_number(one.id, row.where)
     elif len(one.chosen) != 1:
         got = f"{len(one.chosen)} completions"
         raise DataError(f"a prompt of {one.subset} has one right completion", where=row.where, field="chosen", got=got)
-    texts = (*one.chosen, *one.rejected)
     ranks = (0,) * len(one.chosen) + (1,) * len(one.rejected)
-    return example(row.where, f"{one.subset}/{one.id}", one.subset, one.prompt, texts, ranks, id=one.id)
+    return example(row.where, one.subset, one.id, one.prompt, (*one.chosen, *one.rejected), ranks)
 
 
-def _tie_number(published: str, where: str | None) -> tuple[str, int]:
-    kind, _, number = published.partition(":")
+def _credit(scored: ScoredExample) -> float:
+    scores = [score for score in scored.scores if score is not None]
+    if scored.failed or scores[0] < max(scores):
+        return 0.0
+    return 1.0 / scores.count(scores[0])
+
+
+# --- ties ------------------------------------------------------------------------------------------------------------
+
+
+def _tie_number(published: str | int, where: str | None) -> tuple[str, int]:
+    kind, _, number = str(published).partition(":")
     if kind not in ("ref", "tied") or not number.isdecimal():
         need = "tied:<number> or ref:<number>"
         raise DataError("the id does not say which prompt of Ties this is", where=where, field="id", got=published,
@@ -170,57 +124,45 @@ def _tie_number(published: str, where: str | None) -> tuple[str, int]:
     return kind, int(number)
 
 
-def _credit(scored: ScoredExample) -> float:
-    return 0.0 if scored.failed else best_of_credit([score for score in scored.scores if score is not None])
-
-
-# --- ties ------------------------------------------------------------------------------------------------------------
-
-
-def _margin_and_spread(scores: Scores | None) -> tuple[float, float]:
-    """The lowest correct score less the highest wrong one, and D; NaN without a prompt, -inf and inf without scores."""
-    if scores is None:
-        return math.nan, math.nan
-    correct, wrong = scores
-    if not correct or not wrong:
-        return -math.inf, math.inf
-    return min(correct) - max(wrong), max(correct) - min(correct)
-
-
-def _shares(terms_P5: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each pair the value (P,) whose mean is the score: the mean of a term is over the pairs that have it."""
-    known = ~np.isnan(terms_P5)
-    scale = len(terms_P5) / np.maximum(known.sum(axis=0), 1)
-    shares: NDArray[np.float64] = np.where(known, terms_P5, 0.0) @ (np.array(list(_TERM_WEIGHTS.values())) * scale)
-    return shares
-
-
-def _ties_part(scored: Sequence[ScoredExample]) -> tuple[Part, dict[str, Any]]:
-    found: dict[int, dict[str, ScoredExample]] = {}
+def _ties_part(scored: Sequence[ScoredExample]) -> Part:
+    pairs: dict[int, dict[str, ScoredExample]] = {}
     for one in scored:
-        kind, number = _tie_number(str(one.example.suite_data["id"]), one.example.where)
-        found.setdefault(number, {})[kind] = one
-    terms = ties_terms(
-        [
-            TiePair(*(_scores(kinds[kind]) if kind in kinds else None for kind in ("tied", "ref")))
-            for kinds in found.values()
-        ]
-    )
-    shares = _shares(terms)
-    value = float(shares.mean())
-    low, high = cluster_bootstrap(shares, range(len(shares)))
+        kind, number = _tie_number(one.example.suite_data["id"], one.example.where)
+        pairs.setdefault(number, {})[kind] = one
+    terms = _terms(list(pairs.values()))
+    value = _score(terms)
+    low, high = cluster_bootstrap(terms, range(len(terms)), statistic=_score)
     if low is None or high is None or low == high:
-        low, high = wilson(min(max(value, 0.0), 1.0) * len(shares), len(shares))
-    note = f"The interval is over {len(shares)} pairs of a tied and a reference prompt."
-    columns = {name: column[~np.isnan(column)] for name, column in zip(_TERM_WEIGHTS, terms.T, strict=True)}
-    details = {name: float(column.mean()) if len(column) else None for name, column in columns.items()}
-    prompts = tuple((kinds.get("tied") or kinds["ref"]).example.prompt_key for kinds in found.values())
-    return Part(Metric("Ties", value, low, high, len(scored), note), tuple(shares.tolist()), prompts), details
+        low, high = wilson(min(max(value, 0.0), 1.0) * len(terms), len(terms))
+    note = f"The interval is over {len(terms)} pairs of a tied and a reference prompt."
+    return Part(Metric("Ties", value, low, high, len(scored), note), (), ())
 
 
-def _scores(scored: ScoredExample) -> Scores:
-    if scored.failed:
-        return (), ()
-    pairs = list(zip(scored.scores, scored.example.ranks, strict=True))
-    right, wrong = ([float(s or 0.0) for s, rank in pairs if (rank == 0) is wanted] for wanted in (True, False))
-    return right, wrong
+def _terms(pairs: Sequence[dict[str, ScoredExample]]) -> NDArray[np.float64]:
+    """(P, 5): M_t > 0, M_r > 0, M_t > D, min(M_r, M_t) > D, tanh of P pairs; NaN where the data lacks a prompt."""
+    tied, spread = np.array([_margin_and_spread(pair.get("tied")) for pair in pairs]).T
+    reference, _ = np.array([_margin_and_spread(pair.get("ref")) for pair in pairs]).T
+    least = np.minimum(tied, reference)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        tanh = np.tanh(least / spread - 1)
+    tanh[(least == 0) & (spread == 0)] = 0.0
+    tanh[least == -np.inf] = -1.0
+    terms = np.column_stack([tied > 0, reference > 0, tied > spread, least > spread, tanh])
+    terms[np.isnan(tied), 0] = terms[np.isnan(reference), 1] = terms[np.isnan(least), 2:] = np.nan
+    return terms
+
+
+def _score(terms_P5: NDArray[np.float64]) -> float:
+    """The weighted sum of the means; each is over the pairs that have the term, 0 where none has."""
+    return float(np.ma.masked_invalid(terms_P5).mean(axis=0).filled(0.0) @ _TERM_WEIGHTS)
+
+
+def _margin_and_spread(scored: ScoredExample | None) -> tuple[float, float]:
+    """The lowest correct score less the highest wrong one, and D; NaN without a prompt, -inf and inf without scores."""
+    if scored is None:
+        return math.nan, math.nan
+    margin = scored.margin
+    if margin is None:
+        return -math.inf, math.inf
+    correct = [s for s, rank in zip(scored.scores, scored.example.ranks, strict=True) if rank == 0 and s is not None]
+    return margin, max(correct) - min(correct)

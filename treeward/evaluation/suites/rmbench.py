@@ -1,19 +1,19 @@
 """RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv 2410.16184).
 
-    style_matrix([(1.0, 2.0, 3.0)], [(0.0, 1.5, 2.5)])   # (3, 3), a row per style of the chosen completion
     RMBench().load("RM-Bench/data/total_dataset.json")   # or the folder, or the hub's THU-KEG/RM-Bench
 
 A[i][j] = P(chosen in style i > rejected in style j), styles from plain to fancy: concise, detailed, detailed markdown.
 Hard is the mean of the upper triangle (the wrong completion is the fancier one), normal of the diagonal, easy of the
 lower triangle. A domain is the mean of its three, which is the mean of its nine cells; overall is the mean of the four
 domains, where the two halves of safety are pooled; hard, normal and easy overall are the means over domains. All as in
-the authors' `compute_accuracy`. With `tie_policy="half"` a tie adds half to its cell.
+the authors' `compute_accuracy`. With `tie_policy="half"` a tie adds half to its cell. A prompt that lacks a score is
+wrong in every cell.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -23,18 +23,10 @@ from pydantic import BaseModel, Field
 
 from treeward.data.sources import Row
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, by_subset, combined, with_notes
+from treeward.evaluation.parts import Part, by_subset, combined
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.suites.interface import Suite, TiePolicy
-from treeward.evaluation.suites.rows import (
-    Prompt,
-    data_files,
-    example,
-    one_of,
-    read_as,
-    repository_rows,
-    with_distinct_ids,
-)
+from treeward.evaluation.suites.interface import Suite
+from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, suite_rows, with_distinct_ids
 
 STYLES = ("concise", "detailed", "markdown")
 """From plain to fancy, the order of the completions in the data."""
@@ -44,15 +36,10 @@ DOMAINS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The values of `domain` in the data that make up each of the four domains."""
 
-DIFFICULTIES: Mapping[str, tuple[tuple[int, int], ...]] = MappingProxyType(
-    {"hard": ((0, 1), (0, 2), (1, 2)), "normal": ((0, 0), (1, 1), (2, 2)), "easy": ((1, 0), (2, 0), (2, 1))}
-)
-"""The cells (style of the chosen, style of the rejected) of each."""
-
 _SUBSETS = tuple(name for names in DOMAINS.values() for name in names)
-_SIZE = 1327
+# The cells (style of the chosen, style of the rejected) of each.
+_DIFFICULTIES = {"hard": np.triu_indices(3, 1), "normal": np.diag_indices(3), "easy": np.tril_indices(3, -1)}
 
-Matrix = NDArray[np.float64]
 ThreeTexts = Annotated[list[str], Field(min_length=3, max_length=3)]
 
 
@@ -66,36 +53,21 @@ class StyleRow(BaseModel):
     domain: Annotated[str, one_of(*_SUBSETS)]
 
 
-def style_matrix(
-    chosen_N3: Sequence[Sequence[float]], rejected_N3: Sequence[Sequence[float]], tie_policy: TiePolicy = "strict"
-) -> Matrix:
-    """A (3, 3): A[i][j] is how often of N prompts, N >= 1, the chosen one in style i beats the rejected one in j."""
-    chosen, rejected = np.asarray(chosen_N3, np.float64)[:, :, None], np.asarray(rejected_N3, np.float64)[:, None, :]
-    wins = (chosen > rejected).astype(np.float64)
-    if tie_policy == "half":
-        wins += (chosen == rejected) / 2
-    matrix: Matrix = wins.mean(axis=0)
-    return matrix
-
-
 class RMBench(Suite):
-    """Four domains; the headline is their mean. `details`: the matrix of each, and hard, normal and easy overall."""
+    """Four domains; the headline is their mean. `details`: the matrix of styles, the mean of those of the domains."""
 
     name = "rmbench"
     title = "RM-Bench"
     hub_path = "THU-KEG/RM-Bench"
+    num_published = 1327
 
     def load(self, source: str | None = None) -> list[EvalExample]:
-        """Six completions, ranks 0, 0, 0, 1, 1, 1; `suite_data["styles"]` has the style of each; see `Suite.load`.
+        """Six completions, ranks 0, 0, 0, 1, 1, 1, each three in the order of `STYLES`; see `Suite.load`.
 
         In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it.
         """
-        totals = (
-            []
-            if source is None
-            else [file for file in data_files(source) if os.path.basename(file).startswith("total_dataset")]
-        )
-        rows = repository_rows(totals[0] if totals else source, self.hub_path, split=None)
+        total = next(Path(source or "").rglob("total_dataset*.json*"), None) if source is not None else None
+        rows = suite_rows(source if total is None else str(total), self.hub_path, split=None)
         return with_distinct_ids([_example(row) for row in rows])
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -104,42 +76,31 @@ class RMBench(Suite):
         def part(name: str, own: Sequence[ScoredExample], places: Any = ...) -> Part:
             return self.part(name, own, lambda one: float(cells[one.example.id][places].mean()))
 
-        domains = {domain: [one for name in names for one in groups.get(name, ())] for domain, names in DOMAINS.items()}
-        domains = {domain: own for domain, own in domains.items() if own}
-        parts = {domain: part(domain, own) for domain, own in domains.items()}
-        difficulties = {
-            name: combined(name, [part(name, own, tuple(np.array(places).T)) for own in domains.values()])
-            for name, places in DIFFICULTIES.items()
-        }
-        subsets = tuple(part(name, groups[name]).metric for name in _SUBSETS if name in groups)
-        matrices = {domain: np.mean([cells[one.example.id] for one in own], axis=0) for domain, own in domains.items()}
-        details: dict[str, Any] = {
-            "styles": list(STYLES),
-            "matrix": np.mean(list(matrices.values()), axis=0).tolist() if matrices else None,
-            "matrices": {domain: matrix.tolist() for domain, matrix in matrices.items()},
-            **{name: metric.value for name, metric in difficulties.items()},
-        }
-        headline = with_notes(combined("overall", list(parts.values())), _incomplete(len(scored), domains))
-        sections = (*(one.metric for one in parts.values()), *difficulties.values())
-        return SuiteResult(self.name, headline, sections, subsets, details=details)
+        all_domains = {domain: [o for name in names for o in groups.get(name, ())] for domain, names in DOMAINS.items()}
+        domains = {domain: own for domain, own in all_domains.items() if own}
+        parts = [part(domain, own) for domain, own in domains.items()]
+        difficulties = [
+            combined(name, [part(name, own, places) for own in domains.values()])
+            for name, places in _DIFFICULTIES.items()
+        ]
+        matrices = [np.mean([cells[one.example.id] for one in own], axis=0) for own in domains.values()]
+        return SuiteResult(
+            self.name,
+            combined("overall", parts),
+            sections=(*(one.metric for one in parts), *difficulties),
+            subsets=tuple(part(name, groups[name]).metric for name in _SUBSETS if name in groups),
+            details={"matrix": np.mean(matrices, axis=0).tolist() if matrices else None},
+        )
 
-    def _cells(self, scored: ScoredExample) -> Matrix:
-        if any(score is None for score in scored.scores):
+    def _cells(self, scored: ScoredExample) -> NDArray[np.float64]:
+        """(3, 3): whether the chosen one in style i beats the rejected one in style j."""
+        if scored.failed:
             return np.zeros((3, 3))
-        scores = [float(score) for score in scored.scores if score is not None]
-        return style_matrix([scores[:3]], [scores[3:]], self.tie_policy)
+        chosen, rejected = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
+        beyond = chosen[:, None] - rejected[None, :]
+        return np.where(beyond > 0, 1.0, np.where((beyond == 0) & (self.tie_policy == "half"), 0.5, 0.0))
 
 
 def _example(row: Row) -> EvalExample:
     one = read_as(StyleRow, row)
-    texts, styles = (*one.chosen, *one.rejected), [*STYLES, *STYLES]
-    ranks = (0, 0, 0, 1, 1, 1)
-    return example(row.where, f"{one.domain}/{one.id}", one.domain, one.prompt, texts, ranks, id=one.id, styles=styles)
-
-
-def _incomplete(count: int, domains: Mapping[str, Sequence[ScoredExample]]) -> str | None:
-    absent = [domain for domain in DOMAINS if domain not in domains]
-    if not absent and count == _SIZE:
-        return None
-    names = f"; none of {', '.join(absent)}" if absent else ""
-    return f"These are {count} of {_SIZE} prompts{names}: not comparable with published scores."
+    return example(row.where, one.domain, one.id, one.prompt, (*one.chosen, *one.rejected), (0, 0, 0, 1, 1, 1))
