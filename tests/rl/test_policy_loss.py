@@ -98,7 +98,7 @@ def test_it_is_the_formula(settings: PolicyLossConfig, dtype: torch.dtype, toler
         total, sums = policy_loss(new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said)
         # the weights are float32
         assert float(total) == pytest.approx(want, abs=max(tolerance, 1e-6 if not settings.token_level_loss else 0))
-        assert sums.tokens == 8 and sums.not_finite == 0
+        assert sums.tokens == 8
 
 
 @pytest.mark.parametrize("settings", OPTIONS)
@@ -135,7 +135,7 @@ def test_masked_tokens_may_be_infinite() -> None:
     assert total.isfinite() and new.grad is not None and new.grad.isfinite().all()
 
 
-def test_weights_that_are_not_finite_count_as_zero_and_are_counted() -> None:
+def test_weights_that_are_not_finite_count_as_zero() -> None:
     new, old, reference, said = batch(1)
     said[0, 1], said[3, 2] = -torch.inf, torch.nan
     settings = PolicyLossConfig(**NO_PENALTY, **CORRECTED, truncated_importance_sampling_ratio=2.0)
@@ -143,8 +143,8 @@ def test_weights_that_are_not_finite_count_as_zero_and_are_counted() -> None:
     without = MASK.clone()
     without[0, 1] = without[3, 2] = False
     rest_total, rest = policy_loss(new, old, reference, ADVANTAGES, without, settings, generated_SL=said)
-    assert float(total) == pytest.approx(float(rest_total)) and sums.not_finite == 2
-    assert sums.correction_sum == pytest.approx(rest.correction_sum) and rest.not_finite == 0
+    assert float(total) == pytest.approx(float(rest_total))
+    assert sums.correction_sum == pytest.approx(rest.correction_sum)
     weights = torch.exp(old - said)[without].clamp_max(2.0)
     assert rest.correction_sum == pytest.approx(float(weights.sum()))
 

@@ -27,10 +27,9 @@ from treeward.errors import TreewardError
 from treeward.model.lora import has_adapters, save_adapters
 from treeward.rl.advantages import advantages
 from treeward.rl.experience import completion_lengths
-from treeward.rl.policy_loss import UpdateMetrics
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import SAMPLES_FILE, RLRun
-from treeward.rl.rollouts import Rollouts, collect
+from treeward.rl.rollouts import collect
 from treeward.rl.setup import ADAPTER_FOLDER, GRPOSetup, set_up
 from treeward.rl.validation import ranking_remark, validate
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
@@ -45,8 +44,10 @@ __all__ = ["GRPOOutcome", "GRPORun", "grpo"]
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = ("reward", "gold_reward", "kl", "mean_gen_tokens_per_sample", "truncation_rate")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class GRPOOutcome(Outcome):
     """How a run ended. `total_steps`: of the whole run, or where dynamic sampling has drawn all prompts before, `step`.
 
@@ -54,8 +55,8 @@ class GRPOOutcome(Outcome):
     that ended the run.
     """
 
-    alarms: tuple[Alarm, ...] = ()
-    stopped_by: str | None = None
+    alarms: tuple[Alarm, ...]
+    stopped_by: str | None
 
 
 def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
@@ -64,14 +65,12 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
     Raises a `TreewardError` for what the user can mend.
     """
     check_packages(config)
-
     metric = config.ranking_metric
-    ranked_by = None if metric is None else f"validation/{metric}"
     outcome = start(
         config,
         config.grpo,
         lambda checkpoint, shown: GRPORun(set_up(config, checkpoint, shown)),
-        ranked_by=ranked_by,
+        ranked_by=None if metric is None else f"validation/{metric}",
         show_progress=show_progress,
     )
     assert isinstance(outcome, GRPOOutcome)
@@ -116,12 +115,12 @@ class GRPORun(Run):
         self._write_alarms()  # those of a run that was killed after its last checkpoint are raised again
         if remark := ranking_remark(self.setup):
             logger.warning("%s.", remark)
-        watch = self.config.grpo.watch
-        if self.stopped_by is not None and watch.stop and self.stopped_by in watch.stop_on:
-            logger.info("The alarm %s has ended this run after step %d (grpo.watch.stop).", self.stopped_by, state.step)
-        elif self.stopped_by is not None:
-            logger.info("The alarm %s has ended this run; grpo.watch lets it go on.", self.stopped_by)
-            self.stopped_by = None
+        if self.stopped_by is not None:
+            watch = self.config.grpo.watch
+            stops = watch.stop and self.stopped_by in watch.stop_on
+            now = "." if stops else "; grpo.watch lets it go on."
+            logger.info("The alarm %s has ended this run after step %d%s", self.stopped_by, state.step, now)
+            self.stopped_by = self.stopped_by if stops else None
 
     def state(self) -> dict[str, Any]:
         return {
@@ -163,46 +162,39 @@ class GRPORun(Run):
         rollouts = collect(setup, step=number - 1, drawn=self.prompts_drawn)
         sampled = time.monotonic()
         evaluated = setup.updater.evaluate(rollouts.groups, for_reward=loss_fn.kl_in_reward)
-        rewards_PG, extra = rollouts.rewards_PG, {}
+        rewards_PG, logged = rollouts.rewards_PG, dict(rollouts.metrics)
         if loss_fn.kl_in_reward and evaluated.kl_PG is not None:
             penalty_PG = loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
             rewards_PG = rewards_PG - penalty_PG
-            extra["train/kl_penalty"] = float(penalty_PG.nanmean())
+            logged["train/kl_penalty"] = float(penalty_PG.nanmean())
         advantages_PG = advantages(rewards_PG, self.config.grpo)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         metrics = setup.updater.update(evaluated, advantages_PG, rollouts.used_PG)
         self.prompts_drawn, self.version = self.prompts_drawn + rollouts.prompts_drawn, self.version + 1
-        for name, value in (
-            ("groups_without_signal", rollouts.metrics["train/groups_without_signal"]),
-            ("length_correlation", rollouts.length_correlation),
-        ):
-            if value is not None:
+        for name in ("groups_without_signal", "length_correlation"):
+            if (value := rollouts.watched[name]) is not None:
                 self.since.setdefault(name, []).append(value)
+        means = metrics.means()
+        if (per_token := means.pop("kl", None)) is not None and self.config.needs_reference:
+            # `kl` is that of a completion, as at validations.
+            lengths = completion_lengths(rollouts.groups)
+            length = float(lengths[rollouts.used_PG & (lengths > 0)].float().mean())
+            means |= {"kl_per_token": per_token, "kl": per_token * length}
         used = advantages_PG[rollouts.used_PG]
-        logged = (
-            dict(rollouts.metrics)
-            | {f"train/{name}": value for name, value in _means(setup, rollouts, metrics).items()}
-            | extra
-            | {
-                "train/lr": learning_rate,
-                "train/advantages_mean": float(used.mean()) if len(used) else 0.0,
-                "train/advantages_std": float(used.std(unbiased=False)) if len(used) else 0.0,
-                "train/prompts_drawn": self.prompts_drawn,
-                "train/computed_tokens": metrics.computed_tokens,
-                "train/row_tokens": metrics.row_tokens,
-                "epoch": self.prompts_drawn / self.setup.order.rows_per_epoch,
-                "timing/train/generation": rollouts.seconds["generation"],
-                "timing/train/rewards": rollouts.seconds["rewards"],
-                "timing/train/policy_training": time.monotonic() - sampled,
-                "timing/train/weight_sync": given - started,
-            }
-        )
-        shown = {
-            "reward": rollouts.metrics.get("train/reward", math.nan),
-            "length": rollouts.metrics["train/mean_gen_tokens_per_sample"],
+        logged |= {f"train/{name}": value for name, value in means.items()} | {
+            "train/lr": learning_rate,
+            "train/advantages_mean": float(used.mean()) if len(used) else 0.0,
+            "train/advantages_std": float(used.std(unbiased=False)) if len(used) else 0.0,
+            "train/prompts_drawn": self.prompts_drawn,
+            "train/computed_tokens": metrics.computed_tokens,
+            "train/row_tokens": metrics.row_tokens,
+            "epoch": self.prompts_drawn / setup.order.rows_per_epoch,
+            "timing/train/policy_training": time.monotonic() - sampled,
+            "timing/train/weight_sync": given - started,
         }
-        if self.config.needs_reference:
-            shown["kl"] = logged.get("train/kl", math.nan)
+        names = {"reward": "reward", "length": "mean_gen_tokens_per_sample"}
+        names |= {"kl": "kl"} if self.config.needs_reference else {}
+        shown = {name: logged.get(f"train/{key}", math.nan) for name, key in names.items()}
         return StepMetrics(logged, shown, sum(group.num_row_tokens for group in rollouts.groups))
 
     def _give_weights(self) -> None:
@@ -231,13 +223,9 @@ class GRPORun(Run):
                 self.stopped_by = alarm.kind
                 logger.warning("The run ends here (grpo.watch.stop).")
         self._write_alarms()
-        shown = "  ".join(
-            f"{name} {found.metrics[f'validation/{name}']:.3f}"
-            for name in ("reward", "gold_reward", "kl", "mean_gen_tokens_per_sample", "truncation_rate")
-            if f"validation/{name}" in found.metrics
-        )
-        line = f"validation after step {step}: {shown}"
-        return Validation(found.metrics, self.setup.watch.metrics(), (line,))
+        known = ((name, found.metrics.get(f"validation/{name}")) for name in _SHOWN)
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in known if value is not None)
+        return Validation(found.metrics, self.setup.watch.metrics(), (f"validation after step {step}: {shown}",))
 
     def _write_alarms(self) -> None:
         write_alarms(self._log_dir / ALARMS_FILE, self.setup.watch.alarms)
@@ -274,21 +262,9 @@ def _with_report(outcome: GRPOOutcome, config: GRPORunConfig, stop: StopRequest,
     where = Path(config.checkpointing.checkpoint_dir) if config.checkpointing.enabled else log_dir
     name = where.name or "run"
     try:
-        report = write_rl_report(
-            [RLRun.read(name, log_dir)], where / "report.html", title=f"{name}: policy optimisation"
-        )
+        run = RLRun.read(name, log_dir)
+        report = write_rl_report([run], where / "report.html", title=f"{name}: policy optimisation")
     except (OSError, TreewardError) as error:
         logger.error("The policy is saved, but its report cannot be written: %s", error)
         return replace(outcome, exit_code=outcome.exit_code or 1)
     return replace(outcome, report=report)
-
-
-def _means(setup: GRPOSetup, rollouts: Rollouts, metrics: UpdateMetrics) -> dict[str, float]:
-    """The updater's means, but `kl` is that of a completion, as at validations; `kl_per_token` of a token."""
-    means = metrics.means()
-    per_token = means.pop("kl", None)
-    lengths = completion_lengths(rollouts.groups)
-    learnt = rollouts.used_PG & (lengths > 0)
-    if per_token is None or setup.updater.reference is None:
-        return means
-    return means | {"kl_per_token": per_token, "kl": per_token * float(lengths[learnt].float().mean())}

@@ -29,9 +29,9 @@ class UpdateMetrics:
     """Plain sums over tokens, of micro-batches and of updates, without gradients; `means` divides them.
 
     `kl_sum`: KL to the reference (k3); `old_kl_sum`: to the old policy (k3). `clipped`: tokens whose ratio was clipped.
-    `correction_sum`: weights against the generator's mismatch, 1 each where they are not used; `not_finite`: tokens
-    with a weight that is not finite, which counts as 0. `tokens`: counted once for each update that learnt from them.
-    `mismatch_sum`: exp |trainer's less generator's log-probability| of `mismatch_tokens`, before the first update.
+    `correction_sum`: weights against the generator's mismatch, 1 each where they are not used. `tokens`: counted once
+    for each update that learnt from them. `mismatch_sum`: exp |trainer's less generator's log-probability| of
+    `mismatch_tokens`, before the first update.
     """
 
     loss_sum: float = 0.0
@@ -41,7 +41,6 @@ class UpdateMetrics:
     clipped: float = 0.0
     entropy_sum: float = 0.0
     correction_sum: float = 0.0
-    not_finite: int = 0
     tokens: int = 0
     updates: int = 0
     grad_norm_sum: float = 0.0
@@ -151,7 +150,7 @@ def policy_loss(
     if not config.token_level_loss:
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(1)
     gain, clipped = _gain(log_probs, old, advantages_S[:, None].to(log_probs), mask, config)
-    correction, not_finite = _correction(old, generated, mask, config)
+    correction = _correction(old, generated, config)
     terms = -gain * correction
     sums = UpdateMetrics(
         policy_sum=float((terms.detach() * mask).sum()),
@@ -171,14 +170,12 @@ def policy_loss(
             )
             if config.use_on_policy_kl_approximation:
                 assert generated is not None
-                kl_weights, more = _finite(torch.exp(log_probs.detach() - generated), mask)
-                kl, not_finite = kl * kl_weights, not_finite | more
+                kl = kl * _finite(torch.exp(log_probs.detach() - generated))
             terms = terms + beta * kl
         with torch.no_grad():
             sums.kl_sum = float((kl_estimate(log_probs, reference, "k3") * mask).sum())
     with torch.no_grad():
         sums.old_kl_sum = float((kl_estimate(old, log_probs, "k3") * mask).sum())
-    sums.not_finite = int(not_finite.sum())
     return (terms * weights).sum(), sums
 
 
@@ -201,19 +198,17 @@ def _gain(
 
 
 @torch.no_grad()
-def _correction(old: Tensor, generated: Tensor | None, mask: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
-    """The weight of each token against sampling by the generator's numerics (S, L), and where it was not finite."""
+def _correction(old: Tensor, generated: Tensor | None, config: PolicyLossConfig) -> Tensor:
+    """The weight of each token against sampling by the generator's numerics (S, L)."""
     if not config.use_importance_sampling_correction:
-        return torch.ones_like(old), torch.zeros_like(mask)
+        return torch.ones_like(old)
     assert generated is not None
     difference = old - generated
     if config.sequence_level_importance_ratios:
         difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
-    weights, not_finite = _finite(torch.exp(difference), mask)
-    limit = config.truncated_importance_sampling_ratio
-    return weights if limit is None else weights.clamp_max(limit), not_finite
+    weights, limit = _finite(torch.exp(difference)), config.truncated_importance_sampling_ratio
+    return weights if limit is None else weights.clamp_max(limit)
 
 
-def _finite(weights: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    right = weights.isfinite()
-    return torch.where(right, weights, 0.0), ~right & mask
+def _finite(weights: Tensor) -> Tensor:
+    return torch.where(weights.isfinite(), weights, 0.0)

@@ -41,18 +41,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The groups of a step. `rewards_PG`: those to optimise, NaN where there is none; `raw_PG`: before any shaping;
-    `used_PG`: which completions are learnt from. `metrics`: of all that was sampled. `seconds`: by phase.
+    """The groups of a step. `rewards_PG`: those to optimise, NaN where there is none; `used_PG`: which completions are
+    learnt from. `metrics`: of all that was sampled, as they are logged; `watched`: for the watch.
     """
 
     groups: list[CompletionGroup]
     rewards_PG: Tensor
-    raw_PG: Tensor
     used_PG: Tensor
     prompts_drawn: int
     metrics: Mapping[str, float]
-    seconds: Mapping[str, float]
-    length_correlation: float | None = None
+    watched: Mapping[str, float | None]
 
 
 def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
@@ -63,16 +61,15 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     completions have no reward or no group has two rewards that differ.
     """
     grpo = run.config.grpo
-    count = grpo.prompts_per_draw if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
-    most_draws = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 1
-    seconds = {"generation": 0.0, "rewards": 0.0}
+    wanted, is_dynamic = grpo.num_prompts_per_step, grpo.use_dynamic_sampling
+    count, most_draws = (grpo.prompts_per_draw, grpo.dynamic_sampling_max_gen_batches) if is_dynamic else (wanted, 1)
+    generation = rewarding = 0.0
     groups: list[CompletionGroup] = []
     found: list[GroupRewards] = []
-    shaped: list[Tensor] = []
-    while len(found) < most_draws:
-        indices = run.order.take(drawn + len(found) * count, count)
+    rewards_PG = torch.empty(0, grpo.num_generations_per_prompt)
+    while len(found) < most_draws and int(informative_groups(rewards_PG).sum()) < wanted:
         started = time.monotonic()
-        prompts = [run.prompts[i] for i in indices]
+        prompts = [run.prompts[i] for i in run.order.take(drawn + len(found) * count, count)]
         batch = run.generator.generate(
             [one.prompt for one in prompts],
             [one.token_ids for one in prompts],
@@ -81,29 +78,29 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         )
         sampled = time.monotonic()
         found.append(run.rewards.reward(batch))
-        _check_failures(run, found[-1])
+        _check_failures(found[-1], grpo.max_failed_share)
         groups += batch
-        shaped.append(shaped_rewards(run.config, batch, found[-1].rewards_PG))
-        seconds["generation"] += sampled - started
-        seconds["rewards"] += time.monotonic() - sampled
-        if sum(int(informative_groups(one).sum()) for one in shaped) >= grpo.num_prompts_per_step:
-            break
-    rewards_PG, raw_PG = torch.cat(shaped), torch.cat([one.raw_PG for one in found])
-    metrics = _metrics(groups, rewards_PG, raw_PG, found)
+        rewards_PG = torch.cat([rewards_PG, shaped_rewards(run.config, batch, found[-1].rewards_PG)])
+        generation, rewarding = generation + sampled - started, rewarding + time.monotonic() - sampled
+    metrics = _metrics(groups, rewards_PG, found)
     correlation = length_correlation(rewards_PG.tolist(), completion_lengths(groups).tolist())
-    if grpo.use_dynamic_sampling:
-        kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[: grpo.num_prompts_per_step]
-        _check_signal(kept, grpo.num_prompts_per_step, len(found))
-        groups, rewards_PG, raw_PG = [groups[i] for i in kept], rewards_PG[kept], raw_PG[kept]
+    if is_dynamic:
+        kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[:wanted]
+        _check_signal(kept, wanted, len(found))
+        groups, rewards_PG = [groups[i] for i in kept], rewards_PG[kept]
     if run.rewards.has_gold:
         started = time.monotonic()
-        gold_PG = run.rewards.gold(groups)
-        seconds["rewards"] += time.monotonic() - started
-        if bool(gold_PG.isfinite().any()):
-            metrics["train/gold_reward"] = float(gold_PG.nanmean())
+        metrics["train/gold_reward"] = float(run.rewards.gold(groups).nanmean())
+        rewarding += time.monotonic() - started
     used_PG = used_completions(groups, rewards_PG, grpo)
     metrics["train/num_masked"] = float((rewards_PG.isfinite() & ~used_PG).sum())
-    return Rollouts(groups, rewards_PG, raw_PG, used_PG, len(found) * count, metrics, seconds, correlation)
+    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    known |= {"timing/train/generation": generation, "timing/train/rewards": rewarding}
+    watched = {
+        "groups_without_signal": metrics["train/groups_without_signal"],
+        "length_correlation": correlation,
+    }
+    return Rollouts(groups, rewards_PG, used_PG, len(found) * count, known, watched)
 
 
 def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) -> int:
@@ -111,39 +108,35 @@ def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) 
     return int(np.random.SeedSequence([seed, int(validation), step, draw]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _check_failures(run: GRPOSetup, found: GroupRewards) -> None:
+def _check_failures(found: GroupRewards, most: float) -> None:
     failed = len(found.failures) / max(found.rewards_PG.numel(), 1)
-    if failed > run.config.grpo.max_failed_share:
+    if failed > most:
         raise ModelError(
             "too many completions have no reward",
             got=f"{failed:.0%} of {found.rewards_PG.numel()}; {failure_summary(found.failures)}",
-            need=f"at most {run.config.grpo.max_failed_share:.0%} (grpo.max_failed_share)",
+            need=f"at most {most:.0%} (grpo.max_failed_share)",
             fix="mend the environment and start the same command again: it resumes before this step",
         )
 
 
-def _metrics(
-    groups: Sequence[CompletionGroup], rewards_PG: Tensor, raw_PG: Tensor, found: Sequence[GroupRewards]
-) -> dict[str, float]:
-    """Of all that was sampled in a step, in one draw or several."""
+def _metrics(groups: Sequence[CompletionGroup], rewards_PG: Tensor, found: Sequence[GroupRewards]) -> dict[str, float]:
+    """Of all that was sampled in a step, in one draw or several; NaN where nothing is known."""
     by_environment: dict[str, list[Reward]] = defaultdict(list)
     for one in found:
         for label, environment_rewards in one.by_environment.items():
             by_environment[label] += environment_rewards
     rewards = rewards_PG[rewards_PG.isfinite()]
-    metrics = {
-        "train/reward": float(rewards.mean()) if len(rewards) else math.nan,
+    return {
+        "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std(unbiased=False)) if len(rewards) else math.nan,
-        "train/raw_reward": float(raw_PG.nanmean()),
+        "train/raw_reward": float(torch.cat([one.raw_PG for one in found]).nanmean()),
         "train/mean_gen_tokens_per_sample": float(completion_lengths(groups).float().mean()),
         "train/truncation_rate": float(truncated_completions(groups).float().mean()),
         "train/mean_prompt_length": sum(len(group.prompt_ids) for group in groups) / len(groups),
         "train/groups_without_signal": 1 - float(informative_groups(rewards_PG).float().mean()),
         "train/num_failed": float(rewards_PG.numel() - len(rewards)),
         "train/num_groups_sampled": float(len(groups)),
-    }
-    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    return known | environment_metrics(by_environment)
+    } | environment_metrics(by_environment)
 
 
 def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:

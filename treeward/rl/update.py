@@ -18,34 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ModelError
+from treeward.model.lora import AdapterReference
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
-from treeward.rl.experience import CompletionGroup, SampledCompletion, completion_lengths
+from treeward.rl.experience import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
 from treeward.rl.policy_loss import KLEstimator, UpdateMetrics, kl_estimate, needs_generator, policy_loss
 from treeward.training.optimisation import clip_gradients
 from treeward.tree.parts import plan_parts
-from treeward.tree.token_tree import TokenIds
 
 __all__ = ["Evaluated", "Measured", "PolicyUpdater", "Reference"]
 
+Reference = PolicyModel | AdapterReference
+"""What KL is measured from: a frozen model, or a LoRA policy with its adapters off."""
 
-class Reference(Protocol):
-    """What KL is measured from: a frozen `PolicyModel`, or a LoRA policy with its adapters off."""
-
-    def log_probs(
-        self,
-        groups: Sequence[Sequence[TokenIds]],
-        prompt_lengths: Sequence[Sequence[int]],
-        *,
-        temperature: float = 1.0,
-        entropies: bool = False,
-    ) -> CompletionLogProbs: ...
+MicroBatch = list[list[tuple[int, int]]]
+"""By tree, the completions that share it, each as (prompt, place in its group)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +66,13 @@ class Measured(NamedTuple):
     entropy_PG: Tensor
 
 
-Part = list[tuple[int, int]]
-"""Completions that share a tree in a micro-batch, each as (prompt, place in its group)."""
-
-
 class PolicyUpdater:
     """Updates `policy` by `optimizer`.
 
-    `reference`: what KL is measured from; None for none. `micro_batch_tokens`: computed tokens of one forward and
-    backward pass; only a single completion may exceed it. `max_grad_norm`: None for no clipping. `temperature`: of the
-    sampling. `prompts_per_update`: how many groups one step of the optimiser learns from; None for all.
-    `updates_per_batch`: passes over the whole batch. `parts_per_batch`: updates that a full batch has in a pass; None:
-    as many as this batch has.
+    `reference`: None for none. `micro_batch_tokens`: computed tokens of one forward and backward pass; only a single
+    completion may exceed it. `max_grad_norm`: None for no clipping. `temperature`: of the sampling.
+    `prompts_per_update`: how many groups one step of the optimiser learns from; None for all. `updates_per_batch`:
+    passes over the whole batch. `parts_per_batch`: updates that a full batch has in a pass; None: as many as this one.
 
     `on_step`: called after each of these updates, for schedules, also after those without anything to learn from, or
     for which the batch has too few groups: where a schedule stands follows from the number of batches. `steps_begun`:
@@ -121,25 +109,24 @@ class PolicyUpdater:
         Raises `ModelError` where the loss needs log-probabilities of the generator that are not there.
         """
         groups = tuple(groups)
+        completions = [one for group in groups for one in group.completions]
+        if needs_generator(self.loss) and any(one.token_ids and one.log_probs is None for one in completions):
+            raise ModelError(
+                "the generator gave no log-probabilities of its own",
+                need="one for each token: loss_fn.use_importance_sampling_correction and "
+                "use_on_policy_kl_approximation weight by them",
+                fix="a generator that returns them, or switch these two off",
+            )
         self.policy.eval()
-        # Updated from once, in one part, the policy is its own old policy.
-        several = len(self._parts(len(groups))) * self.updates_per_batch > 1
-        for group in groups if needs_generator(self.loss) else ():
-            if any(one.token_ids and one.log_probs is None for one in group.completions):
-                raise ModelError(
-                    "the generator gave no log-probabilities of its own",
-                    where=group.prompt.where,
-                    need="one for each token: loss_fn.use_importance_sampling_correction and "
-                    "use_on_policy_kl_approximation weight by them",
-                    fix="a generator that returns them, or switch these two off",
-                )
         metrics = UpdateMetrics()
         old = reference = kl_PG = None
+        # Updated from once, in one part, the policy is its own old policy.
+        several = len(self._parts(len(groups))) * self.updates_per_batch > 1
         if several or (for_reward and self.reference is not None):
-            old, _ = self._log_probs(self.policy, groups, metrics)
-            _add_mismatch(metrics, [one for group in groups for one in group.completions], old.flatten(0, 1))
+            old, _ = self._all(self.policy, groups, metrics)
+            _add_mismatch(metrics, completions, old.flatten(0, 1))
         if self.reference is not None:
-            reference, _ = self._log_probs(self.reference, groups, metrics)
+            reference, _ = self._all(self.reference, groups, metrics)
             if for_reward:
                 assert old is not None
                 kl_PG = kl_estimate(old, reference, self.loss.reference_policy_kl_type).sum(dim=2).cpu()
@@ -151,13 +138,16 @@ class PolicyUpdater:
         The result has the sums of `evaluated` too. Raises `ModelError` for a loss or gradient that is not finite; the
         weights are then those before that step.
         """
-        metrics = evaluated.metrics
-        parts = self._parts(len(evaluated.groups))
+        metrics, groups, used_PG = evaluated.metrics, evaluated.groups, used_PG.cpu()
+        parts = self._parts(len(groups))
         # Transformers recomputes activations only for a model in training mode; there is no dropout.
         self.policy.train()
         for _ in range(self.updates_per_batch):
             for part in parts:
-                metrics = metrics + self._step(evaluated, part, advantages_PG, used_PG)
+                members = ((p, g) for p in part for g in used_PG[p].nonzero().flatten().tolist())
+                places = [(p, g) for p, g in members if groups[p].completions[g].token_ids]
+                if places:
+                    metrics = metrics + self._step(evaluated, places, advantages_PG)
                 self.on_step()
             for _ in range((self.parts_per_batch or 0) - len(parts)):
                 self.on_step()
@@ -171,10 +161,10 @@ class PolicyUpdater:
     def measure(self, groups: Sequence[CompletionGroup], *, estimator: KLEstimator = "k3") -> Measured:
         """KL to the reference and entropy of each completion, at the temperature of the sampling; no update."""
         self.policy.eval()
-        values_PGL, entropies_PGL = self._log_probs(self.policy, groups, UpdateMetrics(), entropies=True)
+        values_PGL, entropies_PGL = self._all(self.policy, groups, UpdateMetrics(), entropies=True)
         kl_PG = None
         if self.reference is not None:
-            reference_PGL, _ = self._log_probs(self.reference, groups, UpdateMetrics())
+            reference_PGL, _ = self._all(self.reference, groups, UpdateMetrics())
             kl_PG = kl_estimate(values_PGL, reference_PGL, estimator).sum(dim=2).cpu()
         return Measured(kl_PG, entropies_PGL.sum(dim=2).cpu() / completion_lengths(groups))
 
@@ -183,59 +173,60 @@ class PolicyUpdater:
         size = self.prompts_per_update or max(num_groups, 1)
         return [range(start, min(start + size, num_groups)) for start in range(0, num_groups, size)]
 
-    def _micro_batches(self, groups: Sequence[CompletionGroup], places: Part) -> Iterator[list[Part]]:
-        """The given completions in micro-batches, by the parts of groups that share a tree."""
-        chosen: dict[int, list[int]] = {}
-        for p, g in places:
-            chosen.setdefault(p, []).append(g)
-        sequences = [[groups[p].sequence(g) for g in members] for p, members in chosen.items()]
-        prompts = list(chosen)
+    def _micro_batches(
+        self, groups: Sequence[CompletionGroup], places: Sequence[tuple[int, int]]
+    ) -> Iterator[MicroBatch]:
+        """Completions, as (prompt, place), in micro-batches; a group that is too large is cut into several trees."""
+        of_prompt: dict[int, list[tuple[int, int]]] = {}
+        for place in places:
+            of_prompt.setdefault(place[0], []).append(place)
+        chosen = list(of_prompt.values())
+        sequences = [[groups[p].sequence(g) for p, g in members] for members in chosen]
         share = self.policy.layout == "tree"
-        for micro_batch in plan_parts(sequences, max_tokens=self.micro_batch_tokens, share=share):
-            yield [
-                [(prompts[part.group], chosen[prompts[part.group]][m]) for m in part.members] for part in micro_batch
-            ]
+        for parts in plan_parts(sequences, max_tokens=self.micro_batch_tokens, share=share):
+            yield [[chosen[part.group][m] for m in part.members] for part in parts]
 
     def _ask(
-        self, model: Reference, groups: Sequence[CompletionGroup], parts: Sequence[Part], *, entropies: bool = False
-    ) -> CompletionLogProbs:
-        """The log-probabilities of a micro-batch, by S as its parts have them."""
-        return model.log_probs(
-            [[groups[p].sequence(g) for p, g in part] for part in parts],
-            [[len(groups[p].prompt_ids) for p, _ in part] for part in parts],
-            temperature=self.temperature,
-            entropies=entropies,
-        )
+        self,
+        model: Reference,
+        groups: Sequence[CompletionGroup],
+        batch: MicroBatch,
+        metrics: UpdateMetrics,
+        *,
+        entropies: bool = False,
+    ) -> tuple[CompletionLogProbs, Tensor, Tensor]:
+        """The log-probabilities of a micro-batch, and its prompts and places, int64 (S,) each; counts its tokens."""
+        sequences = [[groups[p].sequence(g) for p, g in part] for part in batch]
+        prompt_lengths = [[len(groups[p].prompt_ids) for p, _ in part] for part in batch]
+        found = model.log_probs(sequences, prompt_lengths, temperature=self.temperature, entropies=entropies)
+        metrics.computed_tokens += found.num_computed_tokens
+        metrics.row_tokens += sum(len(sequence) for part in sequences for sequence in part)
+        p_S, g_S = torch.tensor([place for part in batch for place in part]).unbind(dim=1)
+        return found, p_S, g_S
 
-    def _log_probs(
+    def _all(
         self, model: Reference, groups: Sequence[CompletionGroup], metrics: UpdateMetrics, *, entropies: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and (zeros unless asked for) entropies of all completions, float32 (P, G, L)."""
-        shape = (*completion_lengths(groups).shape, int(completion_lengths(groups).max()) if groups else 0)
-        values_PGL, entropies_PGL = torch.zeros(2, *shape, device=self.policy.device)
-        for parts in self._micro_batches(groups, [(p, g) for p in range(shape[0]) for g in range(shape[1])]):
-            found = self._ask(model, groups, parts, entropies=entropies)
-            p_S, g_S = _indices(parts)
+        num_prompts, size = batch_shape(groups)
+        longest = int(completion_lengths(groups).max()) if groups else 0
+        values_PGL, entropies_PGL = torch.zeros(2, num_prompts, size, longest, device=self.policy.device)
+        for batch in self._micro_batches(groups, [(p, g) for p in range(num_prompts) for g in range(size)]):
+            found, p_S, g_S = self._ask(model, groups, batch, metrics, entropies=entropies)
             width = found.values_SL.shape[1]
             values_PGL[p_S, g_S, :width] = found.values_SL
             if found.entropies_SL is not None:
                 entropies_PGL[p_S, g_S, :width] = found.entropies_SL
-            metrics.computed_tokens += found.num_computed_tokens
-            metrics.row_tokens += _row_tokens(groups, parts)
         return values_PGL, entropies_PGL
 
-    def _step(self, evaluated: Evaluated, prompts: range, advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
-        """One step of the optimiser, from the used completions to some prompts that have a token."""
-        lengths_PG = completion_lengths(evaluated.groups)
-        used_PG = used_PG.cpu() & (lengths_PG > 0)
-        places: Part = [(p, g) for p in prompts for g in used_PG[p].nonzero().flatten().tolist()]
+    def _step(self, evaluated: Evaluated, places: Sequence[tuple[int, int]], advantages_PG: Tensor) -> UpdateMetrics:
+        """One step of the optimiser, from completions that have a token."""
         metrics = UpdateMetrics(updates=1)
-        if not places:
-            return UpdateMetrics()  # nothing to learn from
-        by_token = self.loss.token_level_loss
-        denominator = sum(int(lengths_PG[place]) for place in places) if by_token else len(places)
-        for parts in self._micro_batches(evaluated.groups, places):
-            loss, sums = self._loss(evaluated, parts, advantages_PG)
+        groups = evaluated.groups
+        num_tokens = sum(len(groups[p].completions[g].token_ids) for p, g in places)
+        denominator = num_tokens if self.loss.token_level_loss else len(places)
+        for batch in self._micro_batches(groups, places):
+            loss, sums = self._loss(evaluated, batch, advantages_PG)
             (loss / denominator).backward()
             metrics += sums
             metrics.loss_sum += float(loss.detach()) / denominator
@@ -251,16 +242,16 @@ class PolicyUpdater:
         self.optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _loss(self, evaluated: Evaluated, parts: Sequence[Part], advantages_PG: Tensor) -> tuple[Tensor, UpdateMetrics]:
+    def _loss(self, evaluated: Evaluated, batch: MicroBatch, advantages_PG: Tensor) -> tuple[Tensor, UpdateMetrics]:
         """The loss of a micro-batch, summed, and its sums."""
-        found = self._ask(self.policy, evaluated.groups, parts, entropies=True)
+        counted = UpdateMetrics()
+        found, p_S, g_S = self._ask(self.policy, evaluated.groups, batch, counted, entropies=True)
         values_SL = found.values_SL.detach()
-        p_S, g_S = _indices(parts)
-        width = values_SL.shape[1]
         old, reference = (
-            None if known is None else known[p_S, g_S, :width] for known in (evaluated.old_PGL, evaluated.reference_PGL)
+            None if known is None else known[p_S, g_S, : values_SL.shape[1]]
+            for known in (evaluated.old_PGL, evaluated.reference_PGL)
         )
-        completions = [evaluated.groups[p].completions[g] for part in parts for p, g in part]
+        completions = [evaluated.groups[p].completions[g] for part in batch for p, g in part]
         loss, metrics = policy_loss(
             found.values_SL,
             values_SL if old is None else old,
@@ -272,22 +263,9 @@ class PolicyUpdater:
         )
         assert found.entropies_SL is not None
         metrics.entropy_sum = float((found.entropies_SL * found.mask_SL).sum())
-        metrics.computed_tokens = found.num_computed_tokens
-        metrics.row_tokens = _row_tokens(evaluated.groups, parts)
         if old is None:  # the first and only pass of the trainer over what was sampled
             _add_mismatch(metrics, completions, values_SL)
-        return loss, metrics
-
-
-def _indices(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Prompts and places of the completions of a micro-batch, int64 (S,) each."""
-    places_S2 = torch.tensor([place for part in parts for place in part])
-    return places_S2[:, 0], places_S2[:, 1]
-
-
-def _row_tokens(groups: Sequence[CompletionGroup], parts: Sequence[Part]) -> int:
-    """Tokens of a micro-batch as plain rows."""
-    return sum(len(groups[p].sequence(g)) for part in parts for p, g in part)
+        return loss, metrics + counted
 
 
 def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> Tensor:

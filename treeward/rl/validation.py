@@ -15,9 +15,9 @@ Shapes: P prompts, G completions to each.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Validation", "ranking_remark", "validate"]
 
+_SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """The measurements. `watched`: the arguments of `OverOptimisationWatch.observe`. `samples`: lines of
-    `samples.jsonl` without their step.
+
+class Validation(NamedTuple):
+    """`watched`: the arguments of `OverOptimisationWatch.observe`. `samples`: lines of `samples.jsonl` without their
+    step.
     """
 
     metrics: Mapping[str, float]
@@ -60,7 +61,7 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
     grpo = run.config.grpo
     size = grpo.val_batch_size or len(run.validation)
     groups: list[CompletionGroup] = []
-    batches: list[dict[str, Tensor | None]] = []
+    found: dict[str, list[Tensor]] = defaultdict(list)
     for number, start in enumerate(range(0, len(run.validation), size)):
         if should_stop():
             return None
@@ -71,77 +72,61 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
             num_completions=grpo.num_val_generations,
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
-        found, measured = run.rewards.reward(batch, update=False), run.updater.measure(batch)
         groups += batch
-        batches.append(
-            {
-                "reward": shaped_rewards(run.config, batch, found.rewards_PG),
-                "raw_reward": found.raw_PG,
-                "gold_reward": run.rewards.gold(batch) if run.rewards.has_gold else None,
-                "kl": measured.kl_PG,
-                "entropy": measured.entropy_PG,
-            }
-        )
-    values: dict[str, Tensor] = {}
-    for name in batches[0]:
-        tensors = [tensor.cpu() for one in batches if (tensor := one[name]) is not None]
-        if tensors:
-            values[name] = torch.cat(tensors)
-    return _summary(run, groups, values)
+        rewards, measured = run.rewards.reward(batch, update=False), run.updater.measure(batch)
+        found["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
+        found["raw_reward"].append(rewards.raw_PG)
+        found["entropy"].append(measured.entropy_PG)
+        if run.rewards.has_gold:
+            found["gold_reward"].append(run.rewards.gold(batch))
+        if measured.kl_PG is not None:
+            found["kl"].append(measured.kl_PG)
+    return _summary(run, groups, {name: torch.cat(tensors) for name, tensors in found.items()})
 
 
 def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> Validation:
     """`values`: by name one number for each completion, (P, G)."""
     lengths_PG, proxy_PG = completion_lengths(groups), values["raw_reward" if run.rewards_move else "reward"]
-    means = {name: _mean(values_PG) for name, values_PG in values.items() if name != "entropy"} | {
+    means = {name: _mean(values_PG) for name, values_PG in values.items()} | {
         "proxy": _mean(proxy_PG),
-        "entropy": _weighted_mean(values["entropy"], lengths_PG),
+        "entropy": _mean(values["entropy"], lengths_PG),
         "mean_gen_tokens_per_sample": float(lengths_PG.float().mean()),
         "truncation_rate": float(truncated_completions(groups).float().mean()),
         "num_failed": float((~values["reward"].isfinite()).sum()),
     }
     metrics = {f"validation/{name}": value for name, value in means.items() if value is not None}
-    if len(set(run.validation_sets)) > 1:
-        for name in dict.fromkeys(run.validation_sets):
-            chosen = torch.tensor([of_set == name for of_set in run.validation_sets])
-            for key in ("reward", "gold_reward"):
-                if key in values and (mean := _mean(values[key][chosen])) is not None:
-                    metrics[f"validation-{name}/{key}"] = mean
+    names = dict.fromkeys(run.validation_sets)
+    for name in names if len(names) > 1 else ():
+        chosen = torch.tensor([of_set == name for of_set in run.validation_sets])
+        for key in ("reward", "gold_reward"):
+            if key in values and (mean := _mean(values[key][chosen])) is not None:
+                metrics[f"validation-{name}/{key}"] = mean
     watched = {
         "proxy_by_prompt": proxy_PG.nanmean(dim=1).numpy(),
         "gold_by_prompt": values["gold_reward"].nanmean(dim=1).numpy() if "gold_reward" in values else None,
         "length": means["mean_gen_tokens_per_sample"],
-        "kl": means.get("kl"),
-        "entropy": means["entropy"],
-        "truncation_rate": means["truncation_rate"],
         "length_correlation": length_correlation(values["reward"].tolist(), lengths_PG.tolist()),
-    }
-    samples = [_sample(groups, values, p) for p in range(min(run.config.grpo.num_logged_samples, len(groups)))]
+    } | {name: means.get(name) for name in ("kl", "entropy", "truncation_rate")}
+    samples = [_sample(groups[p], values, p) for p in range(min(run.config.grpo.num_logged_samples, len(groups)))]
     return Validation(metrics, watched, samples)
 
 
-def _sample(groups: Sequence[CompletionGroup], values: Mapping[str, Tensor], p: int) -> dict[str, Any]:
-    def value(name: str, g: int) -> float | None:
-        return float(values[name][p, g]) if name in values and values[name][p, g].isfinite() else None
+def _sample(group: CompletionGroup, values: Mapping[str, Tensor], p: int) -> dict[str, Any]:
+    def measured(g: int) -> dict[str, float | None]:
+        found = {name: values[name][p, g] if name in values else torch.tensor(torch.nan) for name in _SAMPLED}
+        return {name: float(value) if value.isfinite() else None for name, value in found.items()}
 
     return {
-        "prompt": [dict(message) for message in groups[p].prompt.messages],
+        "prompt": [dict(message) for message in group.prompt.messages],
         "completions": [
-            {"text": completion.text}
-            | {name: value(name, g) for name in ("reward", "raw_reward", "gold_reward", "kl")}
-            | {"num_tokens": len(completion.token_ids), "truncated": completion.truncated}
-            for g, completion in enumerate(groups[p].completions)
+            {"text": one.text, **measured(g), "num_tokens": len(one.token_ids), "truncated": one.truncated}
+            for g, one in enumerate(group.completions)
         ],
     }
 
 
-def _mean(values: Tensor) -> float | None:
-    finite = values[values.isfinite()]
-    return float(finite.double().mean()) if len(finite) else None
-
-
-def _weighted_mean(values_PG: Tensor, weights_PG: Tensor) -> float | None:
-    """The mean over tokens of means over completions."""
-    weights = torch.where(values_PG.isfinite(), weights_PG, 0).double()
+def _mean(values_PG: Tensor, weights_PG: Tensor | None = None) -> float | None:
+    """Of the finite values, weighted; None where there are none."""
+    weights = torch.where(values_PG.isfinite(), 1 if weights_PG is None else weights_PG, 0).double()
     total = float(weights.sum())
     return float((values_PG.nan_to_num().double() * weights).sum()) / total if total else None
