@@ -258,12 +258,9 @@ def test_speakers_named_inside_a_turn_stay_inside() -> None:
     assert join(messages) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("Hi", "does not begin"), ("", "does not begin"), ("x\n\nHuman: Hi", "does not begin"), ([user("a")], "not text")],
-)
-def test_bad_transcripts(text: Any, words: str) -> None:
-    with pytest.raises(DataError, match=words) as caught:
+@pytest.mark.parametrize("text", ["Hi", "", "x\n\nHuman: Hi", [user("a")]])
+def test_bad_transcripts(text: Any) -> None:
+    with pytest.raises(DataError, match="not text that begins with a turn") as caught:
         hh(text, "\n\nHuman: Hi\n\nAssistant: Hello")
     assert (caught.value.field, caught.value.where) == ("chosen", "x:1")
 

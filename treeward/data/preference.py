@@ -19,15 +19,14 @@ part earlier.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeward.errors import DataError
+from treeward.errors import DataError, nearest_name
 
 __all__ = [
     "Completion",
@@ -52,7 +51,6 @@ Message = dict[str, Any]
 
 Messages = tuple[Message, ...]
 
-_LARGEST_RANK = 2**31
 _RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
 _TRANSCRIPT = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -100,21 +98,34 @@ def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: b
     if not value and not may_be_empty:
         raise DataError(f"{field} is empty", where=where, field=field, got="[]", need="at least one message")
     for i, message in enumerate(value):
-        _check_message(message, f"{field}[{i}]", where)
+        at, problem = f"{field}[{i}]", None
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(message, Mapping):
+            problem = "is not an object"
+        elif not isinstance(message.get("role"), str) or not message["role"]:
+            at, problem = f"{at}.role", "has no role"
+        elif not (isinstance(content, str) or _is_list(content) or (content is None and message.get("tool_calls"))):
+            at, problem = f"{at}.content", "has no text"
+        if problem is not None:
+            need = '{"role": "user", "content": "..."}'
+            raise DataError(f"a message {problem}", where=where, field=at, got=message, need=need)
     return tuple({key: item for key, item in message.items() if item is not None} for message in value)
 
 
 def as_messages(value: Any, key: str, role: str, where: str) -> Messages:
     """Text as one message of `role`, else a checked list of messages, which may be JSON text, as in a CSV cell."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            parsed = None
-        if parsed and all(isinstance(item, dict) and {"role", "content"} <= set(item) for item in parsed):
-            value = parsed  # anything else, as "[1, 2]", is a text
     if isinstance(value, str):
-        return ({"role": role, "content": value},)
+        try:
+            parsed = parse_json_list(value, key, where)
+        except DataError:
+            parsed = None
+        if (
+            not parsed
+            or not _is_list(parsed)
+            or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in parsed)
+        ):
+            return ({"role": role, "content": value},)  # also "[1, 2]"
+        value = parsed
     if _is_list(value):
         return check_messages(value, key, where)
     need = '"..." or [{"role": ..., "content": ...}, ...]'
@@ -133,18 +144,6 @@ def last_text(messages: Sequence[Message]) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _check_message(message: Any, field: str, where: str | None) -> None:
-    if not isinstance(message, Mapping):
-        need = '{"role": ..., "content": ...}'
-        raise DataError("a message is not an object", where=where, field=field, got=message, need=need)
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        need = "a name such as user, assistant or system"
-        raise DataError("a message has no role", where=where, field=f"{field}.role", got=role, need=need)
-    if not (isinstance(content, str) or _is_list(content) or (content is None and message.get("tool_calls"))):
-        raise DataError("a message has no text", where=where, field=f"{field}.content", got=content, need="a string")
-
-
 # --- the rank format -------------------------------------------------------------------------------------------------
 
 
@@ -158,23 +157,18 @@ def preference_from_dict(
     completions, or a margin or score that is not finite.
     """
     if not isinstance(row, Mapping):
-        raise DataError("a row is not an object", where=where, got=type(row).__name__, need=_RANK_FORMAT)
+        raise DataError("a row is not an object", where=where, got=row, need=_RANK_FORMAT)
     for key in ("context", "completions"):
         if row.get(key) is None:
             summary, fix = f"the row has no {key}", _other_format(row)
             raise DataError(summary, where=where, field=key, got=_keys(row), need=_RANK_FORMAT, fix=fix)
     context = check_messages(parse_json_list(row["context"], "context", where), "context", where, may_be_empty=True)
-    completions = parse_json_list(row["completions"], "completions", where)
-    if not _is_list(completions):
-        got = type(completions).__name__
-        raise DataError("completions is not a list", where=where, field="completions", got=got, need=_RANK_FORMAT)
-    if len(completions) < 2:
-        summary, got = "a comparison needs at least two completions", f"a list of {len(completions)}"
-        raise DataError(summary, where=where, field="completions", got=got, need="two or more")
-    checked = tuple(_completion(item, f"completions[{i}]", where) for i, item in enumerate(completions))
-    margin = _number(row.get("margin"), "margin", where)
-    name = row.get("task_name")
-    return Preference(context, checked, name if isinstance(name, str) and name else task_name, margin)
+    given = parse_json_list(row["completions"], "completions", where)
+    if not _is_list(given) or len(given) < 2:
+        summary = "a comparison needs a list of two or more completions"
+        raise DataError(summary, where=where, field="completions", got=given, need=_RANK_FORMAT)
+    completions = [_completion(item, f"completions[{i}]", where) for i, item in enumerate(given)]
+    return _preference(row, where, context, completions, task_name)
 
 
 def preference_to_dict(preference: Preference) -> dict[str, Any]:
@@ -202,25 +196,24 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
 
 
 def _completion(item: Any, field: str, where: str | None) -> Completion:
-    need = '{"rank": 0, "completion": [{"role": "assistant", "content": "..."}]}'
-    if not isinstance(item, Mapping):
-        raise DataError("a completion is not an object", where=where, field=field, got=item, need=need)
-    if "completion" not in item:
-        inner, got = f"{field}.completion", _keys(item)
-        raise DataError("a completion has no messages", where=where, field=inner, got=got, need=need)
+    need = '{"rank": 0, "completion": [{"role": "assistant", "content": "..."}]}, where a lower rank is better'
+    if not isinstance(item, Mapping) or "completion" not in item:
+        raise DataError("a completion has no messages", where=where, field=field, got=item, need=need)
     rank = item.get("rank")
-    if isinstance(rank, float) and rank.is_integer():
-        rank = int(rank)
-    if isinstance(rank, bool) or not isinstance(rank, int) or abs(rank) > _LARGEST_RANK:
-        summary = "a completion has no rank" if rank is None else "a rank is not a whole number of ordinary size"
-        got, need = _keys(item) if rank is None else rank, "a whole number; lower is better, equal is a tie"
-        raise DataError(summary, where=where, field=f"{field}.rank", got=got, need=need)
+    if isinstance(rank, bool) or not isinstance(rank, int | float) or not float(rank).is_integer():
+        raise DataError("a rank is not a whole number", where=where, field=f"{field}.rank", got=rank, need=need)
     messages = parse_json_list(item["completion"], f"{field}.completion", where)
-    return Completion(
-        rank,
-        check_messages(messages, f"{field}.completion", where),
-        _number(item.get("score"), f"{field}.score", where),
-    )
+    messages = check_messages(messages, f"{field}.completion", where)
+    return Completion(int(rank), messages, _number(item.get("score"), f"{field}.score", where))
+
+
+def _preference(
+    values: Mapping[str, Any], where: str | None, context: Messages, completions: Iterable[Completion], task_name: str
+) -> Preference:
+    """With the row's own margin and task name, if it has them."""
+    name = values.get("task_name")
+    task_name = name if isinstance(name, str) and name else task_name
+    return Preference(context, tuple(completions), task_name, _number(values.get("margin"), "margin", where))
 
 
 def _number(value: Any, field: str, where: str | None) -> float | None:
@@ -270,34 +263,23 @@ def from_binary_row(
     the JSON of a list of messages (a CSV cell) counts as those messages.
     """
     need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
-    sides = {
-        key: as_messages(required(values, key, where, need), key, "assistant", where)
-        for key in (chosen_key, rejected_key)
-    }
-    chosen, rejected = sides[chosen_key], sides[rejected_key]
+    keys = (chosen_key, rejected_key)
+    chosen, rejected = (as_messages(required(values, key, where, need), key, "assistant", where) for key in keys)
     raw_prompt = None if prompt_key is None else values.get(prompt_key)
-    if raw_prompt is None:
-        for key, messages in sides.items():
-            if messages[0]["role"] == "assistant":
-                is_transcript = isinstance(values[key], str) and _TURN.match(values[key])
-                raise DataError(
-                    f"the row has no {prompt_key or 'prompt'}",
-                    where=where,
-                    field=prompt_key or key,
-                    got=_keys(values),
-                    need=f"a prompt, or a whole conversation (prompt and completion) in {key}",
-                    fix=_other_format(values) if is_transcript else "set prompt_key to the key that holds the prompt",
-                )
-        context, chosen, rejected = split_common_prefix(chosen, rejected)
+    prompt = None if raw_prompt is None else as_messages(raw_prompt, prompt_key or "", "user", where)
+    alone = [key for key, side in zip(keys, (chosen, rejected), strict=True) if not _holds_prompt(side, prompt)]
+    if not alone:
+        prompt, chosen, rejected = split_common_prefix(chosen, rejected)
+    elif prompt is None:
+        key, name = alone[0], prompt_key or "prompt"
+        is_transcript = isinstance(values[key], str) and _TURN.match(values[key])
+        need = f"a prompt, or a whole conversation (prompt and completion) in {key}"
+        fix = _other_format(values) if is_transcript else "set prompt_key to the key that holds the prompt"
+        raise DataError(f"the row has no {name}", where=where, field=name, got=_keys(values), need=need, fix=fix)
     else:
-        assert prompt_key is not None
-        context = as_messages(raw_prompt, prompt_key, "user", where)
-        if all(_holds_prompt(messages, context) for messages in sides.values()):
-            context, chosen, rejected = split_common_prefix(chosen, rejected)
-        else:
-            for key, messages in sides.items():
-                _check_continues(context, messages, prompt_key, key, where)
-    return _pair(values, where, context, [(0, chosen), (1, rejected)], task_name)
+        _check_continues(prompt, chosen, chosen_key, where)
+        _check_continues(prompt, rejected, rejected_key, where)
+    return _preference(values, where, prompt, (Completion(0, chosen), Completion(1, rejected)), task_name)
 
 
 def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
@@ -307,17 +289,17 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
     """
     need = "a row as nvidia/HelpSteer3 has them"
     context = as_messages(required(values, "context", where, need), "context", "user", where)
-    responses = [
+    first, second = (
         as_messages(required(values, key, where, need), key, "assistant", where) for key in ("response1", "response2")
-    ]
+    )
     raw = required(values, "overall_preference", where, need)
     grade = _number(raw, "overall_preference", where)
     if grade not in range(-3, 4):
         need = "a whole number from -3 (response1 is much better) to 3 (response2 is)"
         raise DataError("a grade is not valid", where=where, field="overall_preference", got=raw, need=need)
-    assert grade is not None
-    ranked = sorted(zip((int(grade > 0), int(grade < 0)), responses, strict=True), key=lambda item: item[0])
-    return _pair({"task_name": values.get("task_name")}, where, context, ranked, task_name)
+    better, worse = (second, first) if grade in (1, 2, 3) else (first, second)
+    completions = (Completion(0, better), Completion(int(grade != 0), worse))
+    return _preference({"task_name": values.get("task_name")}, where, context, completions, task_name)
 
 
 def from_transcripts(
@@ -334,7 +316,7 @@ def from_transcripts(
         for key in (chosen_key, rejected_key)
     )
     context, better, worse = split_common_prefix(chosen, rejected)
-    return _pair(values, where, context, [(0, better), (1, worse)], task_name)
+    return _preference(values, where, context, (Completion(0, better), Completion(1, worse)), task_name)
 
 
 def parse_transcript(text: Any, where: str | None = None, field: str = "transcript") -> Messages:
@@ -345,23 +327,14 @@ def parse_transcript(text: Any, where: str | None = None, field: str = "transcri
     `f"\n\n{speaker}: {content}"` gives the transcript back. One space after the colon is not part of the content;
     other white space is, and the content may be empty. Raises `DataError` for text before the first turn.
     """
-    is_text = isinstance(text, str)
-    stripped = text.lstrip() if is_text else ""
-    if is_text and not text.startswith("\n\n") and stripped.startswith(("Human:", "Assistant:")):
-        text = f"\n\n{stripped}"
-    head, *parts = _TURN.split(text) if is_text else ("",)
+    given, text = text, text if isinstance(text, str) else ""
+    if not text.startswith("\n\n") and text.lstrip().startswith(("Human:", "Assistant:")):
+        text = f"\n\n{text.lstrip()}"
+    head, *parts = _TURN.split(text)
     if head.strip() or not parts:
-        of_messages = isinstance(text, list)
-        raise DataError(
-            "a transcript does not begin with a turn" if is_text else "a transcript is not text",
-            where=where,
-            field=field,
-            got=text,
-            need=_TRANSCRIPT,
-            fix="for lists of messages, or a plain prompt and completions, use dataset_name: BinaryPreferenceDataset"
-            if is_text or of_messages
-            else None,
-        )
+        summary = "a transcript is not text that begins with a turn"
+        fix = "for lists of messages, or a plain prompt and completions, use dataset_name: BinaryPreferenceDataset"
+        raise DataError(summary, where=where, field=field, got=given, need=_TRANSCRIPT, fix=fix)
     turns: list[tuple[str, str]] = []
     for speaker, said in zip(parts[::2], parts[1::2], strict=True):
         if turns and turns[-1][0] == speaker:
@@ -384,43 +357,39 @@ def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
     """The row's value for the key; raises `DataError` with the nearest key where there is none."""
     value = values.get(key)
     if value is None:
-        near = difflib.get_close_matches(key, [str(name) for name in values if name != key], n=1)
-        got, fix = "null" if key in values else _keys(values), f"is it {near[0]}?" if near else None
+        near = nearest_name(key, [str(name) for name in values if name != key])
+        got, fix = "null" if key in values else _keys(values), f"is it {near}?" if near else None
         raise DataError(f"the row has no {key}", where=where, field=key, got=got, need=need, fix=fix)
     return value
 
 
-def _pair(
-    values: Mapping[str, Any], where: str, context: Messages, ranked: Sequence[tuple[int, Messages]], task_name: str
-) -> Preference:
-    margin, name = _number(values.get("margin"), "margin", where), values.get("task_name")
-    completions = tuple(Completion(rank, messages) for rank, messages in ranked)
-    return Preference(context, completions, name if isinstance(name, str) and name else task_name, margin)
+def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
+    """Whether it is a whole conversation: it begins with the prompt, or the one prompt text is a user turn of it.
 
-
-def _holds_prompt(completion: Messages, prompt: Messages) -> bool:
-    """Whether it is a whole conversation: it begins with the prompt, or the one prompt text is a user turn of it."""
-    if len(completion) > len(prompt) and all(
-        (a["role"], a.get("content")) == (b["role"], b.get("content")) for a, b in zip(completion, prompt, strict=False)
-    ):
+    Where there is no prompt, it is one if it does not begin with the assistant.
+    """
+    if prompt is None:
+        return bool(side[0]["role"] != "assistant")
+    begins = [(a["role"], a.get("content")) for a in side[: len(prompt)]]
+    if len(side) > len(prompt) and begins == [(b["role"], b.get("content")) for b in prompt]:
         return True
-    if len(prompt) != 1 or prompt[0]["role"] != "user" or completion[0]["role"] == "assistant":
+    if len(prompt) != 1 or prompt[0]["role"] != "user" or side[0]["role"] == "assistant":
         return False
     text = last_text(prompt).strip()
-    return any(message["role"] == "user" and last_text([message]).strip() == text for message in completion[:-1])
+    return any(message["role"] == "user" and last_text([message]).strip() == text for message in side[:-1])
 
 
-def _check_continues(prompt: Messages, completion: Messages, prompt_key: str, key: str, where: str) -> None:
+def _check_continues(prompt: Messages, side: Messages, key: str, where: str) -> None:
     """Refuse a completion that is a conversation of its own: its prompt would be lost, or be there twice."""
-    last_role = prompt[-1]["role"] if prompt else None
-    if _holds_prompt(completion, prompt):
+    role, last_role = side[0]["role"], prompt[-1]["role"] if prompt else None
+    if _holds_prompt(side, prompt):
         summary = f"{key} holds the prompt and the other completion does not"
-    elif completion[0]["role"] == "system" or (completion[0]["role"] == "user" and last_role != "assistant"):
+    elif role == "system" or (role == "user" and last_role != "assistant"):
         summary = f"{key} is a conversation that does not contain the prompt"
     else:
         return
-    need = f"the completion alone, or the whole conversation with the {prompt_key} in it, alike for both completions"
-    raise DataError(summary, where=where, field=f"{key}[0].role", got=completion[0]["role"], need=need)
+    need = "the completion alone, or the whole conversation with the prompt in it, alike for both completions"
+    raise DataError(summary, where=where, field=f"{key}[0].role", got=role, need=need)
 
 
 def _keys(values: Mapping[str, Any]) -> str:

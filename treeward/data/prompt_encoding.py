@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
-from treeward.errors import DataError, ModelError
+from treeward.errors import DataError
 from treeward.progress import ShownProgress
 
 if TYPE_CHECKING:
@@ -92,8 +92,6 @@ def encode_prompts(
     `DataError` for a set of which none is left, and for a prompt that the chat template refuses; `ModelError` for an
     encoder, which completes nothing.
     """
-    if renderer.kind == "encoder":
-        raise ModelError("an encoder cannot complete a prompt", got=type(renderer.tokenizer).__name__, need="a decoder")
     prompts: list[Prompt] = []
     token_ids: list[npt.NDArray[np.int32]] = []
     sizes, counts, longest = [], PromptCounts(), 0

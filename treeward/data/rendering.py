@@ -9,14 +9,15 @@ SentencePiece, which adds a space at every beginning. The ids begin with exactly
 adds it by default, whatever the template writes; an encoder's ids have exactly one CLS and one SEP around them.
 
 `Renderer.chat_template` is the template as it is used, so saved with a model it renders the same text everywhere. A
-template that writes today's date is given `FIXED_DATE`, so that a score does not depend on the day; one whose loops run
-on without end is stopped after `MAX_SECONDS` of processor time.
+template that writes today's date is given `FIXED_DATE`, so that a score does not depend on the day; one that runs for
+`MAX_SECONDS` of processor time, or builds a text of more than `MAX_CHARACTERS`, is stopped.
 """
 
 from __future__ import annotations
 
 import contextvars
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -49,39 +50,31 @@ DEFAULT_CHAT_TEMPLATE = """\
 is one) after each assistant message, and nothing after the last, so that a score is read at EOS."""
 
 FIXED_DATE = "26 Jul 2024"
-"""What `strftime_now` gives: the date that Llama 3's templates fall back to (a Friday)."""
+"""What `strftime_now` gives: the date that Llama 3's templates fall back to; `2024-07-26` for the format of ISO."""
 
 MAX_SECONDS = 10.0
 """Processor time that one rendering may take; real templates need milliseconds."""
 
+MAX_CHARACTERS = 2**28
+"""Characters that a template may keep in a variable."""
+
 SETTING = "policy.tokenizer.chat_template"
 _DATE_VARIABLES = ("date_string", "current_date")
-_STRFTIME = {
-    "%Y": "2024", "%y": "24", "%m": "07", "%-m": "7", "%B": "July", "%b": "Jul", "%d": "26", "%-d": "26", "%e": "26",
-    "%A": "Friday", "%a": "Fri", "%j": "208", "%H": "00", "%I": "12", "%p": "AM", "%M": "00", "%S": "00",
-    "%D": "07/26/24", "%F": "2024-07-26", "%T": "00:00:00", "%x": "07/26/24", "%X": "00:00:00", "%Z": "", "%z": "",
-}  # fmt: skip
+_ISO_FORMAT, _ISO_DATE = "%Y-%m-%d", "2024-07-26"
 _CLOCK = "{% macro strftime_now(format) %}"
-_TIMED = "treeward_timed"
+_TIMED, _BOUNDED = "treeward_timed", "treeward_bounded"
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", default=float("inf"))
 
 Truncation = Literal["drop", "truncate_left", "error"]
 
 _FORMAT_VERSION = 2  # raise it when the same messages would give other ids: token caches are keyed by it
-_OWN_ARGUMENTS = frozenset(
-    {
-        *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-        *("tokenizer_kwargs", "sanitize_control_tokens"),
-    }
-)
+_OWN_ARGUMENTS = {"messages", "conversation", "chat_template", "tokenize", "add_generation_prompt", "return_dict"}
 _MIN_CHARACTERS_PER_TOKEN = 128
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_MOST_UNKNOWN_ROLES = 32  # a server's requests must fill neither memory nor log
-_PROBE_PROMPT, _PROBE_COMPLETION = "Quo vadis?", "Romam."
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MOST_ROLES = 32  # a server's requests must fill neither memory nor log
 _PROBE_MESSAGES: list[Message] = [
-    {"role": "user", "content": _PROBE_PROMPT},
-    {"role": "assistant", "content": _PROBE_COMPLETION},
+    {"role": "user", "content": "Quo vadis?"},
+    {"role": "assistant", "content": "Romam."},
 ]
 _PROBE_SYSTEM: Message = {"role": "system", "content": "Loquere."}
 
@@ -118,14 +111,13 @@ class Renderer:
         self.chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs or {})
         self.max_length = max_length
         self.truncation: Truncation = truncation
-        self._unknown_roles: set[str] = set()
+        self._seen_roles = set(_ROLES)
         if taken := sorted(_OWN_ARGUMENTS & self.chat_template_kwargs.keys()):
-            field, got = f"chat_template_kwargs.{taken[0]}", self.chat_template_kwargs[taken[0]]
             summary = "chat_template_kwargs sets an argument of the renderer"
-            raise ConfigError(summary, field=field, got=got, need="no such key")
+            raise ConfigError(summary, field=f"chat_template_kwargs.{taken[0]}", need="no such key")
         source, name = find_template(tokenizer, chat_template)
         self.chat_template = without_clock(source, self.chat_template_kwargs)
-        self._reads_text, self._reads_parts = self._probe_content(name)
+        self._reads_text = self._probe_content(name)
         probe: list[int] = tokenizer("a probe", add_special_tokens=True)["input_ids"]
         cls, sep, bos = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id
         framed = cls is not None and sep is not None and probe[:1] == [cls] and probe[-1:] == [sep]
@@ -139,12 +131,18 @@ class Renderer:
         """The text of a whole conversation; with `generation_prompt`, of one that the assistant is to continue.
 
         Raises `DataError` where the template refuses it, fails, or writes nothing, and for text that is not valid
-        Unicode.
+        Unicode; `ModelError` for an encoder that is to continue, for it completes nothing.
         """
-        self._warn_of_unknown_roles(messages, where)
+        if generation_prompt and self.kind == "encoder":
+            got = type(self.tokenizer).__name__
+            raise ModelError("an encoder cannot complete a prompt", got=got, need="a decoder")
+        for role in {str(message.get("role"))[:60] for message in messages} - self._seen_roles:
+            if role not in self.chat_template and len(self._seen_roles) < _MOST_ROLES:
+                self._seen_roles.add(role)
+                logger.warning("%s: the chat template does not name the role %r.", where or "a conversation", role)
         contents = [self._content(message, where) for message in messages]
         try:
-            text = self._apply(contents, generation_prompt=generation_prompt)
+            text = self._apply(contents, generation_prompt)
         except Exception as error:  # a template is a program: it can raise anything
             reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             raise DataError(
@@ -154,11 +152,12 @@ class Renderer:
                 need="messages in the order and form that the model's chat template accepts",
                 fix=f"change or remove the row, or set {SETTING} to a template that accepts it",
             ) from error
-        if not _is_unicode(text):
-            got = ascii(next(character for character in text if not _is_unicode(character)))
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
             summary, need = "the conversation has text that is not valid Unicode", "text without lone surrogates"
             fix = 'remove the row, or mend its text: text.encode("utf-8", "replace").decode()'
-            raise DataError(summary, where=where, got=got, need=need, fix=fix)
+            raise DataError(summary, where=where, got=ascii(text[error.start]), need=need, fix=fix) from error
         if not text.strip():
             summary, need = "the chat template rendered nothing", f"text to tokenize; see {SETTING}"
             raise DataError(summary, where=where, got=list(messages), need=need)
@@ -179,11 +178,8 @@ class Renderer:
     def encode_prompt(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
         """The token ids of a policy's prompt: the conversation and the template's generation prompt, as one text.
 
-        There is exactly one BOS. Raises `ModelError` for an encoder, which completes nothing.
+        There is exactly one BOS. Raises `ModelError` for an encoder.
         """
-        if self.kind == "encoder":
-            got = type(self.tokenizer).__name__
-            raise ModelError("an encoder cannot complete a prompt", got=got, need="a decoder")
         return self.encode_texts([self.render(messages, where=where, generation_prompt=True)], where=[where])[0]
 
     def encode_texts(self, texts: Sequence[str], *, where: Sequence[str | None] | None = None) -> list[list[int]]:
@@ -297,25 +293,6 @@ class Renderer:
         words: with them a longer text counts as too long however few its tokens."""
         return max(_MIN_CHARACTERS_PER_TOKEN, *map(len, self.tokenizer.get_vocab()))
 
-    def _warn_of_unknown_roles(self, messages: Sequence[Message], where: str | None) -> None:
-        for role in {str(message.get("role"))[:60] for message in messages} - _ROLES - self._unknown_roles:
-            if role not in self.chat_template and len(self._unknown_roles) < _MOST_UNKNOWN_ROLES:
-                self._unknown_roles.add(role)
-                logger.warning(
-                    "%s: a message has the role %r, which the chat template does not name; most know system, user "
-                    "and assistant.",
-                    *(where or "a conversation", role),
-                )
-
-    def _apply(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
-        return apply_template(
-            self.tokenizer,
-            messages,
-            self.chat_template,
-            add_generation_prompt=generation_prompt,
-            **self.chat_template_kwargs,
-        )
-
     def _with_frame(self, source: str) -> str:
         """The template with the BOS (or CLS and SEP) that it does not write itself.
 
@@ -332,44 +309,37 @@ class Renderer:
             return self.chat_template
         return without_clock(f"{before}{source}{after}", self.chat_template_kwargs)
 
-    def _probe_content(self, name: str) -> tuple[bool, bool]:
-        """Whether the template reads content that is text, and content that is a list of parts.
+    def _probe_content(self, name: str) -> bool:
+        """Whether the template reads content that is text, and not a list of parts alone, as those of vision models.
 
-        Templates of vision models may skip text content silently, and text templates write a list as Python would.
+        Such a template may skip a text silently, and a template for text writes a list as Python would.
         """
-        rendered = self._try_probe(_PROBE_MESSAGES, name)
         in_parts = [message | {"content": _as_parts(message["content"])} for message in _PROBE_MESSAGES]
-        parts = self._try_probe(in_parts, name)
-        if all(probe in rendered for probe in (_PROBE_PROMPT, _PROBE_COMPLETION)):
-            return True, parts == rendered
-        reads_parts = all(probe in parts for probe in (_PROBE_PROMPT, _PROBE_COMPLETION)) and "'type'" not in parts
-        return not reads_parts, reads_parts
+        text, parts = self._try_probe(_PROBE_MESSAGES, name), self._try_probe(in_parts, name)
+        reads_text, reads_parts = (all(m["content"] in one for m in _PROBE_MESSAGES) for one in (text, parts))
+        return reads_text or not reads_parts or "'type'" in parts
 
     def _try_probe(self, messages: list[Message], name: str) -> str:
         try:
-            return self._apply(messages)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the chat template cannot be parsed: {error.message}",
-                where=name,
-                got=(error.source or "").splitlines()[error.lineno - 1].strip() if error.source else None,
-                fix=f"mend the template, or set {SETTING} to another",
-            ) from error
-        except (jinja2.TemplateRuntimeError, ArithmeticError) as error:
+            return self._apply(messages, False)
+        except (jinja2.TemplateSyntaxError, jinja2.TemplateRuntimeError, ArithmeticError) as error:
             if isinstance(error, jinja2.UndefinedError):
                 return ""
-            summary = f"the chat template fails: {type(error).__name__}: {error}"
+            what, got = f"fails: {type(error).__name__}: {error}", None
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                what = f"cannot be parsed: {error.message}"
+                got = (error.source or "\n" * error.lineno).splitlines()[error.lineno - 1].strip()
             fix = f"mend the template, or set {SETTING} to another"
-            raise ConfigError(summary, where=name, need="a template that renders a prompt", fix=fix) from error
+            raise ConfigError(f"the chat template {what}", where=name, got=got, fix=fix) from error
         except Exception:
             return ""  # it may still accept the data's roles; an error of a row gives the template's reason
 
     def _content(self, message: Message, where: str | None) -> Message:
         content = message.get("content")
-        if isinstance(content, str):
-            return message if self._reads_text else message | {"content": _as_parts(content)}
-        if content is None or self._reads_parts:
+        if content is None or isinstance(content, str) == self._reads_text:
             return message
+        if isinstance(content, str):
+            return message | {"content": _as_parts(content)}
         texts = []
         for part in content:
             text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
@@ -381,18 +351,14 @@ class Renderer:
         return message | {"content": "".join(texts)}
 
     def _frame(self, ids: list[int]) -> list[int]:
-        first = self._first_id
-        start = 0
-        while first is not None and start < len(ids) and ids[start] == first:
-            start += 1
-        if first is not None and (start or self.adds_bos):
-            ids = [first, *ids[start:]]
+        """The ids with exactly one BOS (or CLS and SEP); a BOS stays where the tokenizer adds none but the text has."""
+        first, sep = self._first_id, self.tokenizer.sep_token_id
+        if first is not None and (self.adds_bos or ids[:1] == [first]):
+            ids = [first, *itertools.dropwhile(lambda token: token == first, ids)]
         if self.kind == "encoder":
-            sep = self.tokenizer.sep_token_id
-            end = len(ids)
-            while end > 1 and ids[end - 1] == sep:
-                end -= 1
-            ids = [*ids[:end], sep]
+            while len(ids) > 1 and ids[-1] == sep:
+                ids = ids[:-1]
+            ids = [*ids, sep]
         return ids
 
     def _fitted(
@@ -408,14 +374,13 @@ class Renderer:
             need = f"at most {self.max_length} (data.max_input_seq_length)"
             fix = "raise the limit, or set data.truncation to drop or truncate_left"
             raise DataError("a conversation is too long", where=where, got=got, need=need, fix=fix)
-        *context, last = conversation
-        shortened = self._drop_messages(context, last) or self._cut_tokens(context, last, ids)
+        shortened = self._drop_messages(conversation) or self._cut_tokens(conversation, ids)
         return None if shortened is None else Fitted(shortened, truncated=True)
 
-    def _drop_messages(self, context: Sequence[Message], last: Message) -> list[int] | None:
-        kept = 1 if context and context[0].get("role") == "system" else 0
-        for start in range(kept + 1, len(context)):  # the last of them stays: without it there is no question
-            ids = self._encode_if_short([*context[:kept], *context[start:], last])
+    def _drop_messages(self, conversation: Sequence[Message]) -> list[int] | None:
+        system = _system_of(conversation[:-1])
+        for start in range(len(system) + 1, len(conversation) - 1):  # the last two stay: the question and its answer
+            ids = self._encode_if_short([*system, *conversation[start:]])
             if ids is not None and len(ids) <= (self.max_length or 0):
                 return ids
         return None
@@ -427,13 +392,13 @@ class Renderer:
         except DataError:
             return None
 
-    def _cut_tokens(self, context: Sequence[Message], last: Message, ids: list[int] | None) -> list[int] | None:
+    def _cut_tokens(self, conversation: Sequence[Message], ids: list[int] | None) -> list[int] | None:
         assert self.max_length is not None
+        *context, last = conversation
         if ids is None and context:  # too long to be tokenized: the end of the message before the last is enough
-            *_, before = context
             most = self.max_length * self._characters_per_token // 2
-            kept = context[:1] if len(context) > 1 and context[0].get("role") == "system" else []
-            context = [*kept, {**before, "content": last_text([before])[-most:]}]
+            system = _system_of(context[:-1])
+            context = [*system, {**context[-1], "content": last_text(context)[-most:]}]
             ids = self._encode_if_short([*context, last])
         alone = self._encode_if_short(context) if ids is not None else None
         if ids is None or alone is None:
@@ -447,6 +412,28 @@ class Renderer:
         cut = min(-(-excess // step) * step, most)
         return ids[:head] + ids[head + cut :] if cut >= excess else None
 
+    def _apply(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """What transformers renders, within `MAX_SECONDS` and `MAX_CHARACTERS`. Raises whatever the template raises."""
+        _limit(self.chat_template)
+        token = _deadline.set(time.thread_time() + MAX_SECONDS)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.chat_template_kwargs,
+            )
+        finally:
+            _deadline.reset(token)
+        assert isinstance(text, str)
+        return text
+
+
+def _system_of(context: Sequence[Message]) -> Sequence[Message]:
+    """The leading system message, if there is one."""
+    return context[:1] if context and context[0].get("role") == "system" else []
+
 
 def _tokenizer_contents(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.is_fast:
@@ -454,14 +441,6 @@ def _tokenizer_contents(tokenizer: PreTrainedTokenizerBase) -> str:
     contents = json.loads(tokenizer.backend_tokenizer.to_str())
     # Leftovers of the last call with padding or truncation: they change from call to call, our ids do not.
     return json.dumps(contents | {"padding": None, "truncation": None})
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:
@@ -514,55 +493,56 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
         )
     # transformers passes only plain values to a template, so a macro shadows its clock. The macro stands on a line of
     # its own: transformers trims the newline after a block, which leaves the rest as it was.
-    replaced = "".join(f" | replace({code!r}, {value!r})" for code, value in _STRFTIME.items())
-    return _CLOCK + "{{ format" + replaced + " }}{% endmacro %}\n" + template
+    date = f"{{{{ {_ISO_DATE!r} if format == {_ISO_FORMAT!r} else {FIXED_DATE!r} }}}}"
+    return f"{_CLOCK}{date}{{% endmacro %}}\n{template}"
 
 
-def apply_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], template: str, **variables: Any
-) -> str:
-    """What transformers renders, within `MAX_SECONDS`. Raises whatever the template raises."""
-    _limit_time(template)
-    token = _deadline.set(time.thread_time() + MAX_SECONDS)
-    try:
-        text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **variables)
-    finally:
-        _deadline.reset(token)
-    assert isinstance(text, str)
-    return text
-
-
-def _limit_time(template: str) -> None:
-    """Make each turn of a loop and each call in the template look at the clock.
+def _limit(template: str) -> None:
+    """Make each turn of a loop and each call in the template look at the clock, and each assignment at its size.
 
     transformers compiles a text once and renders with that object; it offers no way to pass an environment.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
+    # Jinja works constants out when it compiles, so a power would run here, and no real template has one.
+    if _compile_jinja_template("").environment.parse(template).find(jinja2.nodes.Pow):
+        raise jinja2.TemplateRuntimeError("it raises a number to a power")
     compiled = _compile_jinja_template(template)
     environment = compiled.environment
-    if _TIMED in environment.filters:
+    if _BOUNDED in environment.filters:
         return
-    environment.filters[_TIMED] = _timed
+    environment.filters |= {_TIMED: _timed, _BOUNDED: _bounded}
     call = environment.call
 
-    def timed_call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def bounded_call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         _check_time()
+        for value in (*args, *kwargs.values()):
+            _bounded(context, value)
         return call(context, function, *args, **kwargs)
 
-    environment.call = timed_call
+    environment.call = bounded_call
     tree = environment.parse(template)
-    for loop in tree.find_all(jinja2.nodes.For):
-        loop.iter = jinja2.nodes.Filter(loop.iter, _TIMED, [], [], None, None, lineno=loop.lineno)
-    timed = environment.from_string(tree)
-    compiled.root_render_func, compiled.blocks = timed.root_render_func, timed.blocks
+    for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Assign, jinja2.nodes.AssignBlock)):
+        field = {jinja2.nodes.For: "iter", jinja2.nodes.Assign: "node"}.get(type(node), "filter")
+        name = _TIMED if field == "iter" else _BOUNDED
+        setattr(node, field, jinja2.nodes.Filter(getattr(node, field), name, [], [], None, None, lineno=node.lineno))
+    bounded = environment.from_string(tree)
+    compiled.root_render_func, compiled.blocks = bounded.root_render_func, bounded.blocks
 
 
-@jinja2.pass_context  # or Jinja would evaluate the filter when it compiles
+@jinja2.pass_context  # or Jinja would evaluate the filters when it compiles
 def _timed(_: Any, items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         _check_time()
         yield item
+
+
+@jinja2.pass_context
+def _bounded(_: Any, value: Any) -> Any:
+    size = len(value) if isinstance(value, str | list) else value.bit_length() if isinstance(value, int) else 0
+    if size > MAX_CHARACTERS:
+        raise jinja2.TemplateRuntimeError(f"it builds a text of more than {MAX_CHARACTERS:,} characters")
+    return value
 
 
 def _check_time() -> None:
