@@ -128,8 +128,8 @@ def refused(capsys: Any) -> Iterator[Callable[..., str]]:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("token_env=NO_SUCH_TOKEN", "the bearer token is not there"),
-        ("token_env=EMPTY_TOKEN", "the bearer token is not there"),
+        ("token_env=NO_SUCH_TOKEN", "the server's key is not in the environment"),
+        ("token_env=EMPTY_TOKEN", "the server's key is not in the environment"),
         ("host=999.1.1.1", "the address cannot be used"),
     ],
 )

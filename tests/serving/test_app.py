@@ -133,8 +133,6 @@ def test_routes_and_methods_that_are_not_there(own_client: Any, service: Service
     assert error(own_client.post("/" + "x" * 5000))[0] == 404
     response = own_client.get("/v1/rewards")
     assert error(response) == (405, "method_not_allowed") and response.headers["allow"] == "POST"
-    for path in ("/", "/health", "/v1/models"):
-        assert own_client.head(path).status_code == 200 and own_client.head(path).content == b""
     labels = {"handler": "/v1/rewards", "method": "GET", "status": "405"}
     assert counted(service, "http_requests_total", **labels) == 1
 
@@ -342,7 +340,7 @@ def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_m
     assert samples["treeward_failures_total", (("fault", "request"), ("model", "tiny"))] == 1
     assert samples["treeward_tokens_total", tiny] == sum(i.num_tokens for i in loaded_model.prepare(conversations))
     assert samples["treeward_computed_tokens_total", tiny] == loaded_model.num_computed_tokens - before
-    assert samples["treeward_batches_total", tiny] == samples["treeward_batch_fill_ratio_count", tiny] == 1
+    assert samples["treeward_batch_fill_ratio_count", tiny] == 1
     assert samples["treeward_score_mean", tiny] == pytest.approx(sum(scores) / 8, abs=1e-6)
     assert samples["treeward_queued_conversations", ()] == 0 and samples["treeward_prefix_cache_bytes", tiny] >= 0
     assert samples["process_resident_memory_bytes", ()] > 0
@@ -372,7 +370,7 @@ def test_logs(client: Any, log_lines: Any) -> None:
         client.post("/v1/rewards", json={"conversations": [CHAT]}, headers={"x-request-id": "mine"})
         client.post("/v1/rewards", content=b"{", headers={"x-request-id": "not good"})
         client.get("/a%0Ab%1B[31m")
-        logging.getLogger("treeward.serving").error("%s", "\ud800", extra={"large": 2**70, "odd": object})
+        logging.getLogger("treeward.serving").error("%s", "\ud800", extra={"facts": {"large": 2**70, "odd": object}})
 
     first, second, third, odd = [json.loads(line) for line in log_lines("json", do)]
     assert first["request_id"] == "mine" and first["bytes"] > 50 and first["level"] == "info"

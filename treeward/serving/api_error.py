@@ -22,15 +22,11 @@ class APIError(Exception):
         self, status: int, code: str, message: str, *, param: str | None = None, retry_after: float | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-        self.param, self.retry_after = param, retry_after
+        self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
 
 
 def in_words(error: TreewardError) -> str:
     """The error in one line, without the layout that a terminal shows."""
-    where = [error.where] if error.where else []
-    if error.field and error.field != error.where:
-        where.append(error.field)
+    where = ": ".join(str(part) for part in dict.fromkeys((error.where, error.field, error.summary)) if part)
     details = [f"{word} {shown(part)}" for word, part in (("got", error.got), ("need", error.need)) if part is not None]
-    fix = [str(error.fix)] if error.fix else []
-    return " ".join("; ".join([": ".join([*where, error.summary]), *details, *fix]).split())
+    return " ".join("; ".join([where, *details, *([str(error.fix)] if error.fix else [])]).split())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, cast
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.exceptions import HTTPException
@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.serving import dialects, operations
+from treeward.serving import dialects
 from treeward.serving.api_error import APIError
 from treeward.serving.dialects import nemo_gym
-from treeward.serving.limits import RequestLimits, error_response
+from treeward.serving.limits import JSON, RequestLimits, error_response
 from treeward.serving.playground import routes as playground
 from treeward.serving.service import Service
 from treeward.version import VERSION
@@ -58,7 +58,7 @@ _ERRORS = {
     429: "Too much is waiting already; come back after `Retry-After`.",
     500: "The server failed to score a conversation.",
     503: "The server is shutting down, or has failed.",
-    504: "Not answered within the request's time.",
+    504: "Not scored within the request's time.",
 }
 
 
@@ -76,13 +76,12 @@ def create_app(service: Service, *, token: str | None = None, allowed_hosts: Col
         redoc_url=None,
         redirect_slashes=False,
         responses={status: {"description": what, "model": ErrorResponse} for status, what in _ERRORS.items()},
-    )
+        exception_handlers={
+            APIError: _api_error, RequestValidationError: _invalid, HTTPException: _not_routed, Exception: _failed,
+        },
+    )  # fmt: skip
     app.state.service = service
-    app.add_exception_handler(APIError, _api_error)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _not_routed)
-    app.add_exception_handler(Exception, _failed)
-    app.include_router(operations.router)
+    app.include_router(_operations(service))
     app.include_router(dialects.router)
     if config.playground:
         app.include_router(playground.router())
@@ -101,6 +100,29 @@ def create_app(service: Service, *, token: str | None = None, allowed_hosts: Col
     counters = Instrumentator(should_group_status_codes=False, registry=service.metrics.registry)
     counters.instrument(app, metric_namespace="treeward").expose(app, tags=["operations"])
     return app
+
+
+def _operations(service: Service) -> APIRouter:
+    """Routes for whoever runs the server."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/health", summary="Whether the process runs and its models score")
+    async def health() -> JSON:
+        is_alive = service.batcher.is_alive
+        return JSON({"status": "ok" if is_alive else "failed"}, 200 if is_alive else 503)
+
+    @router.get("/ready", summary="Whether requests are accepted")
+    async def ready() -> JSON:
+        is_alive = service.batcher.is_alive
+        body = {"status": "ready" if is_alive else "failed", "models": list(service.models)}
+        return JSON(body, 200 if is_alive else 503)
+
+    @router.get("/v1/models", summary="The models that are served")
+    async def models() -> JSON:
+        listed = [model.described(int(service.started)) for model in service.models.values()]
+        return JSON({"object": "list", "data": listed})
+
+    return router
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -127,9 +149,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         # NeMo Gym's own servers say 422 to a body that is no JSON.
         status = 422 if request.url.path.endswith(nemo_gym.PATHS) else 400
-        return await _api_error(
-            request, APIError(status, "invalid_json", f"the body is no JSON: {first['ctx']['error']}")
-        )
+        message = f"the body is no JSON: {first['ctx']['error']}"
+        return await _api_error(request, APIError(status, "invalid_json", message))
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:]).lstrip(".")[:100]
     message = f"{field or 'the body'}: {first['msg']}; got {first['input']!r:.200}"
     return await _api_error(request, APIError(422, "invalid_request", message, param=field or None))

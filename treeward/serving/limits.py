@@ -32,7 +32,6 @@ logger = logging.getLogger("treeward.requests")
 
 _OPEN_PATHS = {"/health", "/ready"} | playground.OPEN_PATHS
 """Paths that need no token."""
-_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
 
 
@@ -47,18 +46,16 @@ class JSON(JSONResponse):
 def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
     """The response to a request that gets no scores, which is counted: as OpenAI's clients read it, or TEI's."""
     service.metrics.errors.labels(error.code).inc()
-    scope["state"]["error"] = error.code
-    is_request = error.status < 500 and error.status != 429
-    kind = "invalid_request_error" if is_request else "server_error"
-    facts = {"code": error.code, "param": error.param, "request_id": scope["state"]["request_id"]}
+    state = scope["state"]
+    state["error"] = error.code
+    kind = "invalid_request_error" if error.status < 500 and error.status != 429 else "server_error"
+    facts = {"code": error.code, "param": error.param, "request_id": state["request_id"]}
     body: dict[str, Any] = {"error": {"message": error.message, "type": kind, **facts}}
     if scope["path"] == "/predict":
         body = {"error": error.message, "error_type": _TEI_KINDS.get(error.status, "Validation"), **facts}
-    headers = {"X-Request-ID": scope["state"]["request_id"]}
+    headers = {"X-Request-ID": state["request_id"]} | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
     return JSON(body, error.status, headers)
 
 
@@ -77,13 +74,9 @@ class RequestLimits:
             return
         headers, started = Headers(scope=scope), time.monotonic()
         given = headers.get("x-request-id", "")
-        request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(8)
-        state = {"request_id": request_id, "deadline": started + self.config.deadline_seconds}
-        scope["state"] = state
-        method = scope["method"]
-        if method == "HEAD":  # the connection leaves out the body of the response
-            scope["method"] = "GET"
-        status, body = 499, b""  # the client has gone, unless something is answered
+        request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else secrets.token_hex(8)
+        scope["state"] = state = {"request_id": request_id, "deadline": started + self.config.deadline_seconds}
+        status, body = 499, b""  # the client has gone, unless there is a response
 
         async def respond(message: Message) -> None:
             nonlocal status
@@ -94,12 +87,11 @@ class RequestLimits:
 
         try:
             self._check_headers(scope, headers)
-            if method == "POST":
+            if scope["method"] == "POST":
                 body = await self._read(receive)
                 # `curl -d` calls everything a form; every body here is JSON.
-                others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
-                scope["headers"] = [*others, (b"content-type", b"application/json")]
-                await self._answer(scope, body, receive, respond)
+                MutableHeaders(scope=scope)["content-type"] = "application/json"
+                await self._work(scope, body, receive, respond)
             else:
                 await self.app(scope, receive, respond)
         except APIError as error:
@@ -110,10 +102,11 @@ class RequestLimits:
         finally:
             self._held_bytes -= len(body)
             if self.config.access_log:
+                facts = {"request_id": request_id, "bytes": len(body), "error": state.get("error")}
+                shown = {key: value for key, value in facts.items() if value is not None}
                 milliseconds = 1000 * (time.monotonic() - started)
-                extra = {"request_id": request_id, "bytes": len(body), "error": state.get("error")}
-                shown = {key: value for key, value in extra.items() if value is not None}
-                logger.info("%s %s %s %.1f ms", method, scope["path"], status, milliseconds, extra=shown)
+                words = "%s %s %s %.1f ms"
+                logger.info(words, scope["method"], scope["path"], status, milliseconds, extra={"facts": shown})
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         if self._token is not None and scope["path"] not in _OPEN_PATHS:
@@ -127,27 +120,27 @@ class RequestLimits:
             if not re.fullmatch(r"\d+(\.\d*)?", seconds, re.ASCII):
                 message = f"X-Deadline-Seconds: got {seconds[:40]!r}, need a number of seconds, as 2.5"
                 raise APIError(400, "invalid_header", message, param="X-Deadline-Seconds")
-            asked = time.monotonic() + float(seconds)
-            scope["state"]["deadline"] = min(scope["state"]["deadline"], asked)
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self.config.max_body_bytes:
-            raise self._too_large()
+            state = scope["state"]
+            state["deadline"] = min(state["deadline"], time.monotonic() + float(seconds))
+        self._check_size(int(headers.get("content-length") or 0))
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > (most := self.config.max_body_bytes):
+            raise APIError(413, "body_too_large", f"the body is too large: at most {most} bytes")
 
     async def _read(self, receive: Receive) -> bytes:
         """The body, which counts as held from now on. Raises `APIError`: 408 too slow, 413 too large, 429 too many."""
-        body, is_whole = bytearray(), False
+        body, is_whole, seconds = bytearray(), False, self.config.body_seconds
         try:
-            async with asyncio.timeout(self.config.body_seconds):
+            async with asyncio.timeout(seconds):
                 while not is_whole:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise APIError(499, "client_disconnected", "the client went away")
                     body += message.get("body", b"")
                     is_whole = not message.get("more_body", False)
-                    if len(body) > self.config.max_body_bytes:
-                        raise self._too_large()
+                    self._check_size(len(body))
         except TimeoutError as error:
-            seconds = self.config.body_seconds
             raise APIError(408, "body_timeout", f"the body did not arrive within {seconds:g} seconds") from error
         limit = self.config.max_queued_bytes
         if self._held_bytes and self._held_bytes + len(body) > limit:
@@ -156,16 +149,13 @@ class RequestLimits:
         self._held_bytes += len(body)
         return bytes(body)
 
-    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Let the application answer; cancel it when the client goes away before the response begins."""
-        messages: list[Message] = [
-            {"type": "http.disconnect"},
-            {"type": "http.request", "body": body, "more_body": False},
-        ]
+    async def _work(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Let the application respond; cancel it when the client goes away before the response begins."""
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         has_begun = False
 
         async def replay() -> Message:
-            return messages.pop() if len(messages) > 1 else messages[0]
+            return messages.pop() if messages else {"type": "http.disconnect"}
 
         async def note_and_send(message: Message) -> None:
             nonlocal has_begun
@@ -181,6 +171,3 @@ class RequestLimits:
         finally:
             work.cancel()
             client.cancel()
-
-    def _too_large(self) -> APIError:
-        return APIError(413, "body_too_large", f"the body is too large: at most {self.config.max_body_bytes} bytes")

@@ -31,37 +31,31 @@ class ServerMetrics:
         self._batch_tokens = batch_tokens
         self._statistics: dict[str, RunningStatistics] = {}
         self._gauges: dict[str, Gauge] = {}
-        self.errors = self._counter("refused_requests", "Requests that were not answered with scores.", "code")
-        self.conversations = self._counter("conversations", "Conversations that were scored.", "model")
-        self.failures = self._counter("failures", "Conversations without a score.", "model", "fault")
-        self.forgotten = self._counter(
-            "forgotten_conversations", "Conversations whose request had ended before they were scored.", "model"
-        )
-        self.tokens = self._counter("tokens", "Tokens of the conversations that were scored, as plain rows.", "model")
-        self.computed = self._counter("computed_tokens", "Tokens that went through the model, after sharing.", "model")
-        self.batches = self._counter("batches", "Batches that were scored.", "model")
-        self.fill = Histogram(
-            "treeward_batch_fill_ratio",
-            "Computed tokens of a batch by the budget of a batch.",
-            ("model",),
-            buckets=_FILL,
-            registry=self.registry,
-        )
-        self.seconds = Histogram(
-            "treeward_batch_seconds", "Time of a batch.", ("model",), buckets=_SECONDS, registry=self.registry
-        )
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"treeward_{name}", what, labels or ("model",), registry=self.registry)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"treeward_{name}", what, ("model",), buckets=buckets, registry=self.registry)
+
+        self.errors = counter("refused_requests", "Requests that got no scores.", "code")
+        self.conversations = counter("conversations", "Conversations that were scored.")
+        self.failures = counter("failures", "Conversations without a score.", "model", "fault")
+        self.forgotten = counter("forgotten_conversations", "Those whose request had ended before they were scored.")
+        self.tokens = counter("tokens", "Tokens of the conversations that were scored, as plain rows.")
+        self.computed = counter("computed_tokens", "Tokens that went through the model, after sharing.")
+        self.fill = histogram("batch_fill_ratio", "Computed tokens of a batch by the budget of a batch.", _FILL)
+        self.seconds = histogram("batch_seconds", "Time of a batch.", _SECONDS)
 
     def watch(self, name: str, what: str, value: Callable[[], float], **labels: str) -> None:
         """A gauge that is read when it is scraped."""
-        gauge = self._gauges.get(name)
-        if gauge is None:
-            gauge = Gauge(f"treeward_{name}", what, tuple(labels), registry=self.registry)
-            self._gauges[name] = gauge
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(f"treeward_{name}", what, tuple(labels), registry=self.registry)
+        gauge = self._gauges[name]
         (gauge.labels(**labels) if labels else gauge).set_function(value)
 
     def batch(self, model: str, num_tokens: int, num_computed_tokens: int, seconds: float) -> None:
         """A batch was scored."""
-        self.batches.labels(model).inc()
         self.tokens.labels(model).inc(num_tokens)
         self.computed.labels(model).inc(num_computed_tokens)
         self.fill.labels(model).observe(num_computed_tokens / self._batch_tokens)
@@ -78,6 +72,3 @@ class ServerMetrics:
             self.watch("score_mean", "Mean of all scores so far.", lambda: statistics.mean, model=model)
             self.watch("score_std", "Standard deviation of all scores so far.", lambda: statistics.std, model=model)
         self._statistics[model].update([value])
-
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"treeward_{name}", what, labels, registry=self.registry)

@@ -4,7 +4,8 @@
     items = served.prepare([conversation, RenderedText("<|im_start|>user...")])     # tokens: a CPU's work
     scores = served.score(items)                                                    # the model's work
 
-The two steps run in different threads. `Item.num_tokens` is what a batch is filled by.
+The two steps run in different threads. `Item.num_tokens` is what a batch is filled by. `CustomModel` is a reward class
+of the user's own (`reward_class: "my_module:MyReward"`), served as a reward model is.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.data.rendering import Renderer
+from treeward.environments.completions import NO_COMPLETION, completion_text
+from treeward.environments.custom import CustomEnvironment
+from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import ScoringContract, read_contract
 from treeward.model.pretrained import DTYPES
 from treeward.scoring.ensemble import EnsembleScorer
@@ -32,7 +37,7 @@ from treeward.scoring.shaping import Shaper
 from treeward.serving.rendered_text import Ending, RenderedText
 from treeward.tree.token_tree import common_prefix_length
 
-__all__ = ["Item", "ServedModel", "check_length"]
+__all__ = ["CustomModel", "Item", "ServedModel", "check_length"]
 
 _NO_IDS = np.empty(0, dtype=np.int32)
 
@@ -79,7 +84,10 @@ class ServedModel:
 
     @classmethod
     def load(cls, config: ServedModelConfig, server: ServerConfig) -> ServedModel:
-        """Load what the section names. Raises `ModelError` for a model that does not keep its scoring contract."""
+        """Load what the section names. Raises `ModelError` for a model that does not keep its scoring contract, and
+        `ConfigError` for a device that is not there.
+        """
+        _check_device(config)
         options: dict[str, Any] = {
             "device": config.device,
             "dtype": DTYPES[config.dtype],
@@ -90,18 +98,14 @@ class ServedModel:
             "prefix_cache_bytes": server.prefix_cache_bytes,
             "trust_remote_code": config.trust_remote_code,
         }
-        members = config.members
+        members, is_ensemble = config.members, config.ensemble is not None
         scorer: Scorer | EnsembleScorer
         if config.ensemble is None:
             scorer = Scorer.load(members[0], **options)
         else:
             scorer = EnsembleScorer.load(members, config=config.ensemble, **options)
-        shaper = load_shaper(
-            config.shaping,
-            members[0],
-            is_ensemble=config.ensemble is not None,
-            tokenizer=scorer.renderer.tokenizer,
-        )
+        tokenizer = scorer.renderer.tokenizer
+        shaper = load_shaper(config.shaping, members[0], is_ensemble=is_ensemble, tokenizer=tokenizer)
         # Nobody knows whether a model that was not checked keeps its contract.
         contracts = [read_contract(member) for member in members] if config.check_contract else []
         found = [contract for contract in contracts if contract is not None]
@@ -135,48 +139,50 @@ class ServedModel:
         return "+".join(hashes) if hashes and len(hashes) == len(self.members) else None
 
     @property
-    def max_length(self) -> int | None:
-        """Most tokens of a conversation; None for no limit."""
-        return None if self.renderer is None else self.renderer.max_length
-
-    @property
-    def temperature(self) -> float | None:
-        """What scores are divided by to be log-odds, if the contract of the one model says so."""
-        if len(self.members) != 1 or not self.contracts or isinstance(self.scorer, EnsembleScorer):
-            return None
-        calibration = self.contracts[0].calibration
-        return None if calibration is None or calibration.temperature is None else calibration.temperature.value
-
-    @property
     def reference_key(self) -> str | None:
         """The key under which rows hold the reference answers that the shaping compares with; None for none."""
         config = None if self.shaper is None else self.shaper.config
         return None if config is None or config.reference is None else config.reference_key
 
     @property
-    def shaping_sha256(self) -> str | None:
-        """Hash of the shaping and its constants; None without one."""
-        if self.shaper is None:
-            return None
-        calibrations = [contract.calibration for contract in self.contracts]
-        parts = [
-            self.shaper.config.model_dump(mode="json"),
-            [None if one is None else one.model_dump(mode="json") for one in calibrations],
-        ]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    @property
     def developer_role(self) -> str:
         """The role of a rollout's developer message: most templates know `system`, and some drop unknown roles."""
         return "developer" if self.renderer is not None and "developer" in self.renderer.chat_template else "system"
 
+    def described(self, created: int) -> dict[str, Any]:
+        """The model as /v1/models lists it. `created`: seconds of the epoch."""
+        calibrations = [contract.calibration for contract in self.contracts]
+        shaping, temperature = None, None
+        if self.shaper is not None:
+            constants = [None if one is None else one.model_dump(mode="json") for one in calibrations]
+            parts = json.dumps([self.shaper.config.model_dump(mode="json"), constants], sort_keys=True)
+            shaping = hashlib.sha256(parts.encode()).hexdigest()
+        is_single = len(self.contracts) == len(self.members) == 1 and isinstance(self.scorer, Scorer)
+        if is_single and calibrations[0] is not None and calibrations[0].temperature is not None:
+            temperature = calibrations[0].temperature.value
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "treeward",
+            "root": self.members[0] if self.members else self.name,
+            "max_model_len": None if self.renderer is None else self.renderer.max_length,
+            "contract": self.contract_sha256,
+            "members": list(self.members),
+            "heads": [head.name for head in self.contracts[0].heads] if len(self.contracts) == 1 else [],
+            "temperature": temperature,  # what scores are divided by to be log-odds
+            "shaped": self.shaper is not None,
+            "shaping_sha256": shaping,
+            "reference_key": self.reference_key,
+            "developer_role": self.developer_role,
+        }
+
     def prepare(self, asked: Sequence[Conversation | RenderedText]) -> list[Item]:
         """Items in order; a conversation that cannot be scored has an error."""
-        chats = [one for one in asked if not isinstance(one, RenderedText)]
-        texts = [one for one in asked if isinstance(one, RenderedText)]
-        prepared: Sequence[Prepared | tuple[Prepared, ...]] = self.scorer.prepare(chats, on_error="mask")
-        of_chats = iter([_item(one) for one in prepared])
-        of_texts = iter(self._prepare_texts(texts))
+        asked_chats = [one for one in asked if not isinstance(one, RenderedText)]
+        chats: Sequence[Prepared | tuple[Prepared, ...]] = self.scorer.prepare(asked_chats, on_error="mask")
+        of_chats = iter([_item(one) for one in chats])
+        of_texts = iter(self._prepare_texts([one for one in asked if isinstance(one, RenderedText)]))
         return [next(of_texts if isinstance(one, RenderedText) else of_chats) for one in asked]
 
     def score(self, items: Sequence[Item]) -> list[Score]:
@@ -187,7 +193,10 @@ class ServedModel:
         try:
             return self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
         except (torch.OutOfMemoryError, MemoryError):
-            self._free_memory()
+            for scorer in self.scorers:
+                if scorer.prefix_cache is not None:
+                    scorer.prefix_cache.clear()
+            torch.cuda.empty_cache()
             raise
 
     def cost(self, item: Item, like: Item | None) -> int:
@@ -204,19 +213,68 @@ class ServedModel:
         """Tokens that went through the models so far, after sharing."""
         return sum(scorer.num_computed_tokens for scorer in self.scorers)
 
-    def _free_memory(self) -> None:
-        for scorer in self.scorers:
-            if scorer.prefix_cache is not None:
-                scorer.prefix_cache.clear()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
     def _prepare_texts(self, texts: Sequence[RenderedText]) -> list[Item]:
         if not self.reads_text:
             error = "the models of this ensemble render conversations in different ways: send messages, not text"
             return [Item(None, 0, error=error) for _ in texts]
         prepared: Sequence[Prepared | tuple[Prepared, ...]] = self.scorer.prepare_texts([one.text for one in texts])
         return [_item(one, text.prompt_length) for one, text in zip(prepared, texts, strict=True)]
+
+
+class CustomModel(ServedModel):
+    """A reward class: the custom environment's, with `kwargs: {model_path: ...}`, called in the server's scoring thread
+    and never two times at once. A conversation for which it fails, or gives no finite number, has no score.
+    """
+
+    NUM_TOKENS = 512
+    """The part of a batch's budget that a conversation takes: what it really has, the class alone knows."""
+    scorers = ()
+    contract_sha256 = None
+
+    def __init__(self, name: str, environment: CustomEnvironment, *, shaper: Shaper | None = None) -> None:
+        self.name, self.environment, self.shaper = name, environment, shaper
+        self.contracts, self.members, self.scorer = (), (), None  # type: ignore[assignment]
+
+    @classmethod
+    def load(cls, config: ServedModelConfig, server: ServerConfig) -> CustomModel:
+        """Import the class and make it. Raises `ConfigError` for one that cannot be found, made or called, and for a
+        shaping that needs a model's contract or tokenizer.
+        """
+        at = {"field": "reward_class", "got": config.reward_class}
+        try:
+            environment = CustomEnvironment(
+                {"function": config.reward_class, "kwargs": {"model_path": config.members[0]}}
+            )
+        except ConfigError as error:
+            raise ConfigError(error.summary, **at, need=error.need, fix=error.fix) from error
+        if isinstance(config.shaping, str):
+            raise ConfigError("a reward class has no scoring contract", **at, need="shaping: a reward_shaping section")
+        shaper = None if config.shaping is None else Shaper(RewardShapingConfig.model_validate(config.shaping))
+        return cls(config.served_name, environment, shaper=shaper)
+
+    def prepare(self, asked: Sequence[Conversation | RenderedText]) -> list[Item]:
+        return [self._item(one) for one in asked]
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        rewards = self.environment.rewards([item.prepared for item in items], [{} for _ in items])
+        if len(rewards) > 1 and all(reward.value is None for reward in rewards):
+            raise ModelError(str(rewards[0].error))  # a batch that fails is tried apart
+        return [Score(reward.value, error=reward.error) for reward in rewards]
+
+    def _item(self, asked: Conversation | RenderedText) -> Item:
+        if isinstance(asked, RenderedText):
+            return Item(None, 0, error="this model reads messages: send messages, not rendered text")
+        return Item(asked, self.NUM_TOKENS, error=NO_COMPLETION if completion_text(asked) is None else None)
+
+
+def _check_device(config: ServedModelConfig) -> None:
+    try:
+        torch.empty(0, device=config.device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        got, need = f"{config.device}: {str(error).splitlines()[0]}", "cpu, or a GPU that torch sees, as cuda or cuda:1"
+        raise ConfigError(
+            "the device cannot be used", where=config.served_name, field="device", got=got, need=need
+        ) from error
 
 
 def _item(prepared: Prepared | tuple[Prepared, ...], prompt_length: int | None = None) -> Item:

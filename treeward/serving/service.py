@@ -51,14 +51,11 @@ class Service:
 
         Raises `APIError` 404.
         """
-        if name is None:
-            return next(iter(self.models.values()))
-        found = self.models.get(name)
-        found = found or next((one for one in self.models.values() if list(one.members) == [name]), None)
-        if found is None:
-            message = f"no model is called {name[:100]!r}; here are: {', '.join(self.models)}"
-            raise APIError(404, "model_not_found", message, param="model")
-        return found
+        for model in self.models.values():
+            if name in (None, model.name) or [name] == list(model.members):
+                return model
+        message = f"no model is called {str(name)[:100]!r}; here are: {', '.join(self.models)}"
+        raise APIError(404, "model_not_found", message, param="model")
 
     async def rewards(
         self,
@@ -77,8 +74,8 @@ class Service:
         deadline; and, with `on_error="refuse"`, for a conversation without a reward: 422 if it cannot be scored, 500 if
         the server failed. With "mask" its value is None and `error` says why.
         """
-        numbers = [len(one) if isinstance(one, list) else 1 for one in reference_answers or ()]
-        number = len(asked) + (sum(numbers) if model.reference_key is not None else 0)
+        references = reference_answers if model.reference_key is not None else None
+        number = len(asked) + sum(len(one) if isinstance(one, list) else 1 for one in references or ())
         if number > self.config.max_conversations:
             limit = self.config.max_conversations
             message = f"{number} conversations in one request, with their references; at most {limit}"
@@ -88,8 +85,11 @@ class Service:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
             rewards = await self._shaped(model, asked, reference_answers, deadline)
-        if on_error == "refuse":
-            _check_all(rewards)
+        for i, reward in enumerate(rewards):
+            if reward.value is None and on_error == "refuse":
+                by_server = isinstance(reward.score, FailedScore)
+                status, code = (500, "scoring_failed") if by_server else (422, "cannot_be_scored")
+                raise APIError(status, code, f"conversation {i}: {reward.error}", param=f"[{i}]")
         return rewards
 
     def close(self) -> None:
@@ -104,29 +104,20 @@ class Service:
         reference_answers: Sequence[Any] | None,
         deadline: float,
     ) -> list[Reward]:
-        assert model.shaper is not None
+        rewarder = Rewarder(None, model.shaper)
         conversations = [one.messages if isinstance(one, RenderedText) else one for one in asked]
-        if model.shaper.reads_completions and None in conversations:
+        if model.shaper is not None and model.shaper.reads_completions and None in conversations:
             message = (
                 f"text {conversations.index(None)}: this model's rewards depend on the completion, and nothing shows "
                 "where it begins: send messages (/v1/rewards, or `messages` of vLLM's /classify and /pooling), or the "
                 "prompt beside the text (`prompts` of /get_reward)"
             )
             raise APIError(422, "unknown_completion", message)
-        rewarder = Rewarder(None, model.shaper)
         plan = rewarder.plan([chat or [] for chat in conversations], reference_answers)
         scores = await self.batcher.score(model, [*asked, *plan.to_score[len(asked) :]], deadline=deadline)
         # It makes tokens of completions, and may keep statistics: in a thread, and always the same.
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._shaping, rewarder.finish, plan, scores)
-
-
-def _check_all(rewards: Sequence[Reward]) -> None:
-    for i, reward in enumerate(rewards):
-        if reward.value is None:
-            by_server = isinstance(reward.score, FailedScore)
-            status, code = (500, "scoring_failed") if by_server else (422, "cannot_be_scored")
-            raise APIError(status, code, f"conversation {i}: {reward.error}", param=f"[{i}]")
 
 
 def _sum(caches: Sequence[Any], name: str) -> float:

@@ -194,11 +194,6 @@ def test_sessions(client: Any) -> None:
     assert client.get("/reverify_mode").json() == "stateless"
 
 
-@pytest.mark.parametrize("name", ["-a", "a b", "a%2Fb", ".x", "a$"])
-def test_a_rollout_id_is_a_name(client: Any, name: str) -> None:
-    assert client.post(f"/ng-rollout/{name}/verify", json=rollout()).status_code in (404, 422)
-
-
 def test_aggregate_metrics(client: Any) -> None:
     nothing = {"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}}
     assert client.post("/aggregate_metrics", json={"verify_responses": []}).json() == nothing

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from treeward.serving.dialects import nemo_gym, openrlhf, rewards, sglang, slime, tei, trace, vllm
+from treeward.serving.dialects import nemo_gym, openrlhf, rewards, slime, tei, trace, vllm_sglang
 
 __all__ = ["router"]
 
 router = APIRouter()
-for _dialect in (rewards, trace, vllm, sglang, openrlhf, tei, slime, nemo_gym):
+for _dialect in (rewards, trace, vllm_sglang, openrlhf, tei, slime, nemo_gym):
     router.include_router(_dialect.router)

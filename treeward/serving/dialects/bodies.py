@@ -1,9 +1,13 @@
-"""What the bodies of the dialects are made of, and what their routes share.
+"""What the dialects are made of: the types of bodies, and the server as a route asks it.
 
 class MyBody(Body):
     texts: Strings
 
 router = APIRouter(route_class=JSONRoute)
+
+@router.post("/mine")
+async def mine(body: MyBody, server: Server) -> JSON:
+    return await server.respond(server.model(None), parse(body), to_json)
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import orjson
+from fastapi import Depends
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -28,8 +33,8 @@ from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.service import Service
 
-__all__ = ["Body", "Chat", "JSONRoute", "ModelName", "OwnBody", "Strings", "Texts", "TokenIds", "answer", "as_list"]
-__all__ += ["base64_floats", "described", "sigmoid"]
+__all__ = ["Body", "Chat", "JSONRoute", "ModelName", "OwnBody", "Server", "Strings", "Texts", "TokenIds", "as_list"]
+__all__ += ["as_numbers", "described", "is_one", "sigmoid"]
 
 
 class JSONRoute(APIRoute):
@@ -52,20 +57,37 @@ class _Request(Request):
         return self._json
 
 
-async def answer(
-    service: Service,
-    model: ServedModel,
-    asked: Sequence[Conversation | RenderedText],
-    deadline: float,
-    to_json: Callable[[list[Reward]], Any],
-) -> JSON:
-    """The response to a request for the rewards of all that is asked, in the form that `to_json` gives them.
+class _Server:
+    """The service of the application, by the deadline of a request."""
 
-    The header `X-Treeward-Warning` says which rendered texts end otherwise than the model's conversations.
-    """
-    rewards = await service.rewards(model, asked, deadline=deadline)
-    warning = model.ending.warning([one.text for one in asked if isinstance(one, RenderedText)])
-    return JSON(to_json(rewards), headers={"X-Treeward-Warning": warning} if warning else None)
+    def __init__(self, request: Request) -> None:
+        self.service: Service = request.app.state.service
+        self.deadline: float = request.state.deadline
+        self.model = self.service.model
+
+    async def rewards(
+        self, model: ServedModel, asked: Sequence[Conversation | RenderedText], **options: Any
+    ) -> list[Reward]:
+        """As `Service.rewards`."""
+        return await self.service.rewards(model, asked, deadline=self.deadline, **options)
+
+    async def respond(
+        self,
+        model: ServedModel,
+        asked: Sequence[Conversation | RenderedText],
+        to_json: Callable[[list[Reward]], Any],
+    ) -> JSON:
+        """The response to a request for the rewards of all that is asked, in the form that `to_json` gives them.
+
+        The header `X-Treeward-Warning` says which rendered texts end otherwise than the model's conversations.
+        """
+        rewards = await self.rewards(model, asked)
+        warning = model.ending.warning([one.text for one in asked if isinstance(one, RenderedText)])
+        return JSON(to_json(rewards), headers={"X-Treeward-Warning": warning} if warning else None)
+
+
+Server = Annotated[_Server, Depends()]
+"""For a route's signature."""
 
 
 class Body(BaseModel):
@@ -96,10 +118,6 @@ class MessageBody(TypedDict):
     content: NotRequired[str | list[ContentPart] | None]
 
 
-Chat = Annotated[list[MessageBody], Field(fail_fast=True)]
-"""A conversation, or a part of one."""
-
-
 def described(words: str) -> WrapValidator:
     """One message in place of one for each form that the value may have."""
 
@@ -112,18 +130,21 @@ def described(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-Strings = Annotated[str | Annotated[list[str], Field(fail_fast=True)], described("a text or a list of texts")]
+_FAST, _NOT_EMPTY = Field(fail_fast=True), Field(min_length=1, fail_fast=True)
+
+Chat = Annotated[list[MessageBody], _FAST]
+"""A conversation, or a part of one."""
+
+Strings = Annotated[str | Annotated[list[str], _FAST], described("a text or a list of texts")]
 """A text, or a list of texts."""
 
-_Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+_Ids = Annotated[list[int], _NOT_EMPTY]
 
-TokenIds = Annotated[
-    _Ids | Annotated[list[_Ids], Field(fail_fast=True)], described("a list of token ids, or a list of such lists")
-]
+TokenIds = Annotated[_Ids | Annotated[list[_Ids], _FAST], described("a list of token ids, or a list of such lists")]
 """The token ids of a text, or of several."""
 
 Texts = Annotated[
-    Annotated[str, Field(min_length=1)] | _Ids | Annotated[list[str | _Ids], Field(min_length=1, fail_fast=True)],
+    Annotated[str, Field(min_length=1)] | _Ids | Annotated[list[str | _Ids], _NOT_EMPTY],
     described("a text to score, a list of token ids, or a list of either"),
 ]
 """A text, the token ids of one, or a list of either."""
@@ -132,10 +153,14 @@ ModelName = str | None
 """Which of the served models; the first where none is named."""
 
 
+def is_one(texts: str | Sequence[Any]) -> bool:
+    """Whether a client sent one text, or the token ids of one."""
+    return isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+
+
 def as_list(texts: str | Sequence[Any]) -> list[Any]:
     """Each text, or token ids, of what a client sent."""
-    is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
-    return [texts] if is_one else list(texts)
+    return [texts] if is_one(texts) else list(texts)
 
 
 def sigmoid(value: float) -> float:
@@ -143,6 +168,8 @@ def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
 
 
-def base64_floats(values: Sequence[float], byte_order: str = "<") -> str:
-    """Base64 of float32 values."""
-    return base64.b64encode(np.asarray(values, dtype=f"{byte_order}f4").tobytes()).decode()
+def as_numbers(value: float | None, encoding_format: str, byte_order: str = "<") -> list[float | None] | str:
+    """A list of one number, or for `base64` its float32."""
+    if encoding_format != "base64":
+        return [value]
+    return base64.b64encode(np.asarray([value], dtype=f"{byte_order}f4").tobytes()).decode()

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Any
 
 import orjson
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,10 +29,9 @@ from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Body, JSONRoute
+from treeward.serving.dialects.bodies import Body, JSONRoute, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
-from treeward.serving.operations import Deadline, TheService
 from treeward.serving.rollouts.statistics import aggregate_metrics
 
 __all__ = ["PATHS", "router", "verdict", "with_verdict"]
@@ -52,14 +51,14 @@ _of_rollouts = APIRouter(route_class=JSONRoute)
 
 
 class CreateParams(Body):
-    """What the policy was asked; its further keys are echoed."""
+    """The request of the policy; its further keys are echoed."""
 
     input: str | list[dict[str, Any]]
     """A text of the user, or items of the Responses API."""
 
 
 class PolicyResponse(Body):
-    """What the policy answered; its further keys are echoed."""
+    """The response of the policy; its further keys are echoed."""
 
     output: list[dict[str, Any]]
     """Items of the Responses API."""
@@ -94,27 +93,27 @@ class AggregateBody(Body):
     """Rollouts with their rewards."""
 
     verify_responses: list[dict[str, Any]]
-    """What `/verify` has answered."""
+    """Responses of `/verify`."""
 
 
-@_of_rollouts.post("/verify", summary="The reward of a rollout", response_model=None)
-async def verify(body: VerifyBody, request: Request, service: TheService, deadline: Deadline) -> Response:
-    model = service.model(None)
+@_of_rollouts.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
+async def verify(body: VerifyBody, request: Request, server: Server) -> Response:
+    model = server.model(None)
     content, given = await request.body(), await request.json()
     references = None if model.reference_key is None else [given.get(model.reference_key)]
     try:
         asked = [parse(given, model)]
-        rewards = await service.rewards(model, asked, deadline=deadline, reference_answers=references, on_error="mask")
-        added = verdict(rewards[0], body.reward_threshold)
+        [reward] = await server.rewards(model, asked, reference_answers=references, on_error="mask")
+        added = verdict(reward, body.reward_threshold)
     except DataError as error:
         added = _failure(in_words(error))
     except APIError as error:
-        service.metrics.errors.labels(error.code).inc()
+        server.service.metrics.errors.labels(error.code).inc()
         added = _failure(error.message)
     return Response(with_verdict(content, given, added), media_type="application/json")
 
 
-@_of_rollouts.post("/seed_session", summary="Begin a session")
+@_of_rollouts.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
 async def seed_session(body: SeedSessionBody) -> JSON:
     session = body.resources_session_id
     if session is None:
@@ -125,12 +124,12 @@ async def seed_session(body: SeedSessionBody) -> JSON:
     return response
 
 
-@router.post("/close_session", summary="End a session")
+@router.post("/close_session", summary="End a session", response_model=dict[str, str])
 async def close_session(body: CloseSessionBody) -> JSON:
     return JSON({"resources_session_id": body.resources_session_id})
 
 
-@router.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=None)
+@router.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=dict[str, Any])
 def aggregate(body: AggregateBody) -> JSON:  # no coroutine: it takes long, in a thread
     return JSON(aggregate_metrics(body.verify_responses))
 
@@ -140,18 +139,14 @@ async def reverify_mode() -> JSON:
     return JSON("stateless")
 
 
-async def _check_rollout_id(rollout_id: Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]) -> None:
-    """What stands between /ng-rollout/ and the route."""
-
-
 router.include_router(_of_rollouts)
-router.include_router(_of_rollouts, prefix="/ng-rollout/{rollout_id}", dependencies=[Depends(_check_rollout_id)])
+router.include_router(_of_rollouts, prefix="/ng-rollout/{rollout_id}")
 
 
 def parse(given: Mapping[str, Any], model: ServedModel) -> Conversation:
     """The conversation of a rollout. Raises `DataError` for one that cannot be scored."""
-    output: Sequence[Mapping[str, Any]] = given["response"]["output"]
-    return conversation_of(given["responses_create_params"], output, developer=model.developer_role)
+    params, output = given["responses_create_params"], given["response"]["output"]
+    return conversation_of(params, output, developer=model.developer_role)
 
 
 def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
@@ -165,11 +160,9 @@ def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     parts |= {f"reward_member_{i}": value for i, value in enumerate(score.members)}
     if len(score.heads) > 1:
         parts |= {f"reward_head_{i}": value for i, value in enumerate(score.heads)}
-    added: dict[str, Any] = {"reward": reward.value}
-    if parts:
-        added |= {"reward_components": parts, **parts}
-    added |= {"reward_num_tokens": score.num_tokens, "reward_truncated": score.truncated}
-    return added if threshold is None else added | {"reward_passed": reward.value >= threshold}
+    passed = {} if threshold is None else {"reward_passed": reward.value >= threshold}
+    counts = {"reward_num_tokens": score.num_tokens, "reward_truncated": score.truncated}
+    return {"reward": reward.value, **({"reward_components": parts, **parts} if parts else {}), **counts, **passed}
 
 
 def with_verdict(content: bytes, given: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
@@ -185,16 +178,11 @@ def with_verdict(content: bytes, given: Mapping[str, Any], added: Mapping[str, A
             content = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
         except RecursionError as error:
             raise APIError(422, "invalid_json", "the body is nested too deep") from error
-    head = content.rstrip(b" \t\r\n")[:-1]
     comma = b"" if given.keys() <= stale else b","
-    return head + comma + orjson.dumps(added)[1:]
+    return content.rstrip(b" \t\r\n")[:-1] + comma + orjson.dumps(added)[1:]
 
 
 def _failure(reason: str) -> dict[str, Any]:
-    return {
-        "reward": 0.0,
-        "mask_sample": True,
-        "_ng_failure_class": "verifier_error",
-        "failure_kind": "verifier_error",
-        "failure_reason": reason,
-    }
+    kind = "verifier_error"
+    masked = {"reward": 0.0, "mask_sample": True}
+    return {**masked, "_ng_failure_class": kind, "failure_kind": kind, "failure_reason": reason}

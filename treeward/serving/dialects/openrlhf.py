@@ -12,16 +12,16 @@ completion, by which shaping measures length. Where shaping makes other rewards 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NotRequired
 
 from fastapi import APIRouter
+from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, answer, as_list
+from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, Strings, as_list
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
-from treeward.serving.operations import Deadline, TheService
 from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["router"]
@@ -40,10 +40,18 @@ class RewardBody(Body):
     """Reference answers, which are not read."""
 
 
-@router.post("/get_reward", summary="OpenRLHF: rewards of queries", response_model=None)
-async def get_reward(body: RewardBody, service: TheService, deadline: Deadline, model: ModelName = None) -> JSON:
-    served = service.model(model)
-    return await answer(service, served, parse(body, served), deadline, lambda rewards: to_json(served, rewards))
+class RewardResponse(TypedDict):
+    """A reward for each query, in order. `extra_logs`: where shaping makes the rewards."""
+
+    rewards: list[float | None]
+    scores: list[float | None]
+    extra_logs: NotRequired[dict[str, list[float | None]]]
+
+
+@router.post("/get_reward", summary="OpenRLHF: rewards of queries", response_model=RewardResponse)
+async def get_reward(body: RewardBody, server: Server, model: ModelName = None) -> JSON:
+    served = server.model(model)
+    return await server.respond(served, parse(body, served), lambda rewards: to_json(served, rewards))
 
 
 def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:
@@ -59,10 +67,10 @@ def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:
     return [RenderedText(query, model.ending.completion(query, prompt)) for query, prompt in pairs]
 
 
-def to_json(model: ServedModel, rewards: Sequence[Reward]) -> dict[str, Any]:
+def to_json(model: ServedModel, rewards: Sequence[Reward]) -> RewardResponse:
     """The response: every number twice, as OpenRLHF's clients read either."""
     values = [reward.value for reward in rewards]
-    content: dict[str, Any] = {"rewards": values, "scores": values}
+    content = RewardResponse(rewards=values, scores=values)
     if model.shaper is not None:
         content["extra_logs"] = {"raw_score": [reward.score.score for reward in rewards]}
     return content

@@ -17,10 +17,9 @@ from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
-from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody
+from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
-from treeward.serving.operations import Deadline, TheService
 
 __all__ = ["router"]
 
@@ -75,17 +74,10 @@ class RewardsResponse(TypedDict):
 
 
 @router.post("/v1/rewards", summary="Scores and rewards of conversations", response_model=RewardsResponse)
-async def rewards(body: RewardsBody, service: TheService, deadline: Deadline) -> JSON:
-    model = service.model(body.model)
-    rewarded = await service.rewards(
-        model,
-        parse(body),
-        deadline=deadline,
-        reference_answers=body.reference_answers,
-        shaped=body.shaped,
-        on_error=body.on_error,
-    )
-    return JSON(to_json(model, rewarded))
+async def rewards(body: RewardsBody, server: Server) -> JSON:
+    model = server.model(body.model)
+    options = {"reference_answers": body.reference_answers, "shaped": body.shaped, "on_error": body.on_error}
+    return JSON(to_json(model, await server.rewards(model, parse(body), **options)))
 
 
 def parse(body: RewardsBody) -> list[Any]:
@@ -94,7 +86,13 @@ def parse(body: RewardsBody) -> list[Any]:
     if given not in ((False, True, True), (True, False, False)):
         message = "give either conversations, or completions with their context ([] where they continue nothing)"
         raise APIError(422, "invalid_request", message, param="context")
-    conversations: list[Any] = list(body.conversations or ()) or _continued(body)
+    conversations: list[Any] = list(body.conversations or ())
+    context, completions = body.context or [], body.completions or []
+    if (len(context) + 1) * len(completions) > _MOST_MESSAGES:  # a small body would become a large thing
+        message = f"{len(completions)} completions of {len(context)} messages; at most {_MOST_MESSAGES} in all"
+        raise APIError(413, "too_many_messages", message, param="completions")
+    for one in completions:
+        conversations.append([*context, *([{"role": "assistant", "content": one}] if isinstance(one, str) else one)])
     references = body.reference_answers
     if references is not None and len(references) != len(conversations):
         message = f"reference_answers: {len(references)} of them for {len(conversations)} conversations"
@@ -102,40 +100,25 @@ def parse(body: RewardsBody) -> list[Any]:
     return conversations
 
 
-def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> dict[str, Any]:
+def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
     """The response of `/v1/rewards`."""
-    return {
-        "object": "list",
-        "model": model.name,
-        "contract": model.contract_sha256,
-        "data": [_row(i, reward) for i, reward in enumerate(rewarded)],
-        "usage": {"total_tokens": sum(reward.score.num_tokens for reward in rewarded)},
-    }
-
-
-def _continued(body: RewardsBody) -> list[Any]:
-    context = body.context or []
-    ends: list[list[Any]] = [
-        [{"role": "assistant", "content": one}] if isinstance(one, str) else list(one) for one in body.completions or ()
-    ]
-    if (len(context) + 1) * len(ends) > _MOST_MESSAGES:  # a small body would become a large thing
-        message = f"{len(ends)} completions of {len(context)} messages; at most {_MOST_MESSAGES} messages in all"
-        raise APIError(413, "too_many_messages", message, param="completions")
-    return [[*context, *end] for end in ends]
-
-
-def _row(index: int, reward: Reward) -> dict[str, Any]:
-    score = reward.score
-    row: dict[str, Any] = {
-        "index": index,
-        "reward": reward.value,
-        "score": score.score,
-        "num_tokens": score.num_tokens,
-        "truncated": score.truncated,
-        "error": reward.error,
-    }
-    if len(score.heads) > 1:
-        row["heads"] = list(score.heads)
-    if score.members:
-        row["members"] = list(score.members)
-    return row
+    rows = []
+    for i, reward in enumerate(rewarded):
+        score = reward.score
+        row = RewardRow(
+            index=i,
+            reward=reward.value,
+            score=score.score,
+            num_tokens=score.num_tokens,
+            truncated=score.truncated,
+            error=reward.error,
+        )
+        if len(score.heads) > 1:
+            row["heads"] = list(score.heads)
+        if score.members:
+            row["members"] = list(score.members)
+        rows.append(row)
+    total = sum(row["num_tokens"] for row in rows)
+    return RewardsResponse(
+        object="list", model=model.name, contract=model.contract_sha256, data=rows, usage={"total_tokens": total}
+    )

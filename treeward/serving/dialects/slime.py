@@ -14,10 +14,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 
 from treeward.scoring.score import Conversation
-from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, answer, described
+from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, described
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
-from treeward.serving.operations import Deadline, TheService
 from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["router"]
@@ -36,10 +35,10 @@ class SampleBody(Body):
     """The reference answer, which is not read."""
 
 
-@router.post("/slime", summary="slime: the reward of a sample", response_model=None)
-async def slime(body: SampleBody, service: TheService, deadline: Deadline, model: ModelName = None) -> JSON:
-    served = service.model(model)
-    return await answer(service, served, [parse(body, served)], deadline, lambda rewards: rewards[0].value)
+@router.post("/slime", summary="slime: the reward of a sample", response_model=float)
+async def slime(body: SampleBody, server: Server, model: ModelName = None) -> JSON:
+    served = server.model(model)
+    return await server.respond(served, [parse(body, served)], lambda rewards: rewards[0].value)
 
 
 def parse(body: SampleBody, model: ServedModel) -> Conversation | RenderedText:

@@ -21,9 +21,8 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Strings, answer, sigmoid
+from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, Strings, sigmoid
 from treeward.serving.limits import JSON
-from treeward.serving.operations import Deadline, TheService
 from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["router"]
@@ -72,15 +71,21 @@ class PredictError(TypedDict):
     request_id: str
 
 
+class Prediction(TypedDict):
+    """The score of a text."""
+
+    score: float
+    label: str
+
+
 @router.post(
     "/predict",
     summary="Text Embeddings Inference: scores as predictions",
-    response_model=None,
+    response_model=list[Prediction] | list[list[Prediction]],
     responses={status: {"model": PredictError} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)},
 )
-async def predict(body: PredictBody, service: TheService, deadline: Deadline, model: ModelName = None) -> JSON:
-    served = service.model(model)
-    return await answer(service, served, parse(body), deadline, lambda rewards: to_json(body, rewards))
+async def predict(body: PredictBody, server: Server, model: ModelName = None) -> JSON:
+    return await server.respond(server.model(model), parse(body), lambda rewards: to_json(body, rewards))
 
 
 def parse(body: PredictBody) -> list[RenderedText]:

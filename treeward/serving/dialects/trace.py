@@ -14,7 +14,6 @@ character are one. `truncated`: the context was cut, as for the completion's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,11 @@ from starlette.concurrency import run_in_threadpool
 
 from treeward.errors import TreewardError
 from treeward.scoring.prefixes import CompletionPrefixes, completion_prefixes
-from treeward.scoring.score import Reward
 from treeward.scoring.scorer import as_conversations
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody
+from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel, check_length
-from treeward.serving.operations import Deadline, TheService
 from treeward.serving.rendered_text import RenderedText
 
 __all__ = ["router"]
@@ -51,15 +48,31 @@ class TraceBody(OwnBody):
     """Most points; of more tokens as many are chosen, at equal distances, the last always among them."""
 
 
-@router.post("/v1/rewards/trace", summary="The score of a completion as it develops", response_model=None)
-async def trace(body: TraceBody, service: TheService, deadline: Deadline) -> JSON:
-    model = service.model(body.model)
-    prefixes = await run_in_threadpool(parse, body, model, service.config.max_conversation_characters)
-    chosen = _evenly(len(prefixes.pieces), min(body.max_points, service.config.max_conversations))
+@router.post("/v1/rewards/trace", summary="The score of a completion as it develops", response_model=dict[str, Any])
+async def trace(body: TraceBody, server: Server) -> JSON:
+    model, config = server.model(body.model), server.service.config
+    found = await run_in_threadpool(parse, body, model, config.max_conversation_characters)
+    number = len(found.pieces)
+    most = min(body.max_points, config.max_conversations, number)
+    chosen = [int(n) for n in np.linspace(number, 1, most).round()]
     # Longest first, so that the others have their beginnings in common with it.
-    texts = [_text(prefixes, n) for n in chosen[::-1]]
-    rewards = await service.rewards(model, texts, deadline=deadline, shaped=False)
-    return JSON(to_json(model, prefixes, chosen, rewards[::-1]))
+    texts = [RenderedText(found.until(n), prompt_length=len(found.prompt_ids)) for n in chosen]
+    rewards = await server.rewards(model, texts, shaped=False)
+    points = [{"tokens": n, "score": reward.value} for n, reward in zip(chosen, rewards, strict=True)]
+    return JSON(
+        {
+            "object": "reward.trace",
+            "model": model.name,
+            "contract": model.contract_sha256,
+            "text": found.text,
+            "end": found.end,
+            "tokens": [{"text": piece.text, "start": piece.start, "end": piece.end} for piece in found.pieces],
+            "points": points[::-1],
+            "num_tokens": found.num_tokens,
+            "truncated": found.truncated,
+            "usage": {"total_tokens": found.num_tokens},
+        }
+    )
 
 
 def parse(body: TraceBody, model: ServedModel, max_characters: int) -> CompletionPrefixes:
@@ -78,32 +91,3 @@ def parse(body: TraceBody, model: ServedModel, max_characters: int) -> Completio
         return completion_prefixes(model.scorer.renderer, conversation)
     except TreewardError as error:
         raise APIError(422, "cannot_be_scored", in_words(error), param="completion") from error
-
-
-def to_json(
-    model: ServedModel, prefixes: CompletionPrefixes, chosen: Sequence[int], rewards: Sequence[Reward]
-) -> dict[str, Any]:
-    """The response; `rewards` are those of the completion's first `chosen` pieces."""
-    return {
-        "object": "reward.trace",
-        "model": model.name,
-        "contract": model.contract_sha256,
-        "text": prefixes.text,
-        "end": prefixes.end,
-        "tokens": [{"text": piece.text, "start": piece.start, "end": piece.end} for piece in prefixes.pieces],
-        "points": [{"tokens": n, "score": reward.value} for n, reward in zip(chosen, rewards, strict=True)],
-        "num_tokens": prefixes.num_tokens,
-        "truncated": prefixes.truncated,
-        "usage": {"total_tokens": prefixes.num_tokens},
-    }
-
-
-def _evenly(num_pieces: int, most: int) -> list[int]:
-    """At most `most` of 1 to `num_pieces`, ascending, with the last and, if there are several, the first."""
-    if num_pieces <= most or most == 1:
-        return list(range(1, num_pieces + 1)) if num_pieces <= most else [num_pieces]
-    return [int(n) for n in np.linspace(1, num_pieces, most).round()]
-
-
-def _text(prefixes: CompletionPrefixes, num_pieces: int) -> RenderedText:
-    return RenderedText(prefixes.until(num_pieces), prompt_length=len(prefixes.prompt_ids))

@@ -1,0 +1,236 @@
+"""vLLM's and SGLang's dialects, which verl and others call: `POST /classify` of both, vLLM's `/pooling`, and SGLang's
+`/v1/embeddings`.
+
+{"model": "rm", "input": "rendered text", "use_activation": false}          -> /classify, vLLM
+-> {"id": "classify-3f...", "object": "list", "created": 1, "model": "rm",
+    "data": [{"index": 0, "label": "LABEL_0", "probs": [1.5], "num_classes": 1}], "usage": {"prompt_tokens": 21, ...}}
+{"text": ["rendered text"]}                                                 -> /classify, SGLang
+-> [{"embedding": [1.5], "meta_info": {"id": "3f...", "prompt_tokens": 21}}]
+
+Bodies of vLLM have `input` or `messages`, SGLang's `text` or `input_ids`. Scores are raw unless a request in vLLM's
+form says `use_activation: true` (or `activation` or `softmax`, as older versions call it): then they are sigmoids,
+which are vLLM's own default for a classifier with one label. Nothing is cut: `truncate_prompt_tokens` is the most
+tokens that are accepted. SGLang ignores `model`; so does a server of one model here, while a server of several responds
+with 404 to a name that is none of theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+from uuid import uuid4
+
+from fastapi import APIRouter
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from treeward.scoring.score import Conversation, Reward
+from treeward.serving.api_error import APIError
+from treeward.serving.dialects import bodies
+from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, Texts, as_list, as_numbers
+from treeward.serving.limits import JSON
+from treeward.serving.models import ServedModel
+from treeward.serving.rendered_text import RenderedText
+from treeward.serving.service import Service
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=JSONRoute)
+
+
+class VllmBody(Body):
+    """Rendered texts or token ids (`input`), or one conversation (`messages`)."""
+
+    model: ModelName = None
+    """Which of the served models, by its name or by the folder that it was loaded from."""
+    input: Texts | None = None
+    """Texts as the model's chat template renders them, or their token ids. A BOS (or CLS and SEP) of a text is neither
+    doubled nor missing, whatever `add_special_tokens` says; token ids are taken as they are."""
+    messages: Chat | None = Field(default=None, min_length=1)
+    """A conversation that ends with an assistant's message."""
+    use_activation: bool | None = None
+    """True: the sigmoid of the score; otherwise the score itself."""
+    activation: bool | None = None
+    """An older name of `use_activation`."""
+    softmax: bool | None = None
+    """A still older name of `use_activation`."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    """Most tokens; a longer conversation is refused, as cutting it would change its score. -1: the model's limit."""
+    add_generation_prompt: Literal[False] = False
+    """Must be false: a score is read at the end of the completion."""
+    continue_final_message: Literal[False] = False
+    """Must be false: a score is read at the end of the completion."""
+    chat_template: str | None = None
+    """Must be the model's own; a conversation in another form has another score. Send text for that."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Must be those that the model is served with."""
+
+
+class PoolingBody(VllmBody):
+    """As of `/classify`."""
+
+    task: Literal["classify"] | None = None
+    """A reward model pools whole conversations."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """Numbers, or base64 of their float32 values."""
+    embed_dtype: Literal["float32"] = "float32"
+    """Of base64."""
+    endianness: Literal["native", "little", "big"] = "native"
+    """Of base64; native is little."""
+
+
+class ClassifyBody(VllmBody):
+    """`input` or `messages` as vLLM reads them, or `text` or `input_ids` as SGLang does."""
+
+    text: bodies.Strings | None = None
+    """Texts as the model's chat template renders them. A BOS (or CLS and SEP) is neither doubled nor missing."""
+    input_ids: bodies.TokenIds | None = None
+    """Token ids of a text, or a list of them; they are taken as they are."""
+
+
+class EmbeddingsBody(Body):
+    """Rendered texts or token ids."""
+
+    input: Texts
+    """Texts as the model's chat template renders them, or their token ids."""
+    model: ModelName = None
+    """Which of the served models."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """Numbers, or base64 of their float32 values."""
+
+
+class Scored(TypedDict):
+    """`meta_info`: `id`, `prompt_tokens`."""
+
+    embedding: list[float]
+    meta_info: dict[str, str | int]
+
+
+class ListResponse(TypedDict):
+    """A row for each conversation, in order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[dict[str, Any]]
+    usage: dict[str, int]
+
+
+@router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"], response_model=ListResponse)
+async def pooling(body: PoolingBody, server: Server) -> JSON:
+    model = server.model(body.model)
+    return await server.respond(model, parse(body, model), lambda rewards: pooling_json(body, model, rewards))
+
+
+@router.post(
+    "/classify",
+    summary="vLLM and SGLang: scores as classes",
+    tags=["vllm", "sglang"],
+    response_model=ListResponse | Scored | list[Scored],
+)
+async def classify(body: ClassifyBody, server: Server) -> JSON:
+    given = [key for key in ("input", "messages", "text", "input_ids") if getattr(body, key) is not None]
+    if len(given) != 1:
+        message = "the body must have one of input and messages (vLLM), text and input_ids (SGLang)"
+        raise APIError(422, "invalid_request", message)
+    if given[0] in ("input", "messages"):
+        model = server.model(body.model)
+        return await server.respond(model, parse(body, model), lambda rewards: classify_json(body, model, rewards))
+    texts: Any = getattr(body, given[0])
+    return await server.respond(
+        _model(server.service, body.model),
+        [RenderedText(text) for text in as_list(texts)],
+        lambda rewards: sglang_json(texts, rewards),
+    )
+
+
+@router.post(
+    "/v1/embeddings", summary="SGLang: scores as embeddings of one number", tags=["sglang"], response_model=ListResponse
+)
+async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
+    model = _model(server.service, body.model)
+    return await server.respond(
+        model,
+        [RenderedText(text) for text in as_list(body.input)],
+        lambda rewards: embeddings_json(body, model, rewards),
+    )
+
+
+def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedText]:
+    """The texts, or the one conversation, of a body. Raises `APIError` 422 where it would be rendered differently."""
+    if (body.input is None) == (body.messages is None):
+        raise APIError(422, "invalid_request", "give either input or messages")
+    if body.messages is None:
+        return [RenderedText(text) for text in as_list(body.input or [])]
+    renderer = model.renderer
+    own = [None] if renderer is None else [None, renderer.chat_template, renderer.tokenizer.chat_template]
+    arguments = {} if renderer is None else renderer.chat_template_kwargs
+    is_own = {
+        "chat_template": body.chat_template in own,
+        "chat_template_kwargs": body.chat_template_kwargs in (None, {}, arguments),
+    }
+    if wrong := next((field for field, is_right in is_own.items() if not is_right), None):
+        why = "the conversation would not be scored as in training; leave it out, or send text as input"
+        raise APIError(422, "invalid_request", f"{wrong}: {why}", param=wrong)
+    conversation: list[Any] = list(body.messages)
+    return [conversation]
+
+
+def classify_json(body: VllmBody, model: ServedModel, rewards: Sequence[Reward]) -> ListResponse:
+    """The response of `/classify`."""
+    values = _values(body, rewards)
+    rows = [{"index": i, "label": "LABEL_0", "probs": [value], "num_classes": 1} for i, value in enumerate(values)]
+    return _list("classify", model, rewards, rows)
+
+
+def pooling_json(body: PoolingBody, model: ServedModel, rewards: Sequence[Reward]) -> ListResponse:
+    """The response of `/pooling`."""
+    order = ">" if body.endianness == "big" else "<"
+    numbers = [as_numbers(value, body.encoding_format, order) for value in _values(body, rewards)]
+    rows = [{"index": i, "object": "pooling", "data": one} for i, one in enumerate(numbers)]
+    return _list("pool", model, rewards, rows)
+
+
+def _model(service: Service, name: str | None) -> ServedModel:
+    """The model of a name; the first for "default", and for any name where there is no other."""
+    is_any = name == "default" or len(service.models) == 1
+    return service.model(None if is_any else name)
+
+
+def sglang_json(texts: str | Sequence[Any], rewards: Sequence[Reward]) -> Any:
+    """The response of `/classify`: a list for a list of texts, one object for one text."""
+    name = uuid4().hex
+    rows = [
+        {"embedding": [reward.value], "meta_info": {"id": name, "prompt_tokens": reward.score.num_tokens}}
+        for reward in rewards
+    ]
+    return rows[0] if bodies.is_one(texts) else rows
+
+
+def embeddings_json(body: EmbeddingsBody, model: ServedModel, rewards: Sequence[Reward]) -> ListResponse:
+    """The response of `/v1/embeddings`."""
+    numbers = [as_numbers(reward.value, body.encoding_format) for reward in rewards]
+    rows = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(numbers)]
+    return _list("embd", model, rewards, rows)
+
+
+def _values(body: VllmBody, rewards: Sequence[Reward]) -> list[float]:
+    """Scores, or their sigmoids. Raises `APIError` 422 for a conversation beyond the body's own limit."""
+    most = body.truncate_prompt_tokens
+    for i, reward in enumerate(rewards):
+        if most is not None and 0 <= most < reward.score.num_tokens:
+            why = f"{reward.score.num_tokens} tokens, and cutting it to truncate_prompt_tokens would change its score"
+            raise APIError(422, "cannot_be_scored", f"conversation {i}: {why}", param="truncate_prompt_tokens")
+    values = [reward.value for reward in rewards if reward.value is not None]
+    asked = (body.use_activation, body.activation, body.softmax)
+    is_sigmoid = next((one for one in asked if one is not None), False)
+    return [bodies.sigmoid(value) for value in values] if is_sigmoid else values
+
+
+def _list(kind: str, model: ServedModel, rewards: Sequence[Reward], rows: list[dict[str, Any]]) -> ListResponse:
+    tokens = sum(reward.score.num_tokens for reward in rewards)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+    name, now = f"{kind}-{uuid4().hex}", int(time.time())
+    return ListResponse(id=name, object="list", created=now, model=model.name, data=rows, usage=usage)
