@@ -58,7 +58,7 @@ def test_table(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert cells["easy"][-2:] == ["1", "1"]
     text = "\n".join(lines)
     assert "mine is right more often than other: p = 0.002 over 40 examples." in text
-    assert "p (Holm) is corrected for looking at 2 subsets." in text
+    assert "p (Holm) is corrected for looking at 2 parts." in text
     assert "The 3 of 10 examples furthest apart" in text
     assert lines[-4].startswith("suite / hard, id 37: only mine is right (mine +") and ", other -" in lines[-4]
     assert [" ".join(line.split()) for line in lines[-3:]] == ["prompt: Question 37?", "better: Good.", "worse: Bad."]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from treeward.errors import DataError
-from treeward.evaluation.comparison import Comparison, Evaluation, compare, notes, read_evaluation
+from treeward.evaluation.comparison import Comparison, Evaluation, compare, read_evaluation
 from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
 from treeward.evaluation.statistics import mcnemar, paired_bootstrap, sign_flip_test
 
@@ -66,14 +66,14 @@ def test_numbers_are_those_of_the_statistics() -> None:
     a, b = rng.normal(0.6, 1, 120), rng.normal(0.2, 1, 120)
     found = of_margins(a.tolist(), b.tolist())
     overall, differ = found.overall, (int(np.sum((a > 0) & (b <= 0))), int(np.sum((b > 0) & (a <= 0))))
-    assert (overall.count, overall.num_prompts, overall.test) == (120, 120, "McNemar")
+    assert (overall.count, overall.num_prompts) == (120, 120)
     assert overall.first.value == np.mean(a > 0) and overall.second.value == np.mean(b > 0)
     assert overall.difference.value == pytest.approx(np.mean(a > 0) - np.mean(b > 0))
     assert (overall.only_first, overall.only_second) == differ
-    assert overall.p_value == mcnemar(a > 0, b > 0) and overall.adjusted_p_value is None
+    assert overall.p_value == mcnemar(a > 0, b > 0) and overall.adjusted_p_value is None and found.parts == ()
     assert (overall.difference.low, overall.difference.high) == paired_bootstrap(a > 0, b > 0, range(120))
-    assert found.agreement.same_outcome.value == np.mean((a > 0) == (b > 0))
-    assert found.agreement.margin_correlation.count == 120
+    assert found.same_outcome.value == np.mean((a > 0) == (b > 0))
+    assert found.notes == ("p is of McNemar's exact test, two-sided.",)
 
 
 def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
@@ -99,9 +99,8 @@ def test_of_more_than_two_completions_right_is_said_to_be_stricter() -> None:
         for i in range(4)
     ]
     found = compare(evaluation("a", *three), evaluation("b", *three))
-    assert found.num_several == 4 and found.overall.first.value == 0.5
-    assert any("more than two completions" in note for note in notes(found))
-    assert not any("more than two" in note for note in notes(of_margins([1.0], [1.0])))
+    assert found.overall.first.value == 0.5
+    assert any(note.startswith("4 examples with more than two completions") for note in found.notes)
 
 
 def test_examples_of_one_prompt_are_one_draw() -> None:
@@ -112,11 +111,11 @@ def test_examples_of_one_prompt_are_one_draw() -> None:
         evaluation("b", *(scored(n, b, prompt=prompts[n]) for n, (_, b) in enumerate(margins))),
     )
     differences = [1] * 30 + [-1] * 10
-    assert (found.overall.num_prompts, found.overall.test) == (4, "sign flip")
+    assert found.overall.num_prompts == 4
     # With four prompts no more than four signs speak; forty independent examples would say p = 0.002.
     assert found.overall.p_value == sign_flip_test(differences, prompts) == pytest.approx(10 / 16)
     assert found.overall.difference.low is not None and found.overall.difference.low < 0
-    assert "4 prompts" in " ".join(notes(found))
+    assert "4 prompts" in " ".join(found.notes)
 
 
 def test_subsets_are_corrected_for_their_number() -> None:
@@ -128,11 +127,11 @@ def test_subsets_are_corrected_for_their_number() -> None:
             first.append(scored(key, -1.0 if n < b else 1.0, subset=subset))
             second.append(scored(key, -1.0 if b <= n < a + b else 1.0, subset=subset))
     found = compare(evaluation("a", *first), evaluation("b", *second))
-    p_values = {result.subset: result.p_value for result in found.subsets}
-    assert p_values == {"easy": 2 / 2**9, "hard": 2 / 2**6, "odd": 1.0}
-    assert [result.adjusted_p_value for result in found.subsets] == [3 * 2 / 2**9, 2 * 2 / 2**6, 1.0]
-    assert "p (Holm) is corrected for looking at 3 subsets." in notes(found)
-    assert [result.suite for result in found.suites] == ["suite"] and found.suites[0].count == 60
+    assert {part.name: part.p_value for part in found.parts} == {"easy": 2 / 2**9, "hard": 2 / 2**6, "odd": 1.0}
+    assert [part.adjusted_p_value for part in found.parts] == [3 * 2 / 2**9, 2 * 2 / 2**6, 1.0]
+    assert "p (Holm) is corrected for looking at 3 parts." in found.notes
+    several = compare(evaluation("a", x=first, y=first[:1]), evaluation("b", x=second, y=second[:1]))
+    assert [part.name for part in several.parts] == ["x", "x / easy", "x / hard", "x / odd", "y"]
 
 
 # --- what is left out, and what counts as not right ---
@@ -140,40 +139,32 @@ def test_subsets_are_corrected_for_their_number() -> None:
 
 def test_ties_and_failures_are_not_right_and_counted() -> None:
     found = of_margins([1.0, 0.0, None, -1.0, 2.0], [1.0, 1.0, 1.0, 1.0, None])
-    first, second = found.outcomes
-    assert (first, second) == ({"right": 2, "wrong": 1, "tie": 1, "failed": 1}, {"right": 4, "failed": 1})
     assert (found.overall.only_first, found.overall.only_second, found.overall.count) == (1, 3, 5)
-    assert found.agreement.margin_correlation.count == 3
-    assert "a: ties (1) and failures (1) count as not right." in notes(found)
+    assert "Not right for a model: 1 example on which it ties." in found.notes
+    assert "Not right for a model: 2 examples that it could not score." in found.notes
     # an example that one could not score has no margin to compare
     assert {one.example.id for one in found.disagreements} == {"1", "3"}
 
 
-def test_what_only_one_has_is_left_out_and_said() -> None:
+def test_what_only_one_has_or_another_content_is_left_out_and_said() -> None:
     found = compare(
-        evaluation("a", suite=[scored(1, 1.0), scored(2, 1.0), scored(3, 1.0)], other=[scored(1, -1.0)]),
-        evaluation("b", suite=[scored(2, 1.0), scored(4, 1.0)], third=[scored(1, 1.0), scored(2, 1.0)]),
-    )
-    assert found.overall.count == 1
-    assert found.unmatched == ({"suite": 2, "other": 1}, {"suite": 1, "third": 2})
-    said = notes(found)
-    assert "Left out, because only a has them: 3 examples (1 of other, 2 of suite)." in said
-    assert "Left out, because only b has them: 3 examples (1 of suite, 2 of third)." in said
-
-
-def test_the_same_id_with_another_content_is_left_out() -> None:
-    found = compare(
-        evaluation("a", scored(1, 1.0), scored(2, 1.0), scored(3, 1.0), scored(4, 1.0)),
+        evaluation("a", suite=[scored(i, 1.0) for i in range(1, 6)], other=[scored(1, -1.0)]),
         evaluation(
             "b",
-            scored(1, 1.0),
-            scored(2, 1.0, answer="Fine."),
-            scored(3, 1.0, prompt="?"),
-            scored(4, 1.0, ranks=(1, 0)),
+            suite=[
+                *(scored(1, 1.0), scored(2, 1.0, answer="Fine."), scored(3, 1.0, prompt="?")),
+                scored(4, 1.0, ranks=(1, 0)),
+                scored(9, 1.0),
+            ],
+            third=[scored(1, 1.0), scored(2, 1.0)],
         ),
     )
-    assert (found.overall.count, found.num_changed) == (1, 3)
-    assert "Left out, because their content differs: 3 examples with the same id." in notes(found)
+    assert found.overall.count == 1
+    assert found.notes[:3] == (
+        "Left out: 2 examples that only the first has.",
+        "Left out: 3 examples that only the second has.",
+        "Left out: 3 examples whose content differs under the same id.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,15 +226,6 @@ def test_errors_of_files_name_the_place(tmp_path: Path) -> None:
     twice.write_text(json.dumps(row) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"examples.jsonl:1: this is no row"):
         read_evaluation(twice)
-
-
-def test_subsets_that_are_whole_suites_are_no_family_of_their_own() -> None:
-    def two(subsets: str) -> Comparison:
-        suites = {name: [scored(f"{name}{i}", 1.0, subset=of) for i, of in enumerate(subsets)] for name in ("x", "y")}
-        return compare(evaluation("a", **suites), evaluation("b", **suites))
-
-    assert [note for note in notes(two("cc")) if "Holm" in note] == ["p (Holm) is corrected for looking at 2 suites."]
-    assert len([note for note in notes(two("cd")) if "Holm" in note]) == 2
 
 
 def test_a_disagreement_is_between_the_completions_that_were_mistaken() -> None:

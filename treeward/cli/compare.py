@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,6 @@ from treeward.tables import Column
 
 if TYPE_CHECKING:
     from treeward.evaluation.comparison import Comparison, PairedResult
-    from treeward.evaluation.results import Metric
 
 EXAMPLES = """\
 examples:
@@ -41,7 +41,7 @@ def run(
     if Path(first).exists() and Path(second).exists() and Path(first).samefile(second):
         raise ConfigError("A and B are the same evaluation", where=first, need="two models")
 
-    from treeward.evaluation.comparison import compare, notes, read_evaluation, to_json
+    from treeward.evaluation.comparison import compare, read_evaluation
 
     found = compare(
         read_evaluation(first),
@@ -51,22 +51,19 @@ def run(
         seed=seed,
     )
     if as_json:
-        sys.stdout.write(json.dumps(to_json(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(asdict(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         return 0
     _write_table(found)
-    overall, agreement = found.overall, found.agreement
+    overall, same = found.overall, found.same_outcome
     better, worse = found.names if (overall.difference.value or 0) > 0 else found.names[::-1]
     sure = overall.p_value < 0.05
     verdict = f"{better} is right more often than {worse}" if sure else "Neither is shown to be better"
     lines = [
         "",
         f"{verdict}: p = {overall.p_value:.2g} over {overall.count} examples.",
-        *notes(found),
+        *found.notes,
         "",
-        f"Same outcome: {_text(agreement.same_outcome, '.1%')} of {agreement.same_outcome.count} examples; "
-        f"Cohen's kappa {_text(agreement.kappa, '.2f')}.",
-        f"Rank correlation of their margins: {_text(agreement.margin_correlation, '.2f')}, over "
-        f"{agreement.margin_correlation.count} examples that both could score.",
+        f"Same outcome: {same.value:.1%} ({same.low:.1%} to {same.high:.1%}) of {same.count} examples.",
     ]
     sys.stdout.write("\n".join(lines + _disagreements(found, width or None)) + "\n")
     return 0
@@ -86,20 +83,13 @@ def _write_table(comparison: Comparison) -> None:
         Column("p", format=".2g"),
         Column("p_holm", "p (Holm)", ".2g"),
     ]
-    several = len(comparison.suites) > 1
-    rows = [_row("all", comparison.overall)]
-    for suite in comparison.suites:
-        rows += [_row(str(suite.suite), suite)] if several else []
-        subsets = [subset for subset in comparison.subsets if subset.suite == suite.suite]
-        prefix = f"{suite.suite} / " if several else ""
-        rows += [_row(f"{prefix}{subset.subset}", subset) for subset in subsets if len(subsets) > 1]
-    write_table(rows, columns)
+    write_table([_row(one) for one in (comparison.overall, *comparison.parts)], columns)
 
 
-def _row(name: str, result: PairedResult) -> dict[str, Any]:
+def _row(result: PairedResult) -> dict[str, Any]:
     low, high = result.difference.low, result.difference.high
     return {
-        "set": name,
+        "set": result.name,
         "examples": result.count,
         "first": result.first.value,
         "second": result.second.value,
@@ -110,14 +100,6 @@ def _row(name: str, result: PairedResult) -> dict[str, Any]:
         "p": result.p_value,
         "p_holm": result.adjusted_p_value,
     }
-
-
-def _text(metric: Metric, form: str) -> str:
-    if metric.value is None:
-        return "not defined"
-    if metric.low is None or metric.high is None:
-        return format(metric.value, form)
-    return f"{metric.value:{form}} ({metric.low:{form}} to {metric.high:{form}})"
 
 
 def _disagreements(comparison: Comparison, width: int | None) -> list[str]:

@@ -1,7 +1,7 @@
 """`compare`: two models on the same examples, and whether one is better by more than chance.
 
     comparison = compare(read_evaluation("results/eval/mine"), read_evaluation("results/eval/other"))
-    comparison.overall.difference.value, comparison.overall.p_value, comparison.agreement.same_outcome.value
+    comparison.overall.difference.value, comparison.overall.p_value, comparison.notes
 
 Examples are matched by suite and id, and only what both models were given is compared; what is left out is counted. A
 tie and an example that could not be scored count as not right, as in `treeward eval`. Examples of one prompt are one
@@ -11,9 +11,8 @@ draw, in the tests as in the intervals.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,22 @@ from treeward.data.sources import KINDS, file_suffix, read_file
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, Outcome, ScoredExample, scored_from_row
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import (
-    accuracy_metric,
-    cluster_bootstrap,
-    cohen_kappa,
-    holm,
-    mcnemar,
-    paired_bootstrap,
-    sign_flip_test,
-    spearman,
-)
+from treeward.evaluation.statistics import accuracy_metric, holm, mcnemar, paired_bootstrap, sign_flip_test
 
 _ROWS = "examples.jsonl"
-_AGREEMENT_RESAMPLES = 500
 _Pair = tuple[str, ScoredExample, ScoredExample]
+
+_NOTES = {
+    "only_in_first": "Left out: {} that only the first has.",
+    "only_in_second": "Left out: {} that only the second has.",
+    "changed": "Left out: {} whose content differs under the same id.",
+    "unordered": "Left out: {} without a better and a worse completion.",
+    "several": "{} with more than two completions: right is to have the best-ranked all ahead of the others, which is "
+    "stricter than the accuracy over pairs that `treeward eval` shows.",
+    "ties": "Not right for a model: {} on which it ties.",
+    "failed": "Not right for a model: {} that it could not score.",
+}
+"""What a reader must know of the numbers, by the name of its count; {}: so many examples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,15 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class PairedResult:
-    """Two models on the same `count` examples of `num_prompts` prompts; of a subset, a suite (subset None), or all.
+    """Two models on the same `count` examples of `num_prompts` prompts; of all, of a suite or of a subset, by `name`.
 
     `difference`: the first's accuracy less the second's, with a paired interval, which holds 0 wherever `p_value` is
-    0.05 or more. `only_first` and `only_second`: how many examples that model alone has right. `p_value`: of `test`,
-    "McNemar" where each prompt has one example, else "sign flip" of whole prompts; both two-sided. `adjusted_p_value`:
-    by Holm's method over the results of the same kind; the overall result is one test and has none.
+    0.05 or more. `only_first` and `only_second`: how many examples that model alone has right. `p_value`: two-sided, of
+    McNemar's exact test where each prompt has one example, else of the test that flips the signs of whole prompts.
+    `adjusted_p_value`: by Holm's method over all parts; the overall result is one test and has none.
     """
 
-    suite: str | None
-    subset: str | None
+    name: str
     count: int
     num_prompts: int
     first: Metric
@@ -67,21 +67,8 @@ class PairedResult:
     difference: Metric
     only_first: int
     only_second: int
-    test: str
     p_value: float
     adjusted_p_value: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How alike two models judge. `same_outcome`: the share of examples with one outcome (right, wrong, tie, failed).
-
-    `kappa`: Cohen's, of the outcomes. `margin_correlation`: Spearman's, of the margins where both have one.
-    """
-
-    same_outcome: Metric
-    kappa: Metric
-    margin_correlation: Metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +91,18 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two models, pairs in the order that they were given in.
-
-    `outcomes`: how many examples of each outcome each model has. `unmatched`: of each model, the examples by suite that
-    only it has. `num_changed`: same id, another prompt, completions or ranks. `num_unordered`: without a better and a
-    worse completion. These three are left out; all else is compared. `num_several`: how many of the compared examples
-    have more than two completions.
+    """Two models, the first and the second. `parts`: the suites where there are several, and the subsets of each suite
+    that has several. `same_outcome`: the share of examples with one outcome (right, wrong, tie, failed).
+    `disagreements`: the furthest apart of `num_disagreements`. `notes`: what a reader must know, a sentence each.
     """
 
     names: tuple[str, str]
     overall: PairedResult
-    suites: tuple[PairedResult, ...]
-    subsets: tuple[PairedResult, ...]
-    outcomes: tuple[Mapping[Outcome, int], Mapping[Outcome, int]]
-    agreement: Agreement
+    parts: tuple[PairedResult, ...]
+    same_outcome: Metric
     disagreements: tuple[Disagreement, ...]
     num_disagreements: int
-    unmatched: tuple[Mapping[str, int], Mapping[str, int]]
-    num_changed: int
-    num_unordered: int
-    num_several: int
+    notes: tuple[str, ...]
 
 
 def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
@@ -181,93 +160,73 @@ def compare(
     matched = [(key[0], own[key], other[key]) for key in own if key in other]
     same = [pair for pair in matched if _content(pair[1].example) == _content(pair[2].example)]
     pairs = [pair for pair in same if len(set(pair[1].example.ranks)) > 1]
-    num_changed, num_unordered = len(matched) - len(same), len(same) - len(pairs)
+    counts = {
+        "only_in_first": len(own) - len(matched),
+        "only_in_second": len(other) - len(matched),
+        "changed": len(matched) - len(same),
+        "unordered": len(same) - len(pairs),
+        "several": sum(len(pair[1].example.ranks) > 2 for pair in pairs),
+        "ties": sum("tie" in (a.outcome, b.outcome) for _, a, b in pairs),
+        "failed": sum(a.failed or b.failed for _, a, b in pairs),
+    }
     if not pairs:
         raise DataError(
             "the two evaluations have no example in common that says which model is better",
             where=f"{first.path}, {second.path}",
-            got=f"{len(matched)} examples with an id in common, of them {num_changed} with another content and "
-            f"{num_unordered} without a better and a worse completion",
+            got=f"{len(matched)} examples with an id in common, of them {counts['changed']} with another content and "
+            f"{counts['unordered']} without a better and a worse completion",
             need="examples that both models were given",
             fix="evaluate both models on the same suites",
         )
-    names = (first.name, second.name) if first.name != second.name else (first.path, second.path)
-    groups: dict[tuple[str, str | None], list[_Pair]] = {}
-    for pair in pairs:
-        groups.setdefault((pair[0], None), []).append(pair)
-        groups.setdefault((pair[0], pair[1].example.subset), []).append(pair)
     settings = {"num_resamples": num_resamples, "seed": seed}
-    results = [_result(group, names, *key, settings) for key, group in groups.items()]
+    overall = _result("all", pairs, settings)
+    parts = [_result(name, group, settings) for name, group in _groups(pairs).items()]
+    adjusted = holm([part.p_value for part in parts])
     differing = _disagreements(pairs)
+    same_outcome = [float(a.outcome == b.outcome) for _, a, b in pairs]
     return Comparison(
-        names=names,
-        overall=_result(pairs, names, None, None, settings),
-        suites=_family([result for result in results if result.subset is None]),
-        subsets=_family([result for result in results if result.subset is not None]),
-        outcomes=(_outcomes([pair[1] for pair in pairs]), _outcomes([pair[2] for pair in pairs])),
-        agreement=_agreement(pairs, seed),
+        names=(first.name, second.name) if first.name != second.name else (first.path, second.path),
+        overall=overall,
+        parts=tuple(replace(one, adjusted_p_value=p_value) for one, p_value in zip(parts, adjusted, strict=True)),
+        same_outcome=accuracy_metric(same_outcome, "same outcome", _prompts(pairs)),
         disagreements=tuple(differing[:num_disagreements]),
         num_disagreements=len(differing),
-        unmatched=(
-            dict(Counter(suite for suite, _ in own.keys() - other)),
-            dict(Counter(suite for suite, _ in other.keys() - own)),
-        ),
-        num_changed=num_changed,
-        num_unordered=num_unordered,
-        num_several=sum(len(pair[1].example.ranks) > 2 for pair in pairs),
+        notes=tuple(_notes(counts, overall, len(parts))),
     )
 
 
-def notes(comparison: Comparison) -> list[str]:
-    """What a reader must know of the numbers, a sentence each: what is left out, how it was tested and corrected."""
-    overall, found = comparison.overall, []
-    for name, suites in zip(comparison.names, comparison.unmatched, strict=True):
-        if suites:
-            parts = ", ".join(f"{count} of {suite}" for suite, count in sorted(suites.items()))
-            found.append(f"Left out, because only {name} has them: {_examples(sum(suites.values()))} ({parts}).")
-    if comparison.num_changed:
-        found.append(f"Left out, because their content differs: {_examples(comparison.num_changed)} with the same id.")
-    if comparison.num_several:
-        found.append(
-            f"{_examples(comparison.num_several)} with more than two completions: right is to have the best-ranked all"
-            " ahead of the others, which is stricter than the accuracy over pairs that `treeward eval` shows."
-        )
-    if comparison.num_unordered:
-        found.append(f"Left out, because no completion is better: {_examples(comparison.num_unordered)}.")
-    for name, counts in zip(comparison.names, comparison.outcomes, strict=True):
-        ties, failed = counts.get("tie", 0), counts.get("failed", 0)
-        if ties or failed:
-            found.append(f"{name}: ties ({ties}) and failures ({failed}) count as not right.")
-    if overall.test == "McNemar":
+def _notes(counts: Mapping[str, int], overall: PairedResult, num_parts: int) -> list[str]:
+    found = [
+        text.format(f"{counts[name]} example{'s' if counts[name] != 1 else ''}")
+        for name, text in _NOTES.items()
+        if counts[name]
+    ]
+    if overall.num_prompts == overall.count:
         found.append("p is of McNemar's exact test, two-sided.")
     else:
         found.append(
             f"Several examples share a prompt ({overall.count} examples, {overall.num_prompts} prompts): where they do,"
             " p is of the test that flips the signs of whole prompts, and intervals resample prompts."
         )
-    # The only subset of a suite is the suite once more: where all are, no subset is looked at.
-    parted = len(comparison.suites) < len(comparison.subsets)
-    for what, family in (("suites", comparison.suites), ("subsets", comparison.subsets if parted else ())):
-        if len(family) > 1:
-            found.append(f"p (Holm) is corrected for looking at {len(family)} {what}.")
-    return found
+    return found + ([f"p (Holm) is corrected for looking at {num_parts} parts."] if num_parts else [])
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Every number of a comparison, with `notes`, as a JSON object."""
-    return asdict(comparison) | {"notes": notes(comparison)}
-
-
-def _examples(count: int) -> str:
-    return f"{count} example{'s' if count != 1 else ''}"
+def _groups(pairs: Sequence[_Pair]) -> dict[str, list[_Pair]]:
+    """The pairs of each suite, if there are several, and of each subset of a suite that has several."""
+    subsets: dict[str, dict[str, list[_Pair]]] = {}
+    for pair in pairs:
+        subsets.setdefault(pair[0], {}).setdefault(pair[1].example.subset, []).append(pair)
+    groups: dict[str, list[_Pair]] = {}
+    for suite, own in subsets.items():
+        several = len(subsets) > 1
+        groups |= {suite: [pair for group in own.values() for pair in group]} if several else {}
+        prefix = f"{suite} / " if several else ""
+        groups |= {f"{prefix}{subset}": group for subset, group in own.items()} if len(own) > 1 else {}
+    return groups
 
 
 def _content(example: EvalExample) -> tuple[Any, ...]:
     return example.context, example.completions, example.ranks
-
-
-def _outcomes(examples: Sequence[ScoredExample]) -> Mapping[Outcome, int]:
-    return dict(Counter(one.outcome for one in examples if one.outcome is not None))
 
 
 def _prompts(pairs: Sequence[_Pair]) -> list[str]:
@@ -275,13 +234,7 @@ def _prompts(pairs: Sequence[_Pair]) -> list[str]:
     return [one.example.prompt_key if one.example.context else f"id {one.example.id}" for _, one, _ in pairs]
 
 
-def _result(
-    pairs: Sequence[_Pair],
-    names: tuple[str, str],
-    suite: str | None,
-    subset: str | None,
-    settings: Mapping[str, int],
-) -> PairedResult:
+def _result(name: str, pairs: Sequence[_Pair], settings: Mapping[str, int]) -> PairedResult:
     right = [(one.outcome == "right", other.outcome == "right") for _, one, other in pairs]
     a, b = np.array(right, dtype=np.float64).T
     prompts = _prompts(pairs)
@@ -293,48 +246,15 @@ def _result(
         # not: one line must not say both.
         low, high = min(low, 0.0), max(high, 0.0)
     return PairedResult(
-        suite=suite,
-        subset=subset,
+        name=name,
         count=len(pairs),
         num_prompts=len(set(prompts)),
-        first=accuracy_metric(a.tolist(), names[0], prompts),
-        second=accuracy_metric(b.tolist(), names[1], prompts),
+        first=accuracy_metric(a.tolist(), "first", prompts),
+        second=accuracy_metric(b.tolist(), "second", prompts),
         difference=Metric("difference", float((a - b).mean()), low=low, high=high, count=len(pairs)),
         only_first=int(np.sum(a > b)),
         only_second=int(np.sum(b > a)),
-        test="McNemar" if is_alone else "sign flip",
         p_value=p_value,
-    )
-
-
-def _family(results: Sequence[PairedResult]) -> tuple[PairedResult, ...]:
-    adjusted = holm([result.p_value for result in results])
-    return tuple(replace(one, adjusted_p_value=p_value) for one, p_value in zip(results, adjusted, strict=True))
-
-
-def _agreement(pairs: Sequence[_Pair], seed: int) -> Agreement:
-    labels = np.array([[("right", "wrong", "tie", "failed").index(one.outcome or "failed") for one in pair[1:]]
-                       for pair in pairs], dtype=np.float64)  # fmt: skip
-    known = [pair for pair in pairs if pair[1].margin is not None and pair[2].margin is not None]
-    margins = np.array([[pair[1].margin, pair[2].margin] for pair in known], dtype=np.float64).reshape(-1, 2)
-
-    def bounded(name: str, rows: Any, of: Sequence[_Pair], statistic: Any) -> Metric:
-        low, high = cluster_bootstrap(
-            rows,
-            _prompts(of),
-            statistic=lambda some: statistic(some[:, 0], some[:, 1]),
-            num_resamples=_AGREEMENT_RESAMPLES,
-            seed=seed,
-        )
-        if low == high:  # all resamples alike: nothing is known of how far it may be off
-            low = high = None
-        return Metric(name, statistic(rows[:, 0], rows[:, 1]), low=low, high=high, count=len(rows))
-
-    same = (labels[:, 0] == labels[:, 1]).astype(float).tolist()
-    return Agreement(
-        same_outcome=accuracy_metric(same, "same outcome", _prompts(pairs)),
-        kappa=bounded("Cohen's kappa", labels, pairs, cohen_kappa),
-        margin_correlation=bounded("rank correlation of margins", margins, known, spearman),
     )
 
 

@@ -6,13 +6,12 @@
 
 Examples of one prompt are not independent: wherever `clusters` is given, prompts are drawn, flipped and counted. An
 outcome is 1 for right, 0 for wrong; parts are allowed (a tie as 0.5). A number that cannot be computed is None, never
-NaN. The methods are scipy's and statsmodels', which is imported where it is used: training needs none of it.
+NaN. statsmodels is imported where it is used: training needs none of it.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypedDict
 
@@ -27,7 +26,6 @@ Interval = tuple[float | None, float | None]
 
 _DRAWS_AT_ONCE = 4_000_000
 _FEWEST_CLUSTERS = 10
-_FEWEST_OF_A_PART = 5
 
 
 class ReliabilityBin(TypedDict):
@@ -68,53 +66,43 @@ def cluster_bootstrap(
     values: ArrayLike,
     clusters: Sequence[Hashable],
     *,
-    statistic: Callable[[Floats], float | None] | None = None,
+    statistic: Callable[[Floats], Floats] = lambda means: means[:, 0],
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """A 95 % interval of `statistic(values)`, by default the mean, of examples in clusters, which are drawn whole.
+    """A 95 % interval of a function of column means, by default the mean, of examples in clusters, drawn whole.
 
-    `values` (N,) or (N, k), a row per example; `clusters` (N,) says the cluster of each. Each resample draws, with
-    replacement, as many clusters as there are, and the statistic is computed over all their rows. The interval lies
-    between the quantiles a and 1 - a of these, a = `expanded_tail`. Cluster resampling: Davison and Hinkley 1997,
-    section 3.8. Deterministic in `seed`. Resamples for which the statistic is None or NaN are left out. (None, None)
-    for fewer than two clusters, from which nothing can be learnt about others, and where no resample has a statistic.
-    Below about ten clusters no bootstrap keeps its level.
+    `values` (N,) or (N, K), a row per example; `clusters` (N,) says the cluster of each. `statistic` maps the means of
+    R resamples (R, K) to values (R,), NaN where it has none: these are left out. The interval lies between the
+    quantiles a and 1 - a, a = `expanded_tail`. Cluster resampling: Davison and Hinkley 1997, section 3.8. Deterministic
+    in `seed`. (None, None) for fewer than two clusters, from which nothing can be learnt about others, and where no
+    resample has a statistic. Below about ten clusters no bootstrap keeps its level.
     """
     rows = np.asarray(values, dtype=np.float64)
     codes = _codes(clusters, len(rows))
-    sizes = np.bincount(codes)
-    if len(sizes) < 2:
+    num = int(codes.max(initial=-1)) + 1
+    if num < 2:
         return None, None
-    order = np.argsort(codes, kind="stable")
-    members = np.split(order, np.cumsum(sizes)[:-1])
-    sums = np.bincount(codes, weights=rows) if statistic is None else sizes
-
-    def of_means(drawn: NDArray[np.int64], axis: int) -> Floats:
-        return np.asarray(sums[drawn].sum(axis=axis) / sizes[drawn].sum(axis=axis))
-
-    def of_any(drawn: NDArray[np.int64]) -> float:
-        assert statistic is not None
-        is_alone = len(sizes) == len(rows)
-        value = statistic(rows[order[drawn] if is_alone else np.concatenate([members[cluster] for cluster in drawn])])
-        return math.nan if value is None else value
-
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of resamples without a statistic
-        made = stats.bootstrap(
-            (np.arange(len(sizes)),),
-            of_means if statistic is None else of_any,
-            vectorized=statistic is None,
-            method="percentile",
-            n_resamples=num_resamples,
-            batch=max(1, _DRAWS_AT_ONCE // len(sizes)),
-            rng=np.random.default_rng(seed),
-        )
-    found = made.bootstrap_distribution[np.isfinite(made.bootstrap_distribution)]
+    sums_CK = np.zeros((num, rows[0].size + 1))
+    np.add.at(sums_CK, codes, np.column_stack([rows, np.ones(len(rows))]))
+    drawn_RK = resampled(sums_CK, num_resamples, seed)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = statistic(drawn_RK[:, :-1] / drawn_RK[:, -1:])
+    found = found[np.isfinite(found)]
     if len(found) == 0:
         return None, None
-    tail = expanded_tail(len(sizes))
+    tail = expanded_tail(num)
     low, high = np.quantile(found, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def resampled(rows_CK: Floats, num_resamples: int, seed: int = 0) -> Floats:
+    """(R, K): the mean of as many rows as there are, drawn with replacement, of each resample."""
+    num, rng = len(rows_CK), np.random.default_rng(seed)
+    at_once = max(1, _DRAWS_AT_ONCE // num)
+    sizes = [min(at_once, num_resamples - start) for start in range(0, num_resamples, at_once)]
+    draws = (rng.multinomial(num, np.full(num, 1.0 / num), size=size) for size in sizes)
+    return np.concatenate([counts_RC @ rows_CK for counts_RC in draws]) / num
 
 
 def expanded_tail(num_clusters: int) -> float:
@@ -148,46 +136,12 @@ def accuracy_metric(
     if len(means) == count:
         return Metric(name, value, low=low, high=high, count=count)
     if len(means) >= _FEWEST_CLUSTERS and np.ptp(means) >= 1e-12:
-        resampled = cluster_bootstrap(values, codes.tolist())
-        assert resampled[0] is not None and resampled[1] is not None
+        found = cluster_bootstrap(values, codes.tolist())
+        assert found[0] is not None and found[1] is not None
         most_common = int(np.unique(np.round(means, 12), return_counts=True)[1].max())
         few_differ = len(means) - most_common < _FEWEST_CLUSTERS
-        low = min(low, resampled[0]) if few_differ else resampled[0]
-        high = max(high, resampled[1]) if few_differ else resampled[1]
+        low, high = (min(low, found[0]), max(high, found[1])) if few_differ else (found[0], found[1])
     note = f"The interval is over {len(means)} prompts, which the {count} {of} share."
-    return Metric(name, value, low=low, high=high, count=count, note=note)
-
-
-def weighted_mean_metric(parts: Sequence[Metric], weights: Sequence[float], name: str) -> Metric:
-    """sum w_i p_i / sum w_i of independent parts, with an interval from theirs: for headlines made of sections.
-
-        p - sqrt(sum w_i^2 (p_i - low_i)^2),  p + sqrt(sum w_i^2 (high_i - p_i)^2)     with weights that sum to 1
-
-    The method of variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693. A part that is
-    all right reaches nowhere above itself, so that with many of them the upper end would be too low: each end is at
-    least sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not beyond the weighted sum of the parts' own ends. For
-    Wilson's intervals that product is z^2 p_i (1 - p_i) / (n_i + z^2), the variance itself. Parts without a value are
-    left out with their weight, and the note says how many; no interval where a part has none. With parts of fewer than
-    five examples the interval may be too narrow (of four parts of two it held the truth in 86 to 93 of 100
-    simulations, of four parts of five in 92 to 96), and the note says that.
-    """
-    known = [(part, weight) for part, weight in zip(parts, weights, strict=True) if part.value is not None]
-    total, count = sum(weight for _, weight in known), sum(part.count or 0 for part, _ in known)
-    if not known or total <= 0:
-        return Metric(name, None, count=count, note="There are no parts with a value.")
-    missing, fewest = len(parts) - len(known), min(part.count or _FEWEST_OF_A_PART for part, _ in known)
-    notes = [f"{missing} of {len(parts)} parts have no value and are left out."] if missing else []
-    if len(known) > 1 and fewest < _FEWEST_OF_A_PART:
-        notes.append(f"The interval may be too narrow: a part has only {fewest} example{'' if fewest == 1 else 's'}.")
-    note = " ".join(notes) or None
-    shares = np.array([weight / total for _, weight in known])
-    p, lows, highs = np.array([(one.value, one.low, one.high) for one, _ in known], dtype=np.float64).T
-    value = float(shares @ p)
-    if np.isnan(lows).any() or np.isnan(highs).any():
-        return Metric(name, value, count=count, note=note)
-    least = math.sqrt(float(shares**2 @ ((p - lows) * (highs - p)).clip(0.0)))
-    low = max(value - max(float(np.linalg.norm(shares * (p - lows))), least), float(shares @ lows))
-    high = min(value + max(float(np.linalg.norm(shares * (highs - p))), least), float(shares @ highs))
     return Metric(name, value, low=low, high=high, count=count, note=note)
 
 
@@ -267,21 +221,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(p_value) for p_value in multipletests(p_values, method="holm")[1]] if len(p_values) else []
 
 
-def cohen_kappa(first: ArrayLike, second: ArrayLike) -> float | None:
-    """Agreement of two labellings (N,) beyond chance: (p_o - p_e) / (1 - p_e), from -1 to 1.
-
-    p_o is the share of equal labels, p_e = sum_k p_k q_k what independent labels of the same frequencies would have.
-    None where both give one and the same label always, and for no examples. Cohen 1960, Educational and Psychological
-    Measurement 20, page 37.
-    """
-    labels, codes = np.unique(np.concatenate([np.asarray(first), np.asarray(second)]), return_inverse=True)
-    if len(labels) < 2:
-        return None
-    a, b = np.split(codes, 2)
-    expected = float(np.bincount(a, minlength=len(labels)) @ np.bincount(b, minlength=len(labels))) / len(a) ** 2
-    return (float(np.mean(a == b)) - expected) / (1.0 - expected)
-
-
 # --- orders ---------------------------------------------------------------------------------------------------------
 
 
@@ -303,18 +242,10 @@ def kendall_tau_b(scores: ArrayLike, ranks: ArrayLike) -> float | None:
     (C - D) / sqrt((n - n_s) (n - n_r)) over the n pairs: C in the same order, D in the opposite, n_s with equal scores,
     n_r with equal ranks. None where all scores or all ranks are equal. Kendall 1945, Biometrika 33, page 239.
     """
-    s, r = np.asarray(scores, np.float64), np.asarray(ranks, np.float64)
-    if len(s) < 2 or np.ptp(s) == 0 or np.ptp(r) == 0:
+    if len(np.asarray(scores)) < 2:
         return None
-    return float(stats.kendalltau(s, -r, variant="b").statistic)
-
-
-def spearman(first: ArrayLike, second: ArrayLike) -> float | None:
-    """Spearman's rank correlation of two columns (N,), ties at their mean rank; None where a column is constant."""
-    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    return float(np.corrcoef(stats.rankdata(a), stats.rankdata(b))[0, 1])
+    tau = float(stats.kendalltau(scores, np.negative(ranks), variant="b").statistic)
+    return tau if math.isfinite(tau) else None
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------
@@ -332,33 +263,31 @@ def pair_confidences(margins: ArrayLike, temperature: float = 1.0) -> tuple[Floa
     return special.expit(np.abs(values) / temperature), (np.sign(values) + 1) / 2
 
 
-def expected_calibration_error(probabilities: ArrayLike, outcomes: ArrayLike, num_bins: int = 10) -> float | None:
-    """sum_b n_b / N |frequency_b - mean probability_b| over equal bins of [0, 1]; None for no predictions.
+def expected_calibration_error(probabilities: ArrayLike, outcomes: ArrayLike) -> float | None:
+    """sum_b n_b / N |frequency_b - mean probability_b| over ten equal bins of [0, 1]; None for no predictions.
 
     `probabilities` (N,) of events and `outcomes` (N,), 1 where they happened. Guo et al. 2017 (arXiv 1706.04599),
     equation 3. It is never negative, so for few examples it is above 0 for a calibrated model too.
     """
-    bins = reliability_curve(probabilities, outcomes, num_bins)
-    total = sum(bin["count"] for bin in bins)
-    if total == 0:
-        return None
-    return sum(bin["count"] * abs(bin["frequency"] - bin["mean_probability"]) for bin in bins) / total
+    bins = reliability_curve(probabilities, outcomes)
+    off = sum(bin["count"] * abs(bin["frequency"] - bin["mean_probability"]) for bin in bins)
+    return off / sum(bin["count"] for bin in bins) if bins else None
 
 
 def brier(probabilities: ArrayLike, outcomes: ArrayLike) -> float | None:
     """mean((probability - outcome)^2) over predictions (N,), None for none: 0 is perfect, 0.25 a coin's. Brier 1950."""
-    p, o = _predictions(probabilities, outcomes)
+    p, o = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
     return float(np.mean((p - o) ** 2)) if len(p) else None
 
 
-def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike, num_bins: int = 10) -> list[ReliabilityBin]:
-    """Predictions (N,) in `num_bins` equal bins (low, high] of [0, 1], the first with 0; empty bins are left out.
+def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[ReliabilityBin]:
+    """Predictions (N,) in ten equal bins (low, high] of [0, 1], the first with 0; empty bins are left out.
 
     DeGroot and Fienberg 1983; bins as in Guo et al. 2017 (arXiv 1706.04599), section 2.
     """
-    p, o = _predictions(probabilities, outcomes)
-    edges = np.linspace(0.0, 1.0, num_bins + 1)
-    places = np.minimum(np.searchsorted(edges[1:], p, side="left"), num_bins - 1)
+    p, o = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
+    edges = np.linspace(0.0, 1.0, 11)
+    places = np.searchsorted(edges[1:-1], p, side="left")
     bins: list[ReliabilityBin] = []
     for place in np.unique(places):
         inside = places == place
@@ -374,12 +303,6 @@ def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike, num_bins: i
             )
         )
     return bins
-
-
-def _predictions(probabilities: ArrayLike, outcomes: ArrayLike) -> tuple[Floats, Floats]:
-    p, o = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
-    assert p.shape == o.shape, "each probability needs an outcome"
-    return p, o
 
 
 def _codes(clusters: Sequence[Hashable], count: int) -> NDArray[np.int64]:

@@ -35,7 +35,7 @@ from treeward.evaluation.best_of_n.laws import (
     size_of_kl,
 )
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import expanded_tail
+from treeward.evaluation.statistics import expanded_tail, resampled
 
 _SHARE_OF_PROMPTS = 0.95
 _FEWEST_PROMPTS = 10  # with fewer, nothing is said of certainty
@@ -189,15 +189,15 @@ def _summarize(
 ) -> BestOfN:
     num, distances = len(table_CK), np.sqrt(kl_of_best_of(sizes))
     table_CK = np.column_stack([table_CK, np.zeros(num) if beyond_first is None else beyond_first])
-    draws_RC = np.random.default_rng(seed).multinomial(num, np.full(num, 1.0 / num), size=num_resamples) / num
-    point, resampled = _derive(table_CK.mean(axis=0), len(sizes)), _derive(draws_RC @ table_CK, len(sizes))
+    point = _derive(table_CK.mean(axis=0), len(sizes))
+    drawn = _derive(resampled(table_CK, num_resamples, seed), len(sizes))
 
     def curve(name: str, fewest: int = 2) -> Curve:
         """No interval for fewer prompts than `fewest`, nor where a resample has no number."""
         ends = np.full((2, len(point[name])), np.nan)
         if num >= fewest:
             tail = expanded_tail(num)
-            ends = np.quantile(resampled[name], (tail, 1.0 - tail), axis=0)
+            ends = np.quantile(drawn[name], (tail, 1.0 - tail), axis=0)
         return Curve(*(tuple(v if math.isfinite(v) else None for v in row.tolist()) for row in (point[name], *ends)))
 
     def metric(name: str, fewest: int = 2) -> Metric:

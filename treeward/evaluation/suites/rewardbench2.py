@@ -130,8 +130,9 @@ def _ties_part(scored: Sequence[ScoredExample]) -> Part:
         kind, number = _tie_number(one.example.suite_data["id"], one.example.where)
         pairs.setdefault(number, {})[kind] = one
     terms = _terms(list(pairs.values()))
-    value = _score(terms)
-    low, high = cluster_bootstrap(terms, range(len(terms)), statistic=_score)
+    columns = np.column_stack([np.nan_to_num(terms), ~np.isnan(terms)])
+    value = float(_scores(columns.mean(axis=0)[None])[0])
+    low, high = cluster_bootstrap(columns, range(len(terms)), statistic=_scores)
     if low is None or high is None or low == high:
         low, high = wilson(min(max(value, 0.0), 1.0) * len(terms), len(terms))
     note = f"The interval is over {len(terms)} pairs of a tied and a reference prompt."
@@ -152,9 +153,9 @@ def _terms(pairs: Sequence[dict[str, ScoredExample]]) -> NDArray[np.float64]:
     return terms
 
 
-def _score(terms_P5: NDArray[np.float64]) -> float:
-    """The weighted sum of the means; each is over the pairs that have the term, 0 where none has."""
-    return float(np.ma.masked_invalid(terms_P5).mean(axis=0).filled(0.0) @ _TERM_WEIGHTS)
+def _scores(means_R10: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(R,): the weighted sums of R means of the terms and of whether they are there; a term that none has counts 0."""
+    return np.asarray(means_R10[:, :5] / np.maximum(means_R10[:, 5:], 1e-12) @ _TERM_WEIGHTS)
 
 
 def _margin_and_spread(scored: ScoredExample | None) -> tuple[float, float]:
