@@ -171,8 +171,8 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
             "no linear layer(?s:.*)exclude_modules",
         ),
         ("llama", {"match_all_linear": True, "exclude_modules": ("*",)}, "no layer is adapted"),
-        ("gemma2", {"target_modules": ("lm_head",)}, "lm_head: it is the embedding"),
-        ("deepseek_v3", {"target_modules": ("up_proj", "o_proj")}, "up_proj: peft takes it for an expert"),
+        ("gemma2", {"target_modules": ("lm_head",)}, "could not be saved or merged(?s:.*)lm_head"),
+        ("deepseek_v3", {"target_modules": ("up_proj", "o_proj")}, "could not be saved or merged(?s:.*)up_proj"),
         ("mamba", {"match_all_linear": True}, "peft cannot adapt this model(?s:.*)out_proj(?s:.*)exclude_modules"),
     ],
 )
@@ -266,16 +266,11 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
     ):
         with pytest.raises(CheckpointError, match=f"not those of this policy(?s:.*){wrong}"):
             load_adapters(adapted(causal_model("qwen3"), LoraConfig(enabled=True, **fields)), tmp_path / "saved")
-    with torch.no_grad():
-        next(iter(adapter_state(policy).values()))[0, 0] = float("nan")
-    save_adapters(policy, tmp_path / "broken")
-    with pytest.raises(CheckpointError, match="NaN or infinity(?s:.*)lora_A"):
-        load_adapters(other, tmp_path / "broken")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_adapters(other, tmp_path / "nothing")
-    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"short")
+    (tmp_path / "saved" / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_adapters(other, tmp_path / "broken")
+        load_adapters(other, tmp_path / "saved")
 
 
 def experience(seed: int) -> tuple[list[CompletionGroup], Tensor, Tensor]:

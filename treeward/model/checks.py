@@ -27,7 +27,7 @@ from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import TreeBatch
+from treeward.tree.batch import RowBatch, TreeBatch
 from treeward.tree.token_tree import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -54,22 +54,15 @@ def plain_values(model: RewardModel, sequences: Sequence[TokenIds], pad_token_id
     options = {} if model.layout == "encoder" else {"use_cache": False}
     # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch refuses.
     hook = head.register_forward_pre_hook(lambda _, args: (args[0].to(next(head.parameters()).dtype),))
-    rows = [[int(token) for token in sequence] for sequence in sequences]
-    width = max(map(len, rows), default=0)
+    batches = [[one] for one in sequences] if pad_token_id is None else [list(sequences)] if sequences else []
     values = [torch.empty(0, model.num_heads)]
     try:
         for config in configs:
             config.pad_token_id = pad_token_id
-        for batch in [[row] for row in rows] if pad_token_id is None else [rows] if rows else []:
-            width = max(map(len, batch))
-            ids = [[*row, *[pad_token_id or 0] * (width - len(row))] for row in batch]
-            mask = [[1] * len(row) + [0] * (width - len(row)) for row in batch]
+        for rows in batches:
+            batch = RowBatch.from_groups([rows], pad_token_id=pad_token_id or 0).to(model.device)
             with model.plain_attention():
-                logits = model.hf(
-                    input_ids=torch.tensor(ids, device=model.device),
-                    attention_mask=torch.tensor(mask, device=model.device),
-                    **options,
-                ).logits
+                logits = model.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, **options).logits
             values.append(logits.float().cpu())
     finally:
         hook.remove()
@@ -142,14 +135,14 @@ def check_before_training(
     """
     name = head_name(model.hf)
     layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
-    for problem, is_there in [
-        (f"it has {layers[-1].out_features} labels, not one", layers[-1].out_features != 1),
-        ("it is not float32", any(layer.weight.dtype != torch.float32 for layer in layers)),
-        ("it is frozen", not all(layer.weight.requires_grad for layer in layers)),
-        ("it would not be saved", not any(key.startswith(f"{name}.") for key in model.hf.state_dict())),
-    ]:
-        if is_there:
-            raise ModelError("the score head cannot be trained", where=name, got=problem)
+    problems = {
+        f"it has {layers[-1].out_features} labels, not one": layers[-1].out_features != 1,
+        "it is not float32": any(layer.weight.dtype != torch.float32 for layer in layers),
+        "it is frozen": not all(layer.weight.requires_grad for layer in layers),
+        "it would not be saved": not any(key.startswith(f"{name}.") for key in model.hf.state_dict()),
+    }
+    if found := [problem for problem, is_there in problems.items() if is_there]:
+        raise ModelError("the score head cannot be trained", where=name, got=found[0])
     _check_tokens(model.num_embeddings, sequences, highest_token)
     if model.layout == "encoder":
         logger.info("The score is read by %s's own pooling.", type(model.hf).__name__)
@@ -171,29 +164,21 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
     _check_tokens(policy.num_embeddings, prompts)
     compute_dtype, policy.compute_dtype = policy.compute_dtype, None
     tolerance = 1e-3 if policy.hf.dtype == torch.float32 else 0.05
-    try:
-        for prompt in sorted(prompts, key=len)[:2]:
-            start = [int(token) for token in prompt]
-            tail = start[-8:]
-            sequences = [[*start, *end] for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]
-            found_SL = policy.log_probs([sequences], [[len(start)] * len(sequences)]).values_SL
-            for sequence, found_L in zip(sequences, found_SL, strict=True):
-                ids = torch.tensor([sequence], device=policy.device)
-                with policy.plain_attention():
-                    logits_TV = policy.hf(input_ids=ids, use_cache=False).logits[0].float()
-                targets = ids[0, len(start) :, None]
-                theirs = logits_TV[len(start) - 1 : -1].log_softmax(-1).gather(-1, targets)[:, 0]
-                own = found_L[: len(theirs)]
-                if not float((own - theirs).abs().mean()) <= tolerance:
-                    raise ModelError(
-                        "a completion does not get the log-probability that plain transformers gives it",
-                        where=type(policy.hf).__name__,
-                        got=f"{float(own.sum()):.6f} for {len(own)} tokens after a prompt of {len(start)}",
-                        need=f"{float(theirs.sum()):.6f}",
-                        fix="policy.attention=rows if that helps, and please report the model",
-                    )
-    finally:
-        policy.compute_dtype = compute_dtype
+    for prompt in sorted(prompts, key=len)[:2]:
+        start = [int(token) for token in prompt]
+        tail = start[-8:]
+        sequences = [[*start, *end] for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]
+        found_SL = policy.log_probs([sequences], [[len(start)] * len(sequences)]).values_SL
+        for sequence, found_L in zip(sequences, found_SL, strict=True):
+            ids = torch.tensor([sequence], device=policy.device)
+            with policy.plain_attention():
+                logits_TV = policy.hf(input_ids=ids, use_cache=False).logits[0].float()
+            targets = ids[0, len(start) :, None]
+            theirs = logits_TV[len(start) - 1 : -1].log_softmax(-1).gather(-1, targets)[:, 0]
+            own = found_L[: len(theirs)]
+            if not float((own - theirs).abs().mean()) <= tolerance:
+                raise _not_plain(policy, "log-probability", float(own.sum()), float(theirs.sum()))
+    policy.compute_dtype = compute_dtype
 
 
 def check_positions(model: WrappedModel, length: int) -> None:
@@ -272,15 +257,19 @@ def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
     model.compute_dtype = compute_dtype
     # Not relative to the scores, which may be close to zero.
     tolerance = max(1e-3, _TOLERANCE.get(model.hf.dtype, 5e-2)) * max(1.0, float(theirs.nan_to_num().abs().max()))
-    for sequence, own, plain in zip(sequences, ours, theirs, strict=True):
+    for own, plain in zip(ours, theirs, strict=True):
         if not torch.allclose(own, plain, rtol=0, atol=tolerance, equal_nan=True):
-            raise ModelError(
-                "a conversation does not get the score that plain transformers gives it",
-                where=type(model.hf).__name__,
-                got=f"{own.tolist()}, read at the last token of {len(sequence)}",
-                need=f"{plain.tolist()}: a model with a linear head on the last hidden state",
-                fix="policy.attention=rows if that helps, and please report the model",
-            )
+            raise _not_plain(model, "score", own.tolist(), plain.tolist())
+
+
+def _not_plain(model: WrappedModel, what: str, got: object, need: object) -> ModelError:
+    return ModelError(
+        f"a conversation does not get the {what} that plain transformers gives it",
+        where=type(model.hf).__name__,
+        got=got,
+        need=f"{need}: a model with a linear head on the last hidden state",
+        fix="policy.attention=rows if that helps, and please report the model",
+    )
 
 
 def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from treeward.errors import ModelError
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
-from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, read_config
+from treeward.model.pretrained import bare_model, check_fields, load_tokenizer, load_weights, read_config
 from treeward.model.reward_model import RewardModel, head_name
 
 logger = logging.getLogger(__name__)
@@ -45,8 +44,7 @@ _HEADS = ("score", "classifier")
 """Names that keep a module in float32 while the weights are loaded in another dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(NamedTuple):
     """A model with its tokenizer. `new_head`: the head was drawn at random, so the scores mean nothing yet."""
 
     model: RewardModel
@@ -54,8 +52,7 @@ class LoadedModel:
     new_head: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedPolicy:
+class LoadedPolicy(NamedTuple):
     """A policy with its tokenizer."""
 
     model: PolicyModel
@@ -90,16 +87,12 @@ def load_reward_model(
     # Other missing weights (the pooler of an encoder) are drawn from the seed, like the head.
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed or 0)
-        hf, lacking = load_weights(
+        hf, new_head = load_weights(
             model_class, str(name), config=config, dtype=dtype, trust_remote_code=trust_remote_code
         )
-    head = head_name(hf)
     for name_of_child, child in hf.named_children():
-        if name_of_child != head and any(kept in name_of_child for kept in _HEADS):
+        if name_of_child != head_name(hf) and any(kept in name_of_child for kept in _HEADS):
             child.to(dtype)  # transformers matches parts of names: pre_classifier as well
-    new_head = any(key.split(".")[0] == head for key in lacking)
-    if missing := [key for key in lacking if not (new_head and _is_above_backbone(hf, key))]:
-        raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
     if new_head and head_seed is None:
         raise ModelError(
             "this checkpoint has no reward head: its scores would be random",
@@ -180,22 +173,13 @@ def load_policy(
             got=", ".join(config.architectures or [config.model_type]),
             need="a decoder that predicts the next token as policy.model_name",
         )
+    check_fields(config, config_overrides or {}, "policy.hf_config_overrides")
     for field, value in (config_overrides or {}).items():
-        if not hasattr(config, field):
-            raise ModelError(
-                "the model's configuration has no such field",
-                where="policy.hf_config_overrides",
-                field=field,
-                got=value,
-                need=f"a field of {type(config).__name__}",
-            )
         setattr(config, field, value)
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
-    hf, missing = load_weights(
+    hf, _ = load_weights(
         AutoModelForCausalLM, str(name), config=config, dtype=dtype, trust_remote_code=trust_remote_code
     )
-    if missing:
-        raise ModelError("weights are missing from the checkpoint", where=str(name), got=missing[:8])
     return _policy(hf, tokenizer, str(name), attention, device, chunk_tokens)
 
 
@@ -277,11 +261,6 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         # PyTorch gives this row no gradient: left on the former padding token, often the end of turn at which the score
         # is read, it would freeze that token until the run is resumed.
         embeddings.padding_idx = tokenizer.pad_token_id
-
-
-def _is_above_backbone(hf: PreTrainedModel, key: str) -> bool:
-    """Whether a weight belongs to the head or to the pooling, which a pretrained encoder may lack."""
-    return not key.startswith(f"{hf.base_model_prefix}.") or ".pooler." in key
 
 
 def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:

@@ -145,18 +145,15 @@ def load_adapters(policy: PolicyModel, folder: Path) -> None:
     own = adapter_state(policy)
     need = {"lora_alpha": _settings(policy).lora_alpha, **{name: tuple(w.shape) for name, w in own.items()}}
     got = {"lora_alpha": alpha, **{name: tuple(w.shape) for name, w in saved.items()}}
-    for name in sorted(need.keys() | got.keys()):
-        if need.get(name) != got.get(name):
-            raise CheckpointError(
-                "the saved adapters are not those of this policy",
-                where=str(folder),
-                field=name,
-                got=str(got.get(name)),
-                need=str(need.get(name)),
-                fix=f"set {_WHERE} as it was when they were saved",
-            )
-    if broken := [name for name, weight in saved.items() if not bool(weight.isfinite().all())]:
-        raise CheckpointError("the adapters hold NaN or infinity", where=str(folder), got=broken[0])
+    if other := [name for name in sorted(need.keys() | got.keys()) if need.get(name) != got.get(name)]:
+        raise CheckpointError(
+            "the saved adapters are not those of this policy",
+            where=str(folder),
+            field=other[0],
+            got=str(got.get(other[0])),
+            need=str(need.get(other[0])),
+            fix=f"set {_WHERE} as it was when they were saved",
+        )
     for name, weight in own.items():
         weight.copy_(saved[name])
 
@@ -191,32 +188,31 @@ def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Modu
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     linear = {name: module for name, module in policy.hf.named_modules() if _is_linear(module)}
+
+    def matching(*patterns: str) -> set[str]:
+        return {name for name in linear if any(_matches(name, pattern) for pattern in patterns)}
+
     for field in ("target_modules", "exclude_modules"):
         for pattern in getattr(config, field):
-            if not any(_matches(name, pattern) for name in linear):
+            if not matching(pattern):
                 need = "one of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
                 raise ConfigError("no linear layer has this name", where=_WHERE, field=field, got=pattern, need=need)
     # peft takes some layers for experts, which have their names in older checkpoints
-    asked = Settings(target_modules=list(linear))
-    convert_peft_config_for_transformers(asked, model=policy.hf, conversions=None)
-    known, embeddings = set(asked.target_modules or ()), policy.hf.get_input_embeddings().weight
+    known = Settings(target_modules=list(linear))
+    convert_peft_config_for_transformers(known, model=policy.hf, conversions=None)
+    tied = {name for name, layer in linear.items() if layer.weight is policy.hf.get_input_embeddings().weight}
+    fit = set(known.target_modules or ()) - tied
     if config.match_all_linear:
-        chosen = {name: layer for name, layer in linear.items() if layer is not policy.head and name in known}
+        wanted = {name for name in fit & linear.keys() if linear[name] is not policy.head}
     else:
-        patterns = config.target_modules
-        chosen = {name: layer for name, layer in linear.items() if any(_matches(name, one) for one in patterns)}
-    excluded = [name for name in chosen if any(_matches(name, pattern) for pattern in config.exclude_modules)]
-    chosen = {name: layer for name, layer in chosen.items() if name not in excluded}
-    if not chosen:
-        raise ConfigError(
-            "no layer is adapted", where=_WHERE, field="exclude_modules", got=list(config.exclude_modules)
-        )
-    for name, layer in chosen.items():
-        if name not in known or layer.weight is embeddings:
-            why = "peft takes it for an expert" if name not in known else "it is the embedding"
-            summary = "an adapter beside this layer could not be saved or merged"
-            raise ConfigError(summary, where=_WHERE, field="target_modules", got=f"{name}: {why}", need="other layers")
-    return chosen
+        wanted = matching(*config.target_modules)
+    wanted -= matching(*config.exclude_modules)
+    if not wanted:
+        raise ConfigError("no layer is adapted", where=_WHERE, field="exclude_modules", got=config.exclude_modules)
+    if unfit := sorted(wanted - fit):
+        summary = "an adapter beside this layer could not be saved or merged: it is the embedding, or an expert to peft"
+        raise ConfigError(summary, where=_WHERE, field="target_modules", got=unfit[0], need="other layers")
+    return {name: layer for name, layer in linear.items() if name in wanted}
 
 
 def _is_linear(module: nn.Module) -> bool:

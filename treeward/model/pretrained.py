@@ -9,9 +9,8 @@ Every failure is a `ModelError` or `ConfigError` with the name that was asked fo
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ConfigError, ModelError, nearest_name
+from treeward.model.reward_model import HEAD_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +62,18 @@ def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     _look_for(name, "model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, ValueError, AttributeError, StrictDataclassError) as error:  # AttributeError: it is a list
         raise _loading_error(name, "model", error) from error
     return config
 
 
 def load_weights(
     model_class: Any, name: str, *, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[PreTrainedModel, list[str]]:
-    """A model of transformers' `model_class`, and the names of those weights that its checkpoint lacks, sorted.
+) -> tuple[PreTrainedModel, bool]:
+    """A model of transformers' `model_class`, and whether its head is new: the checkpoint has none.
 
-    Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, and for weights that are not
-    finite: some attention kernels swallow NaN and give numbers.
+    Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, or that lacks other weights, and
+    for weights that are not finite: some attention kernels swallow NaN and give numbers.
     """
     try:
         hf, info = model_class.from_pretrained(
@@ -94,7 +94,13 @@ def load_weights(
             got=f"{len(broken)} tensors, the first of them {broken[0]}",
             fix="restore the weights; of a run that has diverged, take an earlier checkpoint",
         )
-    return hf, sorted(info["missing_keys"])
+    lacking = sorted(info["missing_keys"])
+    new_head = any(key.split(".")[0] in HEAD_NAMES for key in lacking)
+    # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
+    above = f"{hf.base_model_prefix}."
+    if missing := [key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)]:
+        raise ModelError("weights are missing from the checkpoint", where=name, got=missing[:8])
+    return hf, new_head
 
 
 def check_local(name: str) -> None:
@@ -103,16 +109,31 @@ def check_local(name: str) -> None:
     is_local = (
         name.startswith(("/", ".", "~")) or name.count("/") > 1 or (path.parent != Path() and path.parent.is_dir())
     )
-    if path.exists() or not is_local:
-        return
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    raise ModelError(
-        "there is no such folder",
-        where=name,
-        need="a folder that holds a model, or a hub name",
-        fix=f"did you mean {path.parent / near[0]}?" if near else None,
-    )
+    if is_local and not path.exists():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = nearest_name(path.name, siblings)
+        raise ModelError(
+            "there is no such folder",
+            where=name,
+            need="a folder that holds a model, or a hub name",
+            fix=f"did you mean {path.parent / near}?" if near else None,
+        )
+
+
+def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) -> None:
+    """Raise `ConfigError` for a field that a model's configuration does not have.
+
+    transformers keeps unknown fields silently: a misspelt size would be the default one.
+    """
+    for name in fields:
+        if not hasattr(config, name):
+            near = nearest_name(name, config.to_dict())
+            raise ConfigError(
+                f"{config.model_type} has no such field",
+                where=where,
+                field=name,
+                fix=f"did you mean {near}?" if near else "remove it",
+            )
 
 
 def _look_for(name: str, what: str) -> None:
@@ -123,23 +144,17 @@ def _look_for(name: str, what: str) -> None:
 
 def _loading_error(name: str, what: str, error: Exception, fix: str | None = None) -> ModelError:
     """The user's error for an error of `from_pretrained`."""
-    text = str(error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error).strip()
-    if "size mismatch" in text or "ignore_mismatched_sizes" in text:
-        return ModelError(
-            "the weights do not have the shapes that config.json asks for",
-            where=name,
-            got=text,
-            need="the config.json that was saved with the weights; in training, a causal LM or a model with one label",
-        )
-    for inside, owner in (("model", "a checkpoint"), ("final", "a run's")):
-        if (Path(name) / inside / "config.json").is_file():
-            return ModelError(f"this folder is {owner}; the model is inside it", where=name, fix=f"use {name}/{inside}")
+    text = str(error.__cause__ or error if isinstance(error, StrictDataclassError) else error).strip()
+    summary, need = f"the {what} cannot be loaded", f"a folder or hub name with the files of a {what}, in safetensors"
     got = (text.splitlines() or [type(error).__name__])[0]
-    files = "tokenizer files" if what == "tokenizer" else "config.json and safetensors weights"
-    need = f"a folder or hub name with {files}"
-    if not Path(name).expanduser().exists():
+    if "size mismatch" in text or "ignore_mismatched_sizes" in text:
+        summary, got = "the weights do not have the shapes that config.json asks for", text
+        need = "the config.json that was saved with the weights; in training, a causal LM or a model with one label"
+    elif inside := next((one for one in ("model", "final") if (Path(name) / one / "config.json").is_file()), None):
+        summary, fix = "the model is inside this folder", f"use {name}/{inside}"
+    elif not Path(name).expanduser().exists():
         fix = "check the name and the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder of a copy"
-    return ModelError(f"the {what} cannot be loaded", where=name, got=got, need=need, fix=fix)
+    return ModelError(summary, where=name, got=got, need=need, fix=fix)
 
 
 def bare_model(
@@ -156,16 +171,26 @@ def bare_model(
     here and nowhere else, so that the seed alone determines them. Raises `ConfigError` for an unknown model type or
     field.
     """
-    ours = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        **settings,
-    }
-    _check_fields(model_config, ours)
+    model_type, fields = str(model_config.get("model_type")), dict(model_config)
+    if model_type not in CONFIG_MAPPING:
+        near = nearest_name(model_type, CONFIG_MAPPING.keys())
+        raise ConfigError(
+            "there is no such model type",
+            where="policy.model_config",
+            field="model_type",
+            got=model_type,
+            need="a model type of transformers (llama, qwen3, ...)",
+            fix=f"did you mean {near}?" if near else None,
+        )
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    settings |= {"vocab_size": len(tokenizer), **special}
+    for name in fields.keys() & settings.keys():
+        raise ConfigError(
+            "this field follows from the tokenizer", where="policy.model_config", field=name, fix="remove it"
+        )
+    check_fields(AutoConfig.for_model(model_type), fields, "policy.model_config")
     try:
-        config = AutoConfig.for_model(**{**model_config, **ours})
+        config = AutoConfig.for_model(**fields, **settings)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return make(config, dtype=torch.float32, attn_implementation="eager")
@@ -176,33 +201,3 @@ def bare_model(
             got=str(error.__cause__ or error),
             need="model_type (llama, qwen3, ...) and that type's own fields",
         ) from error
-
-
-def _check_fields(model_config: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """transformers silently keeps unknown fields: a misspelt size would be the default one."""
-    model_type = str(model_config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=1)
-        raise ConfigError(
-            "there is no such model type",
-            where="policy.model_config",
-            field="model_type",
-            got=model_config.get("model_type"),
-            need="a model type of transformers (llama, qwen3, ...)",
-            fix=f"did you mean {near[0]}?" if near else None,
-        )
-    known = AutoConfig.for_model(model_type)
-    for name in model_config.keys() - {"model_type"}:
-        if name in ours:
-            raise ConfigError(
-                "this field follows from the tokenizer", where="policy.model_config", field=name, fix="remove it"
-            )
-        if not hasattr(known, name):
-            near = difflib.get_close_matches(name, list(known.to_dict()), n=1)
-            raise ConfigError(
-                f"{model_type} has no such field",
-                where="policy.model_config",
-                field=name,
-                got=model_config[name],
-                fix=f"did you mean {near[0]}?" if near else "remove it",
-            )
