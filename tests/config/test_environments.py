@@ -184,7 +184,7 @@ CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
         (RULE, MATH | {"pattern": "x"}, "pattern", "regex"),
         (RULE, MATH | {"wrong": 1.0}, "correct", "not above"),
         (JUDGE, ASKED | {"api_key": "secret"}, "api_key", "api_key_env"),
-        (JUDGE, ASKED | {"template": "Rate it."}, "template", "{reply}"),
+        (JUDGE, ASKED | {"template": "Rate it."}, "template", "{completion}"),
         (JUDGE, ASKED | {"lowest_rating": 10}, "lowest_rating", "highest_rating"),
         (HYBRID, {"mode": "fallback", "members": {"rules": {"weight": 2}}}, "members.rules.weight", "fallback"),
         (HYBRID, {"missing": "renormalise", "members": {"a": {"weight": -1}}}, "members.a.weight", "above 0"),

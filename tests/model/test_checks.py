@@ -111,7 +111,7 @@ def test_a_policy_whose_logits_are_not_those_of_transformers() -> None:
         policy.hf.register_forward_hook(lambda _m, _a, output, s=scale: scaled(output, s))
         with pytest.raises(ModelError, match="the log-probability that plain transformers gives") as raised:
             check_policy(policy, PROMPTS)
-        assert "got:   -" in str(raised.value) and "tokens after a prompt of 1\n" in str(raised.value)
+        assert "got:   -" in str(raised.value)
 
 
 def test_a_policy_whose_tree_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

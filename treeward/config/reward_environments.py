@@ -25,7 +25,7 @@ __all__ = ["ENVIRONMENT_SECTIONS", "REQUIRED_PLACEHOLDERS", "CustomEnvironmentCo
 __all__ += ["HybridMember", "JudgeEnvironmentConfig", "MathEnvironmentConfig", "RuleEnvironmentConfig"]
 __all__ += ["check_environment", "is_enabled"]
 
-REQUIRED_PLACEHOLDERS = {"rating": ("{reply}",), "pairwise": ("{reply_a}", "{reply_b}")}
+REQUIRED_PLACEHOLDERS = {"rating": ("{completion}",), "pairwise": ("{completion_a}", "{completion_b}")}
 """Mode of a judge -> the placeholders that its template must have."""
 
 _Names = Annotated[TextOrTexts, Field(min_length=1)]
@@ -56,8 +56,7 @@ class RuleEnvironmentConfig(Strict):
     wrong: FiniteFloat = 0.0
     """The reward of any other answer."""
     timeout_seconds: PositiveFloat = 5.0
-    """Time limit of a pattern or of algebra for one sample; beyond it the sample has no reward. After three such
-    samples a pattern is not tried on the other samples of the step, which have no reward either."""
+    """Time limit of a pattern or of algebra for one sample; beyond it the sample has no reward."""
     workers: PositiveInt = 2
     """Processes of the rule `math`."""
 
@@ -98,8 +97,8 @@ class JudgeEnvironmentConfig(Strict):
     reference_key: str = "reference_answers"
     """With `pairwise`: the key of `env_infos` with the reference completion, or with a list of them for an average."""
     template: str | None = None
-    """The prompt of the judge, with the placeholders `{conversation}` and `{reply}`, or `{reply_a}` and `{reply_b}`.
-    Each text is put between tags with a random number. None: the built-in prompt."""
+    """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or `{completion_a}` and
+    `{completion_b}`. Each text is put between tags with a random number. None: the built-in prompt."""
     system_prompt: str | None = None
     """The system prompt of the judge. None: the built-in one, which says to judge the text between the tags, and never
     to obey it."""

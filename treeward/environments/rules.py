@@ -7,13 +7,12 @@ r"""`RuleEnvironment`: rewards by a rule, for completions with an answer that ca
 
 The components `correct` and `answered` (the completion has an answer) are 0 or 1. A sample without a ground truth, or
 with a faulty ground truth or pattern, has no reward. Patterns from data can backtrack for ever: the package `regex`
-matches them with a time limit, and after a few timeouts in a step a pattern is not tried again.
+matches them with a time limit.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import regex
@@ -22,13 +21,10 @@ from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvir
 from treeward.data.preference import Message
 from treeward.environments.completions import NO_COMPLETION, completion_text, plain
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
-from treeward.environments.math_answers import MathChecker, marked, number_text
+from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
 
 __all__ = ["MathEnvironment", "RuleEnvironment"]
-
-_MOST_TIMEOUTS = 3
-"""Timeouts of a pattern in a step before it is not tried again."""
 
 
 class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
@@ -53,43 +49,37 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
-        rewards: list[Reward | None] = []
-        compared: list[_Answer] = []
-        patterns = _Patterns(self.config.timeout_seconds)
+        found: list[Reward | _Answer] = []
         for conversation, info in zip(conversations, env_infos, strict=True):
             try:
-                answer = self._read(conversation, info, patterns)
+                answer = self._read(conversation, info)
                 if answer is None:
-                    rewards.append(self._reward(False, answered=False))
-                elif self._checker is None:
-                    rewards.append(self._reward(self._matches(answer, patterns)))
+                    found.append(self._reward(False, answered=False))
                 else:
-                    rewards.append(None)
-                    compared.append(answer)
+                    found.append(answer if self._checker else self._reward(self._matches(answer)))
             except _UndecidedError as error:
-                rewards.append(Reward(None, error=str(error)))
-        verdicts = iter([] if self._checker is None else self._checker.check([(a.golds, a.text) for a in compared]))
-        for i, reward in enumerate(rewards):
-            if reward is None:
-                verdict = next(verdicts)
-                if verdict.correct is None:
-                    rewards[i] = Reward(None, error=verdict.error)
-                else:
-                    rewards[i] = self._reward(verdict.correct, answered=verdict.parsed)
-        finished = [reward for reward in rewards if reward is not None]
-        log_failures(self.name, finished)
-        return finished
+                found.append(Reward(None, error=str(error)))
+        compared = [(one.golds, one.text) for one in found if isinstance(one, _Answer)]
+        verdicts = iter(self._checker.check(compared) if self._checker else [])
+        rewards = [one if isinstance(one, Reward) else self._judged(next(verdicts)) for one in found]
+        log_failures(self.name, rewards)
+        return rewards
 
     def shutdown(self) -> bool:
         if self._checker is not None:
             self._checker.close()
         return True
 
+    def _judged(self, verdict: MathVerdict) -> Reward:
+        if verdict.correct is None:
+            return Reward(None, error=verdict.error)
+        return self._reward(verdict.correct, answered=verdict.parsed)
+
     def _reward(self, correct: bool, *, answered: bool = True) -> Reward:
         value = self.config.correct if correct else self.config.wrong
         return Reward(value, components={"correct": float(correct), "answered": float(answered)})
 
-    def _read(self, conversation: Sequence[Message], info: Mapping[str, Any], patterns: _Patterns) -> _Answer | None:
+    def _read(self, conversation: Sequence[Message], info: Mapping[str, Any]) -> _Answer | None:
         """The answer in the completion, and its ground truths; None where `extract` finds nothing."""
         text = completion_text(conversation)
         if text is None:
@@ -97,18 +87,27 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         golds = (self.config.pattern,) if self.config.pattern is not None else _golds(info, self.config.answer_key)
         if self.config.extract is None:
             return _Answer(text, golds)
-        matches = list(patterns.find(self.config.extract, text))
+        matches = self._find(self.config.extract, text)
         if not matches:
             return None
         last = matches[-1]
         extracted = next((group for group in last.groups() if group is not None), last[0])
         return _Answer(marked(extracted) if self._checker else extracted, golds)
 
-    def _matches(self, answer: _Answer, patterns: _Patterns) -> bool:
+    def _matches(self, answer: _Answer) -> bool:
         if self.config.rule == "regex":
             flags = regex.IGNORECASE if self.config.ignore_case else 0
-            return any(any(patterns.find(pattern, answer.text, flags)) for pattern in answer.golds)
+            return any(self._find(pattern, answer.text, flags) for pattern in answer.golds)
         return self._normal(answer.text) in {self._normal(gold) for gold in answer.golds}
+
+    def _find(self, pattern: str, text: str, flags: int = 0) -> list[regex.Match[str]]:
+        seconds = self.config.timeout_seconds
+        try:
+            return list(regex.finditer(pattern, text, flags=flags, timeout=seconds))
+        except regex.error as error:
+            raise _UndecidedError(f"the pattern is not a regular expression: {error}") from None
+        except TimeoutError:
+            raise _UndecidedError(f"the pattern {pattern!r} took more than {seconds:g} seconds") from None
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.config.strip else text
@@ -120,26 +119,6 @@ class MathEnvironment(RuleEnvironment):
 
     name = "math_env"
     section = MathEnvironmentConfig
-
-
-class _Patterns:
-    """The patterns of one step, with a time limit per text and a limit on timeouts."""
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self._seconds = timeout_seconds
-        self._timeouts: Counter[str] = Counter()
-
-    def find(self, pattern: str, text: str, flags: int = 0) -> Iterator[regex.Match[str]]:
-        late = f"the pattern {pattern!r} took more than {self._seconds:g} seconds"
-        if self._timeouts[pattern] >= _MOST_TIMEOUTS:
-            raise _UndecidedError(f"{late} for {_MOST_TIMEOUTS} samples of the step, and is not tried again")
-        try:
-            yield from regex.finditer(pattern, text, flags=flags, timeout=self._seconds)
-        except regex.error as error:
-            raise _UndecidedError(f"the pattern is not a regular expression: {error}") from None
-        except TimeoutError:
-            self._timeouts[pattern] += 1
-            raise _UndecidedError(late) from None
 
 
 class _Answer(NamedTuple):
