@@ -246,6 +246,6 @@ def test_sections_as_nemo_rl_has_them() -> None:
     assert NemoRLEnvironment(RULES | {"enabled": True}).name == "rules_env"
     with pytest.raises(ConfigError, match="switched off"):
         NemoRLEnvironment(RULES | {"enabled": False})
-    with pytest.raises(ConfigError, match="keys num_workers") as caught:
+    with pytest.raises(ConfigError, match="which kind of environment") as caught:
         NemoRLEnvironment({"num_workers": 8})
     assert caught.value.field == "type"

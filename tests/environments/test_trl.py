@@ -80,7 +80,7 @@ def test_columns_by_another_name() -> None:
     reward = environment.as_trl(columns={"ground_truth": "answer"})
     assert reward(prompts=["a"], completions=["four"], answer=[1.5], level=[3]) == [2.5]
     assert environment.seen[0][1] == {"ground_truth": 1.5, "level": 3}
-    with pytest.raises(ConfigError, match=r"no column for ground_truth(?s:.)*got:   answer(?s:.)*need:  one of level"):
+    with pytest.raises(ConfigError, match=r"no such column(?s:.)*got:   answer(?s:.)*need:  one of level"):
         reward(prompts=["a"], completions=["four"], level=[3])
 
 

@@ -19,6 +19,7 @@ from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
 from treeward.model.loading import load_reward_model
 from treeward.model.stored import read_stored, sha256_of
 from treeward.scoring.golden import GOLDEN_CONVERSATIONS, head_labels, sign_folder, tokenizer_sha256, weighted_heads
+from treeward.tree import attention
 
 BOS_TEMPLATE = "{{ '<|system|>' }}{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token }}{% endfor %}"
 
@@ -88,8 +89,9 @@ def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenize
     rows = [example.token_ids for example in contract.golden]
     golden = torch.tensor([example.score for example in contract.golden])
     alone = torch.cat([model.score_tokens([row])[:, 0] for row in rows])
-    with model.reference_attention():
-        dense = model.score_tokens(rows)[:, 0]
+    model.tree_attention = attention.DENSE
+    dense = model.score_tokens(rows)[:, 0]
+    model.tree_attention = attention.TREE
     for scores in (alone, dense):
         assert float((scores - golden).abs().max()) <= contract.tolerance.float32 / 4
     rounded = load_reward_model(tmp_path, dtype=torch.bfloat16).model.score_tokens(rows)[:, 0]

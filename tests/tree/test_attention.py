@@ -45,8 +45,9 @@ PATHS = ("slices", "small_masks", "dense")
 def computed_by(path: str, model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices alone; one small mask per tree; or the dense reference."""
     monkeypatch.setattr(mask, "CALL_COST", 0 if path == "slices" else 10**12)
-    with model.reference_attention() if path == "dense" else contextlib.nullcontext():
-        yield
+    model.tree_attention = attention.DENSE if path == "dense" else attention.TREE
+    yield
+    model.tree_attention = attention.TREE
 
 
 @pytest.mark.parametrize("path", PATHS)

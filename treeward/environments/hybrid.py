@@ -83,12 +83,9 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.keys() != self.members.keys():
-            raise CheckpointError(
-                "this is not the state of this hybrid",
-                got=f"members {', '.join(map(str, state)) or 'none'}",
-                need=f"members {', '.join(self.members)}",
-                fix="resume with the configuration that the run was started with",
-            )
+            fix = "resume with the configuration that the run was started with"
+            got, need = f"members {', '.join(map(str, state))}", f"members {', '.join(self.members)}"
+            raise CheckpointError("this is not the state of this hybrid", got=got, need=need, fix=fix)
         for name, member in self.members.items():
             member.load_state_dict(state[name])
 

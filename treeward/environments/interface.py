@@ -180,21 +180,17 @@ class Environment(RayActor, abc.ABC):
 
     def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Any]) -> list[_Sample]:
         if len(message_logs) != len(env_infos):
-            raise DataError(
-                "there is not one env_info for each message log",
-                where=f"a step of {self.name}",
-                got=f"{len(message_logs)} message logs and {len(env_infos)} env_infos",
-                need="one env_info per log; {} or None where there are no other columns",
-            )
+            got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
+            raise DataError("there is not one env_info for each message log", where=self.name, got=got)
         samples = []
         for log, info in zip(message_logs, env_infos, strict=True):
             known = dict(info) if isinstance(info, Mapping) else {}
             try:
-                if info is not None and not isinstance(info, Mapping):
-                    raise DataError("the env_info is not a mapping", got=info)
                 samples.append(_Sample(conversation_of(log), known, None))
             except DataError as error:
                 samples.append(_Sample([], known, f"{error.summary} (got: {str(error.got)[:100]!r})"))
+            if info is not None and not isinstance(info, Mapping):
+                samples[-1] = _Sample([], known, f"the env_info is not a mapping (got: {str(info)[:100]!r})")
         return samples
 
     def _rewarded(self, samples: Sequence[_Sample], update: bool) -> list[Reward]:
@@ -276,16 +272,10 @@ def conversation_of(log: Any, where: str | None = None) -> list[Message]:
 
 def rewards_of(batch: Any) -> Any:
     """The rewards of a loop's batch: `rewards`, or NeMo RL's `total_reward`. Raises `DataError` if it has neither."""
-    for key in ("rewards", "total_reward"):
-        if key in batch:
-            return batch[key]
-    raise DataError(
-        "the batch has no rewards",
-        field="rewards",
-        got=f"keys {sorted(map(str, batch))}",
-        need="rewards or total_reward, a number for each sample",
-        fix='batch["rewards"] = environment.step(message_logs, env_infos).rewards',
-    )
+    found = next((batch[key] for key in ("rewards", "total_reward") if key in batch), None)
+    if found is None:
+        raise DataError("the batch has no rewards", got=f"keys {sorted(batch)}", need="rewards or total_reward")
+    return found
 
 
 @contextlib.contextmanager

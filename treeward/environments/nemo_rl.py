@@ -140,8 +140,7 @@ class NemoRLEnvironment(Environment):
                 f"{len(failed)} of {len(filled)} samples have no reward, and NeMo RL cannot leave one out",
                 field=f"{_SECTION}.failed_samples",
                 got=first,
-                need="a reward for every sample; with group_mean, another completion of its prompt in the same step "
-                "that has one (and generation_logprobs in generated messages, where prompts have assistant messages)",
+                need="a reward for every sample; with group_mean, for another completion of its prompt in the step",
                 fix="correct the sample; failed_samples: group_mean gives such samples the advantage 0",
             )
         self._num_filled += len(failed)
@@ -154,12 +153,9 @@ def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor
     """Give each sample without a reward one that makes its group-relative advantage 0.
 
     `rewards`: float32 (B,), NaN where there is none. `groups`: the key of each sample's group; None where the group is
-    not known. With the mean m of its group's n rewards, a sample has the advantage
-    m - mean = 0, whether the mean is of the group or of the others in it (leave-one-out). Theirs keep their signs and
-    proportions: with leave-one-out, (1 + 1/n) (r - m) for what would be n/(n - 1) (r - m), and a standard deviation
-    that is a little smaller.
-
-    NaN stays where a group has no reward, and where the group is not known: the mean of anything else would train.
+    not known. A sample gets the mean m of its group's rewards, so its advantage m - mean is 0, whether the mean is of
+    the group or of the others in it (leave-one-out). NaN stays where a group has no reward, and where the group is not
+    known: the mean of anything else would train.
     """
     known = torch.isfinite(rewards)
     filled = rewards.clone()
@@ -206,8 +202,7 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
             "the section does not say which kind of environment it is, and it is no reward model",
             where=WHERE,
             field="type",
-            got=f"keys {', '.join(map(str, section)) or 'none'}",
-            need="type: rules, judge, custom or hybrid, or a dotted path; or model_name, for a reward model",
+            need="type, as rules or a dotted path; or model_name, for a reward model",
         )
     return config, str(kind or "reward_model"), section
 

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from treeward.config.base import nearest_name
+from treeward.config.reward_environments import is_enabled
 from treeward.environments.interface import WHERE, Environment
 from treeward.environments.remote import RemoteEnvironment
 from treeward.errors import ConfigError
@@ -111,19 +112,17 @@ def sections_of(env_section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     Raises `ConfigError` for a section that is no mapping.
     """
-    plain: Any = (
-        OmegaConf.to_container(env_section, resolve=True) if isinstance(env_section, DictConfig) else env_section
-    )
-    sections: dict[str, dict[str, Any]] = {}
+    is_omega = isinstance(env_section, DictConfig)
+    plain: Any = OmegaConf.to_container(env_section, resolve=True) if is_omega else env_section
     for name, section in plain.items():
         if not isinstance(section, Mapping):
-            raise ConfigError(
-                "the section of an environment is not a mapping", where=f"env.{name}", got=section, need="its keys"
-            )
-        settings = dict(section)
-        if settings.pop("enabled", True) is not False:
-            sections[name] = settings
-    return sections
+            summary = "the section of an environment is not a mapping"
+            raise ConfigError(summary, where=f"env.{name}", got=section, need="its keys")
+    return {
+        name: {key: value for key, value in section.items() if key != "enabled"}
+        for name, section in plain.items()
+        if is_enabled(section)
+    }
 
 
 def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:

@@ -117,19 +117,13 @@ def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSour
 
 
 def _environment(config: RewardSourceConfig) -> Environment:
-    shared = 'RewardModelEnvironment.options(name="...", lifetime="detached").remote(config)'
+    fix = 'start RewardModelEnvironment.options(name="...", lifetime="detached").remote(config), and name it as actor'
     if config.actor is not None:
         try:
             return RemoteEnvironment(config.actor, start_ray().get_actor(config.actor, namespace=config.namespace))
         except ValueError:
-            raise ConfigError(
-                "there is no Ray actor of this name",
-                where=_WHERE,
-                field="actor",
-                got=config.actor,
-                need="a living actor in this cluster and namespace",
-                fix=f"start it with {shared}",
-            ) from None
+            summary, need = "there is no Ray actor of this name", "a living actor in this cluster and namespace"
+            raise ConfigError(summary, where=_WHERE, field="actor", got=config.actor, need=need, fix=fix) from None
     section = {"model_name": config.model} if config.environment is None else config.environment
     environment = make_environment("reward_model", section, where=f"{_WHERE}.environment")
     if environment.is_stateful:
@@ -139,6 +133,6 @@ def _environment(config: RewardSourceConfig) -> Environment:
             where=_WHERE,
             field="environment",
             need="actor: one environment that all reward workers share; or fixed reward_mean and reward_std",
-            fix=f"start it with {shared}, and give its name as actor",
+            fix=fix,
         )
     return environment

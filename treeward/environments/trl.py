@@ -77,15 +77,9 @@ class TrlReward:
 
     def _env_infos(self, columns: Mapping[str, Any], num_samples: int) -> list[dict[str, Any]]:
         given = {name: values for name, values in columns.items() if name not in _NOT_COLUMNS}
-        for key, column in self.columns.items():
-            if column not in given:
-                raise ConfigError(
-                    f"the dataset has no column for {key}",
-                    where=f"as_trl of {self.__name__}",
-                    field=f"columns.{key}",
-                    got=column,
-                    need=f"one of {', '.join(sorted(given))}" if given else "a dataset with columns beside the prompt",
-                )
+        if missing := [column for column in self.columns.values() if column not in given]:
+            where, need = f"as_trl of {self.__name__}", f"one of {', '.join(sorted(given))}"
+            raise ConfigError("the dataset has no such column", where=where, field="columns", got=missing[0], need=need)
         renamed = self.columns.values()
         values = {name: cells for name, cells in given.items() if name not in renamed}
         values |= {key: given[column] for key, column in self.columns.items()}

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
@@ -222,15 +222,8 @@ def read_contract(name: str | Path) -> ScoringContract | None:
         if version == CONTRACT_VERSION:
             return ScoringContract.model_validate(content)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
-        raise ModelError(
-            "the scoring contract is damaged",
-            where=str(path),
-            field=None if first is None else ".".join(map(str, first["loc"])),
-            got=repr(error) if first is None else first["input"],
-            need="an object of this version" if first is None else first["msg"],
-            fix="restore the file from where the model came from",
-        ) from error
+        fix = "restore the file from where the model came from"
+        raise ModelError("the scoring contract is damaged", where=str(path), got=str(error), fix=fix) from error
     raise ModelError(
         "the scoring contract is of another version",
         where=str(path),

@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from transformers.pytorch_utils import Conv1D
 from treeward.config.grpo_policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
-from treeward.tree.token_tree import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -101,17 +100,10 @@ class AdapterReference:
         self.policy = policy
 
     @torch.no_grad()
-    def log_probs(
-        self,
-        groups: Sequence[Sequence[TokenIds]],
-        prompt_lengths: Sequence[Sequence[int]],
-        *,
-        temperature: float = 1.0,
-        entropies: bool = False,
-    ) -> CompletionLogProbs:
+    def log_probs(self, *groups: Any, **settings: Any) -> CompletionLogProbs:
         """As `PolicyModel.log_probs`, of the frozen model and without gradients."""
         with without_adapters(self.policy):
-            return self.policy.log_probs(groups, prompt_lengths, temperature=temperature, entropies=entropies)
+            return self.policy.log_probs(*groups, **settings)
 
 
 def adapter_state(policy: PolicyModel) -> dict[str, Tensor]:

@@ -95,12 +95,13 @@ class RewardModel(WrappedModel):
         """The value of each of the H heads, float32 (S, H), one row per sequence in the order of the batch's groups."""
         with self._autocast():
             if isinstance(batch, TreeBatch):
-                hidden_SD = self._read_trees(batch)
+                hidden_SD = self.tree_hidden(batch)[batch.reads_S]
             elif self.layout == "encoder":
                 logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
                 return logits.float()
             else:
-                hidden_SD = self._read_rows(batch)
+                rows = torch.arange(len(batch.lengths_S), device=self.device)
+                hidden_SD = self.row_hidden(batch)[rows, batch.lengths_S - 1]
         return self._head_values(hidden_SD)
 
     @torch.inference_mode()
@@ -177,22 +178,17 @@ class RewardModel(WrappedModel):
     def _check_sequences(self, sequences: Sequence[TokenIds]) -> None:
         limit, known = self.max_positions, self.num_known_tokens
         for i, sequence in enumerate(sequences):
+            low, high = (int(min(sequence)), int(max(sequence))) if len(sequence) else (0, 0)
+            got, need = None, "1 token or more" if limit is None else f"1 to {limit} tokens, the model's positions"
             if not len(sequence) or (limit is not None and len(sequence) > limit):
-                raise ModelError(
-                    "a sequence cannot have this length",
-                    where=f"sequence {i}",
-                    got=f"{len(sequence)} tokens",
-                    need="at least one" if limit is None else f"1 to {limit}, the model's positions",
+                got = f"{len(sequence)} tokens"
+            elif low < 0 or high >= known:
+                got, need = (
+                    f"token {low if low < 0 else high}",
+                    f"0 to {known - 1}, the tokens of the model's vocabulary",
                 )
-            low, high = int(min(sequence)), int(max(sequence))
-            if low < 0 or high >= known:
-                raise ModelError(
-                    "a token is not in the model's vocabulary",
-                    where=f"sequence {i}",
-                    got=low if low < 0 else high,
-                    need=f"0 to {known - 1}",
-                    fix="use the tokenizer that the model was trained with",
-                )
+            if got is not None:
+                raise ModelError("the model cannot read this sequence", where=f"sequence {i}", got=got, need=need)
 
     def score(self, data: Mapping[str, Tensor], *, max_tokens: int | None = DEFAULT_BATCH_TOKENS) -> dict[str, Tensor]:
         """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, as NeMo RL's `Policy.score`.
@@ -201,14 +197,8 @@ class RewardModel(WrappedModel):
         length that is not one of the row's, and for a score that is not finite.
         """
         ids_BL, lengths_B = data["input_ids"], data["input_lengths"].tolist()
-        for i, length in enumerate(lengths_B):
-            if not 0 < length <= ids_BL.shape[1]:
-                raise ModelError(
-                    "a row cannot have this length",
-                    where=f"input_lengths[{i}]",
-                    got=length,
-                    need=f"1 to {ids_BL.shape[1]}, the width of input_ids",
-                )
+        if wrong := [length for length in lengths_B if not 0 < length <= ids_BL.shape[1]]:
+            raise ModelError("a row cannot have this length", got=wrong[0], need=f"1 to {ids_BL.shape[1]}")
         rows = [row[:length] for row, length in zip(ids_BL.tolist(), lengths_B, strict=True)]
         values_BH = self.score_tokens(rows, max_tokens=max_tokens)
         for i, values in enumerate(values_BH.tolist()):
@@ -222,13 +212,6 @@ class RewardModel(WrappedModel):
         # Not a matrix product: it may round two rows differently, and identical completions must tie exactly.
         values_SH = torch.stack([(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1)
         return values_SH if head.bias is None else values_SH + head.bias.float()
-
-    def _read_trees(self, batch: TreeBatch) -> Tensor:
-        return self.tree_hidden(batch)[batch.reads_S]
-
-    def _read_rows(self, batch: RowBatch) -> Tensor:
-        hidden = self.row_hidden(batch)
-        return hidden[torch.arange(len(batch.lengths_S), device=hidden.device), batch.lengths_S - 1]
 
 
 def _alike(cache: PrefixCache, sequences: Sequence[TokenIds], group: Sequence[int]) -> list[list[int]]:

@@ -37,7 +37,8 @@ class WrappedModel(nn.Module):
         self.hf = hf
         self.layout: Layout = layout
         self.compute_dtype = compute_dtype
-        self._attention: str | None = None
+        self.tree_attention = attention.TREE
+        """`attention.DENSE` computes trees by the dense reference instead of the fast path."""
         _switch_off_noise(hf)
 
     @property
@@ -95,15 +96,6 @@ class WrappedModel(nn.Module):
         """Within it `hf` runs as transformers would run it."""
         return self.attention(self._row_attention)
 
-    @contextlib.contextmanager
-    def reference_attention(self) -> Iterator[None]:
-        """Within it trees are computed by the dense reference instead of the fast path."""
-        self._attention = attention.DENSE
-        try:
-            yield
-        finally:
-            self._attention = None
-
     def recompute_activations(self) -> None:
         """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`."""
         # transformers has renamed it on the way; older versions of those that we allow have the old name alone.
@@ -120,7 +112,7 @@ class WrappedModel(nn.Module):
 
     def tree_hidden(self, batch: TreeBatch) -> Tensor:
         """The last hidden state of every token of the trees, (T, D)."""
-        with self.attention(attention.TREE if self._attention is None else self._attention):
+        with self.attention(self.tree_attention):
             hidden: Tensor = self.backbone(
                 input_ids=batch.tokens_T[None],
                 position_ids=batch.layout.positions_T[None],
