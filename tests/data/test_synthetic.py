@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,6 @@ from treeward.data.synthetic import (
     parse_question,
     prompts,
 )
-from treeward.data.synthetic.generate import length_gaps, main
 from treeward.data.synthetic.world import (
     FACTS,
     FILLERS,
@@ -32,6 +33,9 @@ from treeward.data.synthetic.world import (
     known_words,
     words_of,
 )
+from treeward.user_code import import_object
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "bundled_data.py"
 
 FRANCE = "What is the capital of France?"
 ONE_WORD = f"{FRANCE} Answer in one word."
@@ -47,7 +51,7 @@ def answers(row: dict[str, Any]) -> list[str]:
 
 
 def test_command_writes_the_committed_files(tmp_path: Any) -> None:
-    main(str(tmp_path))
+    import_object(f"{SCRIPT}:main", field="script")(str(tmp_path))
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert written == {f"{split}.jsonl": bundled_path(split).read_bytes() for split in SPLITS}
 
@@ -64,6 +68,12 @@ def test_rows_are_preferences_ranked_by_gold(split: str) -> None:
         assert [completion.rank for completion in preference.completions] == [better.index(s) for s in scores]
         assert len(set(answers(row))) == len(scores)
         assert known_words().issuperset(words_of(" ".join(answers(row))))
+
+
+def length_gaps(row: dict[str, Any]) -> list[int]:
+    """Characters of the better completion less those of the worse, for every pair of different rank."""
+    marks = [(completion["rank"], len(completion["completion"][0]["content"])) for completion in row["completions"]]
+    return [b[1] - a[1] if b[0] < a[0] else a[1] - b[1] for a, b in combinations(marks, 2) if a[0] != b[0]]
 
 
 def _share_longer(split_rows: list[dict[str, Any]]) -> float:

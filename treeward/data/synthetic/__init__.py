@@ -4,8 +4,8 @@
     prompts("validation")[0]                         # a context to complete, as RL needs it
     gold_quality(prompts("validation")[0], "...")    # how good that completion is, in [0, 1]
 
-`world` holds the facts and the phrases, `gold` grades any text, `generate` writes the rows. The committed files are the
-output of `python -m treeward.data.synthetic.generate treeward/data/bundled`, byte for byte.
+`world` holds the facts and the phrases, `gold` grades any text. The committed files are what examples/bundled_data.py
+writes, byte for byte.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The generator of the bundled data: `generate()` gives every split, the same on every machine.
+"""How the bundled data was made, the same on every machine; nothing in the package needs it.
 
-    generate()["train"][0]        # {"context": [...], "completions": [{"rank": 0, ..., "score": 1.0}, ...]}
+python examples/bundled_data.py treeward/data/bundled      # writes the committed files, byte for byte
 
 A row is a question and two to five completions, ranked by their gold quality, which is kept as `score`; equal quality
 is an equal rank. There is no label noise. The data plants on purpose:
@@ -41,13 +41,9 @@ from treeward.data.synthetic.world import (
     Fact,
 )
 
-__all__ = ["Row", "generate", "length_gaps", "main"]
-
 Row = dict[str, Any]
 _SEED = 17
-_LONGER_IS_BETTER = (
-    0.82  # share of comparisons whose better completion is padded to be the longer, if its format allows
-)
+_LONGER_IS_BETTER = 0.82  # comparisons whose better completion is padded to be the longer, if its format allows
 _HELD_OUT_SHARE = 0.15
 _TIED_ROWS = 0.05
 _DECOYS = 0.88  # wrong answers that are never right
