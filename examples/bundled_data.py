@@ -166,7 +166,7 @@ def _row(rng: random.Random, ask: _Ask, context: list[Message], fillers: Sequenc
     if rng.random() < _SAME_WORDING:
         wordings = wordings[:1] * len(plans)
     texts = [_completion(random.Random(wording), ask, plan) for wording, plan in zip(wordings, plans, strict=True)]
-    scores = [grade(question, text).quality for text in texts]
+    scores = [grade(question, text) for text in texts]
     if len(set(texts)) < len(texts) or (len(set(scores)) == 1) != tied:
         return None
     better = sorted(set(scores), reverse=True)

@@ -6,14 +6,12 @@ import itertools
 import logging
 import os
 import pickle
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,16 +144,6 @@ def test_identical_completions(encode: Any, texts: Any, ranks: Any, ties: str, k
         assert dataset[0].ranks == kept and dataset.counts.deduplicated == len(texts) - 2
 
 
-def test_identical_only_once_the_context_is_cut(encode: Any) -> None:
-    # A template that shows the words only while there are more than two messages.
-    template = "{% for m in messages %}{{ m['content'] if messages | length > 2 else 'x' }}{% endfor %}"
-    context = [{"role": "user", "content": text} for text in ("What is the capital of France? " * 9, "Well?")]
-    long, short = (Preference(tuple(context[n:]), preference("Paris.", "Lyon.").completions) for n in (0, 1))
-    renderer = renderer_of(8, "truncate_left", template)
-    with pytest.raises(DataError, match=r"0 of 3 comparisons kept \(dropped: 3 identical"):
-        encode(long, short, renderer=renderer)
-
-
 def test_too_long(encode: Any) -> None:
     long = preference("Paris.", "Lyon.", prompt="Capital? " * 50)
     assert encode(long, renderer=renderer_of(60)).counts.dropped_too_long == 1
@@ -163,9 +151,6 @@ def test_too_long(encode: Any) -> None:
     assert cut.counts.truncated == 1 and 50 < max(map(len, cut[0].token_ids)) <= 60 < cut.counts.longest
     with pytest.raises(DataError, match=r"rows\.jsonl:1: a conversation is too long"):
         encode(long, renderer=renderer_of(60, "error"))
-
-
-def test_a_huge_row_is_dropped_and_counted(encode: Any) -> None:
     huge = preference("Paris.", "Lyon.", prompt="Capital? " * 1_000_000)
     counts = encode(huge, renderer=renderer_of(60)).counts
     assert (counts.read, counts.kept, counts.dropped_too_long) == (2, 1, 1) and counts.longest > 60_000
@@ -251,34 +236,9 @@ def test_a_broken_row_stops_the_encoding_and_leaves_no_file(tmp_path: Path) -> N
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     tied = Rows([preference("Paris.", "Lyon.", ranks=(0, 0))] * 3)
-    for _ in range(2):  # fresh, and from the cache
-        with pytest.raises(DataError, match=r"no comparison is left(?s:.*)0 of 3 comparisons kept \(dropped: 3 ties\)"):
-            encode_dataset(tied, renderer_of(), ties="drop", cache_dir=tmp_path)
-    with pytest.raises(DataError, match="no comparison is left"):
-        encode_dataset(Rows([], fingerprint="none"), renderer_of(), ties="drop", cache_dir=tmp_path)
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_stream(tmp_path: Path) -> None:
-    held: list[int] = []
-
-    class Generated:
-        name, fingerprint = "generated", "g"
-
-        def __iter__(self) -> Iterator[tuple[Preference, str]]:
-            for i in range(20_000):
-                if i % 1000 == 0:
-                    held.append(tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes())
-                yield preference(f"Paris {i} " * 8, f"Lyon {i} " * 8, prompt=f"Capital {i}? " * 4), f"g:{i}"
-
-    tracemalloc.start()
-    try:
-        dataset = encode_dataset(Generated(), renderer_of(), ties="drop", cache_dir=tmp_path)
-    finally:
-        tracemalloc.stop()
-    written = dataset.path.stat().st_size
-    assert written > 10e6
-    assert max(held[10:]) - max(held[:10]) < 0.5 * written / 2  # of what was written in that time
+    for rows, words in ((tied, "3 ties"), (tied, "3 ties"), (Rows([], fingerprint="none"), "0 of 0")):  # also cached
+        with pytest.raises(DataError, match=f"no comparison is left(?s:.*){words}"):
+            encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)
 
 
 @pytest.mark.skipif(not (SHARED / "hh_harmless").is_dir(), reason=f"no real data in {SHARED}")

@@ -39,20 +39,16 @@ CHATS = [
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("chat", CHATS, ids=["one", "three"])
-def test_a_prompt_is_how_an_answered_one_begins(name: str, chat: list[Any]) -> None:
+def test_a_prompt_is_how_an_answered_one_begins(name: str) -> None:
     renderer = family_renderer(name)
-    asked, whole = renderer.encode_prompt(chat), renderer.encode([*chat, assistant("Paris.")])
-    first = renderer.encode([*chat])[:1]
-    if renderer.adds_bos:
-        assert asked[0] == renderer.tokenizer.bos_token_id != asked[1]
-    assert asked[:1] == first
-    assert (whole[: len(asked)] == asked) != name.startswith(THINKING)
-    if renderer._reads_text:  # as the tokenizer itself makes of the same template
-        own = renderer.tokenizer.apply_chat_template(
-            chat, chat_template=renderer.chat_template, add_generation_prompt=True, return_dict=False
-        )
-        assert asked == own
+    for chat in CHATS:
+        asked, whole = renderer.encode_prompt(chat), renderer.encode([*chat, assistant("Paris.")])
+        if renderer.adds_bos:
+            assert asked[0] == renderer.tokenizer.bos_token_id != asked[1]
+        assert (whole[: len(asked)] == asked) != name.startswith(THINKING)
+        if renderer._reads_text:  # as the tokenizer itself makes of the same template
+            own = {"chat_template": renderer.chat_template, "add_generation_prompt": True, "return_dict": False}
+            assert asked == renderer.tokenizer.apply_chat_template(chat, **own)
 
 
 def test_an_encoder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +74,6 @@ def test_encoded_prompts(renderer: Renderer) -> None:
     assert [list(one.token_ids) for one in encoded] == [
         renderer.encode_prompt(prompt.messages) for one in sets for prompt in one
     ]
-    assert all(type(token) is int for token in encoded[0].token_ids)
-    assert encoded[-1] == encoded[4]
-    with pytest.raises(IndexError):
-        encoded[5]
     assert (encoded.sizes, encoded.weights) == ((2, 3), (0.5, 1.0))
     assert encoded.counts == PromptCounts(read=7, kept=5, held_out=2, too_long=0)
     assert encoded.longest == max(lengths(encoded))
@@ -111,16 +103,11 @@ def test_the_fingerprint_is_of_what_is_asked_and_told(renderer: Renderer) -> Non
     def fingerprint(*texts: str, like: Renderer = renderer, **more: Any) -> str:
         return encode_prompts([prompts_of(*texts, **more)], like).fingerprint
 
+    other_template = Renderer(byte_bpe(), chat_template="Q: " + WITH_GENERATION_PROMPT)
     plain = fingerprint("a", "b")
     assert plain == fingerprint("a", "b", name="set elsewhere")
-    other_template = Renderer(byte_bpe(), chat_template="Q: " + WITH_GENERATION_PROMPT)
-    different = [
-        fingerprint("b", "a"),
-        fingerprint("a", "c"),
-        fingerprint("a", "b", weight=2.0),
-        fingerprint("a", "b", like=other_template),
-    ]
-    assert len({plain, *different}) == 5
+    different = [fingerprint("b", "a"), fingerprint("a", "c"), fingerprint("a", "b", weight=2.0)]
+    assert len({plain, *different, fingerprint("a", "b", like=other_template)}) == 5
 
 
 def test_a_template_that_asks_in_another_form_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ from treeward.data.prompt_sets import (
     register_prompt_dataset,
 )
 from treeward.data.sources import Row
-from treeward.data.synthetic import best_completions, gold_quality
+from treeward.data.synthetic import best_completions
 from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
 
@@ -49,12 +49,6 @@ def opened(tmp_path: Path, dataset_name: str, *rows: Any, **more: Any) -> Prompt
     return open_prompts(PromptSetConfig(dataset_name=dataset_name, data_path=path, **more))
 
 
-OPEN_MATH = {
-    "problem": "What is 2 + 3?",
-    "generated_solution": "Adding gives $\\boxed{5}$.",
-    "expected_answer": "5",
-    "problem_source": "augmented_gsm8k",
-}
 VERL = {
     "data_source": "openai/gsm8k",
     "prompt": [{"role": "user", "content": "2 + 3?"}],
@@ -73,20 +67,14 @@ GYM: dict[str, Any] = {
 }
 
 
-# --- schemas ---------------------------------------------------------------------------------------------------------
-
-
-def test_open_math_instruct(tmp_path: Path) -> None:
-    (prompt,) = opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, env_name="math")
-    assert prompt.messages == (user("What is 2 + 3?"),)
-    assert prompt.info == {"ground_truth": "5", "environment": "math"}
-    assert prompt.where == str(tmp_path / "rows.jsonl") + ":1"
-
-
-@pytest.mark.parametrize("name", ["DeepScaler", "AIME2024"])
-def test_deep_scaler_and_aime(tmp_path: Path, name: str) -> None:
-    (prompt,) = opened(tmp_path, name, {"problem": "2 + 3?", "answer": "5", "solution": "It is 5."})
-    assert (prompt.messages, prompt.info) == ((user("2 + 3?"),), {"ground_truth": "5"})
+@pytest.mark.parametrize(
+    ("name", "key"), [("OpenMathInstruct-2", "expected_answer"), ("DeepScaler", "answer"), ("AIME2024", "answer")]
+)
+def test_problems(tmp_path: Path, name: str, key: str) -> None:
+    row = {"problem": "2 + 3?", key: "5", "generated_solution": "It is 5."}
+    messages = {"messages": [user("2 + 3?"), assistant("5")], "task_name": "math"}
+    for prompt in opened(tmp_path, name, row, messages, env_name="math"):
+        assert (prompt.messages, prompt.info) == ((user("2 + 3?"),), {"ground_truth": "5", "environment": "math"})
 
 
 @pytest.mark.parametrize(
@@ -173,38 +161,25 @@ def test_bundled() -> None:
     assert [list(prompt.messages) for prompt in prompts] == bundled_prompts("length_controlled")
     answers = best_completions("length_controlled")[3]
     assert prompts[3].info == {"reference_answers": answers, "environment": "rm"}
-    quality = [
-        gold_quality(prompt.messages, answer) for prompt in prompts for answer in prompt.info["reference_answers"]
-    ]
-    assert sum(quality) / len(quality) > 0.75 and len(quality) >= len(prompts)
     assert prompts[3].where == "Bundled[length_controlled]:prompt 4"
-    assert len(open_prompts(PromptSetConfig(dataset_name="Bundled"))) == len(bundled_prompts("train"))
-    with pytest.raises(ConfigError, match="did you mean validation"):
-        open_prompts(PromptSetConfig(dataset_name="Bundled", split="validatio"))
-    with pytest.raises(ConfigError, match="does not say its split"):
-        open_prompts(PromptSetConfig(dataset_name="Bundled", name="held_out"))
-    with pytest.raises(ConfigError, match="its own path"):
-        open_prompts(PromptSetConfig(dataset_name="Bundled", data_path="x.jsonl"))
+    for wrong, words in (
+        ({"split": "validatio"}, "did you mean validation"),
+        ({"name": "held_out"}, "does not say its split"),
+        ({"data_path": "x.jsonl"}, "its own path"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            open_prompts(PromptSetConfig(dataset_name="Bundled", **wrong))
 
 
-# --- prompt files, environments --------------------------------------------------------------------------------------
-
-
-def test_prompt_files_are_applied_once(tmp_path: Path) -> None:
+def test_prompt_files_are_applied(tmp_path: Path) -> None:
     (tmp_path / "cot.txt").write_text("Think, then \\boxed{{}}.\n{}")
     (tmp_path / "system.txt").write_text("You do sums.")
-    files = {
-        key: str(tmp_path / f"{name}.txt") for key, name in (("prompt_file", "cot"), ("system_prompt_file", "system"))
-    }
-    asked = ({"role": "system", "content": "You do sums."}, user("Think, then \\boxed{}.\nWhat is 2 + 3?"))
-    (prompt,) = opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, **files)
-    assert prompt.messages == asked
-    hf = {"messages": [user(OPEN_MATH["problem"]), assistant("5")], "task_name": "math"}
-    (processed,) = opened(tmp_path, "OpenMathInstruct-2", hf, **files)
-    assert (processed.messages, processed.info) == (asked, {"ground_truth": "5"})
-    (tmp_path / "bad.txt").write_text("no place")
-    with pytest.raises(ConfigError, match="one {}"):
-        opened(tmp_path, "OpenMathInstruct-2", OPEN_MATH, prompt_file=str(tmp_path / "bad.txt"))
+    files = {"prompt_file": str(tmp_path / "cot.txt"), "system_prompt_file": str(tmp_path / "system.txt")}
+    (prompt,) = opened(tmp_path, "PromptDataset", {"prompt": "2 + 3?"}, **files)
+    assert prompt.messages == (
+        {"role": "system", "content": "You do sums."},
+        user("Think, then \\boxed{}.\n2 + 3?"),
+    )
 
 
 def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
@@ -233,9 +208,6 @@ def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
 def test_environments_that_are_none(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl:1: environment is not a name"):
         opened(tmp_path, "PromptDataset", {"prompt": "1", "environment": wrong})
-
-
-# --- how many --------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
@@ -270,9 +242,6 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
     assert all((text in out) == one for text, one in zip(texts, is_out, strict=True))
 
 
-# --- bad rows --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
@@ -297,13 +266,10 @@ def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: i
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], message: str) -> None:
-    good = {"prompt": "1", "input": "1", "output": "1", "problem": "1", "expected_answer": "1", "answer": "1"}
+    good = {"input": "1", "output": "1", "problem": "1", "expected_answer": "1"}
     first = {"prompt": "1"} if name == "PromptDataset" else good
     with pytest.raises(DataError, match=f"rows.jsonl:2: (.|\n)*{message}"):
         opened(tmp_path, name, first, row)
-
-
-# --- classes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -324,11 +290,9 @@ class Ready:
     dataset = [Prompt(({"role": "user", "content": "2?"},), {"ground_truth": "2"})]
 
 class Answered:
-    task_name = "mine"
     dataset = [Prompt(({"role": "assistant", "content": "2?"},))]
 
 class Texts:
-    task_name = "mine"
     dataset = ["2?"]
 
 class Rows(RowPrompts):
@@ -374,5 +338,3 @@ def test_registered_classes(tmp_path: Path) -> None:
         assert (prompt.messages, prompt.info["ground_truth"]) == ((user("2?"),), "2")
     with pytest.raises(ConfigError, match="Mine needs a path"):
         open_prompts(PromptSetConfig(dataset_name="Mine"))
-    with pytest.raises(ConfigError, match="same name"):
-        register_prompt_dataset("Mine")(type("Other", (RowPrompts,), {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from datetime import datetime
 from pathlib import Path
@@ -76,47 +77,31 @@ def bert_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_real_template_gives_one_bos_shared_prefixes_and_its_end_of_turn(name: str) -> None:
+def test_real_templates(name: str) -> None:
+    """One BOS, shared prefixes, the end of turn that is known; and the ids are those of plain transformers."""
     renderer = family_renderer(name)
-    tokenizer = renderer.tokenizer
+    tokenizer, bos = renderer.tokenizer, renderer.tokenizer.bos_token_id
     context, answers = CHAT[:3], ("Paris it is.", "Sorry, that I do not know.")
     rows = renderer.encode_many([[*context, assistant(answer)] for answer in answers])
-    bos = tokenizer.bos_token_id
+    kind = "other" if name in LAST_OTHER else "newline" if name.startswith(NEWLINE_LAST) else "eos"
     for row, answer in zip(rows, answers, strict=True):
-        if renderer.adds_bos:
-            assert row[0] == bos
-        if bos is not None and tokenizer.bos_token not in ("<|im_start|>",):
+        assert not renderer.adds_bos or row[0] == bos
+        if bos is not None and tokenizer.bos_token != "<|im_start|>":
             assert row.count(bos) == int(row[0] == bos)
         text = tokenizer.decode(row)
         assert answer in text and all(message["content"] in text for message in context)
-        if name in LAST_OTHER:
-            expected = "other"
-        elif name.startswith(NEWLINE_LAST):
-            expected = "newline"
-        else:
-            expected = "eos"
-        assert renderer.end_of_turn(row) == expected
-    shared = common_prefix(*rows)
+        assert renderer.end_of_turn(row) == kind
+    shared = len(os.path.commonprefix(rows))
     assert tokenizer.decode(rows[0][shared:]).lstrip().startswith("Paris it")  # they part where the answers do
     assert context[-1]["content"] in tokenizer.decode(rows[0][:shared])
-
-
-@pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if "strftime_now" not in template_source(name)])
-def test_ids_are_those_of_plain_transformers(name: str) -> None:
-    renderer = family_renderer(name)
-    tokenizer = renderer.tokenizer
-    in_parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in CHAT]
-    messages = in_parts if name.startswith(("idefics3", "llava_next", "smolvlm")) else CHAT
-    plain = tokenizer.apply_chat_template(messages, chat_template=template_source(name), return_dict=False)
-    bos = [tokenizer.bos_token_id] if renderer.adds_bos and plain[0] != tokenizer.bos_token_id else []
-    assert renderer.encode(CHAT) == bos + plain
+    source = template_source(name)
+    if "strftime_now" not in source:
+        in_parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in CHAT]
+        messages = in_parts if name.startswith(("idefics3", "llava_next", "smolvlm")) else CHAT
+        plain = tokenizer.apply_chat_template(messages, chat_template=source, return_dict=False)
+        assert renderer.encode(CHAT) == ([bos] if renderer.adds_bos and plain[0] != bos else []) + plain
 
 
 def test_bos_is_added_once_and_doubles_collapse() -> None:
@@ -219,10 +204,9 @@ def test_text_that_is_no_unicode_is_an_error() -> None:
 def test_content_parts() -> None:
     parts = [user([{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]), assistant("Wait.")]
     plain = [user("What now?"), assistant("Wait.")]
-    text_only = Renderer(byte_bpe(), chat_template=CHATML)
-    assert text_only.render(parts) == text_only.render(plain)
     listing = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}|{% endfor %}"
-    vision = Renderer(byte_bpe(), chat_template=listing)  # given text it would write two bars and no word
+    text_only, vision = (Renderer(byte_bpe(), chat_template=template) for template in (CHATML, listing))
+    assert text_only.render(parts) == text_only.render(plain)
     assert vision.render(parts) == vision.render(plain) == "What now?|Wait.|"
     with pytest.raises(DataError, match=r"reads text only(?s:.*)image"):
         text_only.encode([user([{"type": "image", "url": "a.png"}])], where="a.jsonl:1")
@@ -261,15 +245,6 @@ def test_tokens_are_cut_when_the_question_alone_is_too_long() -> None:
     for full, cut in zip(whole, fit_all(renderer, context, ANSWERS), strict=True):
         assert cut is not None and 60 - 60 // 8 < len(cut) <= 60 and (len(full) - len(cut)) % (60 // 8) == 0
         assert cut[0] == renderer.tokenizer.bos_token_id and cut[1:] == full[-len(cut) + 1 :]
-
-
-def test_answers_of_similar_length_keep_the_same_context() -> None:
-    renderer = fitting(240, "truncate_left")
-    context = [user("flour " * 300)]
-    answers = [[assistant("salt " * words)] for words in range(1, 40)]
-    whole = renderer.encode_many([[*context, *answer] for answer in answers])
-    cuts = [len(full) - len(cut or []) for full, cut in zip(whole, fit_all(renderer, context, answers), strict=True)]
-    assert len(set(cuts)) < 12 < len(set(map(len, whole))) and cuts == sorted(cuts)
 
 
 @settings(max_examples=60)

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -207,8 +208,8 @@ class EncodedDataset(Sequence[Comparison]):
 def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]) -> int:
     """The size of the trie of the sequences: in sorted order each adds what it does not share with its neighbour."""
     in_order = sorted(s.tolist() if isinstance(s, np.ndarray) else list(s) for s in sequences)
-    arrays = [np.array(s, dtype=np.int32) for s in in_order]
-    return sum(map(len, arrays)) - sum(_common_prefix(a, b) for a, b in itertools.pairwise(arrays))
+    shared = [os.path.commonprefix(neighbours) for neighbours in itertools.pairwise(in_order)]
+    return sum(map(len, in_order)) - sum(map(len, shared))
 
 
 def encode_dataset(
@@ -357,9 +358,3 @@ def _digest(rank_of: dict[tuple[int, ...], int]) -> int:
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr(sorted(rank_of.items())).encode())
     return int.from_bytes(digest.digest(), "little", signed=True)
-
-
-def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    length = min(len(a), len(b))
-    differs = a[:length] != b[:length]
-    return int(differs.argmax()) if differs.any() else length

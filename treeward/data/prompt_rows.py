@@ -11,7 +11,7 @@ columns of a row are the prompt's `info`, under the keys that environments read:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treeward.data.preference import Message, as_messages, last_text, required
@@ -60,7 +60,8 @@ def from_prompt_row(
         if key == "messages" and messages[-1]["role"] == "assistant":
             messages, reference = messages[:-1], messages[-1]
     if answer_key is not None:
-        info["ground_truth"] = required(values, answer_key, where, "the key of the answer, which output_key names")
+        need = "an answer, whose key output_key names; for rows without one use dataset_name: PromptDataset"
+        info["ground_truth"] = required(values, answer_key, where, need)
     elif "ground_truth" not in info:
         verl = values.get("reward_model")
         truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
@@ -87,20 +88,14 @@ def from_response_row(
     `keeps_columns`: False leaves all but the ground truth away, as for problems that come with a whole solution each.
     Source: `ResponseDataset` and `math_hf_data_processor` of NeMo RL.
     """
-    need = "an answer: output_key names the key that holds it; for rows without one use dataset_name: PromptDataset"
-    if values.get(input_key) is None and values.get("messages") is not None:
-        read = from_prompt_row(values, where, prompt_key="messages")
-        if keeps_columns:
-            return read
-        return Prompt(read.messages, {"ground_truth": required(read.info, "ground_truth", where, need)}, where)
-    question = required(values, input_key, where, "a question: input_key names the key that holds it")
-    messages = check_prompt(as_messages(question, input_key, "user", where), input_key, where)
-    answer = required(values, output_key, where, need)
+    has_input = values.get(input_key) is not None or values.get("messages") is None
+    keys = (input_key, output_key) if has_input else ("messages", None)
+    read = from_prompt_row(values, where, prompt_key=keys[0], answer_key=keys[1])
+    truth = read.info.get("ground_truth")
     if not keeps_columns:
-        return Prompt(messages, {"ground_truth": answer}, where)
-    info = {key: value for key, value in _columns(values, input_key).items() if key != output_key}
-    references = {"reference_answers": [answer]} if isinstance(answer, str) else {}
-    return Prompt(messages, references | info | {"ground_truth": answer}, where)
+        return replace(read, info={"ground_truth": required(read.info, "ground_truth", where, "an answer")})
+    references = {"reference_answers": [truth]} if isinstance(truth, str) else {}
+    return replace(read, info=references | {key: v for key, v in read.info.items() if key != output_key})
 
 
 def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
@@ -109,21 +104,21 @@ def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> 
     Instructions (`system`, `developer`) alone ask nothing.
     """
     given: Any = messages  # a dataset's own code may have made it
-    problem, need = None, "a conversation that ends with a question"
+    problem = None
     if isinstance(given, str) or not all(isinstance(one, Mapping) and "role" in one for one in given):
-        problem, need = "the prompt is not messages", '{"role": ..., "content": ...}'
+        problem = "the prompt is not messages"
     elif not messages:
         problem = "nothing comes before the completion"
     elif messages[-1]["role"] == "assistant":
         problem = "the prompt ends with a message of the assistant"
-    elif {message["role"] for message in messages} <= {"system", "developer"}:
-        problem, need = "the prompt asks nothing", "a message of the user"
-    elif not (content := messages[-1].get("content")) or (isinstance(content, str) and not content.strip()):
-        problem, need = "the prompt asks nothing", "a text"
+    elif {message["role"] for message in messages} <= {"system", "developer"} or not (
+        messages[-1].get("content") and (last_text(messages).strip() or not isinstance(messages[-1]["content"], str))
+    ):
+        problem = "the prompt asks nothing"
     if problem is None:
         return tuple(messages)
-    got = given if isinstance(given, str) else list(messages)
-    raise DataError(problem, where=where, field=field, got=got, need=need, fix="mend or remove the row")
+    need, fix = "a conversation that ends with a question", "mend or remove the row"
+    raise DataError(problem, where=where, field=field, got=messages, need=need, fix=fix)
 
 
 def _prompt_key(values: Mapping[str, Any], where: str) -> str:

@@ -23,13 +23,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from treeward.config.data import PromptSetConfig
 from treeward.data.prompt_rows import Prompt, check_prompt, from_prompt_row, from_response_row
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")
 _Class = TypeVar("_Class", bound="type[RowPrompts]")
+_Name = Annotated[str, Field(min_length=1)]
+_ENVIRONMENT: TypeAdapter[Any] = TypeAdapter(_Name | Annotated[dict[_Name, FiniteFloat], Field(min_length=1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,21 +225,19 @@ def _with_environment(prompt: Prompt, default: Any, known: Collection[str] | Non
         return prompt
     if isinstance(chosen, Mapping):
         chosen = {name: weight for name, weight in chosen.items() if weight is not None}  # parquet has every key
-    weight_of = chosen if isinstance(chosen, Mapping) else {chosen: 1.0} if isinstance(chosen, str) else {}
-    near, summary = None, "environment is not a name"
-    need = "the name of an environment, or names with finite weights"
-    if weight_of and all(weight_of) and all(map(_is_weight, weight_of.values())):
-        unknown = [] if known is None else [name for name in weight_of if name not in known]
-        if not unknown:
-            return replace(prompt, info={**prompt.info, "environment": chosen})
-        chosen, near, summary = unknown[0], nearest_name(unknown[0], known or ()), "there is no such environment"
-        need = f"one of {', '.join(sorted(known or ()))}"
+    try:
+        _ENVIRONMENT.validate_python(chosen, strict=True)
+        unknown = (
+            [] if known is None else sorted({chosen} - {*known} if isinstance(chosen, str) else {*chosen} - {*known})
+        )
+        summary, need = "there is no such environment", f"one of {', '.join(sorted(known or ()))}"
+    except ValidationError:
+        unknown, summary, need = [chosen], "environment is not a name", "a name, or names with finite weights"
+    if not unknown:
+        return replace(prompt, info={**prompt.info, "environment": chosen})
+    near = nearest_name(str(unknown[0]), known or ())
     fix = f"did you mean {near}?" if near else "add it to env, or change the row or env_name"
-    raise DataError(summary, where=prompt.where, field="environment", got=chosen, need=need, fix=fix)
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    raise DataError(summary, where=prompt.where, field="environment", got=unknown[0], need=need, fix=fix)
 
 
 def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> npt.NDArray[np.bool_]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,19 +52,10 @@ class Registry:
         self.classes: dict[str, type[Any]] = {}
 
     def register(self, name: str, *aliases: str) -> Callable[[_Class], _Class]:
-        """Class decorator: `dataset_name: <name>` (or an alias) in a config means this class.
-
-        A class that is defined again, as by reloading its module, takes its own place. Raises `ConfigError` where
-        another class has the name.
-        """
+        """Class decorator: `dataset_name: <name>` (or an alias) in a config means this class."""
 
         def register(cls: _Class) -> _Class:
-            for each in (name, *aliases):
-                known = self.classes.get(each, cls)
-                if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                    summary, need = f"two {self._what} have the same name", "another name for one"
-                    raise ConfigError(summary, field="dataset_name", got=each, need=need)
-                self.classes[each] = cls
+            self.classes |= dict.fromkeys((name, *aliases), cls)
             return cls
 
         return register
@@ -99,12 +89,19 @@ class PromptFiles:
     @classmethod
     def load(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
         """Read the files; raises `ConfigError` for one that cannot be read and for a template without its one `{}`."""
-        template, system = _text(prompt_file, "prompt_file"), _text(system_prompt_file, "system_prompt_file")
+        texts = []
+        for field, path in zip(_PROMPT_FILES, (prompt_file, system_prompt_file), strict=True):
+            try:
+                texts.append(None if path is None else Path(path).read_text("utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                got = f"{path}: {error}"
+                raise ConfigError(f"{field} cannot be read", field=field, got=got, need="a text in UTF-8") from error
+        template, system = texts
         try:
-            places = [name for _, name, _, _ in string.Formatter().parse(template or "{}") if name is not None]
-        except ValueError as error:
-            places = [str(error)]
-        if places not in ([""], ["0"]):
+            is_template = template is None or template.format("\0").count("\0") == 1
+        except (ValueError, LookupError):
+            is_template = False
+        if not is_template:
             need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
             raise ConfigError("prompt_file is not a template", where=prompt_file, field="prompt_file", need=need)
         return cls(template, system)
@@ -258,11 +255,3 @@ def _filled(content: Any, template: str) -> Any:
     if isinstance(content, str):
         return template.format(content)
     return [{**part, "text": template.format(part["text"])} if part.get("type") == "text" else part for part in content]
-
-
-def _text(path: str | None, field: str) -> str | None:
-    try:
-        return None if path is None else Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        got = f"{path}: {error}"
-        raise ConfigError(f"{field} cannot be read", field=field, got=got, need="a text file in UTF-8") from error

@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -407,7 +408,7 @@ class Renderer:
         excess = len(ids) - self.max_length
         if excess <= 0:
             return ids
-        most = _common_prefix(alone, ids) - head - 1
+        most = len(os.path.commonprefix([alone, ids])) - head - 1
         step = max(1, self.max_length // 8)
         cut = min(-(-excess // step) * step, most)
         return ids[:head] + ids[head + cut :] if cut >= excess else None
@@ -445,10 +446,6 @@ def _tokenizer_contents(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _as_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 # --- templates: where they come from, their clock, and how long they may run ------------------------------------------

@@ -300,25 +300,26 @@ def _row(value: Any, where: str) -> Row:
 def _csv_rows(path: str, kind: str) -> Iterator[Row]:
     # The limit of a cell is the process's, and its default is less than one long conversation.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
-    reader = csv.reader(_texts(path), "excel" if kind == "csv" else "excel-tab", strict=True)
-    header: list[str] = []
-    where = f"{path}:1"
+    reader = csv.DictReader(_texts(path), dialect="excel" if kind == "csv" else "excel-tab", restval=None, strict=True)
     try:
-        for cells in reader:
-            if cells and not header:
-                header = cells
-                if len(set(header)) < len(header):
-                    need = "different names: one of them would be lost"
-                    raise DataError("columns have the same name", where=where, got=", ".join(header), need=need)
-            elif cells and len(cells) != len(header):
-                got, need = f"{len(cells)} cells", f"{len(header)}: {', '.join(header)}"
-                fix = "put cells that hold the separator or a line break in double quotes"
-                raise DataError("the row does not fit the header", where=where, got=got, need=need, fix=fix)
-            elif cells:
-                yield Row(dict(zip(header, cells, strict=True)), where)
-            where = f"{path}:{reader.line_num + 1}"  # a row may have several lines
+        header = list(reader.fieldnames or ())
+        if len(set(header)) < len(header):
+            need = "different names: one of them would be lost"
+            raise DataError("columns have the same name", where=f"{path}:1", got=", ".join(header), need=need)
+        for values in reader:
+            where = f"{path}:{reader.line_num}"  # the last line of a row that has several
+            if None in values or None in values.values():
+                need, fix = (
+                    f"a cell for each of {', '.join(header)}",
+                    "put cells that hold the separator in double quotes",
+                )
+                raise DataError("the row does not fit the header", where=where, got=values, need=need, fix=fix)
+            yield Row(values, where)
     except csv.Error as error:
-        need = 'cells with a comma, a quote or a line break in double quotes, and "" for a quote'
+        where, need = (
+            f"{path}:{reader.line_num + 1}",
+            'double quotes around cells with a line break, and "" for a quote',
+        )
         raise DataError(f"the row is not valid CSV: {error}", where=where, need=need) from error
 
 

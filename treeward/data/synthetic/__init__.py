@@ -14,16 +14,14 @@ import json
 from pathlib import Path
 
 from treeward.data.preference import Message
-from treeward.data.synthetic.gold import GoldQuality, Question, gold_breakdown, gold_quality, parse_question
+from treeward.data.synthetic.gold import Question, gold_quality, parse_question
 from treeward.errors import ConfigError, nearest_name
 
 __all__ = [
     "SPLITS",
-    "GoldQuality",
     "Question",
     "best_completions",
     "bundled_path",
-    "gold_breakdown",
     "gold_quality",
     "parse_question",
     "prompts",

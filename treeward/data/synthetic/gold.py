@@ -2,7 +2,6 @@
 
     gold_quality("What is the capital of France? Answer in one word.", "Paris.")                      # 1.0
     gold_quality("What is the capital of France? Answer in one word.", "Sure! It is Paris.")          # 0.75
-    gold_breakdown("What is the capital of France?", "The capital of France is Rome.")                # quality 0.25
 
 The formula, in [0, 1]:
 
@@ -42,7 +41,7 @@ from treeward.data.synthetic.world import (
 )
 from treeward.errors import DataError
 
-__all__ = ["GoldQuality", "Question", "gold_breakdown", "gold_quality", "gold_reward", "grade", "parse_question"]
+__all__ = ["Question", "gold_quality", "gold_reward", "grade", "parse_question"]
 
 _CORRECT, _FORMAT, _COURTESY = 0.6, 0.25, 0.15
 _STANDING = "from now on"
@@ -85,23 +84,12 @@ class Question:
     format: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GoldQuality:
-    """A completion's marks; `readable` and `quality` lie in [0, 1]. The module docstring has the formula."""
-
-    correct: bool
-    format_kept: bool
-    courteous: bool
-    readable: float
-    quality: float
-
-
 def gold_quality(context: Sequence[Message] | str, completion: str) -> float:
     """The gold quality, in [0, 1], of `completion` (any text) of `context` (messages, or one user turn as text).
 
     Raises `DataError` when the last user turn asks no question of the bundled data's world.
     """
-    return gold_breakdown(context, completion).quality
+    return grade(parse_question(context), completion)
 
 
 def gold_reward(conversation: Sequence[Message], env_info: Mapping[str, Any]) -> float:
@@ -109,13 +97,8 @@ def gold_reward(conversation: Sequence[Message], env_info: Mapping[str, Any]) ->
     return gold_quality(conversation[:-1], last_text(conversation))
 
 
-def gold_breakdown(context: Sequence[Message] | str, completion: str) -> GoldQuality:
-    """The marks that make up `gold_quality`; same arguments, same error."""
-    return grade(parse_question(context), completion)
-
-
-def grade(question: Question, completion: str) -> GoldQuality:
-    """The marks of a completion of a question that has been read already."""
+def grade(question: Question, completion: str) -> float:
+    """The gold quality of a completion of a question that has been read already."""
     words = words_of(completion)
     named = _named(question.fact, words)
     right = {word.lower() for word in question.fact.answers}
@@ -123,9 +106,7 @@ def grade(question: Question, completion: str) -> GoldQuality:
     kept = bool(named) and (question.format is None or _FORMAT_CHECKS[question.format](completion, question.fact))
     bare = question.format == "one_word" and kept
     courteous = not _says(words, _RUDE) and (bare or _says(words, _POLITE))
-    readable = _readable(words)
-    quality = readable * (_CORRECT * correct + _FORMAT * kept + _COURTESY * courteous)
-    return GoldQuality(correct, kept, courteous, readable, round(quality, 6))
+    return round(_readable(words) * (_CORRECT * correct + _FORMAT * kept + _COURTESY * courteous), 6)
 
 
 def parse_question(context: Sequence[Message] | str) -> Question:
