@@ -162,7 +162,7 @@ class Connection:
                 is_temporary=True,
                 where=url,
                 got=str(error) or type(error).__name__,
-                need="a server that listens there; over https, one whose certificate is trusted (verify_tls, --tls-ca)",
+                need="a server that listens there; over https, a trusted certificate (verify_tls, SSL_CERT_FILE)",
             ) from error
         request_id = response.headers.get("x-request-id")
         try:

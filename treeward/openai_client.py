@@ -108,7 +108,7 @@ async def check_listens(client: AsyncOpenAI) -> None:
 def _unreachable(url: str, error: BaseException) -> ServerError:
     while error.__cause__ is not None:
         error = error.__cause__
-    need = "a server that listens there; over https, one whose certificate is trusted (--tls-ca)"
+    need = "a server that listens there; over https, one whose certificate is trusted (SSL_CERT_FILE)"
     return ServerError("the server cannot be reached", where=url, got=str(error) or type(error).__name__, need=need)
 
 

@@ -115,4 +115,4 @@ def test_the_log_has_one_handler_and_names_levels(restored_logging: None, capsys
     assert lines == ["step 3", "WARNING odd", "WARNING heard"]
     configure_logging(debug=True)
     ours.debug("seen")
-    assert capsys.readouterr().err.endswith("DEBUG treeward.training: seen\n")
+    assert capsys.readouterr().err.endswith("DEBUG seen\n")

@@ -48,23 +48,6 @@ def test_two_folders_become_one(members: list[Path], tmp_path: Path, caplog: pyt
     assert main(["score", str(output), "--data", str(data), "--output", str(scores)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--weights", "0.5,0.6"], "not shares of these"),
-        (["--weights", "1"], "1 for 2 models"),
-        (["--output", "{here}/a"], "exists already"),
-    ],
-)
-def test_mistakes_are_told(
-    options: list[str], message: str, members: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [option.format(here=tmp_path) for option in options]
-    code = main(["merge", *map(str, members), "--output", str(tmp_path / "out"), *options])
-    assert code == 2 and message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_weights_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", "a", "b", "--output", "c", "--weights", "half,half"]) == 2
     assert "a number for each model, as 0.5,0.5" in capsys.readouterr().err

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -121,47 +119,6 @@ def test_what_is_too_long_has_no_score_and_says_so(score: Callable[..., Any], wr
     assert fine["score"] is not None and "error" not in fine
 
 
-def test_a_missing_file_is_told_before_anything_else_happens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "scores.jsonl"
-    output.write_text("of yesterday\n")
-    words = ["score", str(tmp_path / "no_model"), "--data", str(tmp_path / "none.jsonl"), "--output", str(output)]
-    assert main(words) == 2
-    assert "none.jsonl" in capsys.readouterr().err
-    assert output.read_text() == "of yesterday\n"
-
-
-def test_the_input_is_never_overwritten(
-    model_folder: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_rows("in.jsonl", [SHAPES["messages"]])
-    before = data.read_bytes()
-    assert main(["score", str(model_folder), "--data", str(data), "--output", str(data)]) == 2
-    assert "the output is the input" in capsys.readouterr().err
-    assert data.read_bytes() == before
-
-
-def test_a_full_disk_is_told_and_the_same_command_goes_on(
-    model_folder: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_rows("in.jsonl", [SHAPES["messages"]] * 50)
-    output = data.with_name("scores.jsonl")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
-        code = main(["score", str(model_folder), "--data", str(data), "--output", str(output)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert code == 2
-    assert "the rows cannot be written" in capsys.readouterr().err
-    partial = output.with_name("scores.partial.jsonl")
-    assert len(partial.read_text().splitlines()) > 5 and not output.exists()
-    assert main(["score", str(model_folder), "--data", str(data), "--output", str(output)]) == 0
-    assert "rows were scored before" in capsys.readouterr().err
-    assert len(read(output)) == 50 and not partial.exists()
-
-
 def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     score: Callable[..., Any], write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +149,16 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     assert [path.name for path in folder.iterdir()] == ["scores.jsonl"]
 
 
+def test_a_missing_file_and_an_output_that_is_the_input_are_told_first(
+    write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"]])
+    before = data.read_bytes()
+    for given, said in ((tmp_path / "none.jsonl", "none.jsonl"), (data, "the output is the input")):
+        assert main(["score", "no_model", "--data", str(given), "--output", str(data)]) == 2
+        assert said in capsys.readouterr().err and data.read_bytes() == before
+
+
 def test_a_reader_that_has_enough_is_no_error(
     model_folder: Path, write_rows: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,17 +180,6 @@ def test_rewards_beside_the_scores(score: Callable[..., Any], write_rows: Write)
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
 
 
-def test_rewards_relative_to_the_references_of_a_row(score: Callable[..., Any], write_rows: Write) -> None:
-    rows = [
-        {"prompt": "2 + 2?", "responses": ["4.", "5."], "reference_answers": "5."},
-        {"prompt": "2 + 2?", "responses": ["4."]},
-    ]
-    code, (known, unknown) = score(write_rows("in.jsonl", rows), "--shaping", "{reference: par}")
-    better, same = known["scores"]
-    assert code == 1 and known["rewards"] == pytest.approx([1 / (1 + math.exp(same - better)), 0.5])
-    assert unknown["rewards"] == [None] and "reference_answers" in unknown["error"] and len(unknown["scores"]) == 1
-
-
 def test_an_ensemble_of_two_models(score: Callable[..., Any], write_rows: Write, model_folder: Path) -> None:
     data = write_rows("in.jsonl", [SHAPES["messages"]])
     _, (alone,) = score(data)
@@ -234,10 +190,8 @@ def test_an_ensemble_of_two_models(score: Callable[..., Any], write_rows: Write,
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--shaping", "contract"], "no reward shaping"),
         (["--shaping", "{length_calibration: true}"], "treeward calibrate"),
         (["--shaping", "{normalize_rewards: true, running: true}"], "order of the rows"),
-        (["--shaping", "par"], "not valid"),
         (["--shaping", "{lenght_penalty: {}}"], "did you mean shaping.length_penalty"),
         (["--shaping", "{"], "no section"),
         (["--ensemble", "worst"], "one model is no ensemble"),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from treeward.cli.main import main
-from treeward.model.contract import CONTRACT_FILE, read_contract, write_contract
+from treeward.model.contract import CONTRACT_FILE, read_contract
 
 Verify = Callable[..., tuple[int, str]]
 
@@ -75,16 +75,13 @@ def labelled(folder: Path) -> Path:
 
 
 def test_several_labels_need_weights(labelled: Path, verify: Verify) -> None:
-    code, text = verify(labelled, "--write")
-    assert code == 2 and "several labels" in text and "helpful, brief" in text and "--head-weights helpful=1" in text
-    assert not (labelled / CONTRACT_FILE).exists()
     assert verify(labelled, "--write", "--head-weights", "brief=0.25, helpful=1")[0] == 0
     contract = read_contract(labelled)
     assert contract is not None
     assert [(head.name, head.weight) for head in contract.heads] == [("helpful", 1.0), ("brief", 0.25)]
     # What the contract says is kept, unless other weights are given.
     assert verify(labelled, "--write", "--force")[0] == 0 and read_contract(labelled) == contract
-    assert verify(labelled, "--write", "--force", "--head-weights=-1,2")[0] == 0
+    assert verify(labelled, "--write", "--force", "--head-weights=helpful=-1,brief=2")[0] == 0
     after = read_contract(labelled)
     assert after is not None and [head.weight for head in after.heads] == [-1.0, 2.0]
 
@@ -95,7 +92,6 @@ def test_several_labels_need_weights(labelled: Path, verify: Verify) -> None:
         ("polite=1", "labels helpful, brief"),
         ("helpful=0", "not all of them zero"),
         ("helpful=1,2", "cannot be read"),
-        ("helpful=1,helpful=2", "each name once"),
     ],
 )
 def test_weights_that_do_not_fit(weights: str, message: str, labelled: Path, verify: Verify) -> None:
@@ -133,16 +129,3 @@ def test_a_contract_is_not_replaced_by_accident(folder: Path, verify: Verify) ->
     assert verify(folder, "--force")[0] == 2 and verify(folder, "--head-weights", "1")[0] == 2
     assert verify(folder, "--write", "--force")[0] == 0  # the template is as it should be, then
     assert (folder / CONTRACT_FILE).read_bytes() != before
-
-
-def test_replacing_keeps_the_settings(folder: Path, verify: Verify) -> None:
-    contract = read_contract(folder)
-    assert contract is not None
-    settings = {"max_length": 50, "truncation": "truncate_left", "chat_template_kwargs": {"a": 1}}
-    rendering = contract.rendering.model_copy(update=settings)
-    write_contract(contract.model_copy(update={"rendering": rendering}), folder)
-    assert verify(folder, "--write", "--force")[0] == 0
-    after = read_contract(folder)
-    assert after is not None and after.rendering == rendering
-    (folder / CONTRACT_FILE).write_text("{", encoding="utf-8")
-    assert verify(folder, "--write")[0] == 2 and verify(folder, "--write", "--force")[0] == 0

@@ -82,39 +82,3 @@ def test_two_ctrl_c_leave_at_once(user: User, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "interrupted" in error and "Traceback" not in error
     assert "step_6" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
-
-
-HH = """
-rm: {{max_num_steps: 24, val_period: 8, val_batches: 4, val_global_batch_size: 16, seed: 11}}
-policy:
-  model_config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
-                 num_attention_heads: 4, max_position_embeddings: 1024}}
-  tokenizer: {{vocab_size: 2000}}
-  train_global_batch_size: 16
-  train_micro_batch_tokens: 4096
-  max_total_sequence_length: 1024
-  precision: float32
-  optimizer: {{kwargs: {{lr: 1.0e-3}}}}
-data:
-  train: {{dataset_name: hh-rlhf, data_path: {data}/train.jsonl.gz}}
-  validation: [{{dataset_name: hh-rlhf, data_path: {data}/validation.jsonl.gz, name: harmless}}]
-  cache_dir: {folder}/cache
-checkpointing: {{checkpoint_dir: {folder}/checkpoints, save_period: 4, keep_top_k: 2,
-                metric_name: "val:validation-harmless_accuracy"}}
-logger: {{log_dir: {folder}/logs}}
-"""
-
-
-@pytest.mark.slow
-def test_hh_harmless_goes_on_after_sigterm_and_kill_9(
-    shared_data: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(HH.format(folder=tmp_path, data=shared_data / "hh_harmless"), encoding="utf-8")
-    user = User(tmp_path, ["train", "--config", str(config)])
-    error = user.terminate_after(3)
-    assert "SIGTERM: finishing this step" in error and "The same command goes on from here." in error
-    user.kill_at_random(1, 20)
-    user.finish()
-    user.close()
-    assert_same_run(tmp_path, uninterrupted(user, tmp_path_factory))

@@ -1,9 +1,10 @@
-"""Checkpoints may be chosen by the diagnostics of `treeward eval`, which validation measures alike."""
+"""Checkpoints may be chosen by the diagnostics of `treeward eval`; why numbers may be too good is said."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from treeward.evaluation.gates import GATE_METRICS
 from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites.preferences import PreferenceSuite
 from treeward.scoring.scorer import Scorer
-from treeward.training.export import result_columns
+from treeward.training.setup import set_up
 from treeward.training.state import read_state
 from treeward.training.tracking import read_metrics
 from treeward.training.train import RewardModelRun, TrainingOutcome, train
 
-ROBUST = "checkpointing.metric_name=validation-held_out/robust_accuracy"
+METRIC = "checkpointing.metric_name=val:validation-held_out_length_controlled_accuracy"
 
 
 def evaluated(outcome: TrainingOutcome, config: DatasetConfig, perturbations: int | None = None) -> dict[str, float]:
@@ -48,7 +49,6 @@ def test_validation_says_what_an_evaluation_of_the_exported_model_says(
     outcome = train(config, show_progress=False)
     measured = outcome.validation["held_out"]
     expected = evaluated(outcome, config.data.validation[0], perturbations=8)
-    assert {*GATE_METRICS, "robust_accuracy", "accuracy"} <= measured.keys()
     for name in (*GATE_METRICS, "robust_accuracy", "accuracy"):
         assert measured[name] == pytest.approx(expected[name], abs=1e-6), name
     # The numbers differ where they should: the test would not see one that stands for another.
@@ -58,29 +58,64 @@ def test_validation_says_what_an_evaluation_of_the_exported_model_says(
     assert abs(measured["kendall_tau"]) > 1e-3
 
 
-def test_the_checkpoint_with_the_best_diagnostic_is_exported(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
-    name = "val:validation-held_out_length_controlled_accuracy"
-    outcome = train(
-        tiny_run(f"checkpointing.metric_name={name}", "policy.optimizer.kwargs.lr=0.02", "rm.val_batches=8"),
-        show_progress=False,
-    )
+def test_the_checkpoint_with_the_best_diagnostic_is_exported_and_said_to_be_chosen(
+    tiny_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    outcome = train(tiny_run(METRIC, "policy.optimizer.kwargs.lr=0.02", "rm.val_batches=8"), show_progress=False)
+    name = "validation-held_out/length_controlled_accuracy"
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
-    values = {
-        line["step"]: line["validation-held_out/length_controlled_accuracy"] for line in lines if "eval/rm/loss" in line
-    }
+    values = {line["step"]: line[name] for line in lines if "eval/rm/loss" in line}
     assert len(values) == 3 and len(set(values.values())) > 1
     best = max(values, key=lambda step: (values[step], step))
-    assert outcome.model_step == best
-    assert outcome.validation["held_out"]["length_controlled_accuracy"] == values[best]
-    state = read_state(tmp_path / "checkpoints" / f"step_{best}")
-    assert state.own_validation["validation-held_out/length_controlled_accuracy"] == values[best]
-    # The metric is a column, and the card says what it is worth.
-    assert outcome.choice.num_checkpoints == 3
-    assert [column.key for column in result_columns(outcome.choice)][3] == "length_controlled_accuracy"
-    card = (outcome.model_folder / "README.md").read_text()
-    assert "best of 3 by length_controlled_accuracy on held_out" in card and "expect lower numbers" in card
     measured = outcome.validation["held_out"]
+    assert outcome.model_step == best and measured["length_controlled_accuracy"] == values[best]
+    assert read_state(tmp_path / "checkpoints" / f"step_{best}").own_validation[name] == values[best]
+    caveat = outcome.caveats["held_out"]
+    assert "the best of 3 by length_controlled_accuracy" in caveat and "expect lower numbers" in caveat
+    card = (outcome.model_folder / "README.md").read_text()
+    assert f"held_out: {caveat}" in card and "| length controlled accuracy |" in card
     assert "better completion longer" in card and f"{measured['accuracy_longer_right']:.3f}" in card
+
+
+@pytest.mark.parametrize(
+    ("options", "num", "told"),
+    [
+        ([], 3, False),  # steps 2, 4 and 6 of 6 are saved and validated
+        (["rm.val_period=3", "checkpointing.save_period=2"], 1, True),
+        (["rm.val_period=3", "checkpointing.save_period=3"], 2, False),
+        (["rm.val_period=4", "rm.val_at_end=true", "checkpointing.save_period=2"], 2, True),  # 4, and 6 at the end
+        (["checkpointing.save_period=null"], 1, True),
+        (["rm.val_period=7", "rm.val_at_end=false"], 0, True),
+    ],
+)
+def test_the_checkpoints_that_are_compared_are_counted(
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, options: list[str], num: int, told: bool
+) -> None:
+    setup = set_up(tiny_run(METRIC, *options))
+    assert setup.num_ranked == num and ("checkpoints of this run will have a" in caplog.text) == told
+    assert ("the best of" in (setup.caveat("held_out", {"length_controlled_accuracy": 0.5}) or "")) == (num > 1)
+
+
+def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, write_rows: Callable[..., str]
+) -> None:
+    def rows(numbers: Iterable[int]) -> list[dict[str, str]]:
+        return [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in numbers]
+
+    binary = "dataset_name: BinaryPreferenceDataset"
+    train_file, val_file = write_rows("train.jsonl", rows(range(30))), write_rows("val.jsonl", rows(range(20, 36)))
+    options = [
+        f"data.train={{{binary}, data_path: {train_file}, split: null, non_contextual_answer: true}}",
+        f"data.validation=[{{{binary}, data_path: {val_file}, name: held_out}}]",
+        "rm.max_num_steps=2", "rm.val_batches=null", "evaluation.enabled=true",
+    ]  # fmt: skip
+    outcome = train(tiny_run(*options), show_progress=False)
+    said = [record.getMessage() for record in caplog.records if "training data" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("10 of 16 comparisons of the validation set held_out")
+    caveat = "10 of its 16 comparisons are in the training data too, word for word."
+    assert outcome.caveats == {"held_out": caveat} and caveat in (outcome.model_folder / "README.md").read_text()
+    (result,) = json.loads((outcome.report.parent / "results.json").read_text())["results"]
+    assert result["caveat"] == caveat
 
 
 def test_a_metric_without_a_value_ranks_last_and_says_why_once(
@@ -89,13 +124,11 @@ def test_a_metric_without_a_value_ranks_last_and_says_why_once(
     rows = [{"prompt": f"{i}?", "chosen": "a long completion " * 4 + str(i), "rejected": "no"} for i in range(8)]
     file = write_rows("held_out.jsonl", rows)
     data = f"[{{dataset_name: BinaryPreferenceDataset, data_path: {file}, name: held_out}}]"
-    name = "checkpointing.metric_name=validation-held_out/length_controlled_accuracy"
     with caplog.at_level(logging.WARNING, logger="treeward.training.train"):
-        outcome = train(tiny_run(f"data.validation={data}", name), show_progress=False)
-    warnings = [record.getMessage() for record in caplog.records if "rank last" in record.getMessage()]
-    assert len(warnings) == 1
-    assert "no pair whose better completion is clearly the shorter" in warnings[0]
-    assert outcome.model_step == 6, "the latest, as without a metric"
+        outcome = train(tiny_run(f"data.validation={data}", METRIC), show_progress=False)
+    (warned,) = [record.getMessage() for record in caplog.records if "rank last" in record.getMessage()]
+    assert "no pair whose better completion is clearly the shorter" in warned
+    assert outcome.model_step == 6 and outcome.caveats == {}, "the latest, as without a metric"
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     assert any("validation-held_out/accuracy_longer_right" in line for line in lines)
     assert not any("length_controlled_accuracy" in key for line in lines for key in line)
@@ -107,7 +140,8 @@ def test_robust_accuracy_ranks_and_a_run_that_was_killed_goes_on_alike(
     monkeypatch: pytest.MonkeyPatch,
     trajectory: Callable[[Path], list[str]],
 ) -> None:
-    options = [ROBUST, "rm.val_perturbations=6", "rm.max_num_steps=4"]
+    ranked = "checkpointing.metric_name=validation-held_out/robust_accuracy"
+    options = [ranked, "rm.val_perturbations=6", "rm.max_num_steps=4"]
     paths = [f"checkpointing.checkpoint_dir={tmp_path}/other", f"logger.log_dir={tmp_path}/other_logs"]
     whole = train(tiny_run(*options, *paths), show_progress=False)
     take_step = RewardModelRun.step

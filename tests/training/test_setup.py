@@ -1,3 +1,5 @@
+"""A run before its first step, and its validation, which depends on no batch and may be stopped."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,26 +9,20 @@ import pytest
 import torch
 
 from treeward.errors import ConfigError
+from treeward.evaluation.diagnostics.perturbations import sample_examples
+from treeward.evaluation.suites.preferences import PreferenceSuite
 from treeward.training.checkpoints import Checkpoint
-from treeward.training.setup import set_up
-from treeward.training.train import train
+from treeward.training.setup import examples_to_perturb, set_up
+from treeward.training.train import RewardModelRun, train
+from treeward.training.validation import values_of
+
+ROBUST = ("checkpointing.metric_name=validation-held_out/robust_accuracy", "rm.val_perturbations=3")
 
 
-def test_a_run_is_ready(tiny_run: Callable[..., Any]) -> None:
-    setup = set_up(tiny_run())
-    assert (setup.total_steps, setup.model.layout) == (6, "tree")
-    assert list(setup.training_sets) == ["Bundled"] and list(setup.validation_sets) == ["held_out"]
-    assert setup.validation_limit == 16 and setup.validation_sizes == {"held_out": 16}
-    assert {parameter.dtype for parameter in setup.model.parameters()} == {torch.float32}
-
-
-def test_conversations_longer_than_the_model_are_refused(tiny_run: Callable[..., Any]) -> None:
+def test_what_does_not_fit_the_model_is_refused(tiny_run: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="longer than the model's positions") as caught:
         set_up(tiny_run("policy.max_total_sequence_length=1024"))
     assert caught.value.fix == "policy.max_total_sequence_length=512"
-
-
-def test_a_vocabulary_without_the_bytes_is_refused(tiny_run: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="vocabulary is too small"):
         set_up(tiny_run("policy.tokenizer.vocab_size=100"))
 
@@ -38,7 +34,53 @@ def test_a_resumed_run_has_and_saves_the_tokenizer_of_its_checkpoint(tiny_run: C
     train(tiny_run("rm.max_num_steps=4"), show_progress=False)
     after = {path.name: path.read_bytes() for path in (folder.parent / "step_4" / "model").glob("*token*")}
     assert before == after and "tokenizer_config.json" in before
-    checkpoint = Checkpoint(folder.parent / "step_2", 2)
-    first, again = set_up(tiny_run()), set_up(tiny_run(), checkpoint)
+    first, again = set_up(tiny_run()), set_up(tiny_run(), Checkpoint(folder.parent / "step_2", 2))
     assert again.renderer.fingerprint == first.renderer.fingerprint
     assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert {parameter.dtype for parameter in again.model.parameters()} == {torch.float32}
+
+
+def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) -> None:
+    setups = [
+        set_up(tiny_run("rm.val_batches=3", option))
+        for option in ("policy.train_micro_batch_tokens=100", "rm.val_micro_batch_size=24")
+    ]
+    few, other = (RewardModelRun(setup).validate_set("held_out") for setup in setups)
+    assert few is not None and other is not None
+    assert few.sums.num_groups == len(few.scored) == 24
+    assert values_of(few.metrics()) == pytest.approx(values_of(other.metrics()), abs=1e-5)
+    dataset = setups[0].validation_sets["held_out"]
+    for one, same, comparison in zip(few.scored, other.scored, dataset[:24], strict=True):
+        assert one.scores == pytest.approx(same.scores, abs=1e-5)
+        assert (one.example.ranks, one.lengths) == (comparison.ranks, comparison.lengths)
+        assert (one.example.id, one.example.subset) == (comparison.where, comparison.subset)
+
+
+@pytest.mark.parametrize("layout", ["tree", "rows"])
+def test_a_runs_plan_keeps_its_budget(layout: str, tiny_run: Callable[..., Any]) -> None:
+    run = RewardModelRun(set_up(tiny_run(f"policy.attention={layout}", "policy.train_micro_batch_tokens=300")))
+    comparisons = run.setup.validation_sets["held_out"][:60]
+    plan = run.plan(comparisons)
+    assert sorted(i for members in plan for i in members) == list(range(60))
+    for members in plan:
+        batch = run.model.make_batch([comparisons[i].token_ids for i in members])
+        assert batch.num_computed_tokens <= 300 or len(members) == 1
+
+
+@pytest.mark.parametrize("calls", [2, 5], ids=["among the comparisons", "among the rewritten"])
+def test_it_can_be_stopped_on_the_way_and_leaves_no_gradient(tiny_run: Callable[..., Any], calls: int) -> None:
+    run = RewardModelRun(set_up(tiny_run(*ROBUST, "rm.val_micro_batch_size=4")))
+    answers = iter([False] * calls + [True])
+    assert run.validate_set("held_out", lambda: next(answers)) is None
+    assert run.model.training and all(parameter.grad is None for parameter in run.model.parameters())
+
+
+def test_what_is_rewritten_is_what_is_validated(tiny_run: Callable[..., Any]) -> None:
+    setup = set_up(tiny_run(*ROBUST, "rm.val_perturbations=null"))
+    dataset, config = setup.validation_sets["held_out"], setup.config.data.validation[0]
+    places = [comparison.where for comparison in dataset[:16]]
+    assert [example.where for example in setup.perturbed["held_out"]] == places, "no more than are validated"
+    drawn = examples_to_perturb(dataset, config, 5, 16)
+    assert len(drawn) == 5 and {example.where for example in drawn} <= set(places)
+    of_all = sample_examples(PreferenceSuite("held_out", config).load(), 5)
+    assert examples_to_perturb(dataset, config, 5, len(dataset)) == of_all, "as `treeward eval` draws"

@@ -114,14 +114,6 @@ def test_a_run_that_was_made_longer_takes_its_place_in_the_longer_schedule(
     assert longer.rates == [0.5, 0.375, 0.25, 0.125]
 
 
-def test_without_an_optimiser_a_run_cannot_be_resumed(tmp_path: Path) -> None:
-    session = Session(OptimizerConfig(), CONSTANT)
-    save_state(tmp_path, RunState(1, {}), None, session.scheduler)
-    with pytest.raises(CheckpointError, match="saved without its optimiser"):
-        load_state(tmp_path, session.optimizer, session.scheduler)
-    assert read_state(tmp_path).step == 1
-
-
 def test_state_and_random_numbers_come_back_exactly(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
     state = RunState(
@@ -152,19 +144,10 @@ def test_another_run_is_refused_by_the_values_that_differ(tmp_path: Path) -> Non
         "grpo.a: got y, need null",
         "grpo.new: got [1], need nothing",
     ]
-    write_state(tmp_path, RunState(1, {"prompt": "Judge. " * 50 + "Be kind."}))
-    with pytest.raises(CheckpointError, match=r"got \.\.\..*Be strict\., need \.\.\..*Be kind\.\n"):
-        check_identity(tmp_path, {"prompt": "Judge. " * 50 + "Be strict."})
-    many = {f"k{i}": i for i in range(10)}
-    write_state(tmp_path, RunState(1, many))
-    with pytest.raises(CheckpointError, match="k7: got 8, need 7\n  and 2 more"):
-        check_identity(tmp_path, {key: value + 1 for key, value in many.items()})
 
 
-def test_what_cannot_be_saved_or_read_is_told(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
-    with pytest.raises(CheckpointError, match="type set is not JSON serializable"):
-        write_state(tmp_path, RunState(1, {}, run={"rewards": {1, 2}}))
     session.save(tmp_path, 1)
     for name in ("optimizer.pt", "training_state.json"):
         file = tmp_path / name

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from treeward.training.stopping import REPORTING, StopRequest
+from treeward.training.stopping import StopRequest
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -19,14 +19,6 @@ def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.
         assert signal.getsignal(number) == before
     assert signal.getsignal(number) == before
     assert f"{number.name}: finishing this step" in capfd.readouterr().err
-
-
-def test_while_the_report_is_written_no_step_is_spoken_of(capfd: pytest.CaptureFixture[str]) -> None:
-    with StopRequest() as stop:
-        stop.doing = REPORTING
-        signal.raise_signal(signal.SIGINT)
-    error = capfd.readouterr().err
-    assert "SIGINT: leaving the report" in error and "step" not in error and "the model is saved" in error
 
 
 def test_a_second_ctrl_c_interrupts_at_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from treeward.config.logger import LoggerConfig
 from treeward.errors import ConfigError
-from treeward.training.tracking import JsonlTracker, TrackerGroup, open_trackers, read_metrics
+from treeward.training.tracking import TrackerGroup, open_trackers, read_metrics
 
 
 def needs(package):
@@ -39,24 +39,10 @@ def log_steps(tracker, first, last):
             tracker.log({"validation-default/accuracy": 0.5 + step / 100}, step)
 
 
-# --- metrics.jsonl
-
-
-def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
+def test_values_that_are_not_finite_are_strict_json_and_come_back_as_soon_as_they_are_logged(tmp_path):
     path = tmp_path / "logs" / "metrics.jsonl"
-    tracker = JsonlTracker(path)
-    before = time.time()
-    tracker.log({"train/rm/loss": 0.5, "episode": 256}, step=12)
-    (record,) = read_metrics(path)
-    assert record.pop("time") == pytest.approx(before, abs=5)
-    assert record == {"step": 12, "train/rm/loss": 0.5, "episode": 256.0}
-    assert path.read_bytes().endswith(b"}\n")
-    tracker.close("finished")
-
-
-def test_values_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    JsonlTracker(path).log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1)
+    group, before = TrackerGroup(path), time.time()
+    group.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1}, step=12)
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
@@ -64,10 +50,9 @@ def test_values_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
     raw = json.loads(path.read_text(), parse_constant=refuse)
     assert (raw["a"], raw["b"], raw["c"]) == ("NaN", "Infinity", "-Infinity")
     (record,) = read_metrics(path)
-    assert math.isnan(record["a"]) and (record["b"], record["c"], record["d"]) == (math.inf, -math.inf, 1.0)
-
-
-# --- the group
+    assert record.pop("time") == pytest.approx(before, abs=5) and math.isnan(record.pop("a"))
+    assert record == {"step": 12, "b": math.inf, "c": -math.inf, "d": 1.0}
+    group.close("finished")
 
 
 class Failing:
@@ -87,9 +72,9 @@ class Failing:
 
 def test_a_failing_tracker_is_left_out_with_a_warning(tmp_path, caplog):
     failing, path = Failing(), tmp_path / "m.jsonl"
-    group = TrackerGroup({"gone": failing, "file": JsonlTracker(path)}, path)
+    group = TrackerGroup(path)
+    group.trackers["gone"] = failing
     log_steps(group, 1, 4)
-    group.close("finished")
     group.close("finished")
     assert len(read_metrics(path)) == 6 and failing.calls == [1, 2]
     (said,) = caplog.messages
@@ -104,31 +89,21 @@ def test_leaving_the_block_closes_with_the_status(error, status, tmp_path):
     tracker = Failing()
     with (
         contextlib.suppress(KeyboardInterrupt, SystemExit, RuntimeError),
-        TrackerGroup({"one": tracker}, tmp_path / "m.jsonl"),
+        open_trackers(logger_config(tmp_path), {}, None) as group,
     ):
+        group.trackers["one"] = tracker
         if error is not None:
             raise error
     assert tracker.calls == [status]
-
-
-# --- opening
-
-
-def test_only_the_file_when_nothing_is_enabled(tmp_path):
-    with open_trackers(logger_config(tmp_path), None) as group:
-        group.log({"a": 1.0}, 1)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]  # all, when nothing is enabled
 
 
 @needs("mlflow")
-def test_a_tracker_that_cannot_start_is_a_config_error_and_closes_the_others(tmp_path):
+def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path):
     config = logger_config(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": "nonsense://x"})
     with pytest.raises(ConfigError) as caught:
-        open_trackers(config, None)
+        open_trackers(config, {}, None)
     assert caught.value.where == "logger.mlflow_enabled" and "tracking_uri" in str(caught.value)
-
-
-# --- TensorBoard
 
 
 def read_tensorboard(folder):
@@ -144,10 +119,9 @@ def read_tensorboard(folder):
 @needs("tensorboard")
 def test_tensorboard_reads_back_and_a_resume_leaves_no_trace(tmp_path):
     config = logger_config(tmp_path, tensorboard_enabled=True)
-    with open_trackers(config, None) as first:
-        first.log_config({"rm": {"seed": 42}})
+    with open_trackers(config, {"rm": {"seed": 42}}, None) as first:
         log_steps(first, 1, 8)
-    with open_trackers(config, 6) as second:
+    with open_trackers(config, {"rm": {"seed": 42}}, 6) as second:
         second.log({"train/rm/loss": 70.0}, 7)
         second.log({"train/rm/loss": math.nan}, 8)
     scalars, accumulator = read_tensorboard(tmp_path / "tensorboard")
@@ -157,11 +131,7 @@ def test_tensorboard_reads_back_and_a_resume_leaves_no_trace(tmp_path):
     assert values[:7] == pytest.approx([1 / step for step in range(1, 7)] + [70.0])
     assert math.isnan(values[7])
     assert [step for step, _ in scalars["validation-default/accuracy"]] == [2, 4, 6]
-    (text,) = accumulator.Tensors("config/text_summary")
-    assert b'"seed": 42' in text.tensor_proto.string_val[0]
-
-
-# --- Weights & Biases
+    assert b'"seed": 42' in accumulator.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
 
 
 def read_wandb(file):
@@ -196,8 +166,7 @@ def read_wandb(file):
 @needs("wandb")
 def test_wandb_offline_has_the_values_and_a_resume_continues_the_run(tmp_path):
     config = logger_config(tmp_path, wandb_enabled=True, wandb={"project": "rm", "name": "first"})
-    with open_trackers(config, None) as first:
-        first.log_config({"rm": {"seed": 42}})
+    with open_trackers(config, {"rm": {"seed": 42}}, None) as first:
         log_steps(first, 1, 4)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     rows, stored_config, exit_code = read_wandb(file)
@@ -209,16 +178,13 @@ def test_wandb_offline_has_the_values_and_a_resume_continues_the_run(tmp_path):
     run_id = (tmp_path / "wandb_run_id").read_text().strip()
     assert file.name == f"run-{run_id}.wandb"
     file.rename(tmp_path / "first.wandb")
-    with pytest.raises(RuntimeError), open_trackers(config, 4) as second:
+    with pytest.raises(RuntimeError), open_trackers(config, {}, 4) as second:
         second.log({"a": math.nan}, 5)
         raise RuntimeError
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     rows, _, exit_code = read_wandb(file)
     assert file.name == f"run-{run_id}.wandb" and exit_code == 1
     assert [row["_step"] for row in rows] == [5] and math.isnan(rows[0]["a"])
-
-
-# --- MLflow
 
 
 def read_mlflow(folder, experiment):
@@ -232,25 +198,21 @@ def read_mlflow(folder, experiment):
 @needs("mlflow")
 def test_mlflow_files_read_back_and_a_resume_continues_the_run(tmp_path, caplog):
     config = logger_config(tmp_path, mlflow_enabled=True, mlflow={"experiment_name": "rm", "run_name": "first"})
-    with pytest.raises(KeyboardInterrupt), open_trackers(config, None) as first:
-        first.log_config({"rm": {"seed": 42, "num": 2}, "long": "x" * 10_000, "many": {f"k{i}": i for i in range(150)}})
-        log_steps(first, 1, 8)
+    settings = {"rm": {"seed": 42, "num": 2}, "long": "x" * 10_000, "many": {f"k{i}": i for i in range(150)}}
+    with pytest.raises(KeyboardInterrupt), open_trackers(config, settings, None) as first:
+        log_steps(first, 1, 6)
         raise KeyboardInterrupt
     client, (run,) = read_mlflow(tmp_path, "rm")
     assert run.info.run_name == "first" and run.info.status == "KILLED"
     assert run.data.params["rm.num"] == "2" and run.data.params["long"] == "x" * 6000
     assert len(run.data.params) == 153
 
-    with open_trackers(config, 6) as second:
+    with open_trackers(config, {"rm": {"num": 3}}, 6) as second:
         assert client.get_run(run.info.run_id).info.status == "RUNNING"
-        second.log_config({"rm": {"seed": 42, "num": 3, "new": None}})
         log_steps(second, 7, 10)
         second.log({"set (odd)/loss": math.nan}, 10)
     client, (run,) = read_mlflow(tmp_path, "rm")
     assert run.info.status == "FINISHED" and "failed" not in caplog.text
     history = client.get_metric_history(run.info.run_id, "train/rm/loss")
     assert [(point.step, point.value) for point in history] == [(step, 1 / step) for step in range(1, 11)]
-    history = client.get_metric_history(run.info.run_id, "validation-default/accuracy")
-    assert [point.step for point in history] == [2, 4, 6, 8, 10]
-    assert math.isnan(run.data.metrics["set _odd_/loss"])
-    assert run.data.params["rm.num"] == "2" and run.data.params["rm.new"] == "None"
+    assert math.isnan(run.data.metrics["set _odd_/loss"]) and run.data.params["rm.num"] == "2"

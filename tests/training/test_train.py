@@ -168,7 +168,8 @@ def test_the_trajectory_is_that_of_a_plain_loop(plain: tuple[Any, Lines], tiny_r
     expected = []
     for step in range(4):
         groups = []
-        for comparison in run.order.comparisons(step):
+        for which, row in run.order.batch(step, 8):
+            comparison = list(run.training_sets.values())[which][row]
             scores = [run.model(run.model.make_batch([[ids]]))[0] for ids in comparison.token_ids]
             ranked = list(zip(scores, comparison.ranks, strict=True))
             pairs = [-F.logsigmoid(a - b) for a, rank_a in ranked for b, rank_b in ranked if rank_a < rank_b]

@@ -1,4 +1,13 @@
-"""`treeward compare`: whether one reward model is better than another on the same examples, and where they differ."""
+"""`treeward compare`: whether one reward model is better than another on the same examples, and where they differ.
+
+examples:
+  treeward compare results/eval/mine results/eval/other
+  treeward compare results/eval/mine/llmbar results/eval/other/llmbar --disagreements 30
+
+A and B are folders that `treeward eval` wrote for one model each, or one
+examples.jsonl of them. Examples are matched by suite and id; the difference is
+A's accuracy less B's, with its 95 % interval.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +24,23 @@ from treeward.errors import ConfigError
 from treeward.tables import Column
 
 if TYPE_CHECKING:
-    from treeward.evaluation.comparison import Comparison, PairedResult
+    from treeward.evaluation.comparison import Comparison
 
-EXAMPLES = """\
-examples:
-  treeward compare results/eval/mine results/eval/other
-  treeward compare results/eval/mine/llmbar results/eval/other/llmbar --disagreements 30 --width 400
-
-A and B are folders that `treeward eval` wrote for one model each, or one
-examples.jsonl of them. Examples are matched by suite and id; the difference is
-A's accuracy less B's, with its 95 % interval."""
+_LONGEST_TEXT = 100
 
 
 def run(
     first: Annotated[str, typer.Argument(metavar="A", help="Evaluation of a model: a folder, or its examples.jsonl.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Evaluation of another model on the same examples.")],
     as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON on standard output.")] = False,
-    disagreements: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Examples to show that only one model has right.")
-    ] = 10,
-    width: Annotated[int, typer.Option(min=0, metavar="N", help="Characters of each text; 0 for all of them.")] = 100,
-    resamples: Annotated[int, typer.Option(min=100, metavar="N", help="Resamples of the intervals.")] = 2000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
+    disagreements: Annotated[int, typer.Option(min=0, help="How many examples to show that only one has right.")] = 10,
 ) -> int:
     if Path(first).exists() and Path(second).exists() and Path(first).samefile(second):
         raise ConfigError("A and B are the same evaluation", where=first, need="two models")
 
     from treeward.evaluation.comparison import compare, read_evaluation
 
-    found = compare(
-        read_evaluation(first),
-        read_evaluation(second),
-        num_disagreements=disagreements,
-        num_resamples=resamples,
-        seed=seed,
-    )
+    found = compare(read_evaluation(first), read_evaluation(second), num_disagreements=disagreements)
     if as_json:
         sys.stdout.write(json.dumps(asdict(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         return 0
@@ -64,8 +55,9 @@ def run(
         *found.notes,
         "",
         f"Same outcome: {same.value:.1%} ({same.low:.1%} to {same.high:.1%}) of {same.count} examples.",
+        *_disagreements(found),
     ]
-    sys.stdout.write("\n".join(lines + _disagreements(found, width or None)) + "\n")
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
@@ -80,39 +72,27 @@ def _write_table(comparison: Comparison) -> None:
         Column("interval", "95 % interval"),
         Column("only_first", f"only {a}"),
         Column("only_second", f"only {b}"),
-        Column("p", format=".2g"),
-        Column("p_holm", "p (Holm)", ".2g"),
+        Column("p_value", "p", ".2g"),
+        Column("adjusted_p_value", "p (Holm)", ".2g"),
     ]
-    write_table([_row(one) for one in (comparison.overall, *comparison.parts)], columns)
+    rows: list[dict[str, Any]] = []
+    for one in (comparison.overall, *comparison.parts):
+        row: dict[str, Any] = {key: getattr(one, key) for key in [column.key for column in columns[6:]]}
+        row |= {"set": one.name, "examples": one.count, "first": one.first.value, "second": one.second.value}
+        low, high = one.difference.low, one.difference.high
+        interval = None if low is None or high is None else f"{low:+.1%} to {high:+.1%}"
+        rows.append(row | {"difference": one.difference.value, "interval": interval})
+    write_table(rows, columns)
 
 
-def _row(result: PairedResult) -> dict[str, Any]:
-    low, high = result.difference.low, result.difference.high
-    return {
-        "set": result.name,
-        "examples": result.count,
-        "first": result.first.value,
-        "second": result.second.value,
-        "difference": result.difference.value,
-        "interval": None if low is None or high is None else f"{low:+.1%} to {high:+.1%}",
-        "only_first": result.only_first,
-        "only_second": result.only_second,
-        "p": result.p_value,
-        "p_holm": result.adjusted_p_value,
-    }
-
-
-def _disagreements(comparison: Comparison, width: int | None) -> list[str]:
+def _disagreements(comparison: Comparison) -> list[str]:
     """Each in a few lines: whose choice is right, the prompt, and the two completions that it is between."""
     if not comparison.disagreements:
         return []
-    overall, found = comparison.overall, comparison.num_disagreements
-    without = overall.only_first + overall.only_second - found
-    more = f" {without} more cannot be placed: the other model has no score for them." if without else ""
     lines = [
         "",
-        f"The {len(comparison.disagreements)} of {found} examples furthest apart that only one has right (margins in "
-        f"units of each model's root mean square; a negative one prefers the worse completion).{more}",
+        f"The {len(comparison.disagreements)} of {comparison.num_disagreements} examples furthest apart that only one "
+        "has right (margins in units of each model's root mean square; a negative one prefers the worse completion).",
     ]
     for one in comparison.disagreements:
         example = one.example
@@ -123,8 +103,7 @@ def _disagreements(comparison: Comparison, width: int | None) -> list[str]:
         lines += ["", f"{place}, id {example.id}: only {right} is right ({margins})"]
         prompt, better, worse = example.context[-1:], example.completions[one.better], example.completions[one.worse]
         for name, messages in (("prompt", prompt), ("better", better[-1:]), ("worse", worse[-1:])):
-            text = " ".join(str(message.get("content") or "") for message in messages)
-            text = " ".join(text.split())
-            short = text if width is None or len(text) <= width else text[: max(width - 3, 0)] + "..."
+            text = " ".join(" ".join(str(message.get("content") or "") for message in messages).split())
+            short = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
             lines.append(f"  {name + ':':<7} {short}")
     return lines

@@ -22,22 +22,12 @@ _FORMS = {
     "HelpSteer3": {"response1", "response2", "overall_preference"},
     "BinaryPreferenceDataset": {"prompt", "chosen", "rejected"},
 }
-"""The keys that tell the format of a file; `chosen` and `rejected` without a prompt are told by their values."""
+"""The keys that tell the format of a row."""
 
-_BINARY_KEYS = {"prompt_key", "chosen_key", "rejected_key"}
-
-DatasetName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Format of the comparisons; default: seen in them.")
-]
+DatasetName = Annotated[str | None, typer.Option(metavar="NAME", help="Format of the data; default: seen in them.")]
 Split = Annotated[str | None, typer.Option(help="Split of --data, or of a dataset that brings its own.")]
 DataOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data-option",
-        metavar="KEY=VALUE",
-        help="How the comparisons are read, as prompt_key=question: a key of a dataset in docs/config.md. "
-        "May be repeated.",
-    ),
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="A key of a dataset in docs/config.md; may be repeated.")
 ]
 
 
@@ -46,24 +36,19 @@ def dataset_config(
 ) -> DatasetConfig:
     """The configuration of a file, folder or hub name `data`, or of a dataset that brings its own.
 
-    `options`: further keys as KEY=VALUE. Raises `ConfigError` where neither is given, for options that are not those of
-    a dataset, and `DataError` for rows of no known format.
+    `options`: further keys as KEY=VALUE. Raises `ConfigError` where neither is given and for options that are not those
+    of a dataset, and `DataError` for rows of no known format.
     """
     if wrong := [text for text in options or () if "=" not in text]:
         raise ConfigError("this is no KEY=VALUE", where="--data-option", got=wrong[0], need="as prompt_key=question")
     pairs = [text.partition("=") for text in options or ()]
     keys: Any = {key: value for key, _, value in pairs if "." not in key}  # text as it is: a column may be called yes
     keys |= OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}" for key, _, value in pairs if "." in key]))
-    if dataset_name is None and _BINARY_KEYS & keys.keys():
+    if dataset_name is None and {"prompt_key", "chosen_key", "rejected_key"} & keys.keys():
         dataset_name = "BinaryPreferenceDataset"  # the only one that reads these keys
     if dataset_name is None:
         if data is None:
-            raise ConfigError(
-                "there are no comparisons",
-                where="--data",
-                got="neither --data nor --dataset-name",
-                need="comparisons: a file, or the name of a dataset that brings its own",
-            )
+            raise ConfigError("there are no comparisons", where="--data", need="--data FILE, or --dataset-name NAME")
         from treeward.data.sources import read_rows
 
         first = next(read_rows(data, split=split, subset=keys.get("subset")))  # or it raises
@@ -75,9 +60,8 @@ def dataset_config(
 def _format_of(values: Mapping[str, Any], where: str) -> str:
     """The registered dataset that reads rows such as this one."""
     keys = {key for key, value in values.items() if value is not None}
-    for name, needed in _FORMS.items():
-        if needed <= keys:
-            return name
+    if found := [name for name, needed in _FORMS.items() if needed <= keys]:
+        return found[0]
     if {"chosen", "rejected"} <= keys:  # whole conversations, as messages or as a transcript
         is_transcript = isinstance(values["chosen"], str) and not values["chosen"].lstrip().startswith("[")
         return "HHTranscripts" if is_transcript else "Tulu3Preference"
@@ -86,6 +70,6 @@ def _format_of(values: Mapping[str, Any], where: str) -> str:
         where=where,
         got=f"keys {sorted(map(str, values))}",
         need="context and completions with ranks; or prompt, chosen and rejected; or chosen and rejected conversations",
-        fix="name the keys, as --data-option prompt_key=question; or say which dataset reads it, as --dataset-name "
+        fix="name the keys, as --data-option prompt_key=question; or the dataset that reads it, as --dataset-name "
         "HelpSteer3; the file of a suite is named as --suite llmbar=FILE",
     )

@@ -1,4 +1,19 @@
-"""`treeward eval`: score suites or comparisons with reward models, and say what they have learnt."""
+"""`treeward eval`: score suites or comparisons with reward models, and say what they have learnt.
+
+examples:
+  treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
+  treeward eval results/quickstart/final --dataset-name Bundled --split length_controlled --output results/eval
+  treeward eval MODEL --data held_out.jsonl --data-option prompt_key=question --output results/eval
+  treeward eval MODEL OTHER_MODEL --suite rewardbench,rewardbench2 --output results/eval
+  treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
+  treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
+  treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
+  treeward eval MODEL --shaping contract --data held_out.jsonl --output results/eval-shaped
+
+Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or, as
+NAME=FOLDER, from a copy. The same command goes on where it was interrupted. An example
+without a score counts as wrong, and the exit code is 1.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +38,6 @@ from treeward.cli.options import (
     with_model_options,
     write_table,
 )
-from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.tables import Column
@@ -31,52 +45,23 @@ from treeward.tables import Column
 if TYPE_CHECKING:
     from treeward.evaluation.session import Candidate
 
-EXAMPLES = """\
-examples:
-  treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
-  treeward eval results/quickstart/final --dataset-name Bundled --split length_controlled --output results/eval
-  treeward eval MODEL --data held_out.jsonl --data-option prompt_key=question --output results/eval
-  treeward eval MODEL OTHER_MODEL --suite rewardbench,rewardbench2 --output results/eval
-  treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
-  treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
-  treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
-  treeward eval MODEL --shaping contract --data held_out.jsonl --output results/eval-shaped
-
-Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or, as
-NAME=FOLDER, from a copy. The same command goes on where it was interrupted.
-OUTPUT/report.html is the report, OUTPUT/results.json has its numbers, and
-OUTPUT/MODEL/SUITE/examples.jsonl a row for each example. The exit code is 1 where an
-example has no score (too long, refused by the template): it counts as wrong, and a
-warning says how many there are and why."""
-
-_LONGEST_NAME = 100
-
 
 @with_model_options
 def run(
-    models: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL", help="Folders or hub names of reward models.")
-    ] = None,
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Folders or hub names.")] = None,
     checkpoints: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="The checkpoints of a training run, and how they drift.")
+        str | None, typer.Option(metavar="RUN_DIR", help="A run's checkpoints; their drift.")
     ] = None,
     suite: Annotated[list[str] | None, typer.Option(metavar="NAME[=FOLDER],...", help="Suites to run.")] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Comparisons in any format that training reads.")
-    ] = None,
+    data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Comparisons, as training reads them.")] = None,
     dataset_name: DatasetName = None,
     split: Split = None,
     data_option: DataOptions = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where rows, results and the report go.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N examples of each suite.")] = None,
     tie_policy: Annotated[Literal["strict", "half"], typer.Option(help="A tie counts nothing, or half.")] = "strict",
-    perturbations: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Rewrite the completions of N examples of each suite.")
-    ] = None,
-    training_data: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Training comparisons to look for in the suites.")
-    ] = None,
-    no_report: Annotated[bool, typer.Option("--no-report", help="results.json only.")] = False,
+    perturbations: Annotated[int | None, typer.Option(min=1, help="Rewrite so many examples of each suite.")] = None,
+    training_data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="To look for in the suites.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     *,
@@ -100,35 +85,29 @@ def run(
             num_perturbations=perturbations,
             training_data=training,
             drift=checkpoints is not None,
-            report=not no_report,
             on_progress=progress.show,
         )
-    _print(done.summaries, done.drift)
+    _print(done.summaries)
     if done.path is not None:
-        sys.stdout.write(f"\n{'The report is' if done.path.suffix == '.html' else 'The results are'} {done.path}\n")
+        sys.stdout.write(f"\nThe report is {done.path}\n")
     return 1 if any(one.result.num_failed for one in done.summaries) else 0
 
 
 def _suites(
-    named: list[str],
-    data: list[str],
-    dataset_name: str | None,
-    split: str | None,
-    options: list[str] | None,
-    tie_policy: Literal["strict", "half"],
+    named: list[str], data: list[str], name: str | None, split: str | None, options: list[str] | None, tie_policy: Any
 ) -> list[tuple[Any, str | None]]:
+    """The suites with their folders, and the files of comparisons, or the dataset called `name`, as suites."""
     from treeward.evaluation.suites import PreferenceSuite, get_suite
 
     found: list[tuple[Any, str | None]] = []
     for text in filter(None, ",".join(named).split(",")):
-        name, _, source = text.strip().partition("=")
-        found.append((get_suite(name, tie_policy=tie_policy), source or None))
-    paths: list[str | None] = [*data] or ([None] if dataset_name is not None else [])
+        suite, _, source = text.strip().partition("=")
+        found.append((get_suite(suite, tie_policy=tie_policy), source or None))
+    paths: list[str | None] = [*data] or ([None] if name is not None else [])
     for path in paths:
-        name = re.sub(r"(\.(jsonl|json|csv|parquet|arrow|gz))+$", "", Path(path or str(dataset_name)).name) or "data"
-        name = re.sub(r"[^\w.-]+", "-", name if split is None else f"{name}-{split}")
-        config = dataset_config(path, dataset_name, split, options)
-        found.append((PreferenceSuite(name, config, tie_policy=tie_policy), None))
+        plain = re.sub(r"(\.(jsonl|json|csv|parquet|arrow|gz))+$", "", Path(path or str(name)).name) or "data"
+        called = re.sub(r"[^\w.-]+", "-", plain if split is None else f"{plain}-{split}")
+        found.append((PreferenceSuite(called, dataset_config(path, name, split, options), tie_policy=tie_policy), None))
     if not found:
         need = "suites, as --suite rewardbench, or comparisons, as --data FILE"
         raise ConfigError("there is nothing to evaluate on", where="--suite, --data", got="neither", need=need)
@@ -147,38 +126,36 @@ def _candidates(
     if not models and not checkpoints:
         need = "a model, or --checkpoints RUN_DIR"
         raise ConfigError("there is no model to evaluate", where="MODEL", got="none", need=need)
-    for model in models:
+    for model in [*checkpoints, *models]:
         check_local(model)  # the last one too, before hours of the first
     names = folder_names(models) | checkpoints
     ordered = [*checkpoints, *(model for model in models if model not in checkpoints)]
     candidates = []
     for section in reward_models(ordered, ensemble, shaping, options.keys):
         if section.models is not None and checkpoints:
-            raise ConfigError(
-                "an ensemble is one model, and checkpoints are compared with each other",
-                where="--ensemble, --checkpoints",
-                need="one of them, or an ensemble of heads as {over: heads}",
-                fix="to make an ensemble of checkpoints, name them as models: RUN_DIR/step_100/model ...",
-            )
-        first, is_plain = section.members[0], section.ensemble is None and section.shaping is None
+            need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
+            raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
+        name, notes, shaper = "-".join(names[one] for one in section.members), [], check_shaping(section, alone=True)
+        if section.ensemble is not None:
+            heads = section.ensemble.over == "heads"
+            name = name if len(name) <= 100 else f"{len(section.members)}-models"
+            name = f"{section.ensemble.method}-of-{'heads-of-' if heads else ''}{name}"
+            notes.append(f"{section.ensemble.method} of {'its heads' if heads else ', '.join(section.members)}")
+        if shaper is not None:
+            text = json.dumps(shaper.config.model_dump(mode="json", exclude_defaults=True)).replace('"', "")
+            name, notes = f"{name}-shaped", [*notes, f"rewards, shaped by {text}, in the place of scores"]
+        first = section.members[0]
         candidates.append(
             Candidate(
-                _name(section, [names[member] for member in section.members]),
-                partial(_load, section, options.batch_tokens),
-                published_name=first if is_plain and not Path(first).exists() else None,
-                note=_note(section),
+                name,
+                partial(load_rewards, section, options.batch_tokens),
+                published_name=first if not notes and not Path(first).exists() else None,
+                note="; ".join(notes) or None,
                 in_drift=first in checkpoints,
             )
         )
     check_device(options.device)
     return candidates
-
-
-def _load(section: ServedModelConfig, batch_tokens: int | None) -> Any:
-    from treeward.evaluation.session import scorer_identity
-
-    scorer = load_rewards(section, batch_tokens)
-    return scorer, scorer_identity(scorer, section.members[0])
 
 
 def _checkpoints(folder: Path) -> dict[str, str]:
@@ -190,33 +167,10 @@ def _checkpoints(folder: Path) -> dict[str, str]:
     if not found:
         need = "a run's checkpoint_dir, with folders step_N"
         raise ConfigError("the folder has no checkpoints", where="--checkpoints", got=str(folder), need=need)
-    if absent := [path for path in found if not Path(path).is_dir()]:
-        raise ConfigError("a checkpoint holds no model", where="--checkpoints", got=f"no folder {absent[0]}")
     return found
 
 
-def _name(section: ServedModelConfig, names: list[str]) -> str:
-    """Of the candidate's folder: worst-of-a-b, a-shaped, ..."""
-    name = "-".join(names)
-    if section.ensemble is not None:
-        name = f"{len(names)}-models" if len(name) > _LONGEST_NAME else name
-        name = f"{section.ensemble.method}-of-{'heads-of-' if section.ensemble.over == 'heads' else ''}{name}"
-    return name if section.shaping is None else f"{name}-shaped"
-
-
-def _note(section: ServedModelConfig) -> str | None:
-    """What a reader of the report must know of the numbers that are ranked."""
-    parts, shaper = [], check_shaping(section, alone=True)
-    if section.ensemble is not None:
-        members = "its heads" if section.ensemble.over == "heads" else ", ".join(section.members)
-        parts.append(f"{section.ensemble.method} of {members}")
-    if shaper is not None:
-        text = json.dumps(shaper.config.model_dump(mode="json", exclude_defaults=True)).replace('"', "")
-        parts.append(f"rewards, shaped by {text}, in the place of scores")
-    return "; ".join(parts) or None
-
-
-def _print(summaries: list[Any], drift: list[Any]) -> None:
+def _print(summaries: list[Any]) -> None:
     rows = [
         {"model": one.model, "suite": one.suite, "part": part, "value": metric.value}
         | {"low": metric.low, "high": metric.high, "count": metric.count}
@@ -235,19 +189,3 @@ def _print(summaries: list[Any], drift: list[Any]) -> None:
         Column("count", title="of"),
     ]
     write_table(rows, columns)
-    changes = [
-        {"suite": one.suite, "from": step.before, "to": step.after}
-        | {metric.name: metric.value for metric in step.drift.metrics()}
-        for one in drift
-        for step in one.steps
-    ]
-    columns = [
-        *(Column(key) for key in ("suite", "from", "to")),
-        Column("order_agreement", title="pairs alike", format=".3f"),
-        Column("scale_ratio", title="spread x", format=".3f"),
-        Column("shift", title="scores moved", format="+.3f"),
-        Column("rank_correlation", title="rank correlation", format=".3f"),
-    ]
-    if changes:
-        sys.stdout.write("\n")
-        write_table(changes, columns)

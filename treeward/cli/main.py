@@ -1,7 +1,8 @@
 """`treeward VERB ...`: finds the verb's module, and turns a user's mistake into one message and exit code 2.
 
-A verb is a module of `treeward.cli` whose `run` is a typer command that returns the exit code. Only the module of the
-verb that was named is imported, so `--help` answers at once.
+A verb is a module of `treeward.cli` whose `run` is a typer command that returns the exit code; the module's docstring,
+after its first line, is shown at the end of its help. Only the module of the verb that was named is imported, so
+`--help` answers at once.
 """
 
 from __future__ import annotations
@@ -73,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         sys.stdout.write(f"treeward {VERSION}\n")
         return 0
-    debug = "--debug" in words  # before the verb or after it
-    configure_logging(debug=debug)
+    configure_logging(debug="--debug" in words)  # before the verb or after it
     try:
         app([word for word in words if word != "--debug"], prog_name="treeward")
     except SystemExit as end:
@@ -89,8 +89,7 @@ def configure_logging(*, debug: bool = False) -> None:
     second call replaces the first; handlers that others have installed stay.
     """
     root, ours = logging.getLogger(), logging.getLogger("treeward")
-    for handler in [handler for handler in root.handlers if isinstance(handler, StandardErrorHandler)]:
-        root.removeHandler(handler)
+    root.handlers = [handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)]
     handler = StandardErrorHandler()
     handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     root.addHandler(handler)
@@ -100,18 +99,17 @@ def configure_logging(*, debug: bool = False) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """`HH:MM:SS message`; the level when it is not INFO, and the logger's name while debugging."""
+    """`HH:MM:SS message`; before the message the level, when it is not INFO."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        name = f"{record.name}: " if logging.getLogger("treeward").isEnabledFor(logging.DEBUG) else ""
-        return f"{self.formatTime(record, self.datefmt)} {level}{name}{record.message}"
+        return f"{self.formatTime(record, self.datefmt)} {level}{record.message}"
 
 
 def _load(verb: str) -> TyperCommand:
     module = importlib.import_module(f"treeward.cli.{verb}")
     made = typer.Typer(add_completion=False, rich_markup_mode=None)
-    examples = "\n\n".join(f"\b\n{part}" for part in module.EXAMPLES.split("\n\n"))
+    examples = "\n\n".join(f"\b\n{part}" for part in str(module.__doc__).strip().split("\n\n")[1:])
     made.command(verb, help=VERBS[verb], epilog=examples)(_reporting(verb, module.run))
     command = typer.main.get_command(made)
     assert isinstance(command, TyperCommand)
@@ -119,22 +117,22 @@ def _load(verb: str) -> TyperCommand:
 
 
 def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
-    """`run`, with its exit code, and with errors for users as messages instead of tracebacks."""
+    """`run`, with its exit code; errors for users, and those of files and networks, are messages, not tracebacks."""
 
     @functools.wraps(run)
-    def reporting(*arguments: Any, **options: Any) -> None:
+    def reporting(**options: Any) -> None:
         try:
-            code = run(*arguments, **options)
-        except (TreewardError, KeyboardInterrupt) as error:
+            code = run(**options)
+        except BrokenPipeError:
+            # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        except (TreewardError, OSError, KeyboardInterrupt) as error:
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
             interrupted = isinstance(error, KeyboardInterrupt)
             sys.stderr.write(f"\ntreeward {verb}: interrupted\n" if interrupted else f"treeward {verb}: {error}\n")
             code = 130 if interrupted else 2
-        except BrokenPipeError:
-            # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = 0
         raise typer.Exit(code)
 
     return reporting

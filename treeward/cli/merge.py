@@ -1,4 +1,13 @@
-"""`treeward merge`: the weights of several reward models, averaged into one model folder."""
+"""`treeward merge`: the weights of several reward models, averaged into one model folder.
+
+examples:
+  treeward merge results/a/final results/b/final --output results/merged
+  treeward merge A B C --output merged --weights 0.5,0.25,0.25 --dtype bfloat16
+
+Merge models that were trained from one initialisation (same pretrained weights,
+same head) and differ in data order, seed or learning rate. The merged model has
+a scoring contract of its own and no calibration.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +21,14 @@ from treeward.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-EXAMPLES = """\
-examples:
-  treeward merge results/a/final results/b/final --output results/merged
-  treeward merge A B C --output merged --weights 0.5,0.25,0.25 --dtype bfloat16
-
-Merge models that were trained from one initialisation (same pretrained weights,
-same head) and differ in data order, seed or learning rate. The merged model has
-a scoring contract of its own and no calibration."""
+Dtype = Literal["float32", "bfloat16"]
 
 
 def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folders of reward models, two or more.")],
     output: Annotated[str, typer.Option(metavar="DIR", help="A new folder for the merged model.")],
-    weights: Annotated[
-        str | None, typer.Option(metavar="W,W", help="Share of each model; default: equal shares.")
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Of the backbone on disk; default: that of the models."),
-    ] = None,
+    weights: Annotated[str | None, typer.Option(metavar="W,W", help="Share of each model; default: equal.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the backbone on disk; default: as the models'.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:
     try:
@@ -43,12 +40,7 @@ def run(
     from treeward.model.pretrained import DTYPES
     from treeward.scoring.merging import merge_models
 
-    folder = merge_models(
-        models,
-        output,
-        weights=shares,
-        dtype=None if dtype is None else DTYPES[dtype],
-        trust_remote_code=trust_remote_code,
-    )
+    kind = None if dtype is None else DTYPES[dtype]
+    folder = merge_models(models, output, weights=shares, dtype=kind, trust_remote_code=trust_remote_code)
     logger.info("Merged the weights into %s.", folder)
     return 0

@@ -2,7 +2,7 @@
 
 @with_model_options                                   # adds --device, --dtype, --max-length, ...
 def run(models: Models, ensemble: Ensemble = None, shaping: Shaping = None, *, options: ModelOptions) -> int:
-    for section in reward_models(models, ensemble, shaping, options):
+    for section in reward_models(models, ensemble, shaping, options.keys):
         scorer, shaper = load(section, options.batch_tokens)
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from treeward.config.load import load_section
-from treeward.config.server import ServedModelConfig
+from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,25 +29,16 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="key=value", help="Override keys of the file; +key adds one, ~key removes one."),
+    list[str] | None, typer.Argument(metavar="key=value", help="Keys of the file; +key adds one, ~key removes one.")
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU where there is one.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Number format of the backbone's weights.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that the model folder contains.")
-]
-Unchecked = Annotated[
-    bool, typer.Option("--unchecked", help="Go on even if the model does not keep its scoring contract.")
-]
-Shaping = Annotated[
-    str | None,
-    typer.Option(metavar="YAML", help="A reward_shaping section, or `contract` for that of the model's contract."),
-]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
+Unchecked = Annotated[bool, typer.Option("--unchecked", help="Also a model that breaks its scoring contract.")]
+Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section, or `contract`.")]
 Ensemble = Annotated[
-    str | None,
-    typer.Option(metavar="YAML", help="Several models as one: mean, worst, uncertainty, or an ensemble section."),
+    str | None, typer.Option(metavar="YAML", help="Several as one: mean, worst, uncertainty, or a section.")
 ]
 
 
@@ -55,8 +46,8 @@ Ensemble = Annotated[
 class ModelOptions:
     """How reward models are loaded and score; the options of `with_model_options`."""
 
-    batch_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in one forward pass.")] = None
-    max_length: Annotated[int | None, typer.Option(min=1, metavar="N", help="Longest conversation, in tokens.")] = None
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one forward pass.")] = None
+    max_length: Annotated[int | None, typer.Option(min=1, help="Longest conversation, in tokens.")] = None
     truncation: Annotated[
         Literal["drop", "truncate_left", "error"] | None,
         typer.Option(help="Longer ones: no score, oldest context cut, or an error; default: as in training."),
@@ -96,18 +87,17 @@ def reward_models(
 
     `options`: further keys of each. Raises `ConfigError` for an ensemble or a shaping that is none.
     """
-    common = {**options, "shaping": None if shaping is None else parse_yaml(shaping, "--shaping")}
+    section = None if ensemble is None else parse_yaml(ensemble, "--ensemble")
+    section = {"method": section} if isinstance(section, str) else section
+    keys = {**options, "ensemble": section, "shaping": None if shaping is None else parse_yaml(shaping, "--shaping")}
+    keys = {key: value for key, value in keys.items() if value is not None}
     named: list[dict[str, Any]] = [{"model": model} for model in models]
-    if ensemble is not None:
-        section = parse_yaml(ensemble, "--ensemble")
-        common["ensemble"] = section = {"method": section} if isinstance(section, str) else section
-        if section.get("over") != "heads":
-            if len(models) == 1:
-                need = "two models or more, or the heads of one: {method: mean, over: heads}"
-                raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need=need)
-            named = [{"models": list(models)}]
-    common = {key: value for key, value in common.items() if value is not None}
-    return [load_section(ServedModelConfig, one | common, where="MODEL, --shaping, --ensemble") for one in named]
+    if section is not None and section.get("over") != "heads":
+        if len(models) == 1:
+            need = "two models or more, or the heads of one: {method: mean, over: heads}"
+            raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need=need)
+        named = [{"models": list(models)}]
+    return [load_section(ServedModelConfig, one | keys, where="MODEL, --shaping, --ensemble") for one in named]
 
 
 def one_model(
@@ -116,12 +106,8 @@ def one_model(
     """As `reward_models`, of models that must score as one."""
     sections = reward_models(models, ensemble, shaping, options)
     if len(sections) > 1:
-        raise ConfigError(
-            "several models are named, and nothing says how their scores become one",
-            where="MODEL",
-            got=" ".join(models),
-            need="one model, or several with --ensemble mean, worst or uncertainty",
-        )
+        need = "one model, or several with --ensemble mean, worst or uncertainty"
+        raise ConfigError("nothing says how several models score as one", where="MODEL", got=list(models), need=need)
     return sections[0]
 
 
@@ -130,35 +116,25 @@ def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer |
 
     Raises `ConfigError` for a device that is not there, and as `check_shaping`.
     """
-    from treeward.model.pretrained import DTYPES
-    from treeward.scoring.ensemble import EnsembleScorer
-    from treeward.scoring.scorer import Scorer
+    from treeward.serving.models import ServedModel
 
     check_device(section.device)
     is_class = section.reward_class is not None
     section.refuse(is_class, "a reward class is served, with `treeward serve`", "reward_class", need="a reward model")
-    given = {"batch_tokens": batch_tokens, "max_length": section.max_length, "truncation": section.truncation}
-    options: dict[str, Any] = {
-        "device": section.device,
-        "dtype": DTYPES[section.dtype],
-        "trust_remote_code": section.trust_remote_code,
-        "check_contract": section.check_contract,
-        **{name: value for name, value in given.items() if value is not None},
-    }
-    scorer: Scorer | EnsembleScorer
-    if section.ensemble is None:
-        scorer = Scorer.load(section.members[0], **options)
-    else:
-        scorer = EnsembleScorer.load(section.members, config=section.ensemble, **options)
-    return scorer, check_shaping(section, tokenizer=scorer.renderer.tokenizer)
+    given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
+    check_shaping(section)
+    model = ServedModel.load(section, ServerConfig(models=(section,), prefix_cache_bytes=0, **given))
+    return model.scorer, model.shaper
 
 
-def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> ConversationScorer:
-    """The scorer, or, with shaping, one whose scores are the rewards. Raises as `load`."""
+def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, dict[str, Any]]:
+    """The scorer, or, with shaping, one whose scores are the rewards; and what its rows depend on. Raises as `load`."""
+    from treeward.evaluation.session import scorer_identity
     from treeward.scoring.rewarding import RewardScorer
 
     scorer, shaper = load(section, batch_tokens)
-    return scorer if shaper is None else RewardScorer(scorer, shaper, where="--shaping")
+    rewards = scorer if shaper is None else RewardScorer(scorer, shaper, where="--shaping")
+    return rewards, scorer_identity(rewards, section.members[0])
 
 
 def check_shaping(section: ServedModelConfig, *, alone: bool = False, tokenizer: Any = None) -> Shaper | None:
@@ -190,23 +166,19 @@ def check_device(device: str | None) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        raise ConfigError(
-            "the device cannot be used",
-            where="--device",
-            got=f"{device}: {str(error).splitlines()[0]}",
-            need="cpu, or a GPU that torch sees, as cuda or cuda:1",
-        ) from error
+        got, need = f"{device}: {str(error).splitlines()[0]}", "cpu, or a GPU that torch sees, as cuda or cuda:1"
+        raise ConfigError("the device cannot be used", where="--device", got=got, need=need) from error
 
 
-def parse_yaml(text: str, option: str, *, names: bool = True) -> Any:
-    """A mapping that is given as an option, or, unless `names` is False, a name."""
+def parse_yaml(text: str, option: str) -> Any:
+    """A mapping that is given as an option, or a name."""
     import yaml
 
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = None
-    if not isinstance(value, str | dict if names else dict):
+    if not isinstance(value, str | dict):
         raise ConfigError("the option is no section", where=option, got=text, need="YAML, as {key: value}, or a name")
     return value
 

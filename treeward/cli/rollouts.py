@@ -1,4 +1,14 @@
-"""`treeward rollouts`: completions of a language model behind an OpenAI-compatible address, with their rewards."""
+r"""`treeward rollouts`: completions of a language model behind an OpenAI-compatible address, with their rewards.
+
+examples:
+  treeward rollouts --model-url http://localhost:8001/v1 --model my-model --input rows.jsonl \
+      --output rollouts.jsonl --reward-model results/rm/final --num-repeats 4
+  treeward rollouts --model-url http://localhost:8001/v1 --model my-model --input rows.jsonl \
+      --output rollouts.jsonl --rewards-url http://localhost:8000 --concurrency 64 --resume
+
+Rows hold `responses_create_params` (as NeMo Gym's), `messages`, or a `prompt`. Beside
+the output lie the failures, the metrics of all rollouts, and the rewards of each prompt.
+"""
 
 from __future__ import annotations
 
@@ -18,69 +28,50 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from treeward.client.rewards import AsyncRewardClient
+    from treeward.config.server import ServedModelConfig
     from treeward.serving.rollouts.collect import Collected
     from treeward.serving.rollouts.policy import Policy, Task
     from treeward.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
-EXAMPLES = """\
-examples:
-  treeward rollouts --model-url http://localhost:8001/v1 --model my-model --input rows.jsonl \\
-      --output rollouts.jsonl --reward-model results/rm/final --num-repeats 4
-  treeward rollouts --model-url http://localhost:8001/v1 --model my-model --input rows.jsonl \\
-      --output rollouts.jsonl --rewards-url http://localhost:8000 --concurrency 64 --resume
-
-Rows hold `responses_create_params` (as NeMo Gym's), `messages`, or a `prompt`. Each
-rollout is written with its `response` and its `reward` as soon as it is there; beside
-the output lie the failures and their reasons, the metrics of all rollouts, and the
-rewards of each prompt."""
-
 
 @with_model_options
 def run(
-    model_url: Annotated[str, typer.Option(metavar="URL", help="The policy's address, as http://host:8001/v1.")],
+    model_url: Annotated[str, typer.Option(help="The policy's address, as http://host:8001/v1.")],
     model: Annotated[str, typer.Option(metavar="NAME", help="The name under which the policy is served.")],
     input_file: Annotated[str, typer.Option("--input", metavar="FILE", help="jsonl, json, csv, parquet or arrow.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rollouts go, as rollouts.jsonl.")],
     api: Annotated[Literal["chat", "responses"], typer.Option(help="Chat completions or responses.")] = "chat",
-    model_token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The environment variable with the policy's API key.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N rows only.")] = None,
-    num_repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Rollouts of each row.")] = 1,
-    concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Rollouts at one time.")] = 16,
+    model_token_env: Annotated[str | None, typer.Option(help="The variable with the policy's API key.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first N rows only.")] = None,
+    num_repeats: Annotated[int, typer.Option(min=1, help="Rollouts of each row.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at one time.")] = 16,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the rollouts in the output.")] = False,
-    max_retries: Annotated[int, typer.Option(min=0, metavar="N", help="Further attempts of a request.")] = 5,
-    timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Limit of a request.")] = 600.0,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="For rows without one.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P", help="For rows without one.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of a completion, for rows without a limit.")
-    ] = None,
-    rewards_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="A running `treeward serve` that gives the rewards.")
-    ] = None,
-    reward_model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODEL", help="Or a folder or hub name, scored in this process; with --ensemble several."),
-    ] = None,
-    rewards_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which model of --rewards-url; default: its first.")
-    ] = None,
-    rewards_token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The environment variable with its bearer token.")
-    ] = None,
-    tls_ca: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A PEM file with the certificates to trust.")
-    ] = None,
+    max_retries: Annotated[int, typer.Option(min=0, help="Further attempts of a request.")] = 5,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Limit of a request, in seconds.")] = 600.0,
+    temperature: Annotated[float | None, typer.Option(help="For rows without one.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="For rows without one.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a completion, for rows without a limit.")] = None,
+    rewards_url: Annotated[str | None, typer.Option(help="A running `treeward serve` that gives rewards.")] = None,
+    reward_model: Annotated[list[str] | None, typer.Option(help="Or a reward model in this process.")] = None,
+    rewards_model: Annotated[str | None, typer.Option(help="Which model of --rewards-url; default: its first.")] = None,
+    rewards_token_env: Annotated[str | None, typer.Option(help="The variable with its bearer token.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     *,
     options: ModelOptions,
 ) -> int:
-    of_model, of_server = bool(shaping or ensemble or options != ModelOptions()), rewards_model or rewards_token_env
-    _check(output, reward_model, rewards_url, of_model=of_model, of_server=bool(of_server))
+    if Path(output).suffix != ".jsonl":
+        raise ConfigError("the output is no .jsonl", where="--output", got=output, need="a name as rollouts.jsonl")
+    if reward_model and rewards_url is not None:
+        raise ConfigError("rewards come from one place", where="--reward-model, --rewards-url", need="one of them")
+    if not reward_model and (shaping or ensemble or options != ModelOptions()):
+        summary = "--shaping, --ensemble and the options of models are for a reward model in this process"
+        raise ConfigError(summary, need="--reward-model, or the same for the server behind --rewards-url")
+    if rewards_url is None and (rewards_model or rewards_token_env):
+        where = "--rewards-model, --rewards-token-env"
+        raise ConfigError("the option is for a server", where=where, need="--rewards-url")
 
     from treeward.client.rewards import AsyncRewardClient
     from treeward.http import checked_url
@@ -94,41 +85,36 @@ def run(
     base_url = checked_url(model_url)
     if base_url.count("/") == 2:  # http://host:port stands for its /v1
         base_url += "/v1"
-    model_key, rewards_key = key_from(model_token_env), key_from(rewards_token_env)
     tasks = read_tasks(input_file, limit=limit)
     check_free(Path(output), resume=resume)
-    common: dict[str, Any] = {"timeout_seconds": timeout, "max_retries": max_retries, "verify_tls": tls_ca or True}
+    common: dict[str, Any] = {"timeout_seconds": timeout, "max_retries": max_retries}
     sampling = {"temperature": temperature, "top_p": top_p, "max_output_tokens": max_tokens}
     settings = {key: value for key, value in sampling.items() if value is not None}
-    policy = Policy(openai_client(base_url, api_key=model_key, **common), model, api, settings)
-    client, service = None, None
+    policy = Policy(openai_client(base_url, api_key=key_from(model_token_env), **common), model, api, settings)
+    token, client, service = key_from(rewards_token_env), None, None
     if reward_model:
-        service = _service(reward_model, shaping, ensemble, options, deadline_seconds=timeout)
+        section = one_model(reward_model, ensemble, shaping, options.keys)
+        check_shaping(section)  # rollouts that are made again must have the same rewards
+        service = _service(section, options.batch_tokens, deadline_seconds=timeout)
         client = _client_of(service, timeout_seconds=timeout, max_concurrency=concurrency)
     elif rewards_url is not None:
         url = checked_url(rewards_url).removesuffix("/v1")
-        client = AsyncRewardClient(url, token=rewards_key, model=rewards_model, max_concurrency=concurrency, **common)
+        client = AsyncRewardClient(url, token=token, model=rewards_model, max_concurrency=concurrency, **common)
     sizes = {"num_repeats": num_repeats, "concurrency": concurrency}
     try:
         found = asyncio.run(_collected(tasks, policy, client, Path(output), resume=resume, **sizes))
     finally:
         if service is not None:
             service.close()
-    return _show(found, Path(output))
-
-
-def _check(output: str, models: list[str] | None, url: str | None, *, of_model: bool, of_server: bool) -> None:
-    """Raise `ConfigError` for options of a reward model in this process, or of a server, without one."""
-    if Path(output).suffix != ".jsonl":
-        raise ConfigError("the output is no .jsonl", where="--output", got=output, need="a name as rollouts.jsonl")
-    if models and url is not None:
-        raise ConfigError("rewards come from one place", where="--reward-model, --rewards-url", need="one of them")
-    if not models and of_model:
-        summary = "--shaping, --ensemble and the options of models are for a reward model in this process"
-        raise ConfigError(summary, need="--reward-model, or the same for the server behind --rewards-url")
-    if url is None and of_server:
-        where = "--rewards-model, --rewards-token-env"
-        raise ConfigError("the option is for a server", where=where, need="--rewards-url")
+    reward = found.metrics.get("agent_metrics", {}).get("mean/reward")
+    mean = "" if reward is None else f"; mean reward {reward:.4f}"
+    num_rollouts = found.num_kept + found.num_done
+    logger.info("%d rollouts in %s, %d of them from before%s.", num_rollouts, output, found.num_kept, mean)
+    if found.num_failed:
+        failures = output.removesuffix(".jsonl") + "_failures.jsonl"
+        logger.warning("%d rollouts failed: they are in %s, and --resume tries them again. The first: %s",
+                       found.num_failed, failures, found.first_failure)  # fmt: skip
+    return 1 if found.num_failed else 0
 
 
 async def _collected(
@@ -154,18 +140,13 @@ async def _collected(
         return await collect(tasks, policy, rewards, output, num_repeats=num_repeats, advance=advance, **how)
 
 
-def _service(
-    models: list[str], shaping: Shaping, ensemble: Ensemble, options: ModelOptions, *, deadline_seconds: float
-) -> Service:
+def _service(section: ServedModelConfig, batch_tokens: int | None, *, deadline_seconds: float) -> Service:
     """The reward model in this process, behind the batcher of a server."""
     from treeward.config.server import ServerConfig
     from treeward.serving.run import make_service
 
-    section = one_model(models, ensemble, shaping, options.keys)
-    check_shaping(section)  # rollouts that are made again must have the same rewards
-    given: dict[str, Any] = {} if options.batch_tokens is None else {"batch_tokens": options.batch_tokens}
-    config = ServerConfig(models=(section,), deadline_seconds=deadline_seconds, access_log=False, **given)
-    return make_service(config)
+    given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
+    return make_service(ServerConfig(models=(section,), deadline_seconds=deadline_seconds, access_log=False, **given))
 
 
 def _client_of(service: Service, **options: Any) -> AsyncRewardClient:
@@ -176,16 +157,3 @@ def _client_of(service: Service, **options: Any) -> AsyncRewardClient:
     from treeward.serving.app import create_app
 
     return AsyncRewardClient("http://localhost", transport=ASGITransport(create_app(service)), **options)
-
-
-def _show(outcome: Collected, output: Path) -> int:
-    """Log what became of the rollouts; the exit code."""
-    reward = outcome.metrics.get("agent_metrics", {}).get("mean/reward")
-    kept = f", {outcome.num_kept} of them from before" if outcome.num_kept else ""
-    mean = "" if reward is None else f"; mean reward {reward:.4f}"
-    logger.info("%d rollouts in %s%s%s.", outcome.num_kept + outcome.num_done, output, kept, mean)
-    if outcome.num_failed:
-        failures = output.with_name(f"{output.stem}_failures.jsonl")
-        logger.warning("%d rollouts failed: they are in %s, and --resume tries them again. The first: %s",
-                       outcome.num_failed, failures, outcome.first_failure)  # fmt: skip
-    return 1 if outcome.num_failed else 0

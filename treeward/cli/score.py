@@ -1,4 +1,16 @@
-"""`treeward score`: conversations of a file, or of standard input, with their scores."""
+"""`treeward score`: conversations of a file, or of standard input, with their scores.
+
+examples:
+  treeward score results/quickstart/final --data conversations.jsonl --output scores.jsonl
+  echo '{"prompt": "2 + 2?", "responses": ["4", "5"]}' | treeward score MODEL --data - --output -
+  treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
+  treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
+
+Rows hold `messages`; or `context` with `completions` or `responses`; or `prompt`
+with `responses`, or with `chosen` and `rejected`. Each is written as it is, in order,
+with its `score` or `scores`; with --shaping also with its `reward` or `rewards`. The
+same command goes on with a file that was interrupted (`scores.partial.jsonl`).
+"""
 
 from __future__ import annotations
 
@@ -18,21 +30,6 @@ from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, resumable_rows
 
 logger = logging.getLogger(__name__)
-
-EXAMPLES = """\
-examples:
-  treeward score results/quickstart/final --data conversations.jsonl --output scores.jsonl
-  echo '{"prompt": "2 + 2?", "responses": ["4", "5"]}' | treeward score MODEL --data - --output -
-  treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
-  treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
-
-Rows hold `messages`; or `context` with `completions` or `responses`; or `prompt`
-with `responses`, or with `chosen` and `rejected`. Each is written as it is with
-its `score` (of messages) or `scores` (of several completions), in order; with
---shaping also with its `reward` or `rewards`.
-
-A file is written beside its final name (`scores.partial.jsonl`) and renamed when
-it is complete; the same command goes on with one that was interrupted."""
 
 
 @with_model_options
@@ -64,7 +61,6 @@ def run(
         "data": fingerprint(data) if data != "-" and output != "-" else None,
         "shaping": shaper and shaper.config.model_dump(mode="json"),
     }
-    missing = 0
     first_error = None
     with _opened(output, identity, resumable=data != "-") as kept, ShownProgress(unit="rows") as progress:
         done, failed = len(kept.kept), sum(kept.kept)
@@ -74,15 +70,13 @@ def run(
             kept.add(row.values)
             done += 1
             failed += row.num_failed > 0
-            missing += row.num_failed
             first_error = first_error or row.values.get("error")
             progress.show("scoring", done, 0)
     logger.info("Scored %d rows; %d tokens computed for %d tokens of plain rows.",
                 done, scorer.num_computed_tokens, scorer.num_row_tokens)  # fmt: skip
     if failed:
-        what = "reward" if shaper else "score"
-        logger.warning("%d rows have conversations without a %s (%d in this call): it is null, and the row's `error` "
-                       "says why. The first: %s", failed, what, missing, first_error)  # fmt: skip
+        logger.warning("%d rows have no %s for some conversation: it is null, and the row's `error` says why. "
+                       "The first: %s", failed, "reward" if shaper else "score", first_error)  # fmt: skip
     return 1 if failed else 0
 
 

@@ -1,4 +1,16 @@
-"""`treeward serve`: reward models behind an HTTP address, in every dialect that RL frameworks speak."""
+r"""`treeward serve`: reward models behind an HTTP address, in every dialect that RL frameworks speak.
+
+examples:
+  treeward serve results/quickstart/final
+  treeward serve MODEL OTHER_MODEL --host 0.0.0.0 --port 8000 token_env=TREEWARD_TOKEN
+  treeward serve MODEL OTHER_MODEL --ensemble worst --shaping "{length_penalty: {coefficient: 0.001}}"
+  treeward serve --config server.yaml --port 8001 deadline_seconds=30
+  treeward serve MODEL allowed_hosts=rm.example.org
+
+Then, from another terminal:
+  curl localhost:8000/v1/rewards -H 'content-type: application/json' \
+      -d '{"context": [{"role": "user", "content": "2 + 2?"}], "completions": ["4", "5"]}'
+"""
 
 from __future__ import annotations
 
@@ -14,33 +26,16 @@ from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 
-EXAMPLES = """\
-examples:
-  treeward serve results/quickstart/final
-  treeward serve MODEL OTHER_MODEL --host 0.0.0.0 --port 8000 token_env=TREEWARD_TOKEN
-  treeward serve MODEL OTHER_MODEL --ensemble worst --shaping "{length_penalty: {coefficient: 0.001}}"
-  treeward serve --config server.yaml --port 8001 deadline_seconds=30
-  treeward serve MODEL allowed_hosts=rm.example.org
-
-Then, from another terminal:
-  curl localhost:8000/v1/rewards -H 'content-type: application/json' \\
-      -d '{"context": [{"role": "user", "content": "2 + 2?"}], "completions": ["4", "5"]}'"""
-
 
 def run(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL|key=value", help="Reward models, and keys of the server's configuration."),
-    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="MODEL|key=value", help="Models, and keys.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file with the configuration.")] = None,
     host: Annotated[str | None, typer.Option(help="The address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="The port; default 8000, 0 takes a free one.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     device: Device = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option(help="Number format of the backbone's weights.")
-    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Of the backbone's weights.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     unchecked: Unchecked = False,
 ) -> int:
@@ -49,11 +44,8 @@ def run(
     if not models and config is None:
         raise ConfigError("there is nothing to serve", where="MODEL", need="a reward model, or --config FILE")
     if not models and (shaping or ensemble or device or dtype or trust_remote_code or unchecked):
-        raise ConfigError(
-            "--shaping, --ensemble, --device, --dtype, --trust-remote-code and --unchecked are for models that are "
-            "named on the command line",
-            need="MODEL, or the same in the file's models",
-        )
+        summary = "options of models are for models that are named on the command line"
+        raise ConfigError(summary, need="MODEL, or the same in the file's models")
     values: dict[str, Any] = {key: value for key, value in {"host": host, "port": port}.items() if value is not None}
     if models:
         keys = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code or None}
@@ -64,11 +56,8 @@ def run(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            "the server needs packages that are not installed",
-            got=f"no module {missing[0]}",
-            fix="pip install 'treeward[serve]'",
-        )
+        got, fix = f"no module {missing[0]}", "pip install 'treeward[serve]'"
+        raise ConfigError("the server needs packages that are not installed", got=got, fix=fix)
 
     from treeward.serving.logs import configure
     from treeward.serving.run import serve

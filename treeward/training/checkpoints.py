@@ -64,19 +64,11 @@ def open_store(
                 if leftover.name.startswith((_PARTIAL, _REMOVING)):
                     shutil.rmtree(leftover)
         except OSError as error:
-            raise CheckpointError(
-                "the checkpoint folder cannot be used",
-                where=str(folder),
-                got=str(error),
-                need="a folder that can be written",
-                fix="set checkpointing.checkpoint_dir",
-            ) from error
+            summary, fix = "the checkpoint folder cannot be used", "set checkpointing.checkpoint_dir"
+            raise CheckpointError(summary, where=str(folder), got=str(error), fix=fix) from error
         if not locked:
-            raise CheckpointError(
-                "another run is using this checkpoint folder",
-                where=str(folder),
-                fix="wait until it has ended, or set checkpointing.checkpoint_dir",
-            )
+            fix = "wait until it has ended, or set checkpointing.checkpoint_dir"
+            raise CheckpointError("another run is using this checkpoint folder", where=str(folder), fix=fix)
         yield CheckpointStore(folder, config, metric_of)
 
 

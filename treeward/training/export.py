@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from treeward.config.reward_shaping import RewardCalibration
+from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
 from treeward.model.contract import write_contract
 from treeward.model.export import export_model
@@ -23,7 +24,7 @@ from treeward.scoring.calibration import calibrate
 from treeward.scoring.golden import exact_scoring, sign_folder
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, markdown_table
-from treeward.training.setup import Choice, RewardModelSetup
+from treeward.training.setup import RewardModelSetup
 
 __all__ = ["export_final", "model_card", "result_columns", "result_rows"]
 
@@ -78,11 +79,12 @@ def _fitted(setup: RewardModelSetup, model: RewardModel) -> RewardCalibration:
         return calibrate(scorer, (preference for preference, _ in rows), name=f"validation sets of the run ({names})")
 
 
-def result_columns(choice: Choice | None) -> list[Column]:
+def result_columns(config: RewardModelRunConfig) -> list[Column]:
     """The columns of a results table: those of every run, and the metric that chose the checkpoint."""
-    if choice is None or choice.metric in {column.key for column in _COLUMNS}:
+    key = config.ranking_metric
+    if key is None or key.metric in {column.key for column in _COLUMNS}:
         return _COLUMNS
-    return [*_COLUMNS[:3], Column(choice.metric, title=choice.metric.replace("_", " "), format=".3f"), *_COLUMNS[3:]]
+    return [*_COLUMNS[:3], Column(key.metric, title=key.metric.replace("_", " "), format=".3f"), *_COLUMNS[3:]]
 
 
 def result_rows(sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:
@@ -142,20 +144,10 @@ one logit; render conversations with the tokenizer's chat template and tokenize 
 
 def _results(setup: RewardModelSetup, validation: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Tables and sentences: the metrics, why they may be too good, and the effect of length."""
-    rows, choice = result_rows(setup.validation_sizes, validation), setup.choice
-    parts = [markdown_table(rows, result_columns(choice))]
-    if choice is not None and choice.among_several and any(choice.metric in means for means in validation.values()):
-        parts.append(
-            f"The checkpoint is the best of {choice.num_checkpoints} by {choice.metric} on {', '.join(choice.sets)}: "
-            "it was chosen on these comparisons, so on new data expect lower numbers."
-        )
-    for name, count in setup.num_trained_on.items():
-        if count:
-            size = setup.validation_sizes[name]
-            parts.append(f"{count:,} of {size:,} comparisons of {name} are in the training data too, word for word.")
+    rows = result_rows(setup.validation_sizes, validation)
+    parts = [markdown_table(rows, result_columns(setup.config))]
+    parts += [f"{name}: {caveat}" for name, means in validation.items() if (caveat := setup.caveat(name, means))]
     if any("length_controlled_accuracy" in means for means in validation.values()):
-        parts += [
-            "Accuracy where the better completion is the longer, and the shorter:",
-            markdown_table(rows, _LENGTH_COLUMNS),
-        ]
+        about = "Accuracy where the better completion is the longer, and the shorter:"
+        parts += [about, markdown_table(rows, _LENGTH_COLUMNS)]
     return parts

@@ -162,7 +162,12 @@ def start(
     stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
     metric_of = None if ranked_by is None else partial(stored_metric, name=ranked_by)
     with logs_shown() if show_progress else contextlib.nullcontext():
-        _check_one_process()
+        if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+            summary, fix = (
+                "training on more than one process is not supported yet",
+                "start one process, without torchrun",
+            )
+            raise ConfigError(summary, where="WORLD_SIZE", got=processes, need="1", fix=fix)
         check_log_folder(config.logger)
         with open_store(config.checkpointing, metric_of) as store:
             checkpoint = None if store is None else store.to_resume()
@@ -176,27 +181,16 @@ def start(
                     opened.callback(run.close)
                     state = _resumed(run, checkpoint)
                     resume_step = None if checkpoint is None else state.step
-                    trackers = opened.enter_context(open_trackers(config.logger, resume_step))
-                    trackers.log_config(config.model_dump(mode="json", by_alias=True))
+                    settings = config.model_dump(mode="json", by_alias=True)
+                    trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
                     save_config(config, Path(config.logger.log_dir) / "config.yaml")
                     run.begin(state, trackers)
                     progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
                     outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
-                    trackers.close("interrupted" if outcome.interrupted_by else "finished")
+                    trackers.status = "interrupted" if outcome.interrupted_by else "finished"
                     finish = run.finish(outcome)
                 del run  # the report loads the exported model: two in memory at once may be one too many
                 return finish(stop, show_progress)
-
-
-def _check_one_process() -> None:
-    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigError(
-            "training on more than one process is not supported yet",
-            where="WORLD_SIZE",
-            got=processes,
-            need="1",
-            fix="start one process, without torchrun",
-        )
 
 
 def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:

@@ -1,12 +1,12 @@
-"""`TrainingOrder`: which comparisons each optimiser step sees, as a function of the step alone.
+"""`EpochOrder`: which rows each optimiser step sees, as a function of the step alone.
 
-    order = TrainingOrder([helpful, harmless], weights=[1.0, 0.5], seed=42, batch_size=128)
-    order.steps_per_epoch
-    order.comparisons(step=17)        # the 128 comparisons of the eighteenth step
+    order = EpochOrder([len(helpful), len(harmless)], weights=[1.0, 0.5], seed=42)
+    order.batch(17, size=128)         # (set, row) of the 128 comparisons of the eighteenth step
+    order.take(512, 64)               # the 64 prompts after the first 512, for a run of GRPO
 
 There is no state to save: a run that resumes at step S asks for step S and goes on. Each epoch has an order of its own,
 drawn from (seed, epoch). A weight is how many passes over a set an epoch makes: 2 is every row twice, 0.5 a half of the
-rows, drawn anew each epoch. The last batch of an epoch may be smaller; no row is left out.
+rows, drawn anew each epoch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from treeward.data.encoding import Comparison
 from treeward.errors import ConfigError
 
-__all__ = ["EpochOrder", "TrainingOrder"]
+__all__ = ["EpochOrder"]
 
 
 class EpochOrder:
     """The rows of one or several sets in each epoch, a function of (seed, epoch).
-
-    A run of GRPO draws its prompts by `take`; what it draws may go on over the end of an epoch.
 
     `sizes`: rows of each set. `weights`: passes over each per epoch, positive; default 1 each. `what`: a row, for
     messages. Raises `ConfigError` when an epoch would hold nothing of a set.
@@ -45,7 +42,9 @@ class EpochOrder:
         self.weights = [1.0] * len(self.sizes) if weights is None else list(weights)
         self.seed, self.shuffle = seed, shuffle
         self.rows = lru_cache(maxsize=2)(self._draw)
-        if any(round(size * weight) == 0 for size, weight in zip(self.sizes, self.weights, strict=True)):
+        wanted = [round(size * weight) for size, weight in zip(self.sizes, self.weights, strict=True)]
+        self.rows_per_epoch = sum(wanted)
+        if not all(wanted):
             raise ConfigError(
                 f"a weight leaves no {what} of its set in an epoch",
                 where="data.train",
@@ -54,9 +53,20 @@ class EpochOrder:
                 fix="raise the weight, or remove the set",
             )
 
-    @property
-    def rows_per_epoch(self) -> int:
-        return sum(round(size * weight) for size, weight in zip(self.sizes, self.weights, strict=True))
+    def steps_per_epoch(self, size: int) -> int:
+        """How many batches of `size` rows an epoch has; the last one may be smaller, and no row is left out."""
+        return -(-self.rows_per_epoch // size)
+
+    def batch(self, step: int, size: int) -> list[tuple[int, int]]:
+        """(set, row) of each row of a step, counted from 0 over all epochs."""
+        epoch, number = divmod(step, self.steps_per_epoch(size))
+        rows = self.rows(epoch)[number * size : (number + 1) * size]
+        return [(int(dataset), int(row)) for dataset, row in rows]
+
+    def num_seen(self, steps: int, size: int) -> int:
+        """How many rows have been in the first so many batches."""
+        epochs, number = divmod(steps, self.steps_per_epoch(size))
+        return epochs * self.rows_per_epoch + min(number * size, self.rows_per_epoch)
 
     def take(self, drawn: int, count: int) -> list[int]:
         """The `count` rows after the first `drawn`, counted over all epochs, each as its place in all sets together."""
@@ -81,41 +91,3 @@ class EpochOrder:
             parts.append(np.stack([np.full(len(rows), number), rows], axis=1))
         order = np.concatenate(parts)
         return generator.permutation(order) if self.shuffle else order
-
-
-class TrainingOrder:
-    """The order of the comparisons of one or several sets, in steps.
-
-    `datasets`: sequences of comparisons. `batch_size`: comparisons per step. The others, and errors: as `EpochOrder`.
-    """
-
-    def __init__(
-        self,
-        datasets: Sequence[Sequence[Comparison]],
-        *,
-        weights: Sequence[float] | None = None,
-        seed: int,
-        batch_size: int,
-        shuffle: bool = True,
-    ) -> None:
-        self.datasets, self.batch_size = datasets, batch_size
-        self.epochs = EpochOrder(list(map(len, datasets)), weights=weights, seed=seed, shuffle=shuffle)
-
-    @property
-    def comparisons_per_epoch(self) -> int:
-        return self.epochs.rows_per_epoch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.comparisons_per_epoch // self.batch_size)
-
-    def comparisons(self, step: int) -> list[Comparison]:
-        """The comparisons of a step, counted from 0 over all epochs."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        chosen = self.epochs.rows(epoch)[batch * self.batch_size : (batch + 1) * self.batch_size]
-        return [self.datasets[int(dataset)][int(row)] for dataset, row in chosen]
-
-    def episodes(self, steps: int) -> int:
-        """How many comparisons have been seen after so many steps."""
-        epochs, batches = divmod(steps, self.steps_per_epoch)
-        return epochs * self.comparisons_per_epoch + min(batches * self.batch_size, self.comparisons_per_epoch)

@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,9 @@ from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison, EncodedDataset
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.findings import length_finding
-from treeward.evaluation.parts import with_notes
-from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.results import Metric
 from treeward.evaluation.running import folder_names
 from treeward.evaluation.session import Candidate, Evaluated, run_evaluation, scorer_identity
 from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
@@ -39,7 +38,7 @@ from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
 from treeward.training.setup import RewardModelSetup, place_of
 
-__all__ = ["Report", "ReportPlan", "ReportedSet", "check_report", "plan_report", "report_findings", "reported_sets"]
+__all__ = ["Report", "ReportPlan", "check_report", "plan_report", "verdicts"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,29 +66,19 @@ def _report_folder(config: RewardModelRunConfig) -> Path:
 def check_report(config: RewardModelRunConfig) -> None:
     """Check, before training, that the report can be written at the end, if the configuration wants one.
 
-    Raises `ConfigError` for a suite that does not exist or has the name of another, for a suite's folder that is not
-    there, and for a folder of the report that is not this run's; `DataError` for a suite's folder that cannot be read.
-    A suite that the hub does not give causes a warning: the hub may give it when the run ends.
+    Raises `ConfigError` for a suite that does not exist or has the name of another, and for a folder of the report that
+    is not this run's; `DataError` for a suite's folder that is not there or cannot be read. A suite that the hub does
+    not give causes a warning: the hub may give it when the run ends.
     """
     if not config.evaluation.enabled:
         return
     names = [str(dataset.name) for dataset in config.data.validation]
     for suite, source in _named_suites(config):
         if suite.name in names:
-            raise ConfigError(
-                "two sets of the report have one name",
-                field="evaluation.suites",
-                got=[*names, suite.name],
-                need="suites named once, and validation sets with other names",
-            )
+            need = f"another name than {', '.join(names)}"
+            summary = "two sets of the report have one name"
+            raise ConfigError(summary, field="evaluation.suites", got=suite.name, need=need)
         names.append(suite.name)
-        if source is not None and not Path(source).exists():
-            raise ConfigError(
-                "the folder of a suite is not there",
-                field="evaluation.suites",
-                got=f"{suite.name}={source}",
-                need="a folder or file in the suite's published schema",
-            )
         try:
             suite.load(source)  # seconds now, or an error after days
         except DataError as error:
@@ -102,37 +91,21 @@ def check_report(config: RewardModelRunConfig) -> None:
             )  # fmt: skip
     folder = _report_folder(config)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
-        raise ConfigError(
-            "the folder of the report holds something else",
-            where=str(folder),
-            field="evaluation.output",
-            need="a new folder, or that of this run's report",
-            fix="set evaluation.output, or move the folder away",
-        )
+        summary, fix = "the folder of the report holds something else", "set evaluation.output, or move the folder away"
+        raise ConfigError(summary, where=str(folder), field="evaluation.output", fix=fix)
 
 
-def plan_report(setup: RewardModelSetup, model: Path) -> ReportPlan:
-    """The report of a finished run: its validation sets, as validation measures them, and its suites."""
-    sets = []
+def plan_report(setup: RewardModelSetup, model: Path, caveats: Mapping[str, str]) -> ReportPlan:
+    """The report of a finished run: its validation sets, as validation measures them, and its suites.
+
+    `caveats`: by set, the sentence beside its verdict.
+    """
+    suites: list[tuple[Suite, str | None]] = []
     for dataset in setup.config.data.validation:
         name = str(dataset.name)
         encoded, size = setup.validation_sets[name], setup.validation_sizes[name]
-        sets.append((ValidationSuite(dataset, encoded, setup.renderer, size, caveat=_caveat(setup, name)), None))
-    return ReportPlan(setup.config, model, (*sets, *_named_suites(setup.config)))
-
-
-def _caveat(setup: RewardModelSetup, name: str) -> str | None:
-    """Why the numbers of a validation set may be better than those of new data."""
-    parts, choice = [], setup.choice
-    if choice is not None and choice.among_several and name in choice.sets:
-        parts.append(
-            f"The checkpoint was chosen on these examples, the best of {choice.num_checkpoints} by {choice.metric}: on "
-            "new data expect lower numbers."
-        )
-    if count := setup.num_trained_on.get(name):
-        size = setup.validation_sizes[name]
-        parts.append(f"{count:,} of its {size:,} comparisons are in the training data too, word for word.")
-    return " ".join(parts) or None
+        suites.append((ValidationSuite(dataset, encoded, setup.renderer, size, caveat=caveats.get(name)), None))
+    return ReportPlan(setup.config, model, (*suites, *_named_suites(setup.config)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,49 +232,20 @@ class ValidationSuite(PreferenceSuite):
         completions = tuple(example.completions[i] for i in kept)
         return replace(example, completions=completions, ranks=comparison.ranks, suite_data=data)
 
-    def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        result = super()._compute(scored)
-        counts, notes = self.encoded.counts, []
-        if counts.kept < counts.read:
-            notes.append(f"As in training, {counts.read - counts.kept:,} of {counts.read:,} comparisons are left out.")
-        if self.size < counts.kept:
-            notes.append(f"As in validation, only the first {self.size:,} of {counts.kept:,} are measured.")
-        noted = with_notes(replace(result.headline, note=None), *notes, result.headline.note)
-        return replace(result, headline=noted)
 
-
-@dataclass(frozen=True, slots=True)
-class ReportedSet:
-    """The verdict of a report on one set; the sentence on length bias, None if there is little; the gap in accuracy."""
-
-    name: str
-    verdict: str
-    length_finding: str | None
-    gap: float
-
-
-def reported_sets(report: Path) -> list[ReportedSet]:
-    """The sets and suites of a run's report, in its order."""
-    found = []
+def verdicts(report: Path) -> list[str]:
+    """The verdict of a run's report on each set, and the length bias of the set where it is largest, if any."""
+    lines, findings = [], []
     for one in json.loads(report.with_name(_NUMBERS).read_text(encoding="utf-8"))["results"]:
         length = {metric["name"]: Metric(**metric) for metric in one["diagnostics"]["length"]}
-        gap = abs(length["accuracy_gap"].value or 0.0)
-        found.append(ReportedSet(one["suite"], one["verdict"], length_finding(length, one["standing"]), gap))
-    return found
-
-
-def report_findings(report: Path) -> dict[str, str]:
-    """The sentence on length bias for each set that has one, the largest gap first."""
-    by_gap = sorted(reported_sets(report), key=lambda one: -one.gap)
-    return {one.name: one.length_finding for one in by_gap if one.length_finding is not None}
+        lines.append(f"\n{one['verdict']}")
+        if finding := length_finding(length, one["standing"]):
+            findings.append((abs(length["accuracy_gap"].value or 0.0), f"\nOn {one['suite']}: {finding}"))
+    return [*lines, *(text for _, text in sorted(findings, reverse=True)[:1])]
 
 
 def _named_suites(config: RewardModelRunConfig) -> list[tuple[Suite, str | None]]:
-    try:
-        return [(get_suite(name), source) for name, source in config.evaluation.named_suites]
-    except ConfigError as error:
-        field = "evaluation.suites"
-        raise ConfigError(error.summary, field=field, got=error.got, need=error.need, fix=error.fix) from error
+    return [(get_suite(name), source) for name, source in config.evaluation.named_suites]
 
 
 class _Stopped(Exception):

@@ -6,7 +6,6 @@ The cheap checks (names, files, rows) come before the slow work (weights), so th
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
@@ -25,14 +23,13 @@ from treeward.config.data import DatasetConfig
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
-from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
+from treeward.data.encoding import EncodedDataset, encode_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.suites.preferences import PreferenceSuite
-from treeward.losses import LOSSES, Pairs, ranked_pairs
 from treeward.model.checks import check_before_training, check_positions, check_tokenizer_survives
 from treeward.model.loading import build_reward_model, load_reward_model
 from treeward.model.policy_model import PolicyModel
@@ -40,12 +37,10 @@ from treeward.model.pretrained import DTYPES, load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.order import TrainingOrder
+from treeward.training.order import EpochOrder
 from treeward.training.state import check_identity
-from treeward.tree.batch import plan_micro_batches, plan_padded
 
-__all__ = ["Choice", "RewardModelSetup", "best_device", "choice_of", "find_tokenizer", "prepare_for_training"]
-__all__ += ["set_up", "short_hash"]
+__all__ = ["RewardModelSetup", "best_device", "find_tokenizer", "prepare_for_training", "set_up", "short_hash"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,91 +48,42 @@ _CHECKED_COMPARISONS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """By which metric, and among how many checkpoints, the exported model is chosen.
-
-    The best of several has been lucky as well as good: its numbers on the sets that chose it are too high on average,
-    the more the smaller the sets are and the more checkpoints there were.
-
-    `name`: the metric as the configuration spells it; `metric`: of each of the validation sets `sets`, pooled if they
-    are several. `num_checkpoints`: how many have been measured by it when the run is done.
-    """
-
-    name: str
-    metric: str
-    sets: tuple[str, ...]
-    num_checkpoints: int
-
-    @property
-    def among_several(self) -> bool:
-        """Whether there are checkpoints to choose among."""
-        return self.num_checkpoints > 1
-
-
-def choice_of(config: RewardModelRunConfig, total_steps: int) -> Choice | None:
-    """How a run of `total_steps` chooses; None where no metric ranks its checkpoints."""
-    key = config.ranking_metric
-    if key is None:
-        return None
-    saved, validated = config.checkpointing.save_period, config.rm.val_period
-    steps = {total_steps, *(range(saved, total_steps + 1, saved) if saved else ())}
-    num = sum(
-        bool((validated and step % validated == 0) or (config.rm.val_at_end and step == total_steps)) for step in steps
-    )
-    sets = config.validation_names if key.validation is None else (key.validation,)
-    return Choice(str(config.checkpointing.metric_name), key.metric, tuple(sets), num)
-
-
-@dataclass(frozen=True, slots=True)
 class RewardModelSetup:
     """A run that is ready for its first step.
 
-    `validation_limit`: most comparisons of a set that a validation looks at, None for all. `perturbed`: by validation
-    set, the comparisons whose completions are rewritten to measure `robust_accuracy`. `num_trained_on`: how many of
-    those that a validation looks at are in the training data too. `choice`: how the exported model is chosen.
+    By validation set, `validation_sizes`: how many comparisons a validation looks at, the first; `num_trained_on`: how
+    many of them are in the training data too; `perturbed`: those whose completions are rewritten to measure
+    `robust_accuracy`. `num_ranked`: how many checkpoints will have the metric that chooses the exported model when the
+    run is done; the best of several has been lucky as well as good.
     """
 
     config: RewardModelRunConfig
     model: RewardModel
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
-    order: TrainingOrder
+    order: EpochOrder
     training_sets: dict[str, EncodedDataset]
     validation_sets: dict[str, EncodedDataset]
-    validation_limit: int | None
+    validation_sizes: Mapping[str, int]
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     total_steps: int
     identity: dict[str, Any]
     perturbed: Mapping[str, Sequence[EvalExample]]
     num_trained_on: Mapping[str, int]
-    choice: Choice | None
+    num_ranked: int
 
-    @property
-    def validation_sizes(self) -> dict[str, int]:
-        """How many comparisons of each set a validation looks at."""
-        return {name: _measured(dataset, self.validation_limit) for name, dataset in self.validation_sets.items()}
-
-    def plan(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> list[list[int]]:
-        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow."""
-        policy, max_groups = self.config.policy, self.config.policy.train_micro_batch_size
-        if validation:
-            max_groups = self.config.rm.val_micro_batch_size or max_groups
-        limits = {"max_tokens": policy.micro_batch_tokens, "max_groups": max_groups}
-        if self.model.layout == "tree":
-            return plan_micro_batches([c.tree_tokens for c in comparisons], **limits)
-        return plan_padded([(len(c.token_ids), max(map(len, c.token_ids))) for c in comparisons], **limits)
-
-    def pairs_of(self, comparisons: Sequence[Comparison]) -> Pairs:
-        """The pairs that the loss compares."""
-        margins = [c.margin for c in comparisons] if self.config.rm.loss.margin else None
-        half = self.config.data.ties == "half"
-        return ranked_pairs([c.ranks for c in comparisons], margins=margins, ties="half" if half else "drop")
-
-    def loss_of(self, scores_S: Tensor, pairs: Pairs) -> Tensor:
-        """The loss, summed over comparison groups."""
-        loss = self.config.rm.loss
-        return LOSSES[loss.name](scores_S, pairs, **loss.options)
+    def caveat(self, name: str, means: Mapping[str, float]) -> str | None:
+        """Why the numbers `means` of a validation set may be better than those of new data."""
+        key, parts, size = self.config.ranking_metric, [], self.validation_sizes[name]
+        if key is not None and key.validation in (None, name) and key.metric in means and self.num_ranked > 1:
+            parts.append(
+                f"The checkpoint was chosen on these comparisons, the best of {self.num_ranked} by {key.metric}: on "
+                "new data expect lower numbers."
+            )
+        if count := self.num_trained_on[name]:
+            parts.append(f"{count:,} of its {size:,} comparisons are in the training data too, word for word.")
+        return " ".join(parts) or None
 
 
 def set_up(
@@ -169,69 +115,51 @@ def set_up(
     limit = config.rm.val_batches
     if limit is not None:
         limit *= config.rm.val_global_batch_size or config.policy.train_global_batch_size
-    num_trained_on = _count_trained_on(training_sets, validation_sets, limit)
+    validation_sizes = {name: min(limit or len(one), len(one)) for name, one in validation_sets.items()}
+    num_trained_on = {}
+    for name, size in validation_sizes.items():
+        num_trained_on[name] = num_shared(validation_sets[name], training_sets.values(), limit=size)
+        if num_trained_on[name]:
+            logger.warning(
+                "%d of %d comparisons of the validation set %s are in the training data too, word for word: its "
+                "numbers say how well they are remembered, and little of new data.", num_trained_on[name], size, name,
+            )  # fmt: skip
     perturbed = {
-        str(one.name): examples_to_perturb(validation_sets[str(one.name)], one, number, limit=limit)
+        str(one.name): examples_to_perturb(validation_sets[str(one.name)], one, number, validation_sizes[str(one.name)])
         for one in config.data.validation
         if (number := config.num_perturbations(str(one.name))) is not None
     }
-    order = TrainingOrder(
-        list(training_sets.values()),
-        weights=[dataset.weight for dataset in config.data.train],
-        seed=config.rm.seed,
-        batch_size=config.policy.train_global_batch_size,
-        shuffle=config.data.shuffle,
-    )
+    sizes, weights = list(map(len, training_sets.values())), [dataset.weight for dataset in config.data.train]
+    order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
     identity = _identity(config, renderer, training_sets, validation_sets)
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint)
     _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()], checkpoint)
-    total_steps = order.steps_per_epoch * config.rm.max_num_epochs
+    total_steps = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
     total_steps = min(total_steps, config.rm.max_num_steps or total_steps)
     optimizer = build_optimizer(model, config.policy.optimizer)
     scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps)
     return RewardModelSetup(
-        *(config, model, tokenizer, renderer, order, training_sets, validation_sets, limit),
+        *(config, model, tokenizer, renderer, order, training_sets, validation_sets, validation_sizes),
         *(optimizer, scheduler, total_steps, identity, perturbed, num_trained_on),
-        choice=_checked_choice(config, total_steps),
+        num_ranked=_num_ranked(config, total_steps),
     )
 
 
-def _checked_choice(config: RewardModelRunConfig, total_steps: int) -> Choice | None:
-    """With a warning of checkpoints that no validation measures, and where there is nothing to choose among."""
-    choice, saved, validated = choice_of(config, total_steps), config.checkpointing.save_period, config.rm.val_period
-    if choice is not None and saved is not None and (validated is None or saved % validated):
+def _num_ranked(config: RewardModelRunConfig, total_steps: int) -> int:
+    """How many checkpoints will be saved and validated, with a warning where a metric can hardly rank them."""
+    saved, validated = config.checkpointing.save_period, config.rm.val_period
+    steps = {total_steps, *(range(saved, total_steps + 1, saved) if saved else ())}
+    num = sum(
+        bool((validated and step % validated == 0) or (config.rm.val_at_end and step == total_steps)) for step in steps
+    )
+    if config.ranking_metric is not None and (num < 2 or num < len(steps)):
         logger.warning(
-            "checkpointing.save_period (%s) is no multiple of rm.val_period (%s): checkpoints that are saved between "
-            "validations have no %s and rank last.", saved, validated, choice.name,
+            "%d of the %d checkpoints of this run will have a %s, and the others rank last: checkpointing.save_period "
+            "is %s and rm.val_period %s.", num, len(steps), config.checkpointing.metric_name, saved, validated,
         )  # fmt: skip
-    if choice is not None and not choice.among_several:
-        logger.warning(
-            "%s checkpoint of this run of %d steps will have a %s, so nothing is chosen by it: "
-            "checkpointing.save_period is %s and rm.val_period %s. Lower both to compare several.",
-            "One" if choice.num_checkpoints else "No", total_steps, choice.name, saved, validated,
-        )  # fmt: skip
-    return choice
-
-
-def _measured(dataset: EncodedDataset, limit: int | None) -> int:
-    return len(dataset) if limit is None else min(limit, len(dataset))
-
-
-def _count_trained_on(
-    training_sets: Mapping[str, EncodedDataset], validation_sets: Mapping[str, EncodedDataset], limit: int | None
-) -> dict[str, int]:
-    """How many comparisons of each validation set are trained on, with a warning: they are no test of new data."""
-    counts = {name: num_shared(one, training_sets.values(), limit=limit) for name, one in validation_sets.items()}
-    for name, count in counts.items():
-        if count:
-            logger.warning(
-                "%d of %d comparisons of the validation set %s are in the training data too, word for word: its "
-                "numbers say how well they are remembered, and little of new data.",
-                count, _measured(validation_sets[name], limit), name,
-            )  # fmt: skip
-    return counts
+    return num
 
 
 def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset], *, limit: int | None = None) -> int:
@@ -242,14 +170,14 @@ def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset],
 
 
 def examples_to_perturb(
-    dataset: EncodedDataset, config: DatasetConfig, num_examples: int, *, limit: int | None
+    dataset: EncodedDataset, config: DatasetConfig, num_examples: int, size: int
 ) -> list[EvalExample]:
-    """At most `num_examples` of the comparisons that a validation of `limit` measures, with their texts.
+    """At most `num_examples` of the first `size` comparisons, which a validation measures, with their texts.
 
     They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a
     worse completion that are text.
     """
-    validated = {place_of(dataset[i].where) for i in range(_measured(dataset, limit))}
+    validated = {place_of(dataset[i].where) for i in range(size)}
     name = config.name or dataset.name
     examples = [example for example in PreferenceSuite(name, config).load() if place_of(example.where) in validated]
     sampled = sample_examples(examples, num_examples)
@@ -303,27 +231,16 @@ def _load_model(
     config: RewardModelRunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None
 ) -> RewardModel:
     policy = config.policy
+    common: dict[str, Any] = {"attention": policy.attention, "device": best_device()}
+    common["head_std"] = config.rm.head_init_std
     if checkpoint is None and policy.architecture is not None:
-        model = build_reward_model(
-            {key: value for key, value in policy.architecture.items() if key != "vocab_size"},
-            tokenizer,
-            seed=config.rm.seed,
-            attention=policy.attention,
-            device=best_device(),
-            head_std=config.rm.head_init_std,
-        ).model
+        fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
+        model = build_reward_model(fields, tokenizer, seed=config.rm.seed, **common).model
     else:
         name = policy.model_name if checkpoint is None else checkpoint.path / "model"
         assert name is not None  # the schema sees to it
-        model = load_reward_model(
-            name,
-            tokenizer=tokenizer,
-            attention=policy.attention,
-            device=best_device(),
-            head_seed=config.rm.seed,
-            head_std=config.rm.head_init_std,
-            trust_remote_code=policy.trust_remote_code,
-        ).model
+        common |= {"head_seed": config.rm.seed, "trust_remote_code": policy.trust_remote_code}
+        model = load_reward_model(name, tokenizer=tokenizer, **common).model
     prepare_for_training(model, policy, role="reward model")
     return model
 
@@ -338,9 +255,8 @@ def _check_model(
     """Whether model, tokenizer and data fit together, on the first comparisons of each set."""
     if checkpoint is None and config.policy.tokenizer.name != config.policy.model_name:
         check_tokenizer_survives(model.hf, tokenizer)
-    sample = [
-        ids for dataset in datasets for comparison in dataset[:_CHECKED_COMPARISONS] for ids in comparison.token_ids
-    ]
+    first = [comparison for dataset in datasets for comparison in dataset[:_CHECKED_COMPARISONS]]
+    sample = [ids for comparison in first for ids in comparison.token_ids]
     check_positions(model, config.max_sequence_length)
     check_before_training(model, sample, tokenizer, highest_token=max(dataset.highest_token for dataset in datasets))
 
@@ -379,9 +295,10 @@ def short_hash(text: str) -> str:
 def _training_names(datasets: Sequence[DatasetConfig]) -> list[str]:
     """A short name for each training set, as metrics and the model card show it: no paths of this machine."""
     names: list[str] = []
-    for dataset in datasets:
-        plain = dataset.dataset_name.rpartition(".")[2]
-        name = dataset.name or (Path(dataset.data_path).name if dataset.data_path else plain)
-        numbered = (f"{name}-{number}" for number in itertools.count(2))
-        names.append(name if name not in names else next(other for other in numbered if other not in names))
+    for number, dataset in enumerate(datasets, start=1):
+        plain = Path(dataset.data_path).name if dataset.data_path else dataset.dataset_name.rpartition(".")[2]
+        name = dataset.name or plain
+        while name in names:
+            name = f"{name}-{number}"
+        names.append(name)
     return names

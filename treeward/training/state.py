@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from treeward.errors import CheckpointError
+from treeward.errors import CheckpointError, shown
 from treeward.storage import write_text
 from treeward.training.step_file import flattened
 
@@ -31,7 +30,6 @@ __all__ = ["RunState", "check_identity", "load_state", "read_state", "save_state
 logger = logging.getLogger(__name__)
 
 _STATE, _OPTIMIZER = "training_state.json", "optimizer.pt"
-_MOST_DIFFERENCES, _LONGEST_VALUE = 8, 80
 
 
 @dataclass(slots=True)
@@ -87,16 +85,7 @@ def save_state(folder: Path, state: RunState, optimizer: torch.optim.Optimizer |
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write the state alone, also into a finished checkpoint: a kill leaves the old one or the new one."""
-    try:
-        text = json.dumps(asdict(state), indent=2)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            "the state of the run cannot be saved",
-            where="env: the state_dict() of an environment",
-            got=str(error),
-            need="numbers, texts, and lists and mappings of these",
-        ) from error
-    write_text(folder / _STATE, text + "\n")
+    write_text(folder / _STATE, json.dumps(asdict(state), indent=2) + "\n")
 
 
 def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> RunState:
@@ -155,32 +144,21 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     saved = dict(flattened(read_state(folder).identity))
     now = dict(flattened(json.loads(json.dumps(identity, default=str))))
     differences = [
-        _difference(name, now.get(name, "nothing"), saved.get(name, "nothing"))
+        f"{name}: got {_text(now, name)}, need {_text(saved, name)}"
         for name in {**saved, **now}
         if saved.get(name) != now.get(name)
     ]
-    if not differences:
-        return
-    more = len(differences) - _MOST_DIFFERENCES
-    shown = [*differences[:_MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])]
-    raise CheckpointError(
-        "\n  ".join(["this checkpoint is of another run", *shown]),
-        where=str(folder),
-        fix="set them back, or begin the new run in another checkpointing.checkpoint_dir",
-    )
+    if differences:
+        raise CheckpointError(
+            "\n  ".join(["this checkpoint is of another run", *differences]),
+            where=str(folder),
+            fix="set them back, or begin the new run in another checkpointing.checkpoint_dir",
+        )
 
 
-def _difference(name: str, *values: Any) -> str:
-    """What is got and what is needed; long texts from shortly before they begin to differ."""
-    texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-    longest = max(map(len, texts))
-    start = max(0, len(os.path.commonprefix(texts)) - _LONGEST_VALUE // 4) if longest > _LONGEST_VALUE else 0
-    cut = [text[start : start + _LONGEST_VALUE] for text in texts]
-    got, need = (
-        f"{'...' if start else ''}{part}{'...' if len(text) > start + len(part) else ''}"
-        for part, text in zip(cut, texts, strict=True)
-    )
-    return f"{name}: got {got}, need {need}"
+def _text(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name, "nothing")
+    return shown(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _unreadable(file: Path, error: Exception) -> CheckpointError:

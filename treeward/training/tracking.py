@@ -1,7 +1,6 @@
 """Trackers: where a run's metrics go. `metrics.jsonl` always; TensorBoard, Weights & Biases and MLflow when enabled.
 
-    with open_trackers(config.logger, resume_step=None) as trackers:
-        trackers.log_config(resolved_config)
+    with open_trackers(config.logger, resolved_config, resume_step=None) as trackers:
         trackers.log({"train/rm/loss": 0.64, "train/rm/accuracy": 0.61}, step=1)
 
     read_metrics(log_dir / "metrics.jsonl")    # [{"step": 1, "time": 1767225600.0, "train/rm/loss": 0.64, ...}]
@@ -25,10 +24,9 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from treeward.config.logger import LoggerConfig, MlflowConfig, WandbConfig
+from treeward.config.logger import LoggerConfig
 from treeward.errors import ConfigError
 from treeward.storage import write_text
 from treeward.training.step_file import StepFile, flattened, read_steps
@@ -43,12 +41,6 @@ RunStatus = Literal["finished", "failed", "interrupted"]
 logger = logging.getLogger(__name__)
 
 _MLFLOW_REFUSES = re.compile(r"[^\w.\-: /]")
-_MLFLOW_LONGEST_VALUE, _MLFLOW_MOST_PARAMS = 6000, 100
-_START_FIXES = {
-    "tensorboard": "set logger.tensorboard.log_dir to a folder that can be written",
-    "wandb": "run `wandb login`, or set WANDB_MODE=offline in the environment",
-    "mlflow": "set logger.mlflow.tracking_uri to a server that answers, or leave it out to write files",
-}
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -57,31 +49,7 @@ class Tracker(Protocol):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
-    def log_config(self, config: Mapping[str, Any]) -> None: ...
-
     def close(self, status: RunStatus) -> None: ...
-
-
-class JsonlTracker:
-    """One JSON object a line, in a `StepFile`; numbers that are not finite are texts, which `read_metrics` turns back.
-
-    The configuration is a file of its own.
-    """
-
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        self._file = StepFile(path, resume_step=resume_step)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        values: dict[str, float | str] = {"step": step, "time": round(time.time(), 3)}
-        for name, value in metrics.items():
-            number = float(value)
-            values[name] = number if math.isfinite(number) else json.dumps(number)
-        self._file.append(values)
-
-    def log_config(self, config: Mapping[str, Any]) -> None: ...
-
-    def close(self, status: RunStatus) -> None:
-        self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -97,22 +65,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoardTracker:
-    """Scalars as TensorBoard event files in `log_dir`; TensorBoard hides values after the resumed step."""
+    """Scalars as TensorBoard event files; TensorBoard hides values after the resumed step."""
 
-    def __init__(self, log_dir: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        folder = Path(config.log_dir) / (config.tensorboard.log_dir or "tensorboard")
         # A new run in a used folder hides the whole of the old one: two curves in one cannot be told apart.
-        self._writer: Any = SummaryWriter(log_dir, purge_step=0 if resume_step is None else resume_step + 1)
+        self._writer: Any = SummaryWriter(folder, purge_step=0 if resume_step is None else resume_step + 1)
+        text = json.dumps(settings, indent=2, default=str)
+        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()  # a killed run must not lose the metrics of a step that has a checkpoint
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        text = json.dumps(config, indent=2, default=str)
-        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
 
     def close(self, status: RunStatus) -> None:
         self._writer.close()
@@ -125,20 +92,18 @@ class WandbTracker:
     first values, which a resumed run only repeats. Offline each session has a folder of its own, all with the same id.
     """
 
-    def __init__(self, config: WandbConfig, log_dir: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> None:
         import wandb
 
-        file = log_dir / "wandb_run_id"
+        file = Path(config.log_dir) / "wandb_run_id"
         run_id = _read_id(file, resume_step)
-        options: dict[str, Any] = {"dir": str(log_dir), "id": run_id, "resume": None if run_id is None else "allow"}
-        self._run = wandb.init(**(options | config.model_dump(exclude_none=True)))
+        options: dict[str, Any] = {"dir": config.log_dir, "id": run_id, "resume": None if run_id is None else "allow"}
+        self._run = wandb.init(**(options | config.wandb.model_dump(exclude_none=True)))
         write_text(file, f"{self._run.id}\n")
+        self._run.config.update(dict(settings), allow_val_change=True)  # type: ignore[no-untyped-call]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        self._run.config.update(dict(config), allow_val_change=True)  # type: ignore[no-untyped-call]
+        self._run.log(dict(metrics), step=step)
 
     def close(self, status: RunStatus) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
@@ -147,101 +112,92 @@ class WandbTracker:
 class MLflowTracker:
     """An MLflow run, on the server of the configuration or as files in `log_dir`/mlflow.
 
-    Points that a killed run had logged after its last checkpoint are not logged twice, and parameters keep their first
-    values.
+    The steps that a killed run had logged after its last checkpoint are there twice, with the same values.
     """
 
     _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
-    def __init__(self, config: MlflowConfig, log_dir: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> None:
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
-        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (log_dir / "mlflow").absolute().as_uri()
+        section, log_dir = config.mlflow, Path(config.log_dir).absolute()
+        uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (log_dir / "mlflow").as_uri()
         if uri.startswith("file:") or "://" not in uri:
             # Since 3.x MLflow refuses the file store unless told so; sqlite needs packages that mlflow-skinny lacks.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=uri)
-        self._last_steps: dict[str, int] = {}
-        file = log_dir / "mlflow_run_id"
-        run_id = _read_id(file, resume_step)
+        run_id = _read_id(log_dir / "mlflow_run_id", resume_step)
         if run_id is None:
-            run_id = self._create_run(config)
-            write_text(file, f"{run_id}\n")
+            name = section.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
+            found = self._client.get_experiment_by_name(name)
+            location = section.artifact_location
+            number = found.experiment_id if found else self._client.create_experiment(name, artifact_location=location)
+            run_id = str(self._client.create_run(number, run_name=section.run_name).info.run_id)
+            write_text(log_dir / "mlflow_run_id", f"{run_id}\n")
+            params = [Param(_MLFLOW_REFUSES.sub("_", key), str(value)[:6000]) for key, value in flattened(settings)]
+            for start in range(0, len(params), 100):  # its limits of a value, and of a call
+                self._client.log_batch(run_id, params=params[start : start + 100])
         else:
             self._client.update_run(run_id, status="RUNNING")
-            for name in self._client.get_run(run_id).data.metrics:
-                self._last_steps[name] = max(point.step for point in self._client.get_metric_history(run_id, name))
         self._run_id = run_id
-
-    def _create_run(self, config: MlflowConfig) -> str:
-        name = config.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            experiment_id = self._client.create_experiment(name, artifact_location=config.artifact_location)
-        else:
-            experiment_id = experiment.experiment_id
-        return str(self._client.create_run(experiment_id, run_name=config.run_name).info.run_id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        # One character that MLflow refuses would lose every metric of the call.
-        named = {_MLFLOW_REFUSES.sub("_", name): float(value) for name, value in metrics.items()}
         now = int(time.time() * 1000)
-        new = [Metric(name, value, now, step) for name, value in named.items() if step > self._last_steps.get(name, -1)]
-        self._client.log_batch(self._run_id, metrics=new)
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        present = self._client.get_run(self._run_id).data.params
-        named = {_MLFLOW_REFUSES.sub("_", name): str(value) for name, value in flattened(config)}
-        new = [Param(key, value[:_MLFLOW_LONGEST_VALUE]) for key, value in named.items() if key not in present]
-        for start in range(0, len(new), _MLFLOW_MOST_PARAMS):
-            self._client.log_batch(self._run_id, params=new[start : start + _MLFLOW_MOST_PARAMS])
+        # One character that MLflow refuses would lose every metric of the call.
+        points = [Metric(_MLFLOW_REFUSES.sub("_", name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=points)
 
     def close(self, status: RunStatus) -> None:
         self._client.set_terminated(self._run_id, self._STATUS[status])
 
 
-class TrackerGroup:
-    """Hands everything to each of `trackers` (by name); one that fails is warned about and left out.
+_TRACKERS: dict[str, tuple[Callable[..., Tracker], str]] = {
+    "tensorboard": (TensorBoardTracker, "set logger.tensorboard.log_dir to a folder that can be written"),
+    "wandb": (WandbTracker, "run `wandb login`, or set WANDB_MODE=offline in the environment"),
+    "mlflow": (MLflowTracker, "set logger.mlflow.tracking_uri to a server that answers, or leave it out"),
+}
+"""Each tracker by its name in the configuration, and what to do when it does not start."""
 
-    Leaving its `with` block without `close` closes it: as finished, as interrupted after Ctrl-C or an exit, else as
-    failed. `metrics_file`: what the run has logged.
+
+class TrackerGroup:
+    """Writes `metrics_file`, and hands all to `trackers`, which have names; one that fails is warned of and left out.
+
+    A line of the file is one JSON object; numbers that are not finite are texts, which `read_metrics` turns back.
+    Leaving its `with` block closes it: as `status` if that is set, as interrupted after Ctrl-C or an exit, else as
+    finished or failed.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker], metrics_file: Path) -> None:
-        self._trackers, self.metrics_file = dict(trackers), metrics_file
+    def __init__(self, metrics_file: Path, resume_step: int | None = None) -> None:
+        self.metrics_file, self._file = metrics_file, StepFile(metrics_file, resume_step=resume_step)
+        self.trackers: dict[str, Tracker] = {}
+        self.status: RunStatus | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        self.close("finished" if error is None else "interrupted" if interrupted else "failed")
+        self.close(self.status or ("finished" if error is None else "interrupted" if interrupted else "failed"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._call(lambda tracker: tracker.log(metrics, step))
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        self._call(lambda tracker: tracker.log_config(config))
+        numbers = {name: float(value) for name, value in metrics.items()}
+        line = {name: value if math.isfinite(value) else json.dumps(value) for name, value in numbers.items()}
+        self._file.append({"step": step, "time": round(time.time(), 3), **line})
+        self._call("log", numbers, step)
 
     def close(self, status: RunStatus) -> None:
-        """Close every tracker. A second call does nothing."""
-        self._call(lambda tracker: tracker.close(status))
-        self._trackers.clear()
+        self._file.close()
+        self._call("close", status)
 
-    def _call(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers.items()):
+    def _call(self, method: str, *arguments: Any) -> None:
+        for name, tracker in list(self.trackers.items()):
             try:
-                call(tracker)
+                getattr(tracker, method)(*arguments)
             except Exception as error:  # whatever a client library raises; a plot is not worth the run
-                if isinstance(tracker, JsonlTracker):  # but its own record is: a resume relies on it
-                    raise
-                del self._trackers[name]
+                del self.trackers[name]
                 logger.warning(
                     "%s failed, training goes on without it: %s: %s. Its run continues when this run is resumed.",
                     name, type(error).__name__, error,
@@ -254,44 +210,28 @@ def check_log_folder(config: LoggerConfig) -> None:
         Path(config.log_dir).mkdir(parents=True, exist_ok=True)
         (Path(config.log_dir) / METRICS_FILE).open("ab").close()
     except OSError as error:
-        raise ConfigError(
-            "the log folder cannot be used",
-            where="logger.log_dir",
-            got=str(error),
-            need="a folder that can be written",
-        ) from error
+        need = "a folder that can be written"
+        raise ConfigError("the log folder cannot be used", where="logger.log_dir", got=str(error), need=need) from error
 
 
-def open_trackers(config: LoggerConfig, resume_step: int | None) -> TrackerGroup:
+def open_trackers(config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> TrackerGroup:
     """The trackers that `config` enables, all writing below its `log_dir`; call it on one process only.
 
-    `resume_step` is the step of the checkpoint that the run continues from, None for a new run. Raises `ConfigError`
-    naming the key that enabled it for a tracker that cannot start.
+    `settings`: the configuration of the run, which they show. `resume_step`: the step of the checkpoint that the run
+    continues from, None for a new run. Raises `ConfigError` naming the key that enabled it for a tracker that cannot
+    start.
     """
-    log_dir = Path(config.log_dir)
-    openers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoardTracker(
-            log_dir / (config.tensorboard.log_dir or "tensorboard"), resume_step=resume_step
-        ),
-        "wandb": lambda: WandbTracker(config.wandb, log_dir, resume_step=resume_step),
-        "mlflow": lambda: MLflowTracker(config.mlflow, log_dir, resume_step=resume_step),
-    }
-    file = log_dir / METRICS_FILE
-    started: dict[str, Tracker] = {METRICS_FILE: JsonlTracker(file, resume_step=resume_step)}
-    for name, opener in openers.items():
+    group = TrackerGroup(Path(config.log_dir) / METRICS_FILE, resume_step)
+    for name, (made, fix) in _TRACKERS.items():
         if not getattr(config, f"{name}_enabled"):
             continue
         try:
-            started[name] = opener()
+            group.trackers[name] = made(config, settings, resume_step)
         except Exception as error:  # of a client library: no network, no key, no permission
-            TrackerGroup(started, file).close("failed")
-            raise ConfigError(
-                f"{name} could not start",
-                where=f"logger.{name}_enabled",
-                got=f"{type(error).__name__}: {error}",
-                fix=f"{_START_FIXES[name]}, or set logger.{name}_enabled=false",
-            ) from error
-    return TrackerGroup(started, file)
+            group.close("failed")
+            where, got = f"logger.{name}_enabled", f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{name} could not start", where=where, got=got, fix=f"{fix}, or disable it") from error
+    return group
 
 
 def _read_id(path: Path, resume_step: int | None) -> str | None:

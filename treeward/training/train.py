@@ -17,12 +17,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
+from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.gates import scored_comparison
 from treeward.evaluation.results import Metric
+from treeward.losses import LOSSES, Pairs, ranked_pairs
 from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
@@ -32,30 +36,31 @@ from treeward.training.export import export_final
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import clip_gradients
 from treeward.training.reporting import ReportPlan, check_report, plan_report
-from treeward.training.setup import Choice, RewardModelSetup, set_up
+from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
-from treeward.training.stopping import REPORTING, StopRequest
+from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup
-from treeward.training.validation import SetValidation, pooled, validate, values_of
+from treeward.training.validation import SetValidation, pooled, robust_accuracy, values_of
+from treeward.tree.batch import RowBatch, TreeBatch, plan_micro_batches, plan_padded
 from treeward.tree.parts import backward_in_parts
 
 __all__ = ["RewardModelRun", "TrainingOutcome", "train"]
 
 logger = logging.getLogger(__name__)
 
+_COMPARISONS_AT_ONCE = 1024  # planned together; the plan is as good as for the whole set, and the rows stay on disk
+
 
 @dataclass(frozen=True)
 class TrainingOutcome(Outcome):
     """How a run ended. `validation`: the metrics of each set; `validation_sizes`: how many comparisons they are of.
 
-    `choice`: how the exported model was chosen, None where it is the last. `num_trained_on`: by set, how many of its
-    comparisons are in the training data too. `report_error`: why a report is missing or lacks a suite; the exit code is
-    1 then.
+    `caveats`: by set, why its metrics may be better than those of new data. `report_error`: why a report is missing or
+    lacks a suite; the exit code is 1 then.
     """
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
-    choice: Choice | None = None
-    num_trained_on: Mapping[str, int] = field(default_factory=dict)
+    caveats: Mapping[str, str] = field(default_factory=dict)
     report_error: str | None = None
 
 
@@ -66,9 +71,9 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     """
     check_packages(config)
     check_report(config)
-    key = config.ranking_metric
-
-    ranked_by = None if key is None else _logged_name(key)
+    key, ranked_by = config.ranking_metric, None
+    if key is not None:
+        ranked_by = f"eval/rm/{key.metric}" if key.validation is None else f"validation-{key.validation}/{key.metric}"
     outcome = start(
         config,
         config.rm,
@@ -104,29 +109,68 @@ class RewardModelRun(Run):
     def weights_changed(self) -> bool:
         return self._changed
 
+    def plan(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> list[list[int]]:
+        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow."""
+        policy, max_groups = self.config.policy, self.config.policy.train_micro_batch_size
+        if validation:
+            max_groups = self.config.rm.val_micro_batch_size or max_groups
+        limits = {"max_tokens": policy.micro_batch_tokens, "max_groups": max_groups}
+        if self.model.layout == "tree":
+            return plan_micro_batches([c.tree_tokens for c in comparisons], **limits)
+        return plan_padded([(len(c.token_ids), max(map(len, c.token_ids))) for c in comparisons], **limits)
+
     def step(self, number: int) -> StepMetrics:
         setup, self._changed = self.setup, False
         started = time.monotonic()
-        comparisons = setup.order.comparisons(number - 1)
-        num_groups = setup.pairs_of(comparisons).num_groups
+        size, sets = self.config.policy.train_global_batch_size, list(setup.training_sets.values())
+        comparisons = [sets[which][row] for which, row in setup.order.batch(number - 1, size)]
+        num_groups = self._pairs(comparisons).num_groups
         total, computed_tokens, row_tokens = RewardMetrics(), 0, 0
-        for members in setup.plan(comparisons):
-            sums, computed, rows = _backward(setup, [comparisons[i] for i in members], num_groups)
+        for members in self.plan(comparisons):
+            sums, computed, rows = self._backward([comparisons[i] for i in members], num_groups)
             total, computed_tokens, row_tokens = total + sums, computed_tokens + computed, row_tokens + rows
         learning_rate = self.optimizer.param_groups[0]["lr"]
         grad_norm = self._update_weights(number, total)
-        means, episodes = total.means(), setup.order.episodes(number)
+        means, episodes = total.means(), setup.order.num_seen(number, size)
         logged = {f"train/rm/{name}": value for name, value in means.items()} | {
             "train/rm/lr": learning_rate,
             "train/rm/grad_norm": grad_norm,
             "episode": episodes,
-            "epoch": episodes / setup.order.comparisons_per_epoch,
+            "epoch": episodes / setup.order.rows_per_epoch,
             "train/rm/computed_tokens": computed_tokens,
             "train/rm/row_tokens": row_tokens,
             "timing/train/row_tokens_per_second": row_tokens / (time.monotonic() - started),
         }
         shown = {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
         return StepMetrics(logged, shown, row_tokens)
+
+    def _pairs(self, comparisons: Sequence[Comparison]) -> Pairs:
+        """The pairs that the loss compares."""
+        margins = [c.margin for c in comparisons] if self.config.rm.loss.margin else None
+        half = self.config.data.ties == "half"
+        return ranked_pairs([c.ranks for c in comparisons], margins=margins, ties="half" if half else "drop")
+
+    def _loss(self, scores_S: Tensor, pairs: Pairs) -> Tensor:
+        """The loss, summed over comparison groups."""
+        loss = self.config.rm.loss
+        return LOSSES[loss.name](scores_S, pairs, **loss.options)
+
+    def _parts(self, comparisons: Sequence[Comparison]) -> list[tuple[Sequence[int], TreeBatch | RowBatch]]:
+        """The trees of a micro-batch: one, or several parts of a comparison that is larger than the token budget."""
+        groups = [one.token_ids for one in comparisons]
+        return self.model.make_parts(groups, max_tokens=self.config.policy.micro_batch_tokens)
+
+    def _backward(self, comparisons: Sequence[Comparison], num_groups: int) -> tuple[RewardMetrics, int, int]:
+        """The gradient of one micro-batch, for a step of `num_groups`; its metrics, computed tokens and row tokens."""
+        pairs, parts = self._pairs(comparisons).to(self.model.device), self._parts(comparisons)
+        scores_S, loss_sum = backward_in_parts(
+            [(members, partial(self.model, batch)) for members, batch in parts],
+            lambda scores: self._loss(scores, pairs),
+            scale=1 / max(num_groups, 1),
+        )
+        batches = [batch for _, batch in parts]
+        metrics = RewardMetrics.of(scores_S, pairs, loss_sum)
+        return metrics, sum(one.num_computed_tokens for one in batches), sum(one.num_row_tokens for one in batches)
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
         """Clip, step, and return the gradients' norm before clipping. Raises `ModelError` if it is not finite."""
@@ -150,7 +194,7 @@ class RewardModelRun(Run):
         seconds: dict[str, float] = {}
         for name in self.setup.validation_sets:
             started = time.monotonic()
-            of_set = validate(self.setup, name, should_stop)
+            of_set = self.validate_set(name, should_stop)
             if of_set is None:
                 return None
             sets[name] = of_set
@@ -166,6 +210,39 @@ class RewardModelRun(Run):
             self._warn_of_ranking(step, ranking)
         lines = [_line(name, step, values_of(of_name), key) for name, of_name in metrics.items()]
         return Validation(logged, seconds, tuple(lines))
+
+    @torch.no_grad()
+    def validate_set(self, name: str, should_stop: Callable[[], object] = lambda: None) -> SetValidation | None:
+        """Measure a validation set in the precision of training; None if `should_stop` gave a reason on the way."""
+        setup, model, total = self.setup, self.model, RewardMetrics()
+        dataset, size = setup.validation_sets[name], setup.validation_sizes[name]
+        scored: list[ScoredExample] = []
+        model.eval()
+        try:
+            for start in range(0, size, _COMPARISONS_AT_ONCE):
+                loaded = dataset[start : min(start + _COMPARISONS_AT_ONCE, size)]
+                of_loaded: dict[int, ScoredExample] = {}
+                for members in self.plan(loaded, validation=True):
+                    if should_stop():
+                        return None
+                    comparisons = [loaded[i] for i in members]
+                    pairs, parts = self._pairs(comparisons).to(model.device), self._parts(comparisons)
+                    order = torch.tensor([i for chosen, _ in parts for i in chosen]).argsort()
+                    scores_S = torch.cat([model(batch) for _, batch in parts])[order.to(model.device)]
+                    total += RewardMetrics.of(scores_S, pairs, self._loss(scores_S, pairs))
+                    scores = iter(scores_S.tolist())
+                    for i, one in zip(members, comparisons, strict=True):
+                        own = [next(scores) for _ in one.ranks]
+                        of_loaded[i] = scored_comparison(
+                            one.where, one.subset, scores=own, ranks=one.ranks, lengths=one.lengths
+                        )
+                scored += (of_loaded[i] for i in range(len(loaded)))
+            if name not in setup.perturbed:
+                return SetValidation(total, tuple(scored))
+            robust = robust_accuracy(setup, name, should_stop)
+            return None if robust is None else SetValidation(total, tuple(scored), robust)
+        finally:
+            model.train()
 
     def _warn_of_ranking(self, step: int, metric: Metric | None) -> None:
         """Say once why a checkpoint has no value of the metric that ranks it."""
@@ -211,33 +288,27 @@ class RewardModelRun(Run):
         }
 
     def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
-        setup, key = self.setup, self.config.ranking_metric
-        is_chosen = key is not None and outcome.model_folder is not None and _logged_name(key) in outcome.validation
+        setup, validation = self.setup, self._by_set(outcome.validation)
+        caveats = {name: setup.caveat(name, means) for name, means in validation.items()}
         ended = TrainingOutcome(
-            **{**vars(outcome), "validation": self._by_set(outcome.validation)},
+            **{**vars(outcome), "validation": validation},
             validation_sizes=setup.validation_sizes,
-            choice=setup.choice if is_chosen else None,
-            num_trained_on=setup.num_trained_on,
+            caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
         )
         if not self.config.evaluation.enabled or outcome.model_folder is None:
             return lambda stop, show_progress: ended
-        return partial(_with_report, ended, plan_report(setup, outcome.model_folder))
+        return partial(_with_report, ended, plan_report(setup, outcome.model_folder, ended.caveats))
 
 
 def _with_report(outcome: TrainingOutcome, plan: ReportPlan, stop: StopRequest, show_progress: bool) -> TrainingOutcome:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    stop.doing = REPORTING
     report = plan.write(should_stop=lambda: stop.reason, show_progress=show_progress)
     if report.stopped_by is not None:
         return replace(outcome, interrupted_by=report.stopped_by, exit_code=stop.exit_code)
     exit_code = outcome.exit_code if report.error is None else 1
     return replace(outcome, report=report.path, report_error=report.error, exit_code=exit_code)
-
-
-def _logged_name(key: MetricKey) -> str:
-    return f"eval/rm/{key.metric}" if key.validation is None else f"validation-{key.validation}/{key.metric}"
 
 
 def _line(name: str, step: int, means: Mapping[str, float], key: MetricKey | None) -> str:
@@ -246,23 +317,3 @@ def _line(name: str, step: int, means: Mapping[str, float], key: MetricKey | Non
         value = means.get(key.metric)
         text += f"  {key.metric} {'-' if value is None else format(value, '.3f')}"
     return f"validation-{name} after step {step}: {text}"
-
-
-def _backward(
-    setup: RewardModelSetup, comparisons: Sequence[Comparison], num_groups: int
-) -> tuple[RewardMetrics, int, int]:
-    """The gradient of one micro-batch, for a step of `num_groups`; its metrics, computed tokens and row tokens.
-
-    A single comparison that is larger than the budget of tokens goes through the model in parts.
-    """
-    policy, groups = setup.config.policy, [one.token_ids for one in comparisons]
-    pairs = setup.pairs_of(comparisons).to(setup.model.device)
-    parts = setup.model.make_parts(groups, max_tokens=policy.micro_batch_tokens)
-    batches = [batch for _, batch in parts]
-    scores_S, loss_sum = backward_in_parts(
-        [(members, partial(setup.model, batch)) for members, batch in parts],
-        lambda scores: setup.loss_of(scores, pairs),
-        scale=1 / max(num_groups, 1),
-    )
-    metrics = RewardMetrics.of(scores_S, pairs, loss_sum)
-    return metrics, sum(one.num_computed_tokens for one in batches), sum(one.num_row_tokens for one in batches)

@@ -1,6 +1,6 @@
-"""Validation: the metrics of each named set, over every comparison or the first so many.
+"""What a validation measures: the metrics of each named set, over every comparison or the first so many.
 
-    result = validate(setup, "held_out")                         # SetValidation of one set
+    result = run.validate_set("held_out")                        # SetValidation of one set
     result.metrics()["loss"].value, result.metrics()["length_controlled_accuracy"].value
     pooled([result, of_another_set])                             # metrics over all of them
 
@@ -14,19 +14,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from treeward.evaluation.diagnostics.perturbations import score_perturbed, summarize_perturbations
 from treeward.evaluation.examples import ScoredExample
-from treeward.evaluation.gates import gate_metrics, pooled_gate_metrics, scored_comparison
+from treeward.evaluation.gates import gate_metrics, pooled_gate_metrics
 from treeward.evaluation.results import Metric
 from treeward.metrics import RewardMetrics
 from treeward.scoring.scorer import Scorer
 from treeward.training.setup import RewardModelSetup
 
-__all__ = ["SetValidation", "pooled", "validate", "values_of"]
-
-_COMPARISONS_AT_ONCE = 1024  # planned together; the plan is as good as for the whole set, and the rows stay on disk
+__all__ = ["SetValidation", "pooled", "robust_accuracy", "values_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,64 +60,17 @@ def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items() if metric.value is not None}
 
 
-@torch.no_grad()
-def validate(
-    setup: RewardModelSetup, name: str, should_stop: Callable[[], object] = lambda: False
-) -> SetValidation | None:
-    """Measure the validation set `name` in the precision of training; None if `should_stop` gave a reason on the way.
-
-    A comparison that is larger than the token budget is scored in parts.
-    """
-    model, dataset, size = setup.model, setup.validation_sets[name], setup.validation_sizes[name]
-    model.eval()
-    total = RewardMetrics()
-    scored: list[ScoredExample] = []
-    for start in range(0, size, _COMPARISONS_AT_ONCE):
-        loaded = dataset[start : min(start + _COMPARISONS_AT_ONCE, size)]
-        of_loaded: dict[int, ScoredExample] = {}
-        for members in setup.plan(loaded, validation=True):
-            if should_stop():
-                model.train()
-                return None
-            comparisons = [loaded[i] for i in members]
-            pairs = setup.pairs_of(comparisons).to(model.device)
-            groups = [comparison.token_ids for comparison in comparisons]
-            parts = model.make_parts(groups, max_tokens=setup.config.policy.micro_batch_tokens)
-            order = torch.tensor([i for chosen, _ in parts for i in chosen]).argsort()
-            scores_S = torch.cat([model(batch) for _, batch in parts])[order.to(model.device)]
-            total += RewardMetrics.of(scores_S, pairs, setup.loss_of(scores_S, pairs))
-            scores = iter(scores_S.tolist())
-            for i, one in zip(members, comparisons, strict=True):
-                own = [next(scores) for _ in one.ranks]
-                of_loaded[i] = scored_comparison(
-                    one.where, one.subset, scores=own, ranks=one.ranks, lengths=one.lengths
-                )
-        scored += (of_loaded[i] for i in range(len(loaded)))
-    robust = _robust_accuracy(setup, name, should_stop) if name in setup.perturbed else None
-    model.train()
-    if name in setup.perturbed and robust is None:
-        return None
-    return SetValidation(total, tuple(scored), robust)
-
-
-def _robust_accuracy(setup: RewardModelSetup, name: str, should_stop: Callable[[], object]) -> Metric | None:
+def robust_accuracy(setup: RewardModelSetup, name: str, should_stop: Callable[[], object]) -> Metric | None:
     """The share of pairs that are right and stay so under every rewrite of style; None if `should_stop` gave a reason
     on the way."""
-    policy, examples = setup.config.policy, setup.perturbed[name]
+    policy, scores = setup.config.policy, []
     groups = setup.config.rm.val_micro_batch_size or policy.train_micro_batch_size
-    scorer = Scorer(
-        setup.model,
-        setup.renderer,
-        batch_tokens=policy.micro_batch_tokens,
-        max_sequences=None if groups is None else 2 * groups,
-    )
-    scores = []
-    for one in score_perturbed(scorer, examples):
+    limit = None if groups is None else 2 * groups
+    scorer = Scorer(setup.model, setup.renderer, batch_tokens=policy.micro_batch_tokens, max_sequences=limit)
+    for one in score_perturbed(scorer, setup.perturbed[name]):
         if should_stop():
-            break
+            return None
         scores.append(one)
-    if len(scores) < len(examples):
-        return None
     return replace(summarize_perturbations(scores).robust_accuracy, low=None, high=None)
 
 
