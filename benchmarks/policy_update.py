@@ -31,6 +31,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import SIZES, VOCAB_SIZE, build_causal, interleave
 from datasets import Dataset
@@ -43,6 +44,7 @@ from trl.trainer.utils import pad
 
 from treeward.config.grpo import GRPOConfig as GRPOSection
 from treeward.config.grpo import PolicyLossConfig
+from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
@@ -235,7 +237,7 @@ def _ours(
     frozen = kind(deepcopy(reference).requires_grad_(False), layout="tree", compute_dtype=dtype)
     loss = PolicyLossConfig(reference_policy_kl_penalty=BETA)
     used_PG = torch.ones_like(work.advantages_PG, dtype=torch.bool)
-    sizes = [group.num_tree_tokens for group in work.groups]
+    sizes = [_tree_tokens(group) for group in work.groups]
     plan = plan_micro_batches(sizes, max_tokens=MICRO_BATCH_TOKENS)
 
     def updater(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> PolicyUpdater:
@@ -382,10 +384,15 @@ def check_exact(variants: dict[str, Variant]) -> dict[str, float]:
     return found
 
 
+def _tree_tokens(group: CompletionGroup) -> int:
+    """Tokens when each is computed once."""
+    return count_tree_tokens([np.asarray(sequence, dtype=np.int32) for sequence in group.sequences])
+
+
 def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
     """Tokens of the backbone and of the head, and the saving that they, and all operations, allow."""
     rows = sum(group.num_row_tokens for group in work.groups)
-    trees = sum(group.num_tree_tokens for group in work.groups)
+    trees = sum(map(_tree_tokens, work.groups))
     lengths = [len(sequence) for group in work.groups for sequence in group.sequences]
     heads = trees - sum(len(group.prompt_ids) for group in work.groups)  # what completions share is predicted once
     completions = [completion for group in work.groups for completion in group.completions]

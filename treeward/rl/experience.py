@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt
 
@@ -71,11 +69,6 @@ class CompletionGroup:
         ]
 
     @property
-    def num_tree_tokens(self) -> int:
-        """Tokens when each is computed once."""
-        return count_tree_tokens([np.asarray(sequence, dtype=np.int32) for sequence in self.sequences])
-
-    @property
     def num_row_tokens(self) -> int:
         """Tokens as plain rows."""
         return sum(len(self.prompt_ids) + len(completion.token_ids) for completion in self.completions)
@@ -83,13 +76,13 @@ class CompletionGroup:
 
 def completion_lengths(groups: Sequence[CompletionGroup]) -> Tensor:
     """Tokens of each completion, int64 (P, G)."""
-    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    lengths = [[len(completion.token_ids) for completion in group.completions] for group in groups]
     return torch.tensor(lengths, dtype=torch.int64).reshape(batch_shape(groups))
 
 
 def truncated_completions(groups: Sequence[CompletionGroup]) -> Tensor:
     """Which completions the length limit cut, bool (P, G), as their generator says."""
-    truncated = [completion.truncated for group in groups for completion in group.completions]
+    truncated = [[completion.truncated for completion in group.completions] for group in groups]
     return torch.tensor(truncated, dtype=torch.bool).reshape(batch_shape(groups))
 
 

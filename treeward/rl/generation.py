@@ -25,15 +25,8 @@ from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.sampling import Row, sample, uniforms
 
-__all__ = [
-    "CompletionReader",
-    "GenerationError",
-    "Generator",
-    "LocalGenerator",
-    "completion_budgets",
-    "end_ids_of",
-    "template_end_ids",
-]
+__all__ = ["CompletionReader", "GenerationError", "Generator", "LocalGenerator", "completion_budgets", "end_ids_of"]
+__all__ += ["template_end_ids"]
 
 logger = logging.getLogger(__name__)
 
@@ -181,20 +174,17 @@ def completion_budgets(
     max_total_tokens: int | None,
 ) -> list[int]:
     """Most tokens of a completion to each prompt. Raises `ModelError` for a prompt that leaves no room."""
-    limits = [one for one in (policy.max_positions, max_total_tokens) if one is not None]
-    limit = min(limits, default=sys.maxsize)
-    budgets = []
+    limit = min(one or sys.maxsize for one in (policy.max_positions, max_total_tokens))
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
-        budgets.append(min(limit - len(ids), config.max_new_tokens or limit))
-        if budgets[-1] <= 0 or not ids:
+        if not 0 < len(ids) < limit:
             raise ModelError(
                 "a prompt leaves no room for a completion" if ids else "a prompt has no tokens",
                 where=prompt.where,
                 got=f"{len(ids)} tokens",
-                need=f"1 to {limit - 1} tokens: prompt and completion have {limit} together" if limits else "a token",
-                fix="leave out or shorten long prompts: data.max_input_seq_length" if ids else None,
+                need=f"1 to {limit - 1} tokens: prompt and completion have {limit} together",
+                fix="leave out or shorten long prompts: data.max_input_seq_length",
             )
-    return budgets
+    return [min(limit - len(ids), config.max_new_tokens or limit) for ids in prompt_ids]
 
 
 def end_ids_of(
@@ -208,21 +198,21 @@ def end_ids_of(
 
     Raises `ConfigError` where nothing says which they are.
     """
-    found: list[int] = []
-    settings = getattr(policy.hf, "generation_config", None)
-    for ids in (given,) if given is not None else (getattr(settings, "eos_token_id", None), tokenizer.eos_token_id):
-        found += [ids] if isinstance(ids, int) else ids or []
-    if added := [i for i in of_template if given is None and i not in found]:
+    if given is not None:
+        return list(given)
+    of_model = getattr(getattr(policy.hf, "generation_config", None), "eos_token_id", None)
+    found = [of_model] if isinstance(of_model, int) else list(of_model or ())
+    found += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if added := [i for i in of_template if i not in found]:
         logger.info("Completions also end with %s, as in the chat template.", tokenizer.convert_ids_to_tokens(added))
-        found += added
-    if not found:
+    if not found + added:
         raise ConfigError(
             "nothing says where a completion ends",
             field="end_ids",
             got="no end-of-sequence token in the model's generation settings or the tokenizer",
             need="at least one token id",
         )
-    return found
+    return found + added
 
 
 def template_end_ids(renderer: Renderer) -> list[int]:
@@ -252,7 +242,6 @@ def template_end_ids(renderer: Renderer) -> list[int]:
     if not ends:
         logger.warning(
             "The chat template ends a completion with %r, which has no special token: a policy that writes it goes on. "
-            "policy.generation.stop_strings can name it.",
-            last.strip(),
-        )
+            "policy.generation.stop_strings can name it.", last.strip(),
+        )  # fmt: skip
     return ends[-1:]  # those before it may close a part of the completion, as Cohere's do

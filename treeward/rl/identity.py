@@ -1,10 +1,7 @@
 """`identity_of`: what a resumed run must have in common with the run that it continues.
 
-    check_identity(checkpoint.path, identity_of(config, renderer, prompts, held_out))
-
 It has everything that the weights depend on, also the weights of the first policy and of the reward models, which the
-configuration only names. It leaves out keys that cannot change a reward: the address of a judge, the number of workers,
-timeouts.
+configuration only names. It leaves out keys that cannot change a reward: the address of a judge, the number of workers.
 """
 
 from __future__ import annotations
@@ -71,11 +68,8 @@ def _section(section: Mapping[str, Any]) -> dict[str, Any]:
     left_out = set() if "." in str(section.get("type", "")) else _NOT_OF_THE_REWARD
     kept = {key: value for key, value in section.items() if key not in left_out}
     if isinstance(kept.get("members"), Mapping):  # of a hybrid; a member's own keys may stand in `settings`, or beside
-        unfolded = {name: {**(one.get("settings") or {}), **one} for name, one in kept["members"].items()}
-        kept["members"] = {
-            name: _section({key: value for key, value in one.items() if key != "settings"})
-            for name, one in unfolded.items()
-        }
+        members = {name: {**(one.get("settings") or {}), **one} for name, one in kept["members"].items()}
+        kept["members"] = {name: _section({**one, "settings": None}) for name, one in members.items()}
     if "model_name" in kept:
         names = kept["model_name"]
         kept["model_name"] = [_with_weights(one) for one in ([names] if isinstance(names, str) else names)]
@@ -84,13 +78,13 @@ def _section(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_weights(name: str | None) -> str | None:
     """The hash of a model's weights, wherever its folder lies; the name of a model without a folder of safetensors."""
-    folder = None if name is None else Path(name).expanduser()
-    weights = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    if folder is None or not weights:
+    folder = Path(name or "").expanduser()
+    weights = sorted(folder.glob("*.safetensors")) if name else []
+    if not weights:
         return name
-    digests = []
+    digest = hashlib.blake2b()
     for path in (*weights, folder / "config.json", folder / CONTRACT_FILE):
         if path.is_file():
             with path.open("rb") as file:
-                digests.append(hashlib.file_digest(file, "blake2b").hexdigest())
-    return f"weights {short_hash(' '.join(digests))}"
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return f"weights {short_hash(digest.hexdigest())}"

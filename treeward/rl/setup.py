@@ -98,18 +98,14 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     validation_sets = [open_set(one) for one in config.data.validation]
     texts = (str(m.get("content", "")) for one in training_sets for prompt in one for m in prompt.messages)
     tokenizer = find_tokenizer(config.policy, texts, checkpoint)
+    section = config.policy.tokenizer
     renderer = Renderer(
-        tokenizer,
-        chat_template=config.policy.tokenizer.chat_template,
-        chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs,
+        tokenizer, chat_template=section.chat_template, chat_template_kwargs=section.chat_template_kwargs
     )
     encode = partial(encode_prompts, renderer=renderer, max_length=config.max_prompt_length, progress=show_progress)
     prompts = encode(training_sets)
     held_out = encode(validation_sets) if validation_sets else None
-    logger.info("Prompts to train on: %s.", prompts.counts.summary())
-    if held_out is not None:
-        logger.info("Prompts to validate on: %s.", held_out.counts.summary())
-    _check_overlap(prompts, held_out)
+    _log_prompts(prompts, held_out)
     identity = identity_of(config, renderer, prompts, held_out)
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
@@ -120,7 +116,6 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         policy = _load_policy(config, tokenizer, checkpoint)
         check_positions(policy, config.policy.max_total_sequence_length)
         check_policy(policy, [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))])
-        reference = _load_reference(config, tokenizer, policy)
         seed, shuffle = config.grpo.seed, config.data.shuffle
         order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, what="prompt")
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
@@ -133,7 +128,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         updater = PolicyUpdater(
             policy,
             optimizer,
-            reference=reference,
+            reference=_load_reference(config, tokenizer, policy),
             loss=config.loss_fn,
             micro_batch_tokens=config.policy.micro_batch_tokens,
             max_grad_norm=config.policy.max_grad_norm,
@@ -160,25 +155,16 @@ def _load_policy(
 ) -> PolicyModel:
     """With the adapters that are configured. `role`: what the log calls it."""
     policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
-    common: dict[str, Any] = {
-        "attention": policy.attention,
-        "device": best_device(),
-        "chunk_tokens": policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS,
-    }
+    chunk_tokens = policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS
+    common: dict[str, Any] = {"attention": policy.attention, "device": best_device(), "chunk_tokens": chunk_tokens}
     saved = None if checkpoint is None or lora.enabled else checkpoint.path / "model"  # adapters are merged there
     if saved is None and policy.architecture is not None:
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
         model = build_policy(fields, tokenizer, seed=config.grpo.seed, **common).model
     else:
-        name = saved or policy.model_name
-        assert name is not None  # the schema sees to it
-        model = load_policy(
-            name,
-            tokenizer=tokenizer,
-            config_overrides=policy.hf_config_overrides,
-            trust_remote_code=policy.trust_remote_code,
-            **common,
-        ).model
+        common |= {"config_overrides": policy.hf_config_overrides, "trust_remote_code": policy.trust_remote_code}
+        name = saved or str(policy.model_name)  # the schema sees to it that there is one
+        model = load_policy(name, tokenizer=tokenizer, **common).model
     prepare_for_training(model, policy, role=role)
     if lora.enabled:
         add_adapters(model, lora, seed=config.grpo.seed)
@@ -194,8 +180,7 @@ def _load_reference(config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, p
     if has_adapters(policy):
         return AdapterReference(policy)
     reference = _load_policy(config, tokenizer, None, role="reference, which stays as it is")
-    reference.requires_grad_(False)
-    return reference.eval()
+    return reference.requires_grad_(False).eval()
 
 
 def _make_generator(
@@ -238,17 +223,17 @@ def _chosen_for_validation(
     return [held_out[i] for i in indices], [names[of_set[i]] for i in indices]
 
 
-def _check_overlap(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> None:
+def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> None:
+    logger.info("Prompts to train on: %s.", prompts.counts.summary())
     if held_out is None:
         return
+    logger.info("Prompts to validate on: %s.", held_out.counts.summary())
     known = {ids.tobytes() for ids in prompts.token_ids}
-    shared = sum(ids.tobytes() in known for ids in held_out.token_ids)
-    if shared:
+    if shared := sum(ids.tobytes() in known for ids in held_out.token_ids):
         logger.warning(
             "%d of %d validation prompts are trained on too: what is measured on them says little of new prompts.",
-            shared,
-            len(held_out),
-        )
+            shared, len(held_out),
+        )  # fmt: skip
 
 
 def _holds_values(state: Mapping[str, Any]) -> bool:

@@ -104,7 +104,7 @@ def test_without_gold_there_are_signs_at_most(kind: AlarmKind, proxy: float, is_
     summary = sum_up(measured(proxy, alarms=(Alarm(kind, 10, "Said."),)))
     assert "there is no gold reward" in opening([summary]) and summary.outcome == "unknown"
     assert ("signs of over-optimisation in **r**." in opening([summary])) is is_sign
-    assert "**Alarm at step 10: " in summary.sentence()
+    assert "**Alarm at step 10:** Said." in summary.sentence()
     assert "grpo.gold_environment" in summary.advice()[-1]
 
 

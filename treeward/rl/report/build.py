@@ -4,9 +4,9 @@
     write_rl_report(runs, Path("report.html"), title="GRPO against a reward model")
 
 The page and its blocks are those of `treeward.evaluation.report`: the verdict in sentences, gold and proxy over the
-distance that the policy has moved, d = sqrt(KL), the runs side by side, alarms, what to do next, metrics over the
-steps, the same prompts completed at the first, a middle and the last validation, and the settings. Beside it is a JSON
-file of the same name with all numbers. A metric that no run has takes no place.
+distance that the policy has moved, d = sqrt(KL), the runs side by side, what to do next, metrics over the steps, the
+same prompts completed at the first, a middle and the last validation, and the settings. Beside it is a JSON file of the
+same name with all numbers. A metric that no run has takes no place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from treeward.evaluation.best_of_n.laws import fit_gao
 from treeward.evaluation.report.blocks import bar_item, format_number, table_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
-from treeward.rl.report.findings import ALARMS, Z95, RunSummary, opening, sum_up
+from treeward.rl.report.findings import Z95, RunSummary, opening, sum_up
 from treeward.rl.report.reading import Curve, RLRun
 
 __all__ = ["report_blocks", "write_rl_report"]
@@ -75,20 +75,21 @@ def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
 def report_blocks(runs: Sequence[RLRun]) -> list[Block]:
     """The blocks of the page."""
     summaries = [sum_up(run) for run in runs]
-    said = [opening(summaries), "\n".join(f"- {one.sentence()}" for one in summaries)]
-    distance, headline = _over_distance(summaries), {"kind": "headline", "items": _headline(summaries)}
-    several = len(runs) > 1
-    if several:
+    said = [opening(summaries), _bullets([one.sentence() for one in summaries])]
+    distance = _over_distance(summaries)
+    numbers: list[Block] = [{"kind": "headline", "items": _headline(summaries[0])}, *distance]
+    if len(runs) > 1:
         said.append("Proxies of runs compare only where the settings of their rewards are the same.")
+        numbers = [*distance, _comparison(summaries)]
+    advice = [f"**{one.run.name}:** {text}" for one in summaries for text in one.advice()]
     steps = (
         "Solid: validation, always on the same prompts; dotted: training batches. A band is a 95% interval over "
         "prompts. Of many steps, a point is the mean of neighbours. Values that are not finite are left out."
     )
     return [
         {"kind": "text", "markdown": "\n\n".join(said)},
-        *([*distance, headline, _comparison(summaries)] if several else [headline, *distance]),
-        *_alarms(runs),
-        *_advice(summaries),
+        *numbers,
+        *([{"kind": "text", "title": "What to do next", "markdown": _bullets(advice)}] if advice else []),
         {"kind": "text", "title": "Over the steps", "markdown": steps},
         *(block for figure in _FIGURES if (block := _over_steps(runs, *figure)) is not None),
         *_samples(summaries),
@@ -96,22 +97,20 @@ def report_blocks(runs: Sequence[RLRun]) -> list[Block]:
     ]
 
 
-def _headline(summaries: Sequence[RunSummary]) -> list[Block]:
-    """Of one run all that counts; of several the change of gold, or of the proxy where there is no gold."""
-    one = summaries[0]
-    changes = {"Gold, change": one.gold, "Proxy, change": one.proxy}
-    if len(summaries) > 1:
-        name = "gold" if any(each.gold is not None for each in summaries) else "proxy"
-        changes = {f"{name.capitalize()}: {each.run.name}": getattr(each, name) for each in summaries}
+def _bullets(texts: Sequence[str]) -> str:
+    return "\n".join(f"- {text}" for text in texts)
+
+
+def _headline(one: RunSummary) -> list[Block]:
     items = [
         bar_item(label, change.by, f"from {format_number(change.first)} to {format_number(change.last)}")
         | {"format": "signed"}
-        for label, change in changes.items()
+        for label, change in (("Gold, change", one.gold), ("Proxy, change", one.proxy))
         if change is not None
     ]
-    if len(summaries) == 1 and one.kl is not None:
+    if one.kl is not None:
         items.append({"label": "KL to the reference", "value": one.kl, "note": "in nats, at the last measurement"})
-    if len(summaries) == 1 and one.length is not None:
+    if one.length is not None:
         note = f"tokens; {format_number(one.length[0], 'integer')} at first"
         items.append({"label": "Length of the completions", "value": one.length[1], "format": "integer", "note": note})
     return items
@@ -134,25 +133,6 @@ def _comparison(summaries: Sequence[RunSummary]) -> Block:
     known = {key: column for key, column in columns.items() if any(row[key] is not None for row in rows)}
     note = "Changes from the first validation to the last, with 95% intervals that are paired by prompt."
     return table_block("The runs side by side", known, rows, note)
-
-
-def _alarms(runs: Sequence[RLRun]) -> list[Block]:
-    rows = [
-        {"run": run.name, "step": alarm.step, "kind": ALARMS[alarm.kind][0], "sentence": alarm.sentence}
-        for run in runs
-        for alarm in run.alarms
-    ]
-    columns = {"run": ("Run", "text"), "step": ("Step", "integer"), "kind": ("Alarm", "text")}
-    columns |= {"sentence": ("What was found", "text")}
-    return [table_block("Alarms", columns, rows)] if rows else []
-
-
-def _advice(summaries: Sequence[RunSummary]) -> list[Block]:
-    parts = []
-    for one in summaries:
-        if found := one.advice():
-            parts += [f"**{one.run.name}**", "\n".join(f"- {text}" for text in found)]
-    return [{"kind": "text", "title": "What to do next", "markdown": "\n\n".join(parts)}] if parts else []
 
 
 def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:

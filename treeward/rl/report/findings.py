@@ -15,7 +15,7 @@ from treeward.evaluation.results import Metric
 from treeward.rl.report.reading import Curve, RLRun, Source
 from treeward.rl.watch import AlarmKind
 
-__all__ = ["ALARMS", "Z95", "Change", "Outcome", "RunSummary", "opening", "sum_up"]
+__all__ = ["Z95", "Change", "Outcome", "RunSummary", "opening", "sum_up"]
 
 Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
 """What became of gold: `over-optimised` is an alarm of the watch; `unknown` where there is no gold, or no interval."""
@@ -29,28 +29,16 @@ _VERDICTS: dict[Outcome, str] = {
 }
 _KL, _LR = "loss_fn.reference_policy_kl_penalty", "policy.optimizer.kwargs.lr"
 _NEARER = f"Hold the policy nearer to the reference: raise `{_KL}`, or lower `{_LR}`."
-ALARMS: dict[AlarmKind, tuple[str, str]] = {
-    "gold_falls": ("gold falls while the proxy rises", _NEARER),
-    "kl_budget": ("KL is above its budget", _NEARER),
-    "length_growth": (
-        "completions grow with the reward",
-        "Completions grew with the reward: calibrate it for length (`treeward calibrate`, then "
-        "`reward_shaping.length_calibration: true`) or set `reward_shaping.length_penalty`.",
-    ),
-    "entropy_collapse": (
-        "entropy collapses", f"Entropy collapsed: lower `{_LR}`, or raise `loss_fn.ratio_clip_max`."),
-    "truncation": (
-        "completions are cut",
-        "Completions are cut: raise `policy.generation.max_new_tokens`, or set `grpo.truncated`.",
-    ),
-    "no_signal": (
-        "groups carry no signal",
-        "Completions of a group have to differ in reward: `grpo.use_dynamic_sampling: true`, prompts of other "
-        "difficulty, a reward with degrees, or a higher `policy.generation.temperature`.",
-    ),
-}  # fmt: skip
-"""What each kind of alarm is, in a few words, and what to do."""
-
+_ADVICE: dict[AlarmKind, str] = {
+    "gold_falls": _NEARER,
+    "kl_budget": _NEARER,
+    "length_growth": "Completions grew with the reward: calibrate it for length (`treeward calibrate`, then "
+    "`reward_shaping.length_calibration: true`) or set `reward_shaping.length_penalty`.",
+    "entropy_collapse": f"Entropy collapsed: lower `{_LR}`, or raise `loss_fn.ratio_clip_max`.",
+    "truncation": "Completions are cut: raise `policy.generation.max_new_tokens`, or set `grpo.truncated`.",
+    "no_signal": "Completions of a group have to differ in reward: `grpo.use_dynamic_sampling: true`, prompts of other "
+    "difficulty, a reward with degrees, or a higher `policy.generation.temperature`.",
+}
 _SIGNS: frozenset[AlarmKind] = frozenset({"kl_budget", "length_growth", "entropy_collapse"})
 """The alarms that are signs of over-optimisation, where the proxy rose."""
 
@@ -69,18 +57,13 @@ class Change:
     @property
     def verb(self) -> str:
         """What its interval allows to say."""
-        if self.by.low is None or self.by.high is None:
-            return "went"
-        return "rose" if self.by.low > 0 else "fell" if self.by.high < 0 else "went"
+        return "rose" if (self.by.low or 0.0) > 0.0 else "fell" if (self.by.high or 0.0) < 0.0 else "went"
 
     def course(self) -> str:
-        """ "rose from 0.31 to 0.72"."""
-        return f"{self.verb} from {format_number(self.first)} to {format_number(self.last)}"
-
-    def size(self) -> str:
-        """ "(+0.41, 95% interval +0.30 to +0.52)"."""
+        """ "rose from 0.31 to 0.72 (+0.41, 95% interval +0.30 to +0.52)"."""
         value, low, high = (format_number(one, "signed") for one in (self.by.value, self.by.low, self.by.high))
-        return f"({value}, {'no interval was logged' if self.by.low is None else f'95% interval {low} to {high}'})"
+        interval = "no interval was logged" if self.by.low is None else f"95% interval {low} to {high}"
+        return f"{self.verb} from {format_number(self.first)} to {format_number(self.last)} ({value}, {interval})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +93,8 @@ class RunSummary:
         """What happened in this run."""
         parts = ["there is one measurement, so nothing to compare."]
         if self.proxy is not None:
-            changes = f"the proxy {self.proxy.course()} {self.proxy.size()}"
-            if self.gold is not None:
-                changes = f"gold {self.gold.course()} {self.gold.size()}; the proxy {self.proxy.course()}"
+            changes = f"the proxy {self.proxy.course()}"
+            changes = changes if self.gold is None else f"gold {self.gold.course()}; {changes}"
             at = "" if self.kl is None else f", at a KL of {format_number(self.kl)} nats"
             of = "" if self.source == "validation" else ", on training batches, as the run has no two validations"
             parts = [f"{changes}{at}{of}."]
@@ -121,7 +103,7 @@ class RunSummary:
         if self.length is not None:
             first, last = (format_number(value, "integer") for value in self.length)
             parts.append(f"Completions went from {first} to {last} tokens.")
-        parts += [f"**Alarm at step {alarm.step:,}: {ALARMS[alarm.kind][0]}.**" for alarm in self.run.alarms]
+        parts += [f"**Alarm at step {alarm.step:,}:** {alarm.sentence}" for alarm in self.run.alarms]
         return " ".join([f"**{self.run.name}** ({self.run.last_step:,} steps):", *parts])
 
     def advice(self) -> list[str]:
@@ -137,7 +119,7 @@ class RunSummary:
             found.append(f"The policy broke, as even the proxy fell: lower `{_LR}`, or raise `{_KL}`.")
         if self.outcome == "over-optimised":
             found.append(f"Take the checkpoint nearest to step {self.best_step}, where gold was best, not the last.")
-        found += dict.fromkeys(text for kind, (_, text) in ALARMS.items() if kind in kinds)
+        found += dict.fromkeys(text for kind, text in _ADVICE.items() if kind in kinds)
         if is_exploited:
             found.append("Score with an ensemble, or train the reward model on completions of this policy.")
         if self.best_gold is None:
