@@ -286,8 +286,6 @@ def test_validation_and_gold_leave_the_state() -> None:
     assert rows(runner.reward(groups, update=False).rewards_PG) == [[4, 4], [4, 4]]
     assert rows(runner.gold(groups)) == [[0, 0], [0, 0]] and runner.has_gold
     assert runner.state_dict() == {"counting": {"count": 4}} and gold.count == 0
-    shared = EnvironmentRunner({"counting": counting}, {"counting": 1.0}, gold=counting)
-    assert rows(shared.gold([group("a")])) == [[4]] and counting.count == 4
 
 
 def test_the_state_of_a_run_that_goes_on() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from treeward.rl.setup import GRPOSetup, set_up
-from treeward.rl.validation import Validation, ranking_remark, validate
+from treeward.rl.setup import GRPOSetup
+from treeward.rl.validation import Validation, validate
 
-Make = Callable[..., Any]
 GOLD = (
     "env={planted: {type: custom, function: planted.vowels}, gold: {type: custom, function: planted.length}}",
     "grpo.gold_environment=gold",
@@ -104,29 +102,6 @@ def test_running_statistics_neither_move_nor_hide_the_proxy(opened: Callable[...
     assert found.metrics["validation/reward"] != found.metrics["validation/raw_reward"]
     assert found.metrics["validation/proxy"] == found.metrics["validation/raw_reward"]
     assert found.watched["proxy_by_prompt"].mean() == pytest.approx(found.metrics["validation/proxy"], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["env={planted: {type: planted.Counting}}", "checkpointing.metric_name=val:reward"], "val:raw_reward"),
-        (
-            [
-                "env={planted: {type: planted.Counting}, gold: {type: custom, function: planted.length}}",
-                *GOLD[1:],
-                "checkpointing.metric_name=val:accuracy",
-            ],
-            "val:raw_reward or val:gold_reward",
-        ),
-        (["env={planted: {type: planted.Counting}}", "checkpointing.metric_name=val:raw_reward"], None),
-        (["env={planted: {type: planted.Counting}}", "checkpointing.metric_name=null"], None),
-        (["checkpointing.metric_name=val:reward"], None),
-    ],
-)
-def test_ranking_by_rewards_that_move_is_remarked_on(tiny_grpo: Make, options: Sequence[str], said: str | None) -> None:
-    with contextlib.closing(set_up(tiny_grpo(*options))) as run:
-        remark = ranking_remark(run)
-    assert (remark is None) if said is None else (remark is not None and remark.endswith(f"rank by {said}"))
 
 
 def test_told_to_stop_it_measures_nothing(opened: Callable[..., GRPOSetup]) -> None:

@@ -233,4 +233,3 @@ def test_length_correlation_is_within_groups() -> None:
     r, n = np.array([-1, 0, 1, 0.5, -0.5]), np.array([10, 0, -10, -0.5, 0.5])
     assert length_correlation(rewards, lengths) == pytest.approx(np.corrcoef(r, n)[0, 1])
     assert length_correlation([[1.0, 1.0]], [[3, 4]]) is None
-    assert length_correlation([], []) is None

@@ -67,7 +67,7 @@ class GroupRewards:
 class EnvironmentRunner:
     """Runs `environments`, by name; they are its own: nobody else calls them or changes their state.
 
-    `weights`: for prompts that choose none; may be empty where every prompt does. `gold`: for watching alone.
+    `weights`: for prompts that choose none; may be empty where every prompt does. `gold`: for watching alone, another.
     `missing`: the reward of a completion that one of several environments could not reward: none (`mask`), or the sum
     of the others, scaled up (`renormalise`). `timeout_seconds`: for a step; None: no limit.
     """
@@ -83,10 +83,9 @@ class EnvironmentRunner:
     ) -> None:
         self.timeout_seconds, self.missing = timeout_seconds, missing
         self.environments, self._default = dict(environments), dict(weights)
-        same = [name for name, environment in environments.items() if environment is gold]
-        self._gold = None if gold is None else (same or [_GOLD])[0]
+        self.has_gold = gold is not None
         if gold is not None:
-            self.environments.setdefault(str(self._gold), gold)
+            self.environments[_GOLD] = gold
         # After the last step that counts; gold has none, as its rewards are those of an evaluation.
         self._states = {name: copy.deepcopy(one.state_dict()) for name, one in environments.items()}
         self._last: dict[str, Future[Any]] = {}
@@ -94,10 +93,6 @@ class EnvironmentRunner:
         self._labels = {
             name: one.name if names.count(one.name) == 1 else f"{name}_env" for name, one in environments.items()
         }
-
-    @property
-    def has_gold(self) -> bool:
-        return self._gold is not None
 
     def reward(self, groups: Sequence[CompletionGroup], *, update: bool = True) -> GroupRewards:
         """Rewards of every completion of every group.
@@ -136,13 +131,12 @@ class EnvironmentRunner:
 
         Raises what `reward` raises.
         """
-        assert self._gold is not None
-        num_prompts, num_completions = batch_shape(groups)
-        found = self._ask({self._gold: range(num_prompts * num_completions)}, groups, update=False)[self._gold]
+        shape = batch_shape(groups)
+        found = self._ask({_GOLD: range(shape[0] * shape[1])}, groups, update=False)[_GOLD]
         missing = [reward.error for reward in found if reward.value is None]
         if missing:
             logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(found), missing[0])
-        return _tensor([reward.value for reward in found]).reshape(num_prompts, num_completions)
+        return _tensor([reward.value for reward in found]).reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
         """By name, the state of each environment after the last step that succeeded."""
@@ -175,8 +169,8 @@ class EnvironmentRunner:
                 raise error
             if future not in in_time or error is not None:
                 future.cancel()
-                reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else ""
-                reason = reason or f"it raised {type(error).__name__}: {error}"
+                reason = f"it raised {type(error).__name__}: {error}"
+                reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else reason
                 logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
                 found[name] = [Reward(None, error=reason)] * count
                 continue

@@ -31,7 +31,7 @@ from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import SAMPLES_FILE, RLRun
 from treeward.rl.rollouts import collect
 from treeward.rl.setup import ADAPTER_FOLDER, GRPOSetup, set_up
-from treeward.rl.validation import ranking_remark, validate
+from treeward.rl.validation import validate
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
@@ -113,8 +113,6 @@ class GRPORun(Run):
         resume_step = None if state.step == 0 else validated_at
         self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
         self._write_alarms()  # those of a run that was killed after its last checkpoint are raised again
-        if remark := ranking_remark(self.setup):
-            logger.warning("%s.", remark)
         if self.stopped_by is not None:
             watch = self.config.grpo.watch
             stops = watch.stop and self.stopped_by in watch.stop_on

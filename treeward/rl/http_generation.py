@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_policy import GenerationConfig
@@ -52,7 +52,6 @@ _PROBE_SAMPLING = {"top_k": None, "top_p": 1.0, "stop_token_ids": None, "stop_st
 _FIXES = {
     None: "start the server again, and resume the run",
     400: "see the server's message; prompt and completion must fit into the server's longest sequence",
-    401: "name the environment variable with the server's key: policy.generation.api_key_env",
     404: "check policy.generation.url, model and backend",
 }
 
@@ -113,7 +112,14 @@ class HttpGenerator(Generator):
         """See `Generator`. The completions of a prompt are one request. It is up to the server to heed the seed."""
         budgets = completion_budgets(prompts, prompt_ids, self.server, self.policy, self.max_total_tokens)
         requests = [
-            _Request(list(ids), num_completions, budgets[p], _seed(seed, p), prompts[p].where)
+            # The server adds the completion's index to the seed, which fits into signed 32 bits.
+            _Request(
+                list(ids),
+                num_completions,
+                budgets[p],
+                int(np.random.SeedSequence([seed % 2**64, p]).generate_state(1)[0]) >> 2,
+                prompts[p].where,
+            )
             for p, ids in enumerate(prompt_ids)
         ]
         served = run_async(self._all(requests, self.server, log_probs=self._comparable))
@@ -228,8 +234,6 @@ class HttpGenerator(Generator):
                 raise ValueError(f"{len(found)} completions instead of {request.num_completions}")
             for one in found:
                 one.check(request.most, self._vocabulary, has_log_probs=log_probs and not may_be_text)
-        except ValidationError as error:
-            raise self._wrong(path, f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}", str(request)) from None
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise self._wrong(path, f"{type(error).__name__}: {error}", str(request)) from None
         if any(one.token_ids is None for one in found) and not (may_be_text and self.server.retokenize):
@@ -261,14 +265,22 @@ class HttpGenerator(Generator):
             tokens.append(end)
         return self.reader.completion(tokens, None, truncated=truncated)
 
+    @torch.no_grad()
     def _compare(self, policy: PolicyModel, tolerance: float) -> None:
         """Compare the server's log-probabilities of a completion, sampled from all tokens, with the policy's."""
         ids = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids) or [min(self.reader.end_ids)]
         request = _Request(ids, 1, _PROBE_TOKENS, 0, "the comparison of the weights")
         sampling = self.server.model_copy(update=_PROBE_SAMPLING)
         [[completion]] = run_async(self._all([request], sampling, log_probs=True))
-        temperatures = {self.server.temperature} if self._comparable else {self.server.temperature, 1.0}
-        apart = min(_apart(policy, ids, completion, temperature) for temperature in temperatures)
+        training, tokens = policy.training, completion.token_ids or []
+        policy.eval()
+        own = {
+            temperature: policy.log_probs([[ids + tokens]], [[len(ids)]], temperature=temperature).values_SL[0]
+            for temperature in {self.server.temperature} | (set() if self._comparable else {1.0})
+        }
+        policy.train(training)
+        said = torch.tensor(completion.log_probs)
+        apart = min(float((one.float().cpu() - said).abs().mean()) if tokens else 0.0 for one in own.values())
         if apart <= tolerance:
             return
         error = GenerationError(
@@ -358,20 +370,3 @@ def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
         if ids is not None and ids != found["token_ids"][: len(ids)]:
             raise ValueError("output_ids are others than those of output_token_logprobs")
     return found
-
-
-def _apart(policy: PolicyModel, ids: list[int], completion: _Served, temperature: float) -> float:
-    """The mean absolute difference of the log-probabilities."""
-    if not completion.token_ids:
-        return 0.0
-    training = policy.training
-    policy.eval()
-    with torch.no_grad():
-        own = policy.log_probs([[ids + completion.token_ids]], [[len(ids)]], temperature=temperature).values_SL[0]
-    policy.train(training)
-    return float((own.float().cpu() - torch.tensor(completion.log_probs)).abs().mean())
-
-
-def _seed(seed: int, prompt: int) -> int:
-    """The seed of a prompt's request; the server adds the completion's index. It fits into signed 32 bits."""
-    return int(np.random.SeedSequence([seed % 2**64, prompt]).generate_state(1)[0]) >> 2

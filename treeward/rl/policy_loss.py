@@ -54,18 +54,13 @@ class UpdateMetrics:
 
     def means(self) -> dict[str, float]:
         """By the names that are logged; those without a value are left out."""
-        found: dict[str, float] = {}
+        by_token = {
+            "policy_loss": self.policy_sum, "kl": self.kl_sum, "old_kl": self.old_kl_sum, "clip_fraction": self.clipped,
+            "entropy": self.entropy_sum, "sampling_importance_ratio": self.correction_sum,
+        }  # fmt: skip
+        found = {name: total / self.tokens for name, total in by_token.items() if self.tokens}
         if self.tokens:
-            found = {
-                "loss": self.loss_sum / self.updates,
-                "policy_loss": self.policy_sum / self.tokens,
-                "kl": self.kl_sum / self.tokens,
-                "old_kl": self.old_kl_sum / self.tokens,
-                "clip_fraction": self.clipped / self.tokens,
-                "entropy": self.entropy_sum / self.tokens,
-                "sampling_importance_ratio": self.correction_sum / self.tokens,
-                "grad_norm": self.grad_norm_sum / self.updates,
-            }
+            found |= {"loss": self.loss_sum / self.updates, "grad_norm": self.grad_norm_sum / self.updates}
         if self.mismatch_tokens:
             found["token_mult_prob_error"] = self.mismatch_sum / self.mismatch_tokens
         return found
@@ -102,12 +97,7 @@ def kl_estimate(
     x = log_probs - reference
     if input_clamp is not None:
         x = x.clamp(-input_clamp, input_clamp)
-    if estimator == "k1":
-        estimate = x
-    elif estimator == "k2":
-        estimate = x.square() / 2
-    else:
-        estimate = torch.expm1(-x) + x
+    estimate = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(-x) + x}[estimator]()
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
@@ -161,21 +151,14 @@ def policy_loss(
     if reference_SL is not None:
         reference = torch.where(mask, reference_SL, 0.0)
         if beta := kl_coefficient(config):
-            kl = kl_estimate(
-                log_probs,
-                reference,
-                config.reference_policy_kl_type,
-                input_clamp=config.kl_input_clamp_value,
-                output_clamp=config.kl_output_clamp_value,
-            )
+            clamps = {"input_clamp": config.kl_input_clamp_value, "output_clamp": config.kl_output_clamp_value}
+            kl = kl_estimate(log_probs, reference, config.reference_policy_kl_type, **clamps)
             if config.use_on_policy_kl_approximation:
                 assert generated is not None
                 kl = kl * _finite(torch.exp(log_probs.detach() - generated))
             terms = terms + beta * kl
-        with torch.no_grad():
-            sums.kl_sum = float((kl_estimate(log_probs, reference, "k3") * mask).sum())
-    with torch.no_grad():
-        sums.old_kl_sum = float((kl_estimate(old, log_probs, "k3") * mask).sum())
+        sums.kl_sum = float((kl_estimate(log_probs.detach(), reference, "k3") * mask).sum())
+    sums.old_kl_sum = float((kl_estimate(old, log_probs.detach(), "k3") * mask).sum())
     return (terms * weights).sum(), sums
 
 

@@ -83,7 +83,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         rewards_PG = torch.cat([rewards_PG, shaped_rewards(run.config, batch, found[-1].rewards_PG)])
         generation, rewarding = generation + sampled - started, rewarding + time.monotonic() - sampled
     metrics = _metrics(groups, rewards_PG, found)
-    correlation = length_correlation(rewards_PG.tolist(), completion_lengths(groups).tolist())
+    correlation = length_correlation(rewards_PG, completion_lengths(groups))
     if is_dynamic:
         kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[:wanted]
         _check_signal(kept, wanted, len(found))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
@@ -140,21 +140,11 @@ def _choose(
     logits_SV: Tensor, numbers_S: Tensor, temperature: float, top_k: int | None, top_p: float
 ) -> tuple[Tensor, Tensor]:
     """The tokens, int64 (S,), and their log-probabilities before top-k and top-p."""
-    probs_SV = (logits_SV / temperature).softmax(dim=-1)
+    scores_SV = logits_SV / temperature
+    kept_SV = scores_SV if top_k is None else TopKLogitsWarper(top_k)(None, scores_SV)
+    kept_SV = kept_SV if top_p == 1.0 else TopPLogitsWarper(top_p)(None, kept_SV)
     # In float64: beside the sum of a large vocabulary a rare token's probability is below float32's rounding.
-    sums_SV = _kept(probs_SV, top_k, top_p).double().cumsum(dim=-1)
+    sums_SV = kept_SV.softmax(dim=-1).double().cumsum(dim=-1)
     found_S1 = torch.searchsorted(sums_SV, numbers_S[:, None] * sums_SV[:, -1:], right=True)
     tokens_S = found_S1[:, 0].clamp_max(logits_SV.shape[-1] - 1)
-    return tokens_S, probs_SV.gather(-1, tokens_S[:, None])[:, 0].log()
-
-
-def _kept(probs_SV: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """0 for all but the `top_k` most probable tokens, and of these the fewest that make up `top_p` of their sum."""
-    if top_k is None and top_p == 1.0:
-        return probs_SV
-    size = probs_SV.shape[-1]
-    sorted_SK, order_SK = probs_SV.topk(size if top_k is None else min(top_k, size), dim=-1)
-    if top_p < 1.0:
-        before_SK = sorted_SK.cumsum(dim=-1) - sorted_SK
-        sorted_SK = sorted_SK.masked_fill(before_SK >= top_p * sorted_SK.sum(dim=-1, keepdim=True), 0.0)
-    return torch.zeros_like(probs_SV).scatter(-1, order_SK, sorted_SK)
+    return tokens_S, scores_SV.log_softmax(dim=-1).gather(-1, tokens_S[:, None])[:, 0]

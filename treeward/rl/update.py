@@ -28,7 +28,7 @@ from treeward.errors import ModelError
 from treeward.model.lora import AdapterReference
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.rl.experience import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
-from treeward.rl.policy_loss import KLEstimator, UpdateMetrics, kl_estimate, needs_generator, policy_loss
+from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, needs_generator, policy_loss
 from treeward.training.optimisation import clip_gradients
 from treeward.tree.parts import plan_parts
 
@@ -158,14 +158,14 @@ class PolicyUpdater:
         return self.update(self.evaluate(groups), advantages_PG, used_PG)
 
     @torch.no_grad()
-    def measure(self, groups: Sequence[CompletionGroup], *, estimator: KLEstimator = "k3") -> Measured:
-        """KL to the reference and entropy of each completion, at the temperature of the sampling; no update."""
+    def measure(self, groups: Sequence[CompletionGroup]) -> Measured:
+        """KL to the reference (k3) and entropy of each completion, at the temperature of the sampling; no update."""
         self.policy.eval()
         values_PGL, entropies_PGL = self._all(self.policy, groups, UpdateMetrics(), entropies=True)
         kl_PG = None
         if self.reference is not None:
             reference_PGL, _ = self._all(self.reference, groups, UpdateMetrics())
-            kl_PG = kl_estimate(values_PGL, reference_PGL, estimator).sum(dim=2).cpu()
+            kl_PG = kl_estimate(values_PGL, reference_PGL, "k3").sum(dim=2).cpu()
         return Measured(kl_PG, entropies_PGL.sum(dim=2).cpu() / completion_lengths(groups))
 
     def _parts(self, num_groups: int) -> list[range]:

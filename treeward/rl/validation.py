@@ -30,7 +30,7 @@ from treeward.rl.watch import length_correlation
 if TYPE_CHECKING:
     from treeward.rl.setup import GRPOSetup
 
-__all__ = ["Validation", "ranking_remark", "validate"]
+__all__ = ["Validation", "validate"]
 
 _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 
@@ -43,17 +43,6 @@ class Validation(NamedTuple):
     metrics: Mapping[str, float]
     watched: Mapping[str, Any]
     samples: Sequence[Mapping[str, Any]]
-
-
-def ranking_remark(run: GRPOSetup) -> str | None:
-    """The sentence that warns of the metric that ranks checkpoints; None if it ranks them well."""
-    if run.config.ranking_metric != "reward" or not run.rewards_move:
-        return None
-    gold = " or val:gold_reward" if run.rewards.has_gold else ""
-    return (
-        f"checkpointing.metric_name: {run.config.checkpointing.metric_name} ranks checkpoints by rewards whose scale "
-        f"running statistics move, so that early and late ones do not compare: rank by val:raw_reward{gold}"
-    )
 
 
 def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: None) -> Validation | None:
@@ -105,7 +94,7 @@ def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[
         "proxy_by_prompt": proxy_PG.nanmean(dim=1).numpy(),
         "gold_by_prompt": values["gold_reward"].nanmean(dim=1).numpy() if "gold_reward" in values else None,
         "length": means["mean_gen_tokens_per_sample"],
-        "length_correlation": length_correlation(values["reward"].tolist(), lengths_PG.tolist()),
+        "length_correlation": length_correlation(values["reward"], lengths_PG),
     } | {name: means.get(name) for name in ("kl", "entropy", "truncation_rate")}
     samples = [_sample(groups[p], values, p) for p in range(min(run.config.grpo.num_logged_samples, len(groups)))]
     return Validation(metrics, watched, samples)

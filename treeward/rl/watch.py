@@ -9,10 +9,8 @@ It observes every validation, always on the same prompts. With a gold reward it 
 best while the proxy, the reward that is optimised, is higher (Gao, Schulman, Hilton 2022, arXiv 2210.10760). Without
 one there are only signs, and the sentences say so: completions grow longer (Singhal et al. 2023, arXiv 2310.03716),
 entropy collapses (Cui et al. 2025, arXiv 2505.22617), KL leaves its budget, completions are cut, groups carry no
-signal.
-
-Each kind is raised once, at the first validation where it holds; `active` has those that hold now. A value that is
-None or not finite is passed over.
+signal. Each kind is raised once, at the first validation where it holds. A value that is None or not finite is passed
+over.
 
 Shapes: P validation prompts.
 """
@@ -239,24 +237,18 @@ class OverOptimisationWatch:
 _REMEMBERED = ("_first", "_best", "_num_golds", "_metrics")
 
 
-def length_correlation(rewards: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> float | None:
+def length_correlation(rewards_PG: ArrayLike, lengths_PG: ArrayLike) -> float | None:
     """How reward and length go together within groups: Pearson's correlation of both less their group's means.
 
-    `rewards`, `lengths`: of each group, of each of its completions; completions whose reward is not finite are left
-    out. None where nothing varies within any group.
+    Completions whose reward is not finite are left out. None where nothing varies within any group.
     """
-    rs, ls = [], []
-    for group_rewards, group_lengths in zip(rewards, lengths, strict=True):
-        r, n = (np.asarray(values, dtype=np.float64) for values in (group_rewards, group_lengths))
-        kept = np.isfinite(r) & np.isfinite(n)
-        if kept.any():
-            rs.append(r[kept] - r[kept].mean())
-            ls.append(n[kept] - n[kept].mean())
-    if not rs:
-        return None
-    r, n = np.concatenate(rs), np.concatenate(ls)
-    spread = math.sqrt(float(r @ r) * float(n @ n))
-    return None if spread == 0.0 else float(r @ n) / spread
+    rewards, lengths = np.asarray(rewards_PG, dtype=np.float64), np.asarray(lengths_PG, dtype=np.float64)
+    known = np.isfinite(rewards) & np.isfinite(lengths)
+    count = known.sum(axis=1, keepdims=True).clip(1)
+    r, n = (np.where(known, one, 0.0) for one in (rewards, lengths))
+    r, n = (np.where(known, one - one.sum(axis=1, keepdims=True) / count, 0.0) for one in (r, n))
+    spread = math.sqrt(float((r * r).sum()) * float((n * n).sum()))
+    return None if spread == 0.0 else float((r * n).sum()) / spread
 
 
 def write_alarms(path: Path, alarms: Sequence[Alarm]) -> None:

@@ -221,7 +221,7 @@ def test_runs_with_hardly_anything_are_shown(tmp_path: Path) -> None:
     for run in named:
         report_blocks([run])
     assert "Proxy over the distance moved" in (found := by_title([blind])) and "Gold reward" not in found
-    assert found["headline"]["items"][0]["label"] == "Proxy, change"
+    assert [one["key"] for one in found["From the first validation to the last"]["columns"]][:2] == ["run", "proxy"]
     assert "training batches" in sum_up(cases["training alone"]).sentence()
     page = write_rl_report(named, tmp_path / "new" / "rl.html", title="All")
     assert sorted(path.name for path in page.parent.iterdir()) == ["rl.html", "rl.json"]

@@ -4,7 +4,7 @@
     write_rl_report(runs, Path("report.html"), title="GRPO against a reward model")
 
 The page and its blocks are those of `treeward.evaluation.report`: the verdict in sentences, gold and proxy over the
-distance that the policy has moved, d = sqrt(KL), the runs side by side, what to do next, metrics over the steps, the
+distance that the policy has moved, d = sqrt(KL), the runs in numbers, what to do next, metrics over the steps, the
 same prompts completed at the first, a middle and the last validation, and the settings. Beside it is a JSON file of the
 same name with all numbers. A metric that no run has takes no place.
 """
@@ -76,11 +76,8 @@ def report_blocks(runs: Sequence[RLRun]) -> list[Block]:
     """The blocks of the page."""
     summaries = [sum_up(run) for run in runs]
     said = [opening(summaries), _bullets([one.sentence() for one in summaries])]
-    distance = _over_distance(summaries)
-    numbers: list[Block] = [{"kind": "headline", "items": _headline(summaries[0])}, *distance]
     if len(runs) > 1:
         said.append("Proxies of runs compare only where the settings of their rewards are the same.")
-        numbers = [*distance, _comparison(summaries)]
     advice = [f"**{one.run.name}:** {text}" for one in summaries for text in one.advice()]
     steps = (
         "Solid: validation, always on the same prompts; dotted: training batches. A band is a 95% interval over "
@@ -88,7 +85,8 @@ def report_blocks(runs: Sequence[RLRun]) -> list[Block]:
     )
     return [
         {"kind": "text", "markdown": "\n\n".join(said)},
-        *numbers,
+        *_over_distance(summaries),
+        _numbers(summaries),
         *([{"kind": "text", "title": "What to do next", "markdown": _bullets(advice)}] if advice else []),
         {"kind": "text", "title": "Over the steps", "markdown": steps},
         *(block for figure in _FIGURES if (block := _over_steps(runs, *figure)) is not None),
@@ -101,22 +99,7 @@ def _bullets(texts: Sequence[str]) -> str:
     return "\n".join(f"- {text}" for text in texts)
 
 
-def _headline(one: RunSummary) -> list[Block]:
-    items = [
-        bar_item(label, change.by, f"from {format_number(change.first)} to {format_number(change.last)}")
-        | {"format": "signed"}
-        for label, change in (("Gold, change", one.gold), ("Proxy, change", one.proxy))
-        if change is not None
-    ]
-    if one.kl is not None:
-        items.append({"label": "KL to the reference", "value": one.kl, "note": "in nats, at the last measurement"})
-    if one.length is not None:
-        note = f"tokens; {format_number(one.length[0], 'integer')} at first"
-        items.append({"label": "Length of the completions", "value": one.length[1], "format": "integer", "note": note})
-    return items
-
-
-def _comparison(summaries: Sequence[RunSummary]) -> Block:
+def _numbers(summaries: Sequence[RunSummary]) -> Block:
     columns = {
         "run": ("Run", "text"), "gold": ("Gold, change", "signed"), "best": ("Best gold", "number"),
         "best_step": ("Best at step", "integer"), "proxy": ("Proxy, change", "signed"), "kl": ("KL, nats", "number"),
@@ -131,8 +114,8 @@ def _comparison(summaries: Sequence[RunSummary]) -> Block:
         row |= {"kl": one.kl, "first_length": first_length, "length": length, "alarm": one.run.alarm_step}
         rows.append(row | {"steps": one.run.last_step})
     known = {key: column for key, column in columns.items() if any(row[key] is not None for row in rows)}
-    note = "Changes from the first validation to the last, with 95% intervals that are paired by prompt."
-    return table_block("The runs side by side", known, rows, note)
+    note = "Changes have 95% intervals that are paired by prompt."
+    return table_block("From the first validation to the last", known, rows, note)
 
 
 def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:
