@@ -72,7 +72,7 @@ def sample_report() -> dict[str, Any]:
             "reference": 0.5,
             "series": [{"name": model, "items": items} for model, items in of_subsets.items()],
         },
-        *_figures(by_model),
+        _calibration(),
         _shifts(),
         {"kind": "text", "title": "What happens under optimisation", "markdown": "Best of `N` from 64 samples."},
         _curves(),
@@ -130,52 +130,13 @@ def _accuracy(label: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return bar_item(label, accuracy_metric(outcomes, label))
 
 
-def _figures(by_model: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A matrix, a histogram, a reliability diagram and a scatter plot."""
-    edges, bins = np.linspace(-4, 4, 33), []
-    margins = {model: [row["margin"] for row in rows if row["margin"] is not None] for model, rows in by_model.items()}
-    for step in range(10):
-        low, middle, high = np.clip(0.25 + step / 20 + np.array([-0.06, 0.0, 0.06]), 0, 1)
-        bins.append({"probability": 0.05 + step / 10, "frequency": middle, "low": low, "high": high, "count": 40})
-    bins[0]["frequency"] = None
-    points = {
-        model: [
-            {"x": length, "y": score, "text": completion[0]["content"], "id": row["id"]}
-            for row in rows
-            for length, score, completion in zip(row["lengths"][:2], row["scores"], row["completions"], strict=False)
-        ]
-        for model, rows in by_model.items()
-    }
-    line = {"x": [0, 800], "y": [0.0, 2.0]}
-    return [
-        {
-            "kind": "matrix",
-            "title": "Accuracy by style of the two completions",
-            "rows": ["plain", "detailed", "with markdown"],
-            "columns": ["plain", "detailed", "with markdown"],
-            "row_label": "chosen",
-            "column_label": "rejected",
-            "values": [[0.66, 0.41, 0.33], [0.82, 0.64, None], [0.9, 0.77, float("nan")]],
-            "format": "percent",
-        },
-        {
-            "kind": "histogram",
-            "title": "Margins",
-            "edges": edges,
-            "x_label": "margin",
-            "mark": 0,
-            "mark_label": "no preference",
-            "series": [{"name": m, "counts": np.histogram(np.clip(v, -4, 4), edges)[0]} for m, v in margins.items()],
-        },
-        {"kind": "reliability", "title": "Calibration", "series": [{"name": model, "bins": bins} for model in MODELS]},
-        {
-            "kind": "scatter",
-            "title": "Reward against length",
-            "x_label": "characters of the completion",
-            "y_label": "score",
-            "series": [{"name": model, "points": own, "line": line} for model, own in points.items()],
-        },
-    ]
+def _calibration() -> dict[str, Any]:
+    x = np.linspace(0.5, 0.95, 10)
+    y, low, high = (np.clip(0.8 * x + 0.1 + end, 0, 1).tolist() for end in (0.0, -0.06, 0.06))
+    y[0] = None
+    labels = [f"n = {n}" for n in range(10)]
+    series = [{"name": model, "x": x, "y": y, "low": low, "high": high, "labels": labels} for model in MODELS]
+    return {"kind": "curves", "title": "Calibration", "is_square": True, "format": "percent", "series": series}
 
 
 def _shifts() -> dict[str, Any]:

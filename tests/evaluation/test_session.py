@@ -162,10 +162,8 @@ def test_training_data_is_looked_for_once_in_each_suite_and_before_any_model_is_
         on_progress=lambda *what: seen.append(what),
     )
     for summary in done.summaries:
-        assert summary.overlap is not None and summary.overlap.num_training == 15
-        flagged = {metric.name: metric.value for metric in summary.overlap.metrics()}
-        assert flagged["flagged_prompt"] == 15 / 60
-        assert summary.without_overlap is not None and summary.without_overlap.accuracy_clean.count == 45
+        assert summary.overlap is not None and "among 15 training" in summary.overlap.figures[0]["note"]
+        assert summary.overlap.flagged_exact.value == 15 / 60 and summary.overlap.accuracy_clean.count == 45
     assert [what for what in seen if "training" in what[0]] == [("training data, for questions", 15, 0)]
     assert ("x on questions", 60, 60) in seen and ("y on questions", 60, 60) in seen
 

@@ -17,15 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.stats import rankdata
 
-from treeward.evaluation.diagnostics.completions import Floats, correlation_metric, divided, moments_metric
-from treeward.evaluation.diagnostics.scores import standard_deviation
+from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import percent
 from treeward.evaluation.report.blocks import bar_item, format_number, table_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
-from treeward.evaluation.statistics import accuracy_metric
+from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap, spearman
 from treeward.evaluation.summary import Summary
 
 __all__ = ["Step", "SuiteDrift", "compare_checkpoints", "find_drift"]
@@ -34,23 +32,15 @@ logger = logging.getLogger(__name__)
 
 _FINAL = "final"
 _STEP = re.compile(r"step_(\d+)")
-_OF_CHECKPOINT = {
+_OF_CHECKPOINT = ("accuracy", "length_controlled_accuracy", "score_mean", "score_std", "saturated", "ece")
+_COLUMNS = {
+    "name": ("checkpoint", "text"),
     "accuracy": ("Accuracy", "percent"),
-    "length_controlled_accuracy": ("Length-controlled accuracy", "percent"),
-    "score_mean": ("Mean score", "number"),
-    "score_std": ("Standard deviation", "number"),
-    "saturated": ("Saturated pairs", "percent"),
-    "ece": ("Calibration error", "percent"),
-}
-_OF_STEP = {
+    **{name: LABELS[name][:2] for name in ("length_controlled_accuracy", "ece", "score_mean", "score_std")},
+    "before": ("Against", "text"),
     "order_agreement": ("Pairs ordered alike", "percent"),
-    "scale_ratio": ("Spread, as a multiple", "number"),
-    "shift": ("Scores moved by", "signed"),
-    "relative_shift": ("in standard deviations", "signed"),
     "rank_correlation": ("Rank correlation", "number"),
-    "num_left_out": ("Scored by one alone", "integer"),
 }
-_WITH_INTERVAL = ("accuracy", "length_controlled_accuracy", "order_agreement")
 
 
 class Step(NamedTuple):
@@ -86,31 +76,22 @@ class SuiteDrift:
         return {"suite": self.suite, "final_is": self.final_is, "checkpoints": checkpoints, "steps": steps}
 
     def blocks(self) -> list[Block]:
-        """The blocks of a report: a chapter with the accuracies by step, and both tables."""
-        final = f"{_FINAL} (is {self.final_is})" if self.final_is else _FINAL
-        of_checkpoints = [
-            _cells(numbers) | {"name": final if name == _FINAL else name} for name, numbers in self.checkpoints.items()
-        ]
-        of_steps = [
-            _cells(drift.numbers) | {"name": f"{before} to {after}", "num_left_out": drift.num_left_out}
-            for before, after, drift in self.steps
-        ]
+        """The blocks of a report: a chapter with the accuracies by step, and a row for each checkpoint."""
+        rows: list[Block] = []
+        for name, numbers in self.checkpoints.items():
+            step = next((one for one in self.steps if one.after == name), None)
+            every = {**numbers, **(step.drift.numbers if step else {})}
+            cells = {key: bar_item("", every[key]) | {"count": None} for key in _COLUMNS if key in every}
+            shown = f"{_FINAL} (is {self.final_is})" if name == _FINAL and self.final_is else name
+            rows.append(cells | {"name": shown, "before": step and step.before})
+        note = (
+            "The last columns compare each checkpoint with another one, on the same completions. Ordered alike: of "
+            "pairs of completions of one prompt, which is all that a reward is used for."
+        )
         return [
             {"kind": "text", "title": f"Drift between checkpoints: {self.title}", "markdown": self._words()},
             *self._curves(),
-            table_block(
-                f"{self.title}: the checkpoints",
-                {"name": ("checkpoint", "text")} | _OF_CHECKPOINT,
-                of_checkpoints,
-                "Saturated: the margin is above 5 temperatures, as sure as 99.3 % or more.",
-            ),
-            table_block(
-                f"{self.title}: from one checkpoint to the next",
-                {"name": ("checkpoints", "text")} | _OF_STEP,
-                of_steps,
-                "Each checkpoint against the next, on the same completions. Ordered alike: of pairs of completions of "
-                "one prompt, which is all that a reward is used for.",
-            ),
+            table_block(f"{self.title}: the checkpoints", _COLUMNS, rows, note),
         ]
 
     def export(self) -> str | None:
@@ -118,19 +99,16 @@ class SuiteDrift:
         return None if self.final_is is None else f"**{_FINAL} is {self.final_is}**: all their scores are equal."
 
     def _words(self) -> str:
-        """The largest change of the order, the largest shift, and which checkpoint `final` is."""
+        """The largest change of the order, and which checkpoint `final` is."""
         parts = [f"The checkpoints of one run on {self.title}, each against the next."]
         if trained := [step for step in self.steps if step.after != _FINAL or self.final_is is None]:
             # An unknown agreement (no pairs) is no change.
             turned = min(trained, key=lambda one: (value := one.drift.order_agreement.value) is None or value)
-            moved = max(trained, key=lambda one: abs(one.drift.relative_shift.value or 0.0))
             parts.append(
                 f"The order changed most from **{turned.before}** to **{turned.after}**: "
                 f"{percent(turned.drift.order_agreement)} of the pairs are ordered alike, and the spread of the scores "
                 f"is {format_number(turned.drift.scale_ratio.value)} times what it was. A common shift of all scores "
-                "changes nothing, as only differences between completions of one prompt count; the most they moved is "
-                f"{format_number(moved.drift.relative_shift.value, 'signed')} standard deviations, from {moved.before} "
-                f"to {moved.after}."
+                "changes nothing, as only differences between completions of one prompt count."
             )
         if self.final_is is None and _FINAL in self.checkpoints:
             parts.append(f"`{_FINAL}` was exported; none of these checkpoints has its scores.")
@@ -147,8 +125,7 @@ class SuiteDrift:
         for key in ("accuracy", "length_controlled_accuracy"):
             own = [numbers[key] for numbers in drawn.values()]
             ends = {"y": [m.value for m in own], "low": [m.low for m in own], "high": [m.high for m in own]}
-            x = steps if known else list(range(1, 1 + len(drawn)))
-            series.append({"name": _OF_CHECKPOINT[key][0], "x": x} | ends)
+            series.append({"name": _COLUMNS[key][0], "x": steps if known else list(range(1, 1 + len(drawn)))} | ends)
         title, axis = f"{self.title}: accuracy by checkpoint", "step" if known else "checkpoint"
         block: Block = {"kind": "curves", "title": title, "x_label": axis, "y_label": "accuracy", "format": "percent"}
         return [block | {"series": series}]
@@ -166,8 +143,8 @@ def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
         own = {summary.model: summary for summary in summaries if summary.suite == suite}
         models, checkpoints = list(own.values()), {}
         for name, one in own.items():
-            every = {**one.length.numbers, **one.scores.numbers, **one.statistics.numbers}
-            every["accuracy"] = replace(one.result.headline, name="accuracy")
+            accuracy = {"accuracy": replace(one.result.headline, name="accuracy")}
+            every = {**one.length.numbers, **one.statistics.numbers, **accuracy}
             checkpoints[name] = {key: every[key] for key in _OF_CHECKPOINT}
         steps = []
         for before, after in zip(models, models[1:], strict=False):
@@ -180,10 +157,9 @@ def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
 def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredExample]) -> Diagnostic:
     """The drift from `first` to `second`, matched by the examples' ids; examples of only one of them are left out.
 
-    `shift`: mean of second less first; `relative_shift`: in standard deviations of the first. `scale_ratio`: standard
-    deviation of the second by that of the first. `rank_correlation`: Spearman's, over all completions.
-    `order_agreement`: pairs with different ranks that both order alike. `num_left_out`: completions with a score of
-    only one of the two.
+    `shift`: mean of second less first. `scale_ratio`: standard deviation of the second by that of the first.
+    `rank_correlation`: Spearman's, over all completions. `order_agreement`: pairs with different ranks that both order
+    alike. `num_left_out`: completions with a score of only one of the two.
     """
     others = {one.example.id: one for one in second}
     rows: list[tuple[float, float]] = []
@@ -199,25 +175,18 @@ def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredE
             x, y = scores[:, i] - scores[:, j]
             if np.isfinite(x) and np.isfinite(y):
                 agreements.append((float(np.sign(x) == np.sign(y)), a.example.prompt_key))
-    table, prompts = np.array(rows, dtype=np.float64).reshape(-1, 2), np.unique(owners, return_inverse=True)[1]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 2)
     num_missing = np.isnan(table).sum(axis=1)
-    table, prompts = table[num_missing == 0], prompts[num_missing == 0]
-    x, y = table.T
-    centred = table - (table.mean(axis=0) if len(table) else 0.0)
-    shift = moments_metric("shift", (y - x)[:, None], prompts, lambda means: means[:, 0])
-    moments = np.column_stack([centred, centred**2])
+    (x, y), count = table[num_missing == 0].T, int((num_missing == 0).sum())
+    prompts = [owner for owner, missing in zip(owners, num_missing, strict=True) if not missing]
+    low, high = cluster_bootstrap(y - x, prompts) if count else (None, None)
     numbers = (
-        shift,
-        divided(shift, float(x.std()) if len(x) else 0.0, "relative_shift"),
-        moments_metric("scale_ratio", moments, prompts, _ratio),
-        correlation_metric(rankdata(x), rankdata(y), prompts, "rank_correlation"),
+        Metric("shift", float((y - x).mean()) if count else None, low, high, count),
+        Metric("scale_ratio", float(y.std() / x.std()) if count and x.std() > 0 else None, count=count),
+        Metric("rank_correlation", spearman(x, y), count=count),
         accuracy_metric([agrees for agrees, _ in agreements], "order_agreement", [prompt for _, prompt in agreements]),
     )
     return Diagnostic({metric.name: metric for metric in numbers}, num_left_out=int((num_missing == 1).sum()))
-
-
-def _ratio(means_R4: Floats) -> Floats:
-    return standard_deviation(means_R4[:, 1::2]) / standard_deviation(means_R4[:, ::2])
 
 
 def _final_is(summaries: Sequence[Summary]) -> str | None:
@@ -234,11 +203,3 @@ def _final_is(summaries: Sequence[Summary]) -> str | None:
 
 def _listed(numbers: Mapping[str, Metric]) -> list[dict[str, Any]]:
     return [asdict(metric) for metric in numbers.values()]
-
-
-def _cells(numbers: Mapping[str, Metric]) -> Block:
-    """Values by name; the table would be too wide to read with all the intervals, which results.json has."""
-    return {
-        name: bar_item("", metric) | {"count": None} if name in _WITH_INTERVAL else metric.value
-        for name, metric in numbers.items()
-    }

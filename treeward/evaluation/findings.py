@@ -12,9 +12,11 @@ ones is then reported beside it, and compared with chance.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 from treeward.evaluation.diagnostics.biases import left_out_note
 from treeward.evaluation.diagnostics.rewrites import REWRITES
+from treeward.evaluation.report.blocks import format_interval
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.summary import Summary
 
@@ -35,24 +37,25 @@ def verdict(summary: Summary) -> str:
     if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
         headline += f" of {result.headline.count:,} pairs"
     if result.num_failed:
-        headline += f" with the {result.num_failed:,} of {result.num_examples:,} examples without a score counted as "
-        headline += "wrong"
+        headline += (
+            f" with the {result.num_failed:,} of {result.num_examples:,} examples without a score counted as wrong"
+        )
         if result.headline_of_scored is not None:
             headline += f", {percent(result.headline_of_scored)} of the scored ones"
     said = f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
     return said if summary.caveat is None else f"{said} {summary.caveat}"
 
 
-def standing(result: SuiteResult, chance: float | None) -> str | None:
-    """ "better than chance", "worse than chance" or "no better than chance"; None where chance is not known, or nothing
-    has a score. Examples without a score are left out."""
-    return _standing(result.headline_of_scored if result.num_failed else result.headline, chance)
-
-
 def findings(summary: Summary) -> str:
     """The verdict, and a list of its reasons below."""
     said = "\n".join(f"- {one}" for one in _reasons(summary) if one)
     return f"{verdict(summary)}\n\n{said}" if said else verdict(summary)
+
+
+def standing(result: SuiteResult, chance: float | None) -> str | None:
+    """ "better than chance", "worse than chance" or "no better than chance"; None where chance is not known, or nothing
+    has a score. Examples without a score are left out."""
+    return _standing(result.headline_of_scored if result.num_failed else result.headline, chance)
 
 
 def length_finding(length: Mapping[str, Metric], standing: str | None = None) -> str | None:
@@ -79,9 +82,7 @@ def percent(metric: Metric) -> str:
     """A fraction with its interval, in per cent."""
     if metric.value is None:
         return "unknown"
-    if metric.low is None or metric.high is None:
-        return f"{metric.value:.1%}"
-    return f"{metric.value:.1%} ({metric.low:.1%} to {metric.high:.1%})"
+    return " ".join(filter(None, format_interval(asdict(metric), "percent", with_count=False)))
 
 
 def has_worst_subset(result: SuiteResult) -> bool:
@@ -103,21 +104,32 @@ def _likes(length: Mapping[str, Metric]) -> str | None:
 
 
 def _reasons(summary: Summary) -> Iterator[str | None]:
+    """Each says one thing, the most important first."""
+    statistics, result = summary.statistics, summary.result
     yield _against_chance(summary)
     yield length_finding(summary.length.numbers)
     if left_out := left_out_note(summary.length.num_left_out):
         yield f"By length and by markdown: {left_out}"
-    worst = summary.statistics.worst_subset
-    if has_worst_subset(summary.result):
-        yield f"Its worst subset is {worst.note} with {percent(worst)}."
-    before, after, scale = (getattr(summary.statistics, name).value for name in ("ece", "ece_fitted", "temperature"))
+    if has_worst_subset(result):
+        yield f"Its worst subset is {statistics.worst_subset.note} with {percent(statistics.worst_subset)}."
+    before, after, scale = (getattr(statistics, name).value for name in ("ece", "ece_fitted", "temperature"))
     if before is not None and after is not None and scale is not None and before - after >= _MISCALIBRATED:
-        how = "overconfident" if scale > 1 else "underconfident"
-        rescaled = f"by {after:.1%} once divided by {scale:.2f}"
-        yield f"Its margins are {how}: off by {before:.1%} as probabilities, {rescaled}."
-    yield _rewrites(summary)
-    yield _overlap(summary)
-    note = summary.result.headline.note or ""
+        how, rescaled = "over" if scale > 1 else "under", f"by {after:.1%} once divided by {scale:.2f}"
+        yield f"Its margins are {how}confident: off by {before:.1%} as probabilities, {rescaled}."
+    if summary.perturbations is not None:
+        yield _of_rewrites(summary.perturbations.numbers)
+    if summary.overlap is not None and summary.overlap.accuracy_flagged.count:
+        shared, exact, clean, flagged = map(
+            percent,
+            map(
+                summary.overlap.numbers.__getitem__, ("flagged", "flagged_exact", "accuracy_clean", "accuracy_flagged")
+            ),
+        )
+        yield (
+            f"{shared} of the examples have an exact or near duplicate in the training data, {exact} word for word: "
+            f"accuracy {flagged} on these and {clean} on the others."
+        )
+    note = result.headline.note or ""
     yield None if note.startswith("The interval is over") else note  # shared prompts are no finding
 
 
@@ -125,11 +137,9 @@ def _against_chance(summary: Summary) -> str | None:
     result, chance = summary.result, summary.chance
     found = standing(result, chance)
     if found is not None and found != _BETTER:
-        than, at = ("a coin", "50 %") if chance == 0.5 else ("chance", f"{chance:.0%}, which is chance")
-        interval = "The interval of the scored examples" if result.num_failed else "The interval"
-        if found == "worse than chance":
-            return f"{interval} is below {at}: it is worse than {than}."
-        return f"{interval} contains {at}: nothing shows that it is better than {than}."
+        of = " of the scored examples" if result.num_failed else ""
+        verb = "is below" if found == "worse than chance" else "contains"
+        return f"The interval{of} {verb} {chance:.0%}, which is chance: nothing shows that it is better."
     parts = result.subsets or result.sections
     of_scored = {one.name: one for one in (result.parts_of_scored if result.num_failed else parts)}
     found_of = {one.name: _standing(of_scored.get(one.name), summary.chances[one.name]) for one in parts}
@@ -140,27 +150,12 @@ def _against_chance(summary: Summary) -> str | None:
     return f"Nothing shows that it is better than chance in {', '.join(low[:_MOST_NAMED])}{more}."
 
 
-def _rewrites(summary: Summary) -> str | None:
-    if summary.perturbations is None:
-        return None
-    numbers = summary.perturbations.numbers
-    said = (
-        f"Of the rewritten pairs {percent(numbers['accuracy'])} are right as they are, "
-        f"{percent(numbers['robust_accuracy'])} under every change of style"
-    )
+def _of_rewrites(numbers: Mapping[str, Metric]) -> str:
     flips = {name: numbers[f"{name}_rejected_flips"] for name in REWRITES}
     worst = max(flips, key=lambda name: flips[name].low or 0.0)
-    if (flips[worst].low or 0.0) < _FOOLED:
-        return f"{said}."
-    return f"{said}; {REWRITES[worst].label} on the worse completion turns {percent(flips[worst])} of the right ones."
-
-
-def _overlap(summary: Summary) -> str | None:
-    overlap, without = summary.overlap, summary.without_overlap
-    if overlap is None or without is None or not without.accuracy_flagged.count:
-        return None
-    shared = f"{overlap.flagged:.1%} of the examples have an exact or near duplicate in the training data"
-    if overlap.templated:
-        shared += f" ({overlap.exact:.1%} word for word; so it is with templated data)"
-    of_them, others = percent(without.accuracy_flagged), percent(without.accuracy_clean)
-    return f"{shared}: accuracy {of_them} on these and {others} on the others."
+    turns = f"; {REWRITES[worst].label} on the worse completion turns {percent(flips[worst])} of the right ones"
+    return (
+        f"Of the rewritten pairs {percent(numbers['accuracy'])} are right as they are, "
+        f"{percent(numbers['robust_accuracy'])} under every change of style"
+        f"{turns if (flips[worst].low or 0.0) >= _FOOLED else ''}."
+    )

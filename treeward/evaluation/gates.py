@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import numpy as np
+from dataclasses import replace
 
 from treeward.data.preference import Message
-from treeward.evaluation.diagnostics.biases import LENGTH_STRATA, stratify
-from treeward.evaluation.diagnostics.completions import Pairs, collect_pairs
-from treeward.evaluation.diagnostics.scores import auroc_of_best, kendall_taus
+from treeward.evaluation.diagnostics.biases import length_strata
+from treeward.evaluation.diagnostics.completions import collect_pairs
+from treeward.evaluation.diagnostics.scores import orders_and_confidences
 from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.parts import by_subset
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import brier, expected_calibration_error, pair_confidences
 
 __all__ = ["GATE_METRICS", "gate_metrics", "pooled_gate_metrics", "scored_comparison"]
 
-_OF_LENGTH = ("length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_gap")
-
-GATE_METRICS = (*_OF_LENGTH, "ece", "brier", "auroc", "kendall_tau", "worst_subset")
+GATE_METRICS = (
+    "length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_gap",
+    "ece", "brier", "auroc", "kendall_tau", "worst_subset",
+)  # fmt: skip
 """The names of `gate_metrics`, in order."""
 
 _NO_TEXT: tuple[Message, ...] = ()
@@ -49,52 +49,28 @@ def scored_comparison(
 def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers of `GATE_METRICS` without intervals; the note of one that has no value says why.
 
-    `length_controlled_accuracy` and the next three: see `diagnostics.biases`, of pairs with both scores. `ece`,
-    `brier`: of sigma(|margin|) as the chance that the higher score is right, of the same pairs. `auroc`: best-ranked
-    completions against the others, over all prompts. `kendall_tau`: mean over comparisons of more than two.
-    `worst_subset`: the lowest pair accuracy of a subset, where a pair without a score counts as wrong.
+    Those of length: see `diagnostics.biases`, of pairs with both scores; `ece` to `kendall_tau`: see
+    `diagnostics.scores`. `worst_subset`: the lowest pair accuracy of a subset, where a missing score counts as wrong.
     """
-    pairs = collect_pairs(scored)
-    strata = stratify(pairs, pairs.better, pairs.worse, list(LENGTH_STRATA))
-    empty = [
-        f"there is no pair whose better completion is clearly the {which}"
-        for which in ("longer", "shorter")
-        if strata[f"accuracy_{which}_right"].value is None
-    ]
-    margins = pairs.margins[np.isfinite(pairs.margins)]
-    confidences, outcomes = pair_confidences(margins)
-    taus = kendall_taus(scored)
-    no_pairs = "there is no pair of a better and a worse completion that both have a score"
-    no_taus = "there is no comparison of more than two completions with different scores"
-    found = (
-        *(_metric(name, strata[name].value, strata[name].count or 0, " and ".join(empty)) for name in _OF_LENGTH),
-        _metric("ece", expected_calibration_error(confidences, outcomes), len(margins), no_pairs),
-        _metric("brier", brier(confidences, outcomes), len(margins), no_pairs),
-        _metric("auroc", *auroc_of_best(scored), no_pairs),
-        _metric("kendall_tau", float(np.mean(taus)) if taus else None, len(taus), no_taus),
-        _worst_subset(scored, pairs),
-    )
-    return {metric.name: metric for metric in found}
+    found = length_strata(scored) | orders_and_confidences(scored) | {"worst_subset": _worst_subset(scored)}
+    return {
+        name: replace(one, low=None, high=None, note=one.note if one.value is None or name == "worst_subset" else None)
+        for name, one in ((name, found[name]) for name in GATE_METRICS)
+    }
 
 
 def pooled_gate_metrics(sets: Sequence[Sequence[ScoredExample]]) -> dict[str, Metric]:
     """`gate_metrics` of several sets together; subsets of one name in two sets stay two for `worst_subset`."""
     pooled = gate_metrics([one for scored in sets for one in scored])
-    worst = [_worst_subset(scored, collect_pairs(scored)) for scored in sets]
-    known = [(one.value, number, one) for number, one in enumerate(worst) if one.value is not None]
-    return pooled | {"worst_subset": min(known)[2] if known else pooled["worst_subset"]}
+    known = [worst for worst in map(_worst_subset, sets) if worst.value is not None]
+    worst = min(known, key=lambda one: one.value or 0.0, default=pooled["worst_subset"])
+    return pooled | {"worst_subset": worst}
 
 
-def _worst_subset(scored: Sequence[ScoredExample], pairs: Pairs) -> Metric:
-    outcomes: dict[str, list[float]] = {}
-    for example, outcome in zip(pairs.examples.tolist(), pairs.outcomes.tolist(), strict=True):
-        outcomes.setdefault(scored[example].example.subset, []).append(outcome)
-    if not outcomes:
-        return Metric("worst_subset", None, count=0, note="there is no pair of a better and a worse completion")
-    accuracies = {name: math.fsum(own) / len(own) for name, own in outcomes.items()}
-    worst = min(accuracies, key=lambda name: (accuracies[name], name))
-    return Metric("worst_subset", accuracies[worst], count=len(outcomes[worst]), note=worst)
-
-
-def _metric(name: str, value: float | None, count: int, missing: str) -> Metric:
-    return Metric(name, value, count=count, note=missing if value is None else None)
+def _worst_subset(scored: Sequence[ScoredExample]) -> Metric:
+    outcomes = {name: collect_pairs(own).outcomes for name, own in by_subset(scored).items()}
+    known = [(float(own.mean()), name, len(own)) for name, own in outcomes.items() if len(own)]
+    if not known:
+        return Metric("worst_subset", None, count=0, note="There is no pair of a better and a worse completion.")
+    value, name, count = min(known)
+    return Metric("worst_subset", value, count=count, note=name)

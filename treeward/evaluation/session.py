@@ -25,7 +25,7 @@ from typing import Any
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.diagnostics.overlap import OverlapDiagnostics, find_overlap
+from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
 from treeward.evaluation.drift import SuiteDrift, find_drift
 from treeward.evaluation.running import LoadedSuite, Progress, load_suite, score_suite
@@ -144,7 +144,7 @@ def _evaluate(
     suites: Sequence[LoadedSuite],
     output: Path | None,
     num_perturbations: int | None,
-    overlaps: Mapping[str, OverlapDiagnostics],
+    overlaps: Mapping[str, Overlap],
     on_progress: Progress,
 ) -> list[Summary]:
     """One model on all suites. The model is gone when this returns."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
-from treeward.evaluation.diagnostics.overlap import OverlapDiagnostics, compare_overlap
-from treeward.evaluation.diagnostics.scores import describe_scores, statistics_of
+from treeward.evaluation.diagnostics.overlap import Overlap, diagnose_overlap
+from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Diagnostic, SuiteResult
 from treeward.evaluation.running import ScoredSuite
@@ -24,7 +24,7 @@ class Summary:
     """Every number of one model in one suite.
 
     `chance`: the headline of random scores, `chances` that of each section and subset; None: not known. `caveat`: of
-    the suite, beside the verdict. `without_overlap`: the accuracy with and without duplicates of training data.
+    the suite, beside the verdict.
     """
 
     model: str
@@ -34,43 +34,38 @@ class Summary:
     statistics: Diagnostic
     length: Diagnostic
     style: Diagnostic
-    scores: Diagnostic
     examples: tuple[ScoredExample, ...]
     chance: float | None
     chances: Mapping[str, float | None]
     perturbations: Diagnostic | None = None
-    overlap: OverlapDiagnostics | None = None
-    without_overlap: Diagnostic | None = None
+    overlap: Diagnostic | None = None
     caveat: str | None = None
 
     @property
-    def diagnostics(self) -> dict[str, Diagnostic | OverlapDiagnostics]:
-        """The diagnostics that were made, by their names in `results.json`."""
-        names = ("length", "style", "scores", "perturbations", "overlap", "without_overlap")
+    def diagnostics(self) -> dict[str, Diagnostic]:
+        """The diagnostics that were made, by their names in `results.json`, in the order of a report."""
+        names = ("length", "style", "perturbations", "statistics", "overlap")
         return {name: one for name in names if (one := getattr(self, name)) is not None}
 
 
 def summarize(
-    scored: ScoredSuite, *, perturbations: Diagnostic | None = None, overlap: OverlapDiagnostics | None = None
+    scored: ScoredSuite, *, perturbations: Diagnostic | None = None, overlap: Overlap | None = None
 ) -> Summary:
     """The numbers of one model in one suite."""
     suite, examples, model = scored.suite, scored.examples, scored.model
     result = suite.summarize(examples)
-    statistics = statistics_of(examples, result, model, name=f"{model} on {suite.name}")
     return Summary(
         model=model,
         suite=suite.name,
         title=suite.title or suite.name,
         result=result,
-        statistics=statistics,
+        statistics=statistics_of(examples, result, model, name=f"{model} on {suite.name}"),
         length=diagnose_length(examples, model),
         style=diagnose_style(examples, model),
-        scores=describe_scores(examples, model, temperature=statistics.temperature.value),
         examples=examples,
         chance=suite.chance(),
         chances={part.name: suite.chance(part.name) for part in (*result.sections, *result.subsets)},
         perturbations=perturbations,
-        overlap=overlap,
-        without_overlap=None if overlap is None else compare_overlap(suite, examples, overlap, model),
+        overlap=None if overlap is None else diagnose_overlap(suite, examples, overlap, model),
         caveat=suite.caveat,
     )

@@ -92,7 +92,6 @@ def _plain(summary: Summary) -> dict[str, Any]:
         "caveat": summary.caveat,
         **{key: value for key, value in dataclasses.asdict(summary.result).items() if key != "suite"},
         "statistics": list(map(dataclasses.asdict, summary.statistics.metrics())),
-        "reliability": summary.statistics.details["reliability"],
         "diagnostics": {
             name: list(map(dataclasses.asdict, one.metrics())) for name, one in summary.diagnostics.items()
         },

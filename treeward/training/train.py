@@ -250,8 +250,8 @@ class RewardModelRun(Run):
             return
         self._warned_of_ranking = True
         logger.warning(
-            "%s (checkpointing.metric_name) has no value after step %d: %s. Checkpoints without it rank last.",
-            self.config.checkpointing.metric_name, step, (metric and metric.note) or "it is not a number",
+            "%s (checkpointing.metric_name) has no value after step %d. %s Checkpoints without it rank last.",
+            self.config.checkpointing.metric_name, step, (metric and metric.note) or "It is not a number.",
         )  # fmt: skip
 
     def save_model(self, folder: Path) -> None:

@@ -75,7 +75,7 @@ def robust_accuracy(setup: RewardModelSetup, name: str, should_stop: Callable[[]
 
 
 def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:
-    missing = "there is no pair of a better and a worse completion"
+    missing = "There is no pair of a better and a worse completion."
     return {
         name: Metric(name, value, count=sums.num_pairs, note=missing if math.isnan(value) else None)
         for name, value in sums.means().items()

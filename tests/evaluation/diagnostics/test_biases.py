@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from functools import cache
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
 
 from treeward.data.synthetic import gold_quality
-from treeward.evaluation.diagnostics.biases import (
-    LENGTH_STRATA,
-    count_markdown,
-    diagnose_length,
-    diagnose_style,
-    stratify,
-)
-from treeward.evaluation.diagnostics.completions import collect_pairs
+from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style, length_strata, markdown_density
 from treeward.evaluation.statistics import wilson
 
 
@@ -46,27 +37,16 @@ def test_the_planted_bias_of_the_bundled_data_is_recovered(split: str, bias: flo
     assert found.low <= bias <= found.high and found.high - found.low < 0.12
 
 
-def test_on_data_whose_better_completions_are_longer_only_the_slope_given_rank_is_a_bias(diagnosed: Any) -> None:
-    unbiased = diagnosed("validation", 0.0)
-    assert unbiased.longer_is_right.value == pytest.approx(0.78, abs=0.02)
-    assert unbiased.slope.low > 0.2  # what a perfect model has here
-    balanced = diagnosed("length_controlled", 0.0)
-    assert balanced.longer_is_right.value == pytest.approx(0.5, abs=0.01)
-    assert balanced.slope.low < 0 < balanced.slope.high
-
-
 def test_a_bias_costs_length_controlled_accuracy_and_opens_the_gap(diagnosed: Any) -> None:
     fair, liking, loving = (diagnosed("length_controlled", bias) for bias in (0.0, 0.3, 3.0))
     accuracies = [one.length_controlled_accuracy.value for one in (fair, liking, loving)]
     assert accuracies[0] > 0.94 and accuracies[0] - accuracies[1] > 0.05 and accuracies[2] < 0.62
     assert fair.accuracy_gap.low < 0 < fair.accuracy_gap.high and liking.accuracy_gap.low > 0.15
     assert liking.relative_slope.value > 0.5 and fair.relative_slope.high < 0.1
-    assert fair.pearson.low < 0 < fair.pearson.high and liking.spearman.low > 0.3
-    bars, scatter = json.loads(json.dumps(liking.figures, allow_nan=False))
-    assert (bars["kind"], scatter["kind"]) == ("bars", "scatter")
-    series = scatter["series"][0]
-    line = np.interp([100, 250], series["line"]["x"], series["line"]["y"])
-    assert (line[1] - line[0]) / 1.5 == pytest.approx(0.3, abs=0.1)  # per 100 characters
+    assert fair.longer_is_right.value == liking.longer_is_right.value == pytest.approx(0.5, abs=0.01)  # of the data
+    bars, curve = loving.figures
+    assert [item["value"] for item in bars["series"][0]["items"]][3] == accuracies[2]
+    assert np.corrcoef(curve["series"][0]["x"], curve["series"][0]["y"])[0, 1] > 0.9
 
 
 def test_a_model_that_only_likes_length_has_one_zero_and_a_half(bundled: Any, score_with: Any) -> None:
@@ -74,18 +54,18 @@ def test_a_model_that_only_likes_length_has_one_zero_and_a_half(bundled: Any, sc
     assert (found.accuracy_longer_right.value, found.accuracy_shorter_right.value) == (1, 0)
     assert found.length_controlled_accuracy.value == 0.5 and found.accuracy_gap.value == 1
     assert 0.4 < found.length_controlled_accuracy.low < 0.5 < found.length_controlled_accuracy.high < 0.6
-    assert found.slope.value == pytest.approx(100) and found.pearson.value == pytest.approx(1)
+    assert found.slope_given_rank.value == pytest.approx(100)
 
 
 def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(make_example: Any, score_with: Any) -> None:
     sizes = {"longer": 112, "similar": 111, "similar too": 90, "shorter": 89}
     examples = [make_example(name, name, ["x" * size, "y" * 100]) for name, size in sizes.items()]
     examples.append(make_example("tied", "e", ["x", "y" * 100], ranks=[0, 0]))
-    found = diagnose_length(score_with(examples, lambda context, text: float("x" in text)))
-    strata = (found.accuracy_longer_right, found.accuracy_shorter_right, found.accuracy_similar_length)
-    assert [one.count for one in strata] == [1, 1, 2] and found.longer_is_right.value == 0.5
-    assert found.length_controlled_accuracy.value == 1 and found.length_controlled_accuracy.count == 2
-    assert found.length_controlled_accuracy.low < 0.6  # of two pairs
+    found = length_strata(score_with(examples, lambda context, text: float("x" in text)))
+    strata = ("accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length")
+    assert [found[name].count for name in strata] == [1, 1, 2] and found["longer_is_right"].value == 0.5
+    controlled = found["length_controlled_accuracy"]
+    assert (controlled.value, controlled.count) == (1, 2) and (controlled.low or 1) < 0.6  # of two pairs
 
 
 def test_an_empty_stratum_leaves_no_value(make_example: Any, score_with: Any) -> None:
@@ -101,16 +81,14 @@ def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(make_exampl
     examples = [make_example(str(i), str(i), ["good " * (9 if i % 2 else 2), "poor " * 5]) for i in range(8)]
     tied = diagnose_length(score_with(examples, lambda context, text: float("good" in text and len(text) < 20)))
     assert (tied.accuracy_longer_right.value, tied.accuracy_shorter_right.value) == (0, 1)
-    assert tied.num_left_out == 0 and "score" not in str(tied.accuracy_gap.note)
+    assert tied.num_left_out == 0 and tied.accuracy_gap.note is None
     half = diagnose_length(
         score_with(examples[:7], lambda context, text: None if context[0]["content"] == "1" else float("good" in text))
     )
     assert (half.accuracy_longer_right.value, half.accuracy_longer_right.count) == (1, 2)
     assert half.length_controlled_accuracy.value == 1 and half.accuracy_gap.value == 0 and half.num_left_out == 1
     assert half.longer_is_right.count == 7  # of the data
-    assert str(half.accuracy_gap.note).endswith(" 1 pair has no score and is left out.")
-    notes = {item["note"] for item in half.figures[0]["series"][0]["items"]}
-    assert notes == {"1 pair has no score and is left out."}
+    assert half.accuracy_gap.note == "1 pair has no score and is left out."
 
 
 def test_the_gap_of_pairs_with_prompts_of_their_own_has_newcombes_interval_or_a_wider_one(
@@ -127,40 +105,16 @@ def test_the_gap_of_pairs_with_prompts_of_their_own_has_newcombes_interval_or_a_
     assert found.high is not None and 0.6 + above <= found.high <= 0.6 + 1.4 * above
 
 
-def test_intervals_of_the_length_controlled_accuracy_hold_what_they_promise(make_example: Any, score_with: Any) -> None:
-    # Pairs of their own prompts, and two pairs to a prompt whose outcomes go together.
-    pairs = [make_example(f"{i}", f"{i}", ["a" * (300 if i % 3 else 50), "b" * 100]) for i in range(60)]
-    groups = [make_example(f"{i}", f"{i}", ["a" * 100, "b" * 50, "b" * 300], ranks=[0, 1, 1]) for i in range(40)]
-    truth = NormalDist().cdf(1 / (1 + 2 * 0.3**2) ** 0.5)
-    misses = {"pairs": 0, "groups": 0}
-    for seed in range(120):
-        rng = np.random.default_rng(seed)
-        good = {example.id: rng.normal(1.0, 1.0) for example in pairs}
-
-        def score(context: Any, text: str, rng: Any = rng, good: Any = good) -> float:
-            return (good[context[0]["content"]] if text[0] == "a" else 0.0) + 0.3 * rng.normal()
-
-        for name, examples in (("pairs", pairs), ("groups", groups)):
-            if name == "pairs" or seed < 12:  # bootstraps take longer
-                own = collect_pairs(score_with(examples, score))
-                found = stratify(own, own.better, own.worse, list(LENGTH_STRATA))["length_controlled_accuracy"]
-                assert found.low is not None and found.high is not None
-                misses[name] += not found.low <= truth <= found.high
-    assert 1 <= misses["pairs"] <= 13 and misses["groups"] <= 3, misses  # 6 and 0.6 are expected
-
-
 def test_markdown_is_counted_outside_code_blocks() -> None:
     rich = (
         "# Title\n\nSome **bold words** and __more of them__, a `name` and 2 * 3 * 4.\n\n- first\n* second\n1. third\n"
         "\n| a | b |\n|---|---|\n\n```python\n# no heading\n- no item, **no bold**\n```\n"
     )
-    counts = count_markdown(rich)
-    assert counts.pop("density") == pytest.approx(100 * 10 / len(rich.split()))
-    assert counts == {"headings": 1, "list_items": 3, "bold": 2, "code": 2, "table_rows": 2}
-    plain = count_markdown("It is 2 ** 3, snake__case__name, #hashtag, 3.5 and - so on.\nWell-known | true\n--- \n**")
-    assert plain["density"] == 0 and count_markdown("")["density"] == 0
-    assert count_markdown("```\nnever closed\n# not a heading")["headings"] == 0
-    assert count_markdown("~~~\n# code\n~~~\n# heading")["headings"] == 1
+    assert markdown_density(rich) == pytest.approx(100 * 10 / len(rich.split()))
+    plain = "It is 2 ** 3, snake__case__name, #hashtag, 3.5 and - so on.\nWell-known | true\n--- \n**"
+    assert markdown_density(plain) == markdown_density("") == 0
+    assert markdown_density("```\nnever closed\n# not a heading") == 100 / 7
+    assert markdown_density("~~~\n# code\n~~~\n# heading") == 200 / 6
 
 
 @pytest.fixture(scope="module")
@@ -173,37 +127,19 @@ def dressed(make_example: Any) -> list[Any]:
         for word in ("right", "wrong"):
             sentences = [f"{word} words {rng.random():.3f}" for _ in range(rng.randint(3, 8))]
             lines = [f"- {s}" if rng.random() < 0.5 else s for s in sentences]
-            lines = [line.replace("words", "**words**") if rng.random() < 0.3 else line for line in lines]
             texts.append("\n".join((["## Answer"] if rng.random() < 0.5 else []) + lines))
         examples.append(make_example(str(i), f"question {i}", texts))
     return examples
 
 
-def liking(effects: dict[str, float]) -> Any:
-    rng = random.Random(0)
-
-    def score(context: Any, text: str) -> float:
-        counts = count_markdown(text)
-        return ("right" in text) + sum(e * counts[name] for name, e in effects.items()) + rng.gauss(0, 0.2)
-
-    return score
-
-
-def test_planted_effects_of_marks_are_recovered(dressed: Any, score_with: Any) -> None:
-    effects = {"headings": 0.6, "list_items": 0.2, "bold": -0.3}
-    found = diagnose_style(score_with(dressed, liking(effects))).numbers
-    for name, effect in effects.items():
-        metric = found[f"effect_of_{name}"]
-        assert metric.low is not None and metric.high is not None
-        assert metric.low <= effect <= metric.high and metric.high - metric.low < 0.15
-    assert found["effect_of_code"].value is None  # there is none
-
-
 def test_density_has_its_effect_and_costs_style_controlled_accuracy(dressed: Any, score_with: Any) -> None:
-    fair, biased = (diagnose_style(score_with(dressed, liking({"density": effect}))) for effect in (0.0, 0.1))
+    def liking(effect: float) -> Any:
+        rng = random.Random(0)
+        return lambda context, text: ("right" in text) + effect * markdown_density(text) + rng.gauss(0, 0.2)
+
+    fair, biased = (diagnose_style(score_with(dressed, liking(effect))) for effect in (0.0, 0.1))
     assert fair.density_effect.low < 0 < fair.density_effect.high and fair.style_controlled_accuracy.value > 0.99
     assert biased.density_effect.low <= 0.1 <= biased.density_effect.high and biased.relative_density_effect.low > 0
-    assert biased.accuracy_more_markdown_right.value == 1 and biased.accuracy_less_markdown_right.value < 0.7
-    only = diagnose_style(score_with(dressed, lambda context, text: count_markdown(text)["density"]))
+    assert biased.accuracy_more_markdown_right.value == 1 and biased.accuracy_less_markdown_right.value < 0.9
+    only = diagnose_style(score_with(dressed, lambda context, text: markdown_density(text)))
     assert only.style_controlled_accuracy.value == 0.5
-    assert fair.more_markdown_is_right.value == only.more_markdown_is_right.value  # it is of the data

@@ -15,10 +15,7 @@ from treeward.evaluation.diagnostics.completions import (
     collect_completions,
     collect_pairs,
     completion_text,
-    correlation_metric,
-    in_standard_deviations,
-    regress_within_prompts,
-    shortened,
+    slope_within_prompts,
 )
 
 
@@ -34,64 +31,55 @@ def clustered(seed: int, num_prompts: int = 25, slope: float = 0.7) -> tuple[Any
     return scores + 0.2 * rng.normal(size=len(prompts)), features, prompts
 
 
-def test_coefficients_and_intervals_are_those_of_the_formula() -> None:
+def ends(metric: Any) -> Any:
+    return pytest.approx((metric.value, metric.low, metric.high))
+
+
+def test_the_slope_and_its_interval_are_those_of_the_formula() -> None:
     scores, features, prompts = clustered(1)
-    dummies = (prompts[:, None] == np.unique(prompts)).astype(float)
-    design = np.column_stack([features, dummies])
-    params = np.linalg.lstsq(design, scores, rcond=None)[0][:2]
+    design = np.column_stack([features, (prompts[:, None] == np.unique(prompts)).astype(float)])
+    slope = np.linalg.lstsq(design, scores, rcond=None)[0][0]
     g = len(np.unique(prompts))
     changes = []
     for prompt in np.unique(prompts):  # the textbook's jackknife: fitted anew without each prompt
         kept = prompts != prompt
-        changes.append(params - np.linalg.lstsq(design[kept], scores[kept], rcond=None)[0][:2])
-    reach = stats.t.ppf(0.975, g - 1) * np.sqrt((g - 1) / g * np.sum(np.square(changes), axis=0))
+        changes.append(slope - np.linalg.lstsq(design[kept], scores[kept], rcond=None)[0][0])
+    reach = stats.t.ppf(0.975, g - 1) * np.sqrt((g - 1) / g * np.sum(np.square(changes)))
     shuffled = np.random.default_rng(0).permutation(len(scores))
-    got = regress_within_prompts(scores[shuffled], features[shuffled], prompts[shuffled], ["a", "b"])
-    assert [metric.value for metric in got] == pytest.approx(params.tolist())
-    assert [metric.low for metric in got] == pytest.approx((params - reach).tolist())
-    assert [metric.high for metric in got] == pytest.approx((params + reach).tolist())
-    assert [metric.count for metric in got] == [len(scores)] * 2
+    got = slope_within_prompts("a", scores[shuffled], features[shuffled], prompts[shuffled])
+    assert (slope, slope - reach, slope + reach) == ends(got) and got.count == len(scores)
+    # What a prompt adds to all its completions changes nothing, and neither do lone ones.
+    shifted = np.append(scores + np.random.default_rng(0).normal(size=100)[prompts] * 50, [9.0, -9.0])
+    more = np.vstack([features, [[99, 1], [-99, 1]]])
+    again = slope_within_prompts("a", shifted, more, np.append(prompts, [77, 78]))
+    assert (again.value, again.low, again.high) == ends(got) and again.count == got.count
 
 
 def test_intervals_hold_the_slope_in_95_of_100_samples_and_nearly_where_lengths_are_skewed() -> None:
     """Skewed: a few long completions carry the slope and have the largest errors; CR1 holds it in 79 of 100."""
     hits, rng = {"normal": 0, "skewed": 0}, np.random.default_rng(3)
     for seed in range(200):
-        scores, features, prompts = clustered(seed, num_prompts=40)
-        normal, _ = regress_within_prompts(scores, features, prompts, ["a", "b"])
+        normal = slope_within_prompts("a", *clustered(seed, num_prompts=40))
         prompts, lengths = np.repeat(np.arange(30), 2), rng.lognormal(0, 0.7, size=60)
         scores = 0.5 * lengths + rng.normal(size=30)[prompts] + rng.normal(size=60) * (0.3 + lengths)
-        (skewed,) = regress_within_prompts(scores, lengths[:, None], prompts, ["slope"])
+        skewed = slope_within_prompts("slope", scores, lengths[:, None], prompts)
         for name, metric, truth in (("normal", normal, 0.7), ("skewed", skewed, 0.5)):
             assert metric.low is not None and metric.high is not None
             hits[name] += metric.low <= truth <= metric.high
     assert 0.91 <= hits["normal"] / 200 <= 0.99 and hits["skewed"] / 200 >= 0.88
 
 
-def test_what_a_prompt_adds_to_all_its_completions_changes_nothing_and_neither_do_lone_ones() -> None:
-    scores, features, prompts = clustered(2)
-    want = regress_within_prompts(scores, features, prompts, ["a", "b"])
-    shifted = scores + np.random.default_rng(0).normal(size=100)[prompts] * 50
-    got = regress_within_prompts(
-        np.append(shifted, [9.0, -9.0]), np.vstack([features, [[99, 1], [-99, 1]]]), np.append(prompts, [77, 78]), "ab"
-    )
-    for one, other in zip(got, want, strict=True):
-        assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high))
-        assert one.count == other.count
-
-
-def test_coefficients_that_the_data_do_not_determine_have_no_value() -> None:
+def test_a_slope_that_the_data_do_not_determine_has_no_value() -> None:
     scores, features, prompts = clustered(3)
     constant = np.column_stack([features[:, 0], prompts.astype(float)])
-    slope, of_prompt = regress_within_prompts(scores, constant, prompts, ["slope", "of_prompt"])
-    assert slope.value == pytest.approx(regress_within_prompts(scores, features[:, :1], prompts, ["slope"])[0].value)
-    assert of_prompt.value is None and "does not vary" in str(of_prompt.note)
+    alone = slope_within_prompts("a", scores, features[:, :1], prompts)
+    assert slope_within_prompts("a", scores, constant, prompts).value == pytest.approx(alone.value)
     twice = np.column_stack([features[:, 0], 2 * features[:, 0]])
-    assert [metric.value for metric in regress_within_prompts(scores, twice, prompts, ["a", "b"])] == [None, None]
-    nothing = regress_within_prompts(np.zeros(0), np.zeros((0, 1)), np.zeros(0, dtype=np.int64), ["a"])[0]
-    assert (nothing.value, nothing.count) == (None, 0)
+    for undetermined in (constant[:, ::-1], twice):
+        found = slope_within_prompts("a", scores, undetermined, prompts)
+        assert found.value is None and "does not vary" in str(found.note)
     decided, lengths = np.array([0, 0, 1, 1, 2, 2]), np.array([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
-    (by_one,) = regress_within_prompts(np.array([0.0, 1.0, 2.0, 1.0, 1.0, 3.0]), lengths[:, None], decided, ["slope"])
+    by_one = slope_within_prompts("a", np.array([0.0, 1.0, 2.0, 1.0, 1.0, 3.0]), lengths[:, None], decided)
     assert by_one.value == pytest.approx(0.5) and by_one.low is None and by_one.high is None
 
 
@@ -99,11 +87,9 @@ def test_coefficients_that_the_data_do_not_determine_have_no_value() -> None:
 def test_few_prompts_have_no_interval_and_the_note_says_so(num_prompts: int) -> None:
     rng = np.random.default_rng(3)
     prompts, x = np.repeat(np.arange(num_prompts), 3), rng.normal(size=3 * num_prompts)
-    y = x + rng.normal(size=3 * num_prompts)
-    slope = regress_within_prompts(y, x[:, None], prompts, ["slope"])[0]
-    for metric in (slope, correlation_metric(x, y, prompts, "r")):
-        assert metric.value is not None and (metric.low is None) is (num_prompts < 10)
-        assert ("prompts: too few for an interval" in str(metric.note)) is (num_prompts < 10)
+    slope = slope_within_prompts("slope", x + rng.normal(size=3 * num_prompts), x[:, None], prompts)
+    assert slope.value is not None and (slope.low is None) is (num_prompts < 10)
+    assert ("too few for an interval" in str(slope.note)) is (num_prompts < 10)
 
 
 def test_completions_and_pairs_of_examples(make_example: Any, score_with: Any) -> None:
@@ -119,49 +105,27 @@ def test_completions_and_pairs_of_examples(make_example: Any, score_with: Any) -
     assert (found.examples.tolist(), found.completions.tolist()) == ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 1])
     assert pairs.sides.tolist() == [[1, 0], [1, 2], [0, 1]]
     assert pairs.margins.tolist()[:2] == [3, 2] and np.isnan(pairs.margins[2])
-    assert (pairs.outcomes.tolist(), pairs.num_failed) == ([1, 1, 0], 1)
-    assert (pairs.better.tolist(), pairs.worse.tolist()) == ([4, 4, 1], [1, 2, 2])
+    assert pairs.outcomes.tolist() == [1, 1, 0] and pairs.with_scores.examples.tolist() == [0, 0]
     assert collect_pairs([]).margins.shape == (0,) and collect_pairs([]).sides.shape == (0, 2)
+    assert completion_text(({"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},)) == "Hi"
 
 
-def test_correlations_are_pearsons_with_fishers_interval() -> None:
-    rng = np.random.default_rng(5)
-    x = rng.integers(0, 6, 80).astype(float)
-    y = x + rng.normal(size=80)
-    metric = correlation_metric(x, y, np.arange(80), "r")
-    known = stats.pearsonr(x, y)
-    fisher = known.confidence_interval(0.95)
-    assert metric.value == pytest.approx(known.statistic)
-    assert metric.low == pytest.approx(fisher.low, abs=0.06) and metric.high == pytest.approx(fisher.high, abs=0.06)
-    assert correlation_metric(x, np.full(80, 0.1), np.arange(80), "r").value is None
-
-
-def test_a_slope_in_standard_deviations_does_not_depend_on_the_scale() -> None:
-    scores, features, prompts = clustered(4)
-    found = []
-    for scale in (1.0, 40.0):
-        whole = np.arange(len(scores))
-        completions = Completions(scale * scores, features[:, 0], features[:, 1], prompts, whole, whole)
-        slope, _ = regress_within_prompts(completions.scores, features, prompts, ["a", "b"])
-        found.append(in_standard_deviations(slope, completions, "relative"))
-    assert found[0].value == pytest.approx(found[1].value) and found[0].low == pytest.approx(found[1].low)
+def test_the_spread_is_pooled_within_prompts() -> None:
+    scores, _, prompts = clustered(4)
+    whole = np.arange(len(scores))
     spread = np.concatenate([scores[prompts == p] - scores[prompts == p].mean() for p in np.unique(prompts)])
     std = np.sqrt((spread**2).sum() / (len(scores) - len(np.unique(prompts))))
-    assert found[0].value == pytest.approx(regress_within_prompts(scores, features, prompts, "ab")[0].value / std)
+    assert Completions(scores, scores, scores, prompts, whole, whole).spread == pytest.approx(std)
 
 
 def test_a_shared_prompt_does_not_make_a_stratum_that_is_all_right_certain() -> None:
     """30 pairs whose better completion is longer, all right, and 30 whose better one is shorter, 29 of them right."""
-    better, worse, names = (
-        np.repeat([200.0, 50.0], 30),
-        np.full(60, 100.0),
-        ("share", "more", "less", "same", "gap", "mean"),
-    )
+    better, worse = np.repeat([200.0, 50.0], 30), np.full(60, 100.0)
     margins, sides = np.array([1.0] * 59 + [-1.0]), np.tile([0, 1], (60, 1))
     apart, shared = (
-        stratify(pairs, better, worse, names)
+        stratify(pairs, better, worse, ("share", "more", "less", "same", "gap", "mean"))
         for prompts in ([*range(60)], [*range(59), 0])
-        for pairs in [Pairs(margins, better, worse, np.array(prompts), np.arange(60), sides)]
+        for pairs in [Pairs(margins, np.array(prompts), np.arange(60), sides)]
     )
     # Resampling alone can hardly make the 59 right ones wrong, and says 0.95 and more.
     for name, value in (("mean", 59 / 60), ("gap", 1 / 30)):
@@ -169,8 +133,3 @@ def test_a_shared_prompt_does_not_make_a_stratum_that_is_all_right_certain() -> 
         assert one.value == other.value == pytest.approx(value)
         assert one.low is not None and one.high is not None and other.low is not None and other.high is not None
         assert other.low <= one.low + 0.01 and other.high >= one.high - 0.01
-
-
-def test_content_in_parts_is_read() -> None:
-    assert completion_text(({"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},)) == "Hi"
-    assert shortened("a" * 10, 10) == "a" * 10 and shortened("a" * 11, 10) == "a" * 9 + "…"

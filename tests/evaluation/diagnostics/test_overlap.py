@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference
-from treeward.evaluation.diagnostics.overlap import compare_overlap, find_overlap
+from treeward.evaluation.diagnostics.overlap import diagnose_overlap, find_overlap
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
 
@@ -100,16 +99,16 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     known = {f"right {i}" for i in range(10)} | {f"right {i}" for i in range(10, 40, 2)}  # learnt by heart, and luck
     scored = score_with(examples, lambda context, text: float(text in known))
     suite = PreferenceSuite("mine", DatasetConfig(data_path="mine.jsonl"))
-    result = compare_overlap(suite, scored, overlap)
-    assert (result.accuracy.value, result.accuracy.count) == (25 / 40, 40)
-    assert (result.accuracy_flagged.value, result.accuracy_flagged.count) == (1, 10)
-    assert (result.accuracy_clean.value, result.accuracy_clean.count) == (0.5, 30)
-    shares = {metric.name: metric.value for metric in overlap.metrics()}
-    assert shares["flagged"] == shares["flagged_prompt"] == 0.25 and shares["flagged_completion"] == 0
+    result = diagnose_overlap(suite, scored, overlap)
+    values = {name: (metric.value, metric.count) for name, metric in result.numbers.items()}
+    assert values == {"flagged": (0.25, 40), "flagged_exact": (0.25, 40), "accuracy_clean": (0.5, 30),
+                      "accuracy_flagged": (1, 10)}  # fmt: skip
+    bars, table = result.figures
+    assert "quote none of the numbers" in bars["note"] and len(table["rows"]) == 10
     failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
-    assert compare_overlap(suite, failed, overlap).accuracy.value == 0
-    blocks = json.loads(json.dumps([*overlap.blocks(), *result.figures], allow_nan=False))
-    assert [block["kind"] for block in blocks] == ["table", "table", "bars"] and len(blocks[1]["rows"]) == 10
+    assert diagnose_overlap(suite, failed, overlap).accuracy_flagged.value == 0
+    (bars,) = diagnose_overlap(suite, scored, find_overlap(examples, [])).figures
+    assert "None of 40 examples has a duplicate" in bars["note"]
 
 
 def test_the_held_out_bundled_data_is_held_out(bundled: Any) -> None:

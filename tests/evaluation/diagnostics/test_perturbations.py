@@ -61,11 +61,10 @@ def diagnosed(rule: Rule, examples: Sequence[EvalExample], **options: Any) -> Di
 
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
     found = diagnosed(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
-    assert found.padding_share_gaining.value == 1 and (found.padding_shift.low or 0) > 0.8
+    assert (found.padding_relative_shift.low or 0) > 0.8 and (found.repeated_relative_shift.low or 0) > 0.8
     assert (found.padding_rejected_flips.value or 0) > 0.2 and found.padding_chosen_flips.value == 0
-    assert found.truncated_50_share_gaining.value == 0 and (found.truncated_50_relative_shift.high or 0) < 0
-    assert found.repeated_share_gaining.value == 1
-    assert found.capitals_shift.value == 0 and found.capitals_rejected_flips.value == 0
+    assert (found.truncated_50_relative_shift.high or 0) < 0
+    assert found.capitals_relative_shift.value == 0 and found.capitals_rejected_flips.value == 0
     assert (found.robust_accuracy.value or 0) < (found.accuracy.value or 0)
 
 
@@ -79,8 +78,8 @@ def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_bu
     for name in ("white_space", "capitals"):
         for side in ("rejected", "chosen"):
             assert found.numbers[f"{name}_{side}_flips"].value == 0, name
-    assert (found.refusal_shift.high or 0) < 0 and found.refusal_rejected_flips.value == 0
-    assert found.repeated_share_gaining.value == 0 and (found.repeated_relative_shift.high or 0) < 0
+    assert (found.refusal_relative_shift.high or 0) < 0 and found.refusal_rejected_flips.value == 0
+    assert (found.repeated_relative_shift.high or 0) < 0
 
 
 def test_the_numbers_of_a_hand_made_table() -> None:
@@ -97,10 +96,8 @@ def test_the_numbers_of_a_hand_made_table() -> None:
     assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one
     assert numbers["padding_rejected_flips"] == (2 / 4, 4) and numbers["padding_chosen_flips"] == (1 / 3, 3)
     shift = sum([0.5, 2.25, -1.5, 0.0, 3.0, -1.0, 0.0, 2.0, 1.0]) / 9
-    assert numbers["padding_shift"] == (pytest.approx(shift), 9)
-    assert numbers["padding_relative_shift"][0] == pytest.approx(shift / ((2 + 1 + 2 + 2 + 2) / 5))
-    assert numbers["padding_share_gaining"][0] == 5 / 9
-    assert numbers["markdown_shift"] == (None, 0) and numbers["markdown_rejected_flips"][1] == 0
+    assert numbers["padding_relative_shift"] == (pytest.approx(shift / ((2 + 1 + 2 + 2 + 2) / 5)), 9)
+    assert numbers["markdown_relative_shift"] == (None, 0) and numbers["markdown_rejected_flips"][1] == 0
 
 
 def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer: Any) -> None:
@@ -116,7 +113,7 @@ def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer:
             assert [one.rewritten[name][side] for name, text in texts.items() if text] == pytest.approx(want, abs=1e-5)
             assert all(one.rewritten[name][side] is None for name, text in texts.items() if text is None)
     found = summarize_perturbations(scores, "mine")
-    assert found.num_left_out == 0 and len(found.numbers) == 2 + 5 * len(REWRITES)
+    assert found.num_left_out == 0 and len(found.numbers) == 2 + 3 * len(REWRITES)
 
 
 def test_rows_are_kept_as_they_are_scored_and_belong_to_their_scorer(bundled: Any, tmp_path: Path) -> None:
@@ -176,9 +173,10 @@ def test_failures_are_counted_and_left_out(bundled: Any) -> None:
     rule = Rule(lambda context, text: None if len(text) > 180 else float(len(text)))
     found = diagnosed(rule, examples, num_examples=50)
     assert 50 < found.num_left_out < len(rule.conversations)
-    assert (found.repeated_shift.count or 0) < (found.truncated_50_shift.count or 0)
+    assert (found.repeated_relative_shift.count or 0) < (found.truncated_50_relative_shift.count or 0)
+    assert "texts without a score are left out" in str(found.robust_accuracy.note)
     masked = diagnosed(Rule(lambda context, text: None), examples, num_examples=5)
-    assert masked.accuracy.value == 0 and masked.padding_shift.value is None
+    assert masked.accuracy.value == 0 and masked.padding_relative_shift.value is None
 
 
 def test_where_a_refusal_is_right_none_is_put_in_its_place(make_example: Any) -> None:

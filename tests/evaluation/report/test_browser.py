@@ -44,11 +44,8 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
     expected = {
         ".card": 5,
         ".kind-bars .layer_0_marks path": len(MODELS) * len(SUBSETS),
-        ".kind-histogram .mark-rect path": 64,
-        ".kind-reliability .mark-symbol path": 2 * 18,  # 20 bins less the two without a frequency; dots and room
-        ".kind-scatter .mark-symbol path": 2 * NUM_EXAMPLES - 4,  # without a score
-        ".kind-curves .mark-area path": 2,
-        ".matrix td.cell": 9,
+        ".square .mark-symbol path": 2 * 18,  # 20 points less the two without a frequency; dots and room
+        ".kind-curves .mark-area path": 4,
         ".kind-table tbody tr": 5,
     }
     assert {selector: count(page, selector) for selector in expected} == expected
@@ -58,8 +55,6 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
     bars = next(block for block in sample_report()["blocks"] if block["kind"] == "bars")
     values = [item["value"] for series in bars["series"] for item in series["items"]]
     assert widths == pytest.approx([value * widths[0] / values[0] for value in values], rel=1e-3)
-    cells = page.locator(".matrix td.cell").all_inner_texts()
-    assert cells[2:] == ["33.0%", "82.0%", "64.0%", "–", "90.0%", "77.0%", "–"]
     assert page.locator(".card-value").all_inner_texts()[2:] == ["8.3%", "+0.00250", "–"]
 
 
@@ -88,19 +83,12 @@ def test_the_policy_stops_what_the_page_was_never_meant_to_do(browser: Any, page
     page.close()
 
 
-def test_marks_have_tips_and_a_point_opens_its_example(visit: Visit) -> None:
+def test_marks_have_tips(visit: Visit) -> None:
     page = visit()
     item = next(block for block in sample_report()["blocks"] if block["kind"] == "bars")["series"][0]["items"][1]
     page.locator(".kind-bars .layer_0_marks path").nth(1).hover(force=True)
     tip = page.locator("#vg-tooltip-element")
     expect(tip).to_contain_text(f"{item['label']}\n{format_number(item['value'], 'percent')}")
-    page.select_option("[data-key=outcome]", "tie")  # the example need not be among those that are shown
-    point = page.locator(".kind-scatter .mark-symbol path").nth(100)
-    point.scroll_into_view_if_needed()
-    point.dispatch_event("mousemove")
-    point.dispatch_event("click")
-    expect(page.locator("table.examples td.detail")).to_have_count(1)
-    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
 
 
 def test_filters_search_and_sorting(visit: Visit) -> None:
@@ -257,15 +245,11 @@ def test_empty_and_odd_blocks_are_drawn(visit: Visit, tmp_path: Path) -> None:
         {"label": "a very long label " * 8, "value": -0.4, "low": -2, "high": 0.1},
         {"label": "none", "value": None},
     ]
-    points = [{"x": 3, "y": 3}, {"x": None, "y": 1}]
     blocks = [
         {"kind": "bars", "title": "No series", "series": []},
         {"kind": "bars", "title": "Shifts", "x_range": [-1, 1], "series": [{"name": "", "items": shifts}]},
-        {"kind": "histogram", "title": "No counts", "edges": [0, 1], "series": [{"name": "a", "counts": [0]}]},
-        {"kind": "reliability", "title": "No bins", "series": [{"name": "a", "bins": []}]},
-        {"kind": "scatter", "title": "One point", "series": [{"name": "a", "points": points}]},
+        {"kind": "curves", "title": "One point", "series": [{"name": "a", "x": [3, None], "y": [3, 1]}]},
         {"kind": "curves", "title": "No point", "x_scale": "log", "series": [{"name": "a", "x": [1], "y": [None]}]},
-        {"kind": "matrix", "title": "One cell", "rows": ["a"], "columns": ["b"], "values": [[7]], "format": "integer"},
         {"kind": "table", "title": "No rows", "columns": [{"key": "a", "label": "A"}], "rows": []},
         {"kind": "examples", "title": "No examples", "source": "none"},
         {"kind": "examples", "title": "Hardly a row", "source": "bare"},
@@ -275,15 +259,6 @@ def test_empty_and_odd_blocks_are_drawn(visit: Visit, tmp_path: Path) -> None:
     assert count(page, "section.block") == len(blocks) and "NaN" not in page.locator("main").inner_text()
     page.locator("table.examples .open").click()
     assert page.locator("td.detail").is_visible()
-
-
-def test_what_each_of_many_models_has_for_itself_is_folded(visit: Visit, tmp_path: Path) -> None:
-    page = visit(write_results(tmp_path, [summary(perfect, name, count=20) for name in "abcd"]))
-    folded = page.locator(".block.folded", has=page.get_by_role("heading", name="Score against length: c"))
-    assert folded.locator("svg.marks").count() == 0
-    assert not any("Score against length" in link for link in page.locator(".contents a").all_text_contents())
-    folded.locator("summary").first.click()
-    folded.locator("svg.marks").wait_for()
 
 
 def sometimes(n: int, text: str) -> float | None:
@@ -306,7 +281,7 @@ def test_examples_on_which_models_disagree(visit: Visit, tmp_path: Path) -> None
 @pytest.mark.parametrize("width", [390, 1280])
 def test_explanations_stand_below_the_names_where_there_is_no_room(visit: Visit, tmp_path: Path, width: int) -> None:
     page = visit(write_results(tmp_path, [summary(perfect, name, count=12) for name in ("one", "two")]), width=width)
-    table = page.locator(".kind-table", has=page.get_by_role("heading", name="Length in numbers"))
+    table = page.locator(".kind-table", has=page.get_by_role("heading", name="Every number"))
     narrow = width < 600
     assert table.locator("thead th:visible").all_inner_texts()[-1] == ("two" if narrow else "How to read it")
     assert table.locator("tbody .explanation").first.is_visible() is narrow

@@ -6,10 +6,10 @@
     length.accuracy_gap                 # Metric: accuracy where the longer is right less that where the shorter is
     style.density_effect                # Metric: score per markdown mark in 100 words, at equal rank and length
 
-Effects are those of a regression within prompts (`diagnostics.completions`). `slope` is positive for a perfect model
-too where better completions are longer; `slope_given_rank` holds the rank fixed, and is the bias itself as far as ranks
-tell quality. The effects of markdown are after the style control of the Chatbot Arena (Li, Angelopoulos and Chiang
-2024, "Does style matter?"): marks inside a code block do not count.
+Slopes are those of a regression within prompts (`diagnostics.completions`) that holds the rank fixed, as better
+completions are longer in most data: they are the bias itself as far as ranks tell quality. That of markdown follows the
+style control of the Chatbot Arena (Li, Angelopoulos and Chiang 2024, "Does style matter?"): marks inside a code block
+do not count.
 
 `stratify` gives the accuracy where the better completion has more of a trait (length, markdown), where it has less, and
 where both have about as much. A bias lifts the first and lowers the second. Their mean is the accuracy on data in which
@@ -20,14 +20,12 @@ left out and counted: the longest completions are those that lack one, so counti
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from treeward.evaluation.diagnostics.completions import (
     Completions,
@@ -36,123 +34,111 @@ from treeward.evaluation.diagnostics.completions import (
     collect_completions,
     collect_pairs,
     completion_text,
-    correlation_metric,
-    in_standard_deviations,
-    regress_within_prompts,
-    shortened,
+    divided,
+    slope_within_prompts,
 )
+from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.parts import Part, combined
 from treeward.evaluation.report.blocks import bar_item, bars_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric
-from treeward.scoring.calibration import fit_length_curve
 
-__all__ = ["LENGTH_STRATA", "count_markdown", "diagnose_length", "diagnose_style", "left_out_note", "strata_of"]
-__all__ += ["stratify"]
+__all__ = ["diagnose_length", "diagnose_style", "left_out_note", "length_strata", "markdown_density", "stratify"]
 
-Mask = NDArray[np.bool_]
-
-LENGTH_STRATA = {
-    "longer_is_right": "",
-    "accuracy_longer_right": "The longer completion is right",
-    "accuracy_shorter_right": "The shorter completion is right",
-    "accuracy_similar_length": "Lengths within 10 %",
-    "accuracy_gap": "",
-    "length_controlled_accuracy": "Length-controlled",
-}
-"""The numbers of `stratify` by length, and the labels of the bars that show them."""
-
-_STYLE_STRATA = {
-    "more_markdown_is_right": "",
-    "accuracy_more_markdown_right": "More markdown is right",
-    "accuracy_less_markdown_right": "Less markdown is right",
-    "accuracy_similar_markdown": "About as much",
-    "markdown_gap": "",
-    "style_controlled_accuracy": "Style-controlled",
-}
 _SIMILAR = 0.1  # of the larger amount
-_MOST_POINTS = 2000
-_FEWEST_FOR_A_CURVE = 10
+_LENGTH_BINS = 10
 
 _FENCED = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
-_MARKS = {
-    "headings": re.compile(r"^ {0,3}#{1,6}[ \t]+\S", re.MULTILINE),
-    "list_items": re.compile(r"^[ \t]*(?:[-*+]|\d{1,3}[.)])[ \t]+\S", re.MULTILINE),
-    "bold": re.compile(r"\*\*(?=\S)[^\n]+?(?<=\S)\*\*|(?<!\w)__(?=\S)[^\n]+?(?<=\S)__(?!\w)"),
-    "code": re.compile(r"`[^`\n]+`"),
-    "table_rows": re.compile(r"^[ \t]*\|.+\|[ \t]*$", re.MULTILINE),
-}
+_MARKS = (
+    re.compile(r"^ {0,3}#{1,6}[ \t]+\S", re.MULTILINE),  # headings
+    re.compile(r"^[ \t]*(?:[-*+]|\d{1,3}[.)])[ \t]+\S", re.MULTILINE),  # list items
+    re.compile(r"\*\*(?=\S)[^\n]+?(?<=\S)\*\*|(?<!\w)__(?=\S)[^\n]+?(?<=\S)__(?!\w)"),  # bold
+    re.compile(r"`[^`\n]+`"),
+    re.compile(r"^[ \t]*\|.+\|[ \t]*$", re.MULTILINE),  # table rows
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trait:
+    """What a model may like beyond quality. `slopes`: names of the slope per `unit` and of the same in standard
+    deviations; `strata`: names of the numbers of `stratify`; `title` and `note`: of their figure."""
+
+    slopes: tuple[str, str]
+    unit: float
+    strata: tuple[str, ...]
+    title: str
+    note: str
+
+
+_FAIR = "Without a bias the first two are alike; a model that only likes {} has 100 %, 0 % and 50 %."
+_COUNTS = "Each n counts pairs of completions that both have a score."
+LENGTH = Trait(
+    ("slope_given_rank", "relative_slope"),
+    100.0,
+    ("longer_is_right", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length", "accuracy_gap",
+     "length_controlled_accuracy"),
+    "Accuracy by which completion is longer",
+    f"{_FAIR.format('length')} Length-controlled is their mean. {_COUNTS} Similar is within 10 % of the longer.",
+)  # fmt: skip
+STYLE = Trait(
+    ("density_effect", "relative_density_effect"),
+    1.0,
+    ("more_markdown_is_right", "accuracy_more_markdown_right", "accuracy_less_markdown_right",
+     "accuracy_similar_markdown", "markdown_gap", "style_controlled_accuracy"),
+    "Accuracy by which completion has more markdown",
+    f"{_FAIR.format('markdown')} Style-controlled is their mean. {_COUNTS} These are completions with the markdown "
+    "that they have, often few marks. Rewrites (with --perturbations) add markdown to completions that have none; "
+    "where the two differ, a policy will meet the rewrites' answer.",
+)  # fmt: skip
 
 
 def diagnose_length(scored: Sequence[ScoredExample], model: str = "model") -> Diagnostic:
-    """The length diagnostics of scored examples."""
-    completions, pairs = collect_completions(scored), collect_pairs(scored)
-    scores, lengths, prompts = completions.scores, completions.lengths, completions.prompts
-    (slope,) = regress_within_prompts(scores, lengths[:, None] / 100, prompts, ["slope"])
-    features = np.column_stack([lengths / 100, completions.places])
-    given_rank, _ = regress_within_prompts(scores, features, prompts, ["slope_given_rank", "place"])
-    slopes = (
-        correlation_metric(lengths, scores, prompts, "pearson"),
-        correlation_metric(rankdata(lengths), rankdata(scores), prompts, "spearman"),
-        slope,
-        given_rank,
-        in_standard_deviations(given_rank, completions, "relative_slope"),
-    )
-    strata = stratify(pairs, pairs.better, pairs.worse, list(LENGTH_STRATA))
-    note = (
-        "Without a bias the first two are alike; a model that only likes length has 100 %, 0 % and 50 %. "
-        "Length-controlled is their mean. Each n counts pairs of completions that both have a score; similar lengths "
-        "are within 10 % of the longer."
-    )
-    bars = _strata_bars("Accuracy by which completion is longer", model, LENGTH_STRATA, strata, pairs, note)
-    figures = (bars, _scatter(scored, completions, model))
-    return Diagnostic({metric.name: metric for metric in slopes} | strata, figures, pairs.num_failed)
+    """The length bias of scored examples, and its figures."""
+    found = _diagnose(scored, model, LENGTH, [one.lengths for one in scored])
+    return replace(found, figures=(*found.figures, *_score_by_length(collect_completions(scored), model)))
 
 
 def diagnose_style(scored: Sequence[ScoredExample], model: str = "model") -> Diagnostic:
-    """The style diagnostics of scored examples; `effect_of_...` are score per mark, all kinds fitted together."""
-    counts = [[count_markdown(completion_text(one)) for one in row.example.completions] for row in scored]
+    """The markdown bias of scored examples; lengths are held fixed too."""
+    densities = [[markdown_density(completion_text(one)) for one in row.example.completions] for row in scored]
+    return _diagnose(scored, model, STYLE, densities)
+
+
+def length_strata(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
+    """The numbers of `stratify` by length alone."""
+    pairs = collect_pairs(scored)
+    return stratify(pairs, *_amounts_of_pairs(pairs, [one.lengths for one in scored]), LENGTH.strata)
+
+
+def _diagnose(
+    scored: Sequence[ScoredExample], model: str, trait: Trait, amounts: Sequence[Sequence[float]]
+) -> Diagnostic:
+    """`amounts`: of the trait, by example and completion."""
     completions, pairs = collect_completions(scored), collect_pairs(scored)
-    own = [counts[i][j] for i, j in zip(completions.examples, completions.completions, strict=True)]
-    fixed = np.column_stack([completions.places, completions.lengths / 100])
-    densities = np.array([one["density"] for one in own])
-    marks = np.array([[one[kind] for kind in _MARKS] for one in own]).reshape(-1, len(_MARKS))
-    names = ["density_effect", "place", "length"]
-    density, *_ = regress_within_prompts(
-        completions.scores, np.column_stack([densities, fixed]), completions.prompts, names
-    )
-    names = ["place", "effect_of_100_characters", *(f"effect_of_{kind}" for kind in _MARKS)]
-    _, *effects = regress_within_prompts(
-        completions.scores, np.column_stack([fixed, marks]), completions.prompts, names
-    )
-    better, worse = (
-        np.array([counts[i][j]["density"] for i, j in zip(pairs.examples, side, strict=True)]) for side in pairs.sides.T
-    )
-    strata = stratify(pairs, better, worse, list(_STYLE_STRATA))
-    relative = in_standard_deviations(density, completions, "relative_density_effect")
-    note = (
-        "Without a bias the first two are alike; a model that only likes markdown has 100 %, 0 % and 50 %. "
-        "Style-controlled is their mean. Each n counts pairs of completions that both have a score."
-    )
-    bars = _strata_bars("Accuracy by which completion has more markdown", model, _STYLE_STRATA, strata, pairs, note)
-    numbers = {metric.name: metric for metric in (density, relative, *effects)} | strata
-    return Diagnostic(numbers, (bars,), pairs.num_failed)
+    own = np.array([amounts[i][j] for i, j in zip(completions.examples, completions.completions, strict=True)])
+    features = [own / trait.unit, completions.places, *([] if trait is LENGTH else [completions.lengths / 100])]
+    name, relative = trait.slopes
+    slope = slope_within_prompts(name, completions.scores, np.column_stack(features), completions.prompts)
+    numbers = {name: slope, relative: divided(slope, completions.spread, relative)}
+    numbers |= stratify(pairs, *_amounts_of_pairs(pairs, amounts), trait.strata)
+    _, more, less, similar, _, mean = trait.strata
+    items = [bar_item(LABELS[one][0], numbers[one]) for one in (more, less, similar, mean)]
+    bars = bars_block(trait.title, model, items, trait.note)
+    return Diagnostic(numbers, (bars,), int(np.isnan(pairs.margins).sum()))
 
 
-def count_markdown(text: str) -> dict[str, float]:
-    """The marks of a text by kind; `code`: code blocks and inline code; `density`: all marks per 100 words."""
+def _amounts_of_pairs(pairs: Pairs, amounts: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
+    """Amounts of the better and of the worse completions, (P,) each."""
+    found = [[amounts[i][j] for j in sides] for i, sides in zip(pairs.examples, pairs.sides, strict=True)]
+    better, worse = np.array(found, dtype=np.float64).reshape(-1, 2).T
+    return better, worse
+
+
+def markdown_density(text: str) -> float:
+    """Headings, list items, bold texts, pieces of code (a block is one) and table rows per 100 words."""
     prose, num_blocks = _FENCED.subn(" ", text)
-    counts: dict[str, float] = {kind: len(pattern.findall(prose)) for kind, pattern in _MARKS.items()}
-    counts["code"] += num_blocks
-    return counts | {"density": 100 * sum(counts.values()) / max(1, len(text.split()))}
-
-
-def strata_of(better: Floats, worse: Floats) -> tuple[Mask, Mask, Mask]:
-    """Disjoint masks (P,) of the pairs whose better completion has clearly more, clearly less, or about as much."""
-    differences = better - worse
-    similar = np.abs(differences) <= _SIMILAR * np.maximum(better, worse)
-    return (differences > 0) & ~similar, (differences < 0) & ~similar, similar
+    return 100 * (num_blocks + sum(len(mark.findall(prose)) for mark in _MARKS)) / max(1, len(text.split()))
 
 
 def stratify(pairs: Pairs, better: Floats, worse: Floats, names: Sequence[str]) -> dict[str, Metric]:
@@ -167,32 +153,27 @@ def stratify(pairs: Pairs, better: Floats, worse: Floats, names: Sequence[str]) 
     accuracy is the accuracy of all these pairs, with its interval.
     """
     of_share, of_more, of_less, of_similar, of_gap, of_mean = names
-    differ = better != worse
+    differ, known = better != worse, ~np.isnan(pairs.margins)
     shares = (better > worse)[differ].astype(np.float64).tolist()
-    there, left_out = ~np.isnan(pairs.margins), left_out_note(pairs.num_failed)
     found = {of_share: accuracy_metric(shares, of_share, pairs.prompts[differ].tolist(), of="pairs")}
-    pairs, better, worse = pairs.with_scores, better[there], worse[there]
-    more, less, similar = strata_of(better, worse)
-    named = {of_more: more, of_less: less, of_similar: similar}
-    parts = {name: _part(pairs, inside, name) for name, inside in named.items()}
+    similar = np.abs(better - worse) <= _SIMILAR * np.maximum(better, worse)
+    more, less = (known & side & ~similar for side in (better > worse, better < worse))
+    masks = {of_more: more, of_less: less, of_similar: known & similar}
+    parts = {name: _part(pairs, inside, name) for name, inside in masks.items()}
     found |= {name: part.metric for name, part in parts.items()}
-    count = int(more.sum() + less.sum())
+    count, note = int(more.sum() + less.sum()), None
     if not more.any() or not less.any():
-        which = "less" if more.any() else "more"
-        note = f"There is no scored pair whose better completion clearly has {which}."
-        gap, mean = (Metric(name, None, count=count, note=note) for name in (of_gap, of_mean))
+        note = f"There is no scored pair whose better completion clearly has {'less' if more.any() else 'more'}."
+        gap, mean = (Metric(name, None, count=count) for name in (of_gap, of_mean))
     else:
-        note = f"{more.sum()} pairs whose better completion has more, {less.sum()} whose better completion has less."
         # p - q is twice the mean of p and 1 - q, less 1.
         half = combined(of_gap, [parts[of_more], _part(pairs, less, of_less, flipped=True)])
         value, low, high = (None if end is None else 2 * end - 1 for end in (half.value, half.low, half.high))
-        gap = Metric(of_gap, value, low, high, count, note)
-        both = combined(of_mean, [parts[of_more], parts[of_less]])
-        both = _part(pairs, more | less, of_mean).metric if more.sum() == less.sum() else both
-        mean = replace(both, note=note)
-    for metric in (gap, mean):
-        found[metric.name] = replace(metric, note=" ".join(filter(None, (metric.note, left_out))))
-    return found
+        gap = Metric(of_gap, value, low, high, count)
+        mean = combined(of_mean, [parts[of_more], parts[of_less]])
+        mean = _part(pairs, more | less, of_mean).metric if more.sum() == less.sum() else mean
+    note = " ".join(filter(None, (note, left_out_note(int((~known).sum()))))) or None
+    return found | {metric.name: replace(metric, note=note) for metric in (gap, mean)}
 
 
 def left_out_note(num_pairs: int) -> str | None:
@@ -202,39 +183,27 @@ def left_out_note(num_pairs: int) -> str | None:
     return f"{num_pairs:,} pair{' has no score and is' if num_pairs == 1 else 's have no score and are'} left out."
 
 
-def _part(pairs: Pairs, inside: Mask, name: str, *, flipped: bool = False) -> Part:
-    outcomes = 1 - pairs.outcomes if flipped else pairs.outcomes
-    return Part.of(name, outcomes[inside].tolist(), pairs.prompts[inside].tolist(), "pairs")
+def _part(pairs: Pairs, inside: NDArray[np.bool_], name: str, *, flipped: bool = False) -> Part:
+    own = pairs.where(inside)
+    return Part.of(name, (1 - own.outcomes if flipped else own.outcomes).tolist(), own.prompts.tolist(), "pairs")
 
 
-def _strata_bars(
-    title: str, model: str, labels: Mapping[str, str], strata: Mapping[str, Metric], pairs: Pairs, note: str
-) -> Block:
-    left_out = left_out_note(pairs.num_failed)
-    items = [bar_item(label, strata[name], left_out) for name, label in labels.items() if label]
-    return bars_block(title, model, items, note)
-
-
-def _scatter(scored: Sequence[ScoredExample], completions: Completions, model: str) -> Block:
-    """Score against length, of a sample of completions, with the score that length alone predicts."""
-    chosen = range(len(completions.scores))
-    kept = sorted(random.Random(0).sample(chosen, _MOST_POINTS)) if len(chosen) > _MOST_POINTS else chosen
-    points = []
-    for i in kept:
-        example = scored[completions.examples[i]].example
-        text = shortened(completion_text(example.completions[completions.completions[i]]))
-        place = {"x": float(completions.lengths[i]), "y": float(completions.scores[i])}
-        points.append(place | {"text": text, "id": example.id, "group": example.subset})
-    series: Block = {"name": model, "points": points}
-    if len(np.unique(completions.lengths)) >= _FEWEST_FOR_A_CURVE and np.ptp(completions.scores) > 0:
-        curve = fit_length_curve(completions.scores, completions.lengths, unit="characters")
-        if curve is not None:
-            series["line"] = {"x": list(curve.lengths), "y": list(curve.values)}
-    return {
-        "kind": "scatter",
-        "title": "Score against length",
-        "note": "A point is a completion. The line is the score that length alone predicts: flat without a bias.",
-        "x_label": "characters of the completion",
-        "y_label": "score",
-        "series": [series],
-    }
+def _score_by_length(completions: Completions, model: str) -> list[Block]:
+    """The mean score of each tenth of the completions by length; nothing where lengths or scores are all the same."""
+    lengths, scores = completions.lengths, completions.scores
+    if len(scores) < _LENGTH_BINS or np.ptp(lengths) == 0 or np.ptp(scores) == 0:
+        return []
+    bins = np.array_split(np.argsort(lengths, kind="stable"), _LENGTH_BINS)
+    standard = (scores - scores.mean()) / scores.std()
+    points = {"x": [float(lengths[one].mean()) for one in bins], "y": [float(standard[one].mean()) for one in bins]}
+    return [
+        {
+            "kind": "curves",
+            "title": "Score by length",
+            "note": "A point is a tenth of all completions, from the shortest to the longest. A rising line may be a "
+            "liking for length, or better completions that are longer: the figure above tells them apart.",
+            "x_label": "characters of the completion",
+            "y_label": "mean score, in standard deviations",
+            "series": [{"name": model, **points}],
+        }
+    ]

@@ -1,6 +1,6 @@
 """The label of every number of a report, and the table that shows them.
 
-metrics_table("Length in numbers", {"my-model": length.metrics()})     # {"kind": "table", ...}
+metrics_table("Every number", {"my-model": [*length.metrics(), *style.metrics()]})     # {"kind": "table", ...}
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from treeward.evaluation.results import Block, Metric
 
 __all__ = ["LABELS", "metrics_table"]
 
-_COUNTED = "at equal rank and length, the other marks held fixed"
-
 LABELS: Mapping[str, tuple[str, str, str]] = {
     # of any comparisons
-    "accuracy": ("Accuracy", "percent", "pairs in the right order; ties and missing scores count as wrong"),
     "pair_accuracy": ("Pairs in the right order", "percent", "ties and missing scores count as wrong"),
     "ties": ("Ties", "percent", "pairs whose two scores are the same"),
     "auroc": ("AUROC", "number", "how often a best completion outscores any other of any prompt: 0.5 is chance"),
@@ -26,80 +23,58 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "brier": ("Brier score", "number", "squared error of sigmoid(margin): 0 is perfect, 0.25 a coin"),
     "temperature": ("Fitted temperature", "number", "above 1 the margins are overconfident, below 1 underconfident"),
     "worst_subset": ("Worst subset", "percent", "the lowest accuracy of all subsets"),
+    "score_mean": ("Mean score", "number", "of all completions"),
+    "score_std": ("Standard deviation of the scores", "number", "of all completions"),
+    "saturated": ("Saturated pairs", "percent", "margin above 5 temperatures, as sure as 99.3 % or more"),
     # length
-    "pearson": ("Correlation of score and length", "signed", "Pearson's, over completions of all prompts"),
-    "spearman": ("Rank correlation of score and length", "signed", "Spearman's, over completions of all prompts"),
-    "slope": ("Score per 100 characters", "signed", "within prompts; better completions may be longer, too"),
-    "slope_given_rank": ("Score per 100 characters, quality held fixed", "signed", "the length bias: 0 is fair"),
+    "slope_given_rank": ("Length: score per 100 characters", "signed", "the bias itself, at equal rank: 0 is fair"),
     "relative_slope": ("Length bias in standard deviations", "signed", "of the scores of one prompt's completions"),
     "longer_is_right": ("Better completion is the longer", "percent", "of the data alone"),
-    "accuracy_longer_right": ("Accuracy, longer completion is right", "percent", "high if it likes length"),
-    "accuracy_shorter_right": ("Accuracy, shorter completion is right", "percent", "low if it likes length"),
-    "accuracy_similar_length": ("Accuracy, similar lengths", "percent", "within 10 %: no help from length"),
+    "accuracy_longer_right": ("Longer completion is right", "percent", "accuracy: high if it likes length"),
+    "accuracy_shorter_right": ("Shorter completion is right", "percent", "accuracy: low if it likes length"),
+    "accuracy_similar_length": ("Similar lengths", "percent", "accuracy within 10 %: no help from length"),
     "accuracy_gap": ("Length gap in accuracy", "points", "longer right less shorter right: 0 is fair"),
     "length_controlled_accuracy": ("Length-controlled accuracy", "percent", "mean of both: 50 % for this liking alone"),
     # style
     "density_effect": ("Score per markdown mark in 100 words", "signed", "at equal rank and length; 0 is fair"),
     "relative_density_effect": ("Markdown bias in standard deviations", "signed", "of scores of the same prompt"),
-    "effect_of_100_characters": ("Score per 100 characters", "signed", "at equal rank and markdown"),
-    "effect_of_headings": ("Score per heading", "signed", _COUNTED),
-    "effect_of_list_items": ("Score per list item", "signed", _COUNTED),
-    "effect_of_bold": ("Score per bold text", "signed", _COUNTED),
-    "effect_of_code": ("Score per piece of code", "signed", _COUNTED),
-    "effect_of_table_rows": ("Score per table row", "signed", _COUNTED),
-    "more_markdown_is_right": ("Better completion has more markdown", "percent", "of the data, not of the model"),
-    "accuracy_more_markdown_right": ("Accuracy, more markdown is right", "percent", "high if it likes it"),
-    "accuracy_less_markdown_right": ("Accuracy, less markdown is right", "percent", "low if it likes it"),
-    "accuracy_similar_markdown": ("Accuracy, similar markdown", "percent", "no help from markdown"),
+    "more_markdown_is_right": ("Better completion has more markdown", "percent", "of the data alone"),
+    "accuracy_more_markdown_right": ("More markdown is right", "percent", "accuracy: high if it likes markdown"),
+    "accuracy_less_markdown_right": ("Less markdown is right", "percent", "accuracy: low if it likes markdown"),
+    "accuracy_similar_markdown": ("Similar markdown", "percent", "accuracy: no help from markdown"),
     "markdown_gap": ("Markdown gap in accuracy", "points", "more right less less right: 0 is fair"),
     "style_controlled_accuracy": ("Style-controlled accuracy", "percent", "mean of both: 50 % for this liking alone"),
-    # scores
-    "score_mean": ("Mean score", "number", "of all completions"),
-    "score_std": ("Standard deviation of the scores", "number", "of all completions"),
-    "saturated": ("Saturated pairs", "percent", "margin above 5 temperatures, as sure as 99.3 % or more"),
-    "saturated_wrong": ("Wrong pairs that are saturated", "percent", "of the wrong pairs"),
     # rewrites
+    "accuracy": ("Rewritten pairs, before", "percent", "pairs in the right order; ties count as wrong"),
     "robust_accuracy": ("Robust accuracy", "percent", "right before and after every rewrite of style"),
     # overlap
-    "flagged": ("Exact or near duplicate", "percent", "any of the kinds below"),
-    "flagged_prompt": ("Same prompt", "percent", "word for word"),
-    "flagged_conversation": ("Same prompt with a completion", "percent", "word for word"),
-    "flagged_completion": ("Same completion", "percent", "word for word, if it is as long as a run of words"),
-    "flagged_near_prompt": ("Near duplicate of a prompt", "percent", "most words are in common runs"),
-    "flagged_near_completion": ("Near duplicate of a completion", "percent", "most words are in common runs"),
+    "flagged": ("Examples with a duplicate in training", "percent", "exact or near"),
+    "flagged_exact": ("The same, word for word", "percent", "a prompt, a conversation or a long completion"),
+    "accuracy_clean": ("Accuracy without a duplicate", "percent", "what is left of the headline on new examples"),
+    "accuracy_flagged": ("Accuracy with a duplicate", "percent", "of the others"),
 }
 """By the name in `results.json`: the name in a report, the format, and how to read it."""
 
-_SHARED_PROMPTS = "The interval is over "
-_TABLE_NOTE = "Ranges are 95 % intervals; they allow for completions that share a prompt."
 
-
-def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]], note: str | None = None) -> Block:
-    """The metrics of each model as a `table` block: label, a column of values for each model, how to read them."""
+def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]]) -> Block:
+    """The metrics that have a label as a `table` block: label, a column of values for each model, how to read them."""
     by_name: dict[str, dict[str, Metric]] = {}
     for model, own in metrics.items():
         for metric in own:
             by_name.setdefault(metric.name, {})[model] = metric
     columns = {"label": ("Number", "text")} | {f"value of {model}": (model, "number") for model in metrics}
-    rows = [_row(name, of_models) for name, of_models in by_name.items()]
-    block = table_block(title, columns, rows, " ".join(filter(None, (note, _TABLE_NOTE))))
+    rows = [_row(name, of_models) for name, of_models in by_name.items() if name in LABELS]
+    block = table_block(title, columns, rows, "Ranges are 95 % intervals; they allow for completions of one prompt.")
     how = {"key": "note", "label": "How to read it", "format": "text", "explains": "label"}
     return block | {"columns": [*block["columns"], how]}
 
 
 def _row(name: str, of_models: Mapping[str, Metric]) -> Block:
     label, form, explanation = LABELS[name]
-    notes = {model: _own_note(metric) for model, metric in of_models.items()}
-    own = [f"{model}: {note}" for model, note in notes.items() if note]
-    own = own if len(set(notes.values())) > 1 else [next(iter(notes.values()))]
-    how = explanation if any(metric.value is not None for metric in of_models.values()) else ""
+    # The note of the table says what a note on shared prompts would.
+    notes = {model: metric.note for model, metric in of_models.items()
+             if metric.note and not metric.note.startswith("The interval is over ")}  # fmt: skip
+    alike = len(of_models) == 1 or len(set(notes.values())) == 1
+    own = [*notes.values()][:1] if alike else [f"{model}: {note}" for model, note in notes.items()]
     cells = {f"value of {model}": bar_item("", metric) | {"format": form} for model, metric in of_models.items()}
-    return {"metric": name, "label": label, **cells, "note": "; ".join(filter(None, (how, *own)))}
-
-
-def _own_note(metric: Metric) -> str:
-    """The note of this number alone, to go on after a semicolon; the table has the note on shared prompts."""
-    note = metric.note or ""
-    if note.startswith(_SHARED_PROMPTS):
-        return ""
-    return note[0].lower() + note[1:-1] if note.endswith(".") else note
+    return {"metric": name, "label": label, **cells, "note": " ".join([f"{explanation}.", *own])}

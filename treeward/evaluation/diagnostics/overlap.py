@@ -2,7 +2,7 @@
 
     overlap = find_overlap(examples, (preference for preference, _ in open_dataset(config)))
     overlap.flags[0].kinds                            # ("prompt", "completion"): both were trained on
-    compare_overlap(suite, scored, overlap).accuracy_clean   # the headline without the flagged examples
+    diagnose_overlap(suite, scored, overlap).accuracy_clean   # the headline without the flagged examples
 
 Texts are compared as words, letters and digits in lower case. Three kinds of duplicates are exact: a whole prompt,
 a whole conversation (prompt and completion), a whole completion of N words or more. Near duplicates are texts with 70 %
@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 
 from treeward.data.preference import Message, Preference
 from treeward.evaluation.diagnostics.completions import completion_text
-from treeward.evaluation.diagnostics.labels import metrics_table
+from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.report.blocks import bar_item, bars_block, table_block
-from treeward.evaluation.results import Block, Diagnostic, Metric
+from treeward.evaluation.results import Diagnostic
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
 
-__all__ = ["OverlapDiagnostics", "OverlapFlag", "compare_overlap", "find_overlap"]
+__all__ = ["Overlap", "OverlapFlag", "diagnose_overlap", "find_overlap"]
 
 NUM_WORDS = 13
 _NEAR = 0.7
@@ -50,22 +50,15 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no word of a run loses its weig
 _PROGRESS_EVERY = 256
 _MOST_LISTED = 200
 _LARGE_SHARE = 0.25
-_EXACT = frozenset(("prompt", "conversation", "completion"))
-_KINDS = {
-    "prompt": "exact prompt",
-    "conversation": "exact prompt with a completion",
-    "completion": "exact completion",
-    "near_prompt": "near duplicate of a prompt",
-    "near_completion": "near duplicate of a completion",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapFlag:
     """The parts of one example that are in the training data.
 
-    `prompt_coverage`: the share of the prompt's words in common runs; `completion_coverage`: of the completion with
-    the largest share. 1 for an exact duplicate. `kinds`: why it is flagged, none where it is not.
+    `kinds`: why it is flagged, none where it is not: prompt, conversation, completion (exact), near_prompt,
+    near_completion. `prompt_coverage`: the share of the prompt's words in common runs; `completion_coverage`: of the
+    completion with the largest share. 1 for an exact duplicate.
     """
 
     id: str
@@ -76,61 +69,11 @@ class OverlapFlag:
 
 
 @dataclass(frozen=True, slots=True)
-class OverlapDiagnostics:
+class Overlap:
     """A flag for each example, in order. `num_training`: preferences that were read."""
 
     flags: tuple[OverlapFlag, ...]
     num_training: int
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """Shares of the examples: flagged at all, and by kind."""
-        shares = {"flagged": [bool(flag.kinds) for flag in self.flags]}
-        shares |= {f"flagged_{kind}": [kind in flag.kinds for flag in self.flags] for kind in _KINDS}
-        return tuple(accuracy_metric([float(hit) for hit in hits], name) for name, hits in shares.items())
-
-    @property
-    def flagged(self) -> float:
-        """The share of examples with an exact or near duplicate; 0 of no examples."""
-        return sum(bool(flag.kinds) for flag in self.flags) / max(1, len(self.flags))
-
-    @property
-    def exact(self) -> float:
-        """The share of examples with a duplicate word for word."""
-        return sum(bool(_EXACT & set(flag.kinds)) for flag in self.flags) / max(1, len(self.flags))
-
-    @property
-    def templated(self) -> bool:
-        """Whether duplicates are many and hardly any of them exact, as where texts are made from templates."""
-        return self.flagged >= _LARGE_SHARE and self.exact < self.flagged / 2
-
-    def finding(self) -> str:
-        """The shares in words: how many, and whether it is memory or only the data's templates."""
-        count = f"{len(self.flags):,} examples"
-        if not self.flagged:
-            return f"None of {count} has a duplicate among {self.num_training:,} training comparisons."
-        said = (
-            f"{self.flagged:.1%} of {count} have a duplicate among {self.num_training:,} training comparisons: "
-            f"{self.exact:.1%} word for word, the others share most of their words in runs of {NUM_WORDS} or more."
-        )
-        if self.templated:
-            return (
-                f"{said} So many near duplicates with so few exact ones are expected of templated data, whose "
-                "sentences recur by construction; there they are no sign of memory."
-            )
-        if self.flagged >= _LARGE_SHARE:
-            return f"{said} The model was trained on these examples: quote none of the numbers as held out."
-        return said
-
-    def blocks(self) -> list[Block]:
-        """The blocks of a report: a table of shares, and the flagged examples if there are any."""
-        shares = metrics_table("Overlap with the training data", {"examples": self.metrics()}, self.finding())
-        flagged = [flag for flag in self.flags if flag.kinds]
-        flagged.sort(key=lambda flag: (-max(flag.prompt_coverage, flag.completion_coverage), flag.id))
-        columns = {"id": ("Example", "text"), "subset": ("Subset", "text"), "why": ("Why", "text")}
-        columns |= {"prompt_coverage": ("Prompt", "percent"), "completion_coverage": ("Completion", "percent")}
-        rows = [asdict(flag) | {"why": ", ".join(map(_KINDS.__getitem__, flag.kinds))} for flag in flagged]
-        title = "Examples with a duplicate in the training data"
-        return [shares, table_block(title, columns, rows[:_MOST_LISTED], most=10)] if flagged else [shares]
 
 
 def find_overlap(
@@ -139,7 +82,7 @@ def find_overlap(
     *,
     num_words: int = NUM_WORDS,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> OverlapDiagnostics:
+) -> Overlap:
     """Read the training data once and flag the examples that it has.
 
     `num_words`: of a run. `on_progress` receives how many preferences were read, and 0, for the total is not known.
@@ -153,27 +96,52 @@ def find_overlap(
             on_progress(count, 0)
     on_progress(count, 0)
     flags = [index.flag(example, own) for example, own in zip(examples, texts, strict=True)]
-    return OverlapDiagnostics(tuple(flags), count)
+    return Overlap(tuple(flags), count)
 
 
-def compare_overlap(
-    suite: Suite, scored: Sequence[ScoredExample], overlap: OverlapDiagnostics, model: str = "model"
+def diagnose_overlap(
+    suite: Suite, scored: Sequence[ScoredExample], overlap: Overlap, model: str = "model"
 ) -> Diagnostic:
-    """The suite's headline over all examples, over those without a flag and over those with one."""
-    flagged = {flag.id for flag in overlap.flags if flag.kinds}
-    groups = {
-        "accuracy": ("All", scored),
-        "accuracy_clean": ("Without a duplicate in training", [o for o in scored if o.example.id not in flagged]),
-        "accuracy_flagged": ("With a duplicate", [one for one in scored if one.example.id in flagged]),
+    """The shares of examples with a duplicate, and the suite's headline over those without and those with one.
+
+    `flagged`: with an exact or near duplicate; `flagged_exact`: with one word for word.
+    """
+    flagged = {flag.id: any(not kind.startswith("near") for kind in flag.kinds) for flag in overlap.flags if flag.kinds}
+    shares = {"flagged": flagged.__contains__, "flagged_exact": lambda id: flagged.get(id, False)}
+    numbers = {
+        name: accuracy_metric([float(test(flag.id)) for flag in overlap.flags], name) for name, test in shares.items()
     }
-    numbers = {name: replace(suite.summarize(own).headline, name=name) for name, (_, own) in groups.items()}
-    note = (
-        "Each n counts pairs of completions; an example that has a duplicate has it for all of its pairs."
-        if suite.summarize(scored).unit == "pairs"
-        else "Each n counts whole examples: right where every best completion is ahead of every other."
+    for name, hit in (("accuracy_clean", False), ("accuracy_flagged", True)):
+        own = [one for one in scored if (one.example.id in flagged) == hit]
+        numbers[name] = replace(suite.summarize(own).headline, name=name)
+    items = [bar_item(LABELS[name][0], numbers[name]) for name in ("accuracy_clean", "accuracy_flagged")]
+    unit = "pairs of completions" if suite.summarize(scored).unit == "pairs" else "whole examples"
+    note = f"{_in_words(numbers['flagged'].value or 0.0, numbers['flagged_exact'].value or 0.0, overlap)} Each n counts"
+    bars = bars_block("Overlap with the training data", model, items, f"{note} {unit}.")
+    columns = {"id": ("Example", "text"), "subset": ("Subset", "text"), "why": ("Why", "text")}
+    columns |= {"prompt_coverage": ("Prompt", "percent"), "completion_coverage": ("Completion", "percent")}
+    rows = [asdict(flag) | {"why": ", ".join(flag.kinds).replace("_", " ")} for flag in overlap.flags if flag.kinds]
+    rows.sort(key=lambda row: (-max(row["prompt_coverage"], row["completion_coverage"]), row["id"]))
+    table = table_block("Examples with a duplicate in the training data", columns, rows[:_MOST_LISTED], most=10)
+    return Diagnostic(numbers, (bars, table) if rows else (bars,))
+
+
+def _in_words(flagged: float, exact: float, overlap: Overlap) -> str:
+    """How many have a duplicate, and whether it is memory or only the data's templates."""
+    count = f"{len(overlap.flags):,} examples"
+    if not flagged:
+        return f"None of {count} has a duplicate among {overlap.num_training:,} training comparisons."
+    said = (
+        f"{flagged:.1%} of {count} have a duplicate among {overlap.num_training:,} training comparisons: "
+        f"{exact:.1%} word for word, the others share most of their words in runs of {NUM_WORDS} or more."
     )
-    items = [bar_item(label, numbers[name]) for name, (label, _) in groups.items()]
-    return Diagnostic(numbers, (bars_block("Accuracy and overlap", model, items, note),))
+    if flagged < _LARGE_SHARE:
+        return said
+    if exact < flagged / 2:
+        return (
+            f"{said} So many near duplicates with so few exact ones are expected of templated data: no sign of memory."
+        )
+    return f"{said} The model was trained on these examples: quote none of the numbers as held out."
 
 
 class _Texts(NamedTuple):
@@ -200,13 +168,12 @@ class _Index:
         runs = [_runs(words, num_words) for one in texts for words in (one.prompt, *one.completions)]
         self._runs = np.unique(np.concatenate([np.zeros(1, np.uint64), *runs]))
         self._met = np.zeros(len(self._runs), dtype=bool)
-        self._wholes = {key: False for one in texts for key in one.keys(num_words)}
+        self._wholes = {key for one in texts for key in one.keys(num_words)}
+        self._met_wholes: set[Hashable] = set()
 
     def add(self, texts: _Texts) -> None:
         """Take a training comparison in."""
-        for key in texts.keys(self._num_words):
-            if key in self._wholes:
-                self._wholes[key] = True
+        self._met_wholes |= self._wholes.intersection(texts.keys(self._num_words))
         found = np.concatenate([_runs(words, self._num_words) for words in (texts.prompt, *texts.completions)])
         places = np.minimum(np.searchsorted(self._runs, found), len(self._runs) - 1)
         self._met[places[self._runs[places] == found]] = True
@@ -229,7 +196,7 @@ class _Index:
         return OverlapFlag(example.id, example.subset, of_prompt, of_completion, tuple(kinds))
 
     def _has(self, kind: str, *texts: Hashes) -> bool:
-        return self._wholes.get(hash((kind, *(words.tobytes() for words in texts))), False)
+        return hash((kind, *(words.tobytes() for words in texts))) in self._met_wholes
 
     def _coverage(self, words: Hashes) -> float:
         """The share of words (W,) in a run that was met; 0 for a text shorter than a run."""

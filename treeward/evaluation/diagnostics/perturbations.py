@@ -1,7 +1,7 @@
 """`diagnose_perturbations`: what the score does when a completion is dressed up, padded, cut off or refused.
 
     found = diagnose_perturbations(scorer, examples, num_examples=200)
-    found.padding_shift              # Metric: mean change of the score; padding_relative_shift in mean margins
+    found.padding_relative_shift     # Metric: mean change of the score, in mean margins of the pairs
     found.padding_rejected_flips     # Metric: pairs that were right until the worse completion was padded
     found.robust_accuracy            # Metric: pairs that stay right under every change of style to either completion
 
@@ -9,8 +9,8 @@ For each sampled example one pair of a better and a worse completion is scored a
 (`treeward.evaluation.diagnostics.rewrites`). Signs of a fault:
 
 - any rewrite: `rejected_flips`, for no rewrite makes the worse completion the better one;
-- "style": `chosen_flips`, and a `shift` of the size of the margins, for the content is the same;
-- "damage": `share_gaining`, how often the damaged completion scores higher than the whole one.
+- "style": `chosen_flips`, and a `relative_shift` of the size of the margins, for the content is the same;
+- "damage": a shift above 0, for the damaged completion is worse than the whole one.
 
 Where a prompt asks for a format (one word, no markdown), a change of style may break it, and a lower score be right.
 Rewrites as a test of reward models: Wu et al. 2025, "reWordBench" (arXiv 2503.11751).
@@ -22,7 +22,7 @@ import hashlib
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 
 from treeward.data.preference import Message
-from treeward.evaluation.diagnostics.completions import Floats, completion_text, divided
+from treeward.evaluation.diagnostics.completions import Floats, completion_text
 from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.report.blocks import bar_item, bars_block
-from treeward.evaluation.results import Block, Diagnostic, Metric
+from treeward.evaluation.results import Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer
@@ -54,21 +54,6 @@ _REFUSAL = re.compile(
     r"i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|am unable|do not|don['’]?t))",
     re.IGNORECASE,
 )
-_DAMAGES = ", ".join(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
-_SHIFTS = "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ."
-_WORSE_LOST = "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model."
-_BETTER_LOST = f"Changes of style should lose none. A damaged completion ({_DAMAGES}) may well be the worse one now."
-_FIGURES: Mapping[str, tuple[str, str, dict[str, Any]]] = {
-    "relative_shift": ("Score shift by rewrite", _SHIFTS, {"format": "signed", "reference": 0}),
-    "rejected_flips": ("Right pairs lost when the worse completion is rewritten", _WORSE_LOST, {"reference": 0}),
-    "chosen_flips": ("Right pairs lost when the better completion is rewritten", _BETTER_LOST, {"reference": 0}),
-    "share_gaining": (
-        "Completions that score higher rewritten",
-        f"Damaged completions ({_DAMAGES}) should not.",
-        {"reference_label": "half"},
-    ),
-}
-"""The figures by the number of each rewrite that they show: title, note, and fields of the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,68 +155,61 @@ def score_perturbed(scorer: ConversationScorer, examples: Sequence[EvalExample])
 def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "model") -> Diagnostic:
     """The diagnostics of scores (E).
 
-    `robust_accuracy`: pairs that are right and stay so under every rewrite of kind "style", of either completion.
+    `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under every rewrite of
+    kind "style", of either completion. For each rewrite: `relative_shift`, the mean of the new score less the old over
+    both completions, in units of the mean absolute margin before; `chosen_flips` and `rejected_flips`, the share of the
+    right pairs that is lost when the better or the worse completion alone is rewritten; a tie is lost.
     `num_left_out`: texts without a score.
     """
-    prompts = [one.prompt for one in scores]
+    prompts = np.array([one.prompt for one in scores], dtype=object)
     before = _table([one.original for one in scores])
-    stays = before[:, 0] > before[:, 1]
-    numbers = [accuracy_metric(stays.astype(float).tolist(), "accuracy", prompts, of="pairs")]
+    right = before[:, 0] > before[:, 1]
+    size = float(np.nanmean(np.abs(before[:, 0] - before[:, 1]))) if np.isfinite(before).all(axis=1).any() else 0.0
+    stays = right.copy()
+
+    def share(name: str, hits: Any, where: Any) -> Metric:
+        return accuracy_metric(hits[where].astype(float).tolist(), name, prompts[where].tolist(), of="pairs")
+
+    numbers = []
     for name, rewrite in REWRITES.items():
         after = _table([one.rewritten.get(name, (None, None)) for one in scores])
-        numbers += _effects(name, before, after, prompts)
+        there, shifts = np.isfinite(after - before), after - before
+        # A rewrite that does not apply, or a text without a score, says nothing against a pair.
+        lost = {"chosen": after[:, 0] <= before[:, 1], "rejected": before[:, 0] <= after[:, 1]}
+        numbers.append(_shift(f"{name}_relative_shift", shifts[there], size, prompts[np.nonzero(there)[0]].tolist()))
+        numbers += [share(f"{name}_{which}_flips", lost[which], right & np.isfinite(after[:, side]))
+                    for side, which in enumerate(lost)]  # fmt: skip
         if rewrite.kind == "style":
-            # A rewrite that does not apply, or a text without a score, says nothing against a pair.
-            stays &= ~(after[:, 0] <= before[:, 1]) & ~(before[:, 0] <= after[:, 1])
-    robust = accuracy_metric(stays.astype(float).tolist(), "robust_accuracy", prompts, of="pairs")
-    by_name = {metric.name: metric for metric in (robust, *numbers)}
-    num_failed = sum(one.num_failed for one in scores)
-    return Diagnostic(by_name, tuple(_figures(by_name, model, num_failed)), num_failed)
+            stays &= ~lost["chosen"] & ~lost["rejected"]
+    every = np.ones(len(scores), dtype=bool)
+    robust, num_failed = share("robust_accuracy", stays, every), sum(one.num_failed for one in scores)
+    if num_failed:
+        robust = replace(robust, note=f"{num_failed:,} texts without a score are left out.")
+    by_name = {metric.name: metric for metric in (robust, share("accuracy", right, every), *numbers)}
+    damages = ", ".join(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
+    of_shift = (
+        "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ. Changes of style "
+        f"should be near 0, damage ({damages}) below it."
+    )
+    of_flips = "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model."
+    moved, turned = (
+        [bar_item(one.label, by_name[f"{name}_{what}"], one.summary) for name, one in REWRITES.items()]
+        for what in ("relative_shift", "rejected_flips")
+    )
+    reach = max((abs(one[end]) for one in moved for end in ("value", "low", "high") if one[end]), default=1.0)
+    title = "Right pairs lost when the worse completion is rewritten"
+    figures = (
+        bars_block("Score shift by rewrite", model, moved, of_shift, format="signed", reference=0,
+                   x_range=[-reach, reach]),
+        bars_block(title, model, turned, of_flips, reference=0),
+    )  # fmt: skip
+    return Diagnostic(by_name, figures, num_failed)
 
 
-def _effects(name: str, before: Floats, after: Floats, prompts: Sequence[str]) -> list[Metric]:
-    """What one rewrite does to scores (E, 2), NaN where there is none.
-
-    `shift`: mean of the new score less the old, over both completions; `relative_shift`: in units of the mean absolute
-    margin before. `share_gaining`: completions that score higher rewritten. `chosen_flips`, `rejected_flips`: the share
-    of the right pairs that is lost when the better or the worse completion alone is rewritten; a tie is lost.
-    """
-    shifts, owners = (after - before).ravel(), np.repeat(np.arange(len(prompts)), 2)
-    there, known = np.isfinite(shifts), np.isfinite(before).all(axis=1)
-    of_prompts = [prompts[i] for i in owners[there].tolist()]
-    size = float(np.abs(before[known, 0] - before[known, 1]).mean()) if known.any() else 0.0
-    right = before[:, 0] > before[:, 1]
-    shift = Metric(f"{name}_shift", None, count=0)
-    if there.any():
-        bounds = cluster_bootstrap(shifts[there], of_prompts)
-        shift = Metric(f"{name}_shift", float(shifts[there].mean()), *bounds, count=int(there.sum()))
-
-    def lost(which: str, where: Any, hits: Any) -> Metric:
-        clusters = [prompts[i] for i in np.flatnonzero(where).tolist()]
-        return accuracy_metric(hits[where].astype(float).tolist(), f"{name}_{which}", clusters, of="pairs")
-
-    gains = (shifts[there] > 0).astype(float).tolist()
-    return [
-        shift,
-        divided(shift, size, f"{name}_relative_shift"),
-        accuracy_metric(gains, f"{name}_share_gaining", of_prompts, of="completions"),
-        lost("chosen_flips", right & np.isfinite(after[:, 0]), after[:, 0] <= before[:, 1]),
-        lost("rejected_flips", right & np.isfinite(after[:, 1]), before[:, 0] <= after[:, 1]),
-    ]
-
-
-def _figures(numbers: Mapping[str, Metric], model: str, num_failed: int) -> Iterator[Block]:
-    """Shifts, and how many pairs each rewrite turns."""
-    failed = f" Left out: {num_failed:,} texts without a score." if num_failed else ""
-    for what, (title, note, fields) in _FIGURES.items():
-        metrics = {one: numbers[f"{name}_{what}"] for name, one in REWRITES.items()}
-        items = [bar_item(one.label, metric, one.summary) for one, metric in metrics.items()]
-        block = bars_block(title, model, items, note + failed, **fields)
-        if what == "relative_shift":
-            ends = [abs(end) for one in metrics.values() for end in (one.value, one.low, one.high) if end is not None]
-            reach = max(ends, default=0.0) or 1.0
-            block["x_range"] = [-reach, reach]
-        yield block
+def _shift(name: str, shifts: Floats, size: float, prompts: Sequence[str]) -> Metric:
+    if not len(shifts) or size == 0:
+        return Metric(name, None, count=len(shifts))
+    return Metric(name, float(shifts.mean() / size), *cluster_bootstrap(shifts / size, prompts), count=len(shifts))
 
 
 def _pair(example: EvalExample) -> tuple[int, int] | None:

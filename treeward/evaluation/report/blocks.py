@@ -5,15 +5,6 @@
     {"kind": "text", "title": "Length", "markdown": "**Longer** completions win. See `lengths`."}   (opens a chapter)
     {"kind": "bars", "title": "Subsets", "reference": 0.5, "x_range": [0, 1],
      "series": [{"name": "A", "items": [{"label": "Chat", "value": 0.9, "low": 0.8, "high": 0.95, "count": 358}]}]}
-    {"kind": "histogram", "title": "Margins", "edges": [-1, 0, 1], "mark": 0,
-     "series": [{"name": "A", "counts": [3, 9]}]}
-    {"kind": "reliability", "title": "Calibration", "series": [{"name": "A", "bins": [
-        {"probability": 0.6, "frequency": 0.55, "low": 0.4, "high": 0.7, "count": 40}]}]}
-    {"kind": "scatter", "title": "Length", "x_label": "characters", "y_label": "score", "series": [{"name": "A",
-     "points": [{"x": 120, "y": 0.5, "text": "Yes.", "id": "7", "group": "chosen"}],
-     "line": {"x": [0, 9], "y": [0, 1]}}]}   (a click on a point opens the example of that id)
-    {"kind": "matrix", "title": "Styles", "rows": ["plain"], "columns": ["plain"], "values": [[0.8]],
-     "format": "percent", "row_label": "chosen", "column_label": "rejected"}
     {"kind": "curves", "title": "Best of N", "series": [{"name": "gold", "x": [1, 2], "y": [0, 1], "low": [0, 0.9],
      "high": [0, 1.1]}]}
     {"kind": "table", "title": "Shifts", "columns": [{"key": "name", "label": "Change", "format": "text"}],
@@ -29,10 +20,10 @@ fraction), points (a difference of fractions, in percentage points), number, sig
 be an object {"value", "low", "high", "count"}, with its own "format" where it is not the column's. A column may name
 the column that it `explains`: narrow screens show it below that one's cells. `most` is the number of rows on a table's
 first page. An item of bars may have its own `reference`, where chance differs. Curves may have an `x_scale` or
-`y_scale` (log, symlog), name places of the x axis, `x_ticks` [{"x", "label"}], and points, `labels` beside x and y, and
-mark places, `lines` [{"x", "label", "colour"}]. A series of curves may have the `colour` and the `dash` of another, by
-number, and `dots` or none. The rows of `examples` are those of `treeward.evaluation.examples.to_row`, with a `model`
-where there is more than one.
+`y_scale` (log, symlog), be shares against shares (`is_square`), name places of the x axis, `x_ticks` [{"x", "label"}],
+and points, `labels` beside x and y, and mark places, `lines` [{"x", "label", "colour"}]. A series of curves may have
+the `colour` and the `dash` of another, by number, and `dots` or none. The rows of `examples` are those of
+`treeward.evaluation.examples.to_row`, with a `model` where there is more than one.
 """
 
 from __future__ import annotations
@@ -83,9 +74,8 @@ def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
         return [plain(item, of_text) for item in value]
     if isinstance(value, str):
         return of_text(value)
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list):
-        return plain(value)
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -36,7 +36,6 @@ __all__ = ["build_report", "write_report"]
 
 Examples = Mapping[str, Sequence[Mapping[str, Any]]]
 
-_FIGURES = ("bars", "histogram", "reliability", "scatter", "curves")
 _MOST_ROWS = 50
 _MOST_NUMBERS = 200
 _LONG_TEXT, _LONG_COMPLETION = 280, 900
@@ -46,14 +45,6 @@ _HIDDEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
 )
 _MARKDOWN = MarkdownIt("zero").enable(["backticks", "emphasis", "list"])
-
-
-def build_report(title: str, blocks: Sequence[Block], examples: Examples, *, subtitle: str = "") -> str:
-    """The page, as the text of an HTML file in UTF-8.
-
-    `examples`: by the name that a block of kind `examples` gives as its `source`, rows of `examples.jsonl`.
-    """
-    return _page({"title": title, "subtitle": subtitle, "blocks": blocks, "examples": examples}, "report")
 
 
 def write_report(
@@ -74,12 +65,18 @@ def write_report(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{name}.json", json.dumps(plain(report), allow_nan=False) + "\n")
-    write_text(folder / f"{name}.html", _page(report, name))
+    write_text(folder / f"{name}.html", build_report(**report, name=name))  # type: ignore[arg-type]
     return folder / f"{name}.html"
 
 
-def _page(report: Mapping[str, Any], name: str) -> str:
-    shown = plain(report, _visible)
+def build_report(
+    title: str, blocks: Sequence[Block], examples: Examples, *, subtitle: str = "", name: str = "report"
+) -> str:
+    """The page, as the text of an HTML file in UTF-8.
+
+    `examples`: by the name that a block of kind `examples` gives as its `source`, rows of `examples.jsonl`.
+    """
+    shown = plain({"title": title, "subtitle": subtitle, "blocks": blocks, "examples": examples}, _visible)
     sections = [_section(block, number, shown["examples"]) for number, block in enumerate(shown["blocks"], start=1)]
     has_tables = any(section.get("long") or section["kind"] == "examples" for section in sections)
     scripts = [
@@ -101,16 +98,21 @@ def _page(report: Mapping[str, Any], name: str) -> str:
     )  # fmt: skip
 
 
+def _visible(text: str) -> str:
+    """The text with every hidden character replaced by its name, as U+202E in brackets."""
+    return _HIDDEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text.replace("\r\n", "\n"))
+
+
 def _section(block: Block, number: int, examples: Examples) -> Block:
     """A block with what the template needs to show it."""
     section = block | {"id": f"block-{number}", "opens": block["kind"] == "text" and bool(block.get("title"))}
-    if block["kind"] in _FIGURES:
+    if block["kind"] in ("bars", "curves"):
         section["figure"] = draw(block)
     elif block["kind"] == "table":
         section["long"] = len(block["rows"]) > block.get("most", _MOST_ROWS)
     elif block["kind"] == "examples":
-        rows = examples[block["source"]]
-        section |= {"examples": example_rows(rows), "filters": filters(rows)}
+        rows = example_rows(examples[block["source"]])
+        section |= {"examples": rows, "filters": filters(rows)}
     return section
 
 
@@ -129,11 +131,6 @@ def _contents(sections: Sequence[Block]) -> list[dict[str, Any]]:
     return entries
 
 
-def _visible(text: str) -> str:
-    """The text with every hidden character replaced by its name, as U+202E in brackets."""
-    return _HIDDEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text.replace("\r\n", "\n"))
-
-
 # --- what the templates call -----------------------------------------------------------------------------------------
 
 
@@ -147,7 +144,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {"number": format_number, "markdown": lambda text: Markup(_MARKDOWN.render(text))}
     environment.globals |= {
-        "cell": _cell, "is_number": is_number, "interval": format_interval, "messages": messages, "shade": _shade,
+        "cell": _cell, "is_number": is_number, "interval": format_interval, "messages": messages,
         "table_layout": _table_layout, "prompt_text": prompt_text, "LONG": _LONG_COMPLETION, "MOST": _MOST_NUMBERS,
         "PAGE": _MOST_ROWS, "OUTCOMES": OUTCOMES,
     }  # fmt: skip
@@ -175,23 +172,14 @@ def _table_layout(columns: Sequence[Block], rows: Sequence[Block]) -> list[Block
 
 def _cell(value: Any, column: Block) -> Block:
     """A table's cell: its `value` and `range` as text, what it is ordered by, and the `rest` of a long text."""
-    form = "number" if column["is_text"] else column["format"]
-    shown, interval, order, rest = "", "", None, None
-    if isinstance(value, Mapping):
-        shown, interval = format_interval(value, value.get("format") or form)
-        order = value.get("value")
-    elif value is None or isinstance(value, int | float):
-        shown, order = format_number(value, form), value
-    elif len(value) > _LONG_TEXT:
-        shown, rest = f"{' '.join(value[:_LONG_TEXT].split())}…", value
-    else:
-        shown = value
-    return {"value": shown, "range": interval, "order": order, "rest": rest}
-
-
-def _shade(value: Any) -> int:
-    """How dark a cell of a matrix of shares is, in percent."""
-    return round(62 * float(min(max(value, 0.0), 1.0))) if is_number(value) else 0
+    if isinstance(value, str):
+        is_long = len(value) > _LONG_TEXT
+        shown = f"{' '.join(value[:_LONG_TEXT].split())}…" if is_long else value
+        return {"value": shown, "range": "", "order": None, "rest": value if is_long else None}
+    item = value if isinstance(value, Mapping) else {"value": value}
+    form = item.get("format") or ("number" if column["is_text"] else column["format"])
+    shown, interval = format_interval(item, form)
+    return {"value": shown, "range": interval, "order": item.get("value"), "rest": None}
 
 
 # --- scripts ---------------------------------------------------------------------------------------------------------

@@ -13,16 +13,17 @@ from treeward.evaluation.report.blocks import ABSENT, is_number
 
 __all__ = ["OUTCOMES", "example_rows", "filters", "messages", "prompt_text"]
 
-Row = Mapping[str, Any]
-
 OUTCOMES = {"wrong": "✗ wrong", "tie": "= tie", "right": "✓ right", "failed": "! failed", "none": "· no order"}
 """The outcomes of an example in the order of the table, and how they are shown."""
 
 
-def example_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows as the page's table shows them; `share` is the size of the margin, the widest of all being 1."""
-    disputed = _disputed(rows)
     widest = max((abs(row["margin"]) for row in rows if is_number(row.get("margin"))), default=1.0) or 1.0
+    # An example is disputed where one model has it right and another has not, though both have scored it.
+    scored = {(str(row.get("id")), row["outcome"] == "right")
+              for row in rows if row.get("outcome") not in ("failed", None)}  # fmt: skip
+    disputed = {id for id, count in Counter(id for id, _ in scored).items() if count > 1}
     found = []
     for row in rows:
         gap, margin, outcome = _length_gap(row), row.get("margin"), row.get("outcome") or "none"
@@ -38,18 +39,19 @@ def example_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def filters(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What the table can be narrowed to: a label, the key of the rows, and values with how many rows each has."""
+def filters(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What shown rows can be narrowed to: a label, the key of the rows, and values with how many rows each has."""
     found = []
-    for label, key in (("Outcome", "outcome"), ("Subset", "subset"), ("Model", "model")):
-        counts = Counter(row.get(key) or ("none" if key == "outcome" else "") for row in rows)
-        order = [name for name in OUTCOMES if name in counts] if key == "outcome" else sorted(filter(None, counts))
-        if len(order) > 1:
-            options = [{"value": one, "label": OUTCOMES.get(one, one), "count": counts[one]} for one in order]
+    for label, key in (("Outcome", "outcome"), ("Subset", "subset"), ("Model", "model"), ("Models", "models")):
+        counts = Counter(row[key] for row in rows)
+        order = [name for name in OUTCOMES if name in counts] if key == "outcome" else sorted(counts)
+        if key == "models":  # the number is of examples
+            counts = Counter({"disagree": len({row["id"] for row in rows if row[key] == "disagree"})})
+            order = [*+counts]
+        if len(order) > (key != "models"):
+            names = OUTCOMES | {"disagree": "models disagree"}
+            options = [{"value": one, "label": names.get(one, one), "count": counts[one]} for one in order]
             found.append({"label": label, "key": key, "options": options})
-    if disputed := len(_disputed(rows)):
-        options = [{"value": "disagree", "label": "models disagree", "count": disputed}]
-        found.append({"label": "Models", "key": "models", "options": options})
     return found
 
 
@@ -77,16 +79,7 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "" if content is None else json.dumps(content)
 
 
-def _disputed(rows: Sequence[Row]) -> set[str]:
-    """The ids that one model has right and another has not, though both have scored them."""
-    right: dict[str, set[bool]] = {}
-    for row in rows:
-        if row.get("outcome") not in ("failed", None):
-            right.setdefault(str(row.get("id")), set()).add(row["outcome"] == "right")
-    return {id for id, outcomes in right.items() if len(outcomes) > 1}
-
-
-def _length_gap(row: Row) -> float | None:
+def _length_gap(row: Mapping[str, Any]) -> float | None:
     """Characters that the best-ranked completions have more than the others, on average."""
     ranks, lengths = np.array(row.get("ranks") or []), np.array(row.get("lengths") or [])
     if len(ranks) != len(lengths) or len(set(ranks.tolist())) < 2:
@@ -95,7 +88,7 @@ def _length_gap(row: Row) -> float | None:
     return float(np.round(lengths[best].mean() - lengths[~best].mean()))
 
 
-def _completions(row: Row) -> list[dict[str, Any]]:
+def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The completions by rank, each with its name, whether it is better, and its numbers."""
     given = row.get("completions") or []
     num = len(given)

@@ -3,7 +3,7 @@
 
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const readJson = (node) => JSON.parse(node.textContent);
-const tables = new Map(); // of examples, by source
+const tables = []; // of examples
 
 // Charts are drawn where they are in sight; those in a closed fold when it opens.
 async function draw(holder) {
@@ -12,9 +12,8 @@ async function draw(holder) {
   const spec = { ...readJson(data), description: holder.getAttribute("aria-label") };
   if (!holder.closest(".kind-bars")) spec.height = Math.min(spec.height, Math.max(240, 0.75 * holder.clientWidth));
   const options = { mode: "vega-lite", renderer: "svg", ast: true, actions: false, logLevel: 1, config: readJson(document.getElementById("theme-of-charts")) };
-  const { view } = await vegaEmbed(holder, spec, options);
+  await vegaEmbed(holder, spec, options);
   holder.querySelector("svg").setAttribute("aria-hidden", "true"); // the figure has a description
-  view.addEventListener("click", (event, item) => item?.datum?.id !== undefined && openExample(item.datum, holder.dataset.source));
 }
 
 async function drawAll() {
@@ -29,17 +28,6 @@ function toggle(row, open = !row.child.isShown()) {
   if (open) row.child(row.data()[COLUMNS.detail].shown, "detail").show();
   else row.child.hide();
   row.node().querySelector(".open").setAttribute("aria-expanded", open);
-}
-
-function openExample({ id, of }, source) {
-  const table = source ? tables.get(source) : [...tables.values()][0];
-  table.search("").columns().search.fixed("filter", null).draw();
-  const matches = table.rows((_, data) => data[COLUMNS.id].order === String(id)).indexes().toArray();
-  const index = matches.find((one) => table.row(one).data()[COLUMNS.model].order === of) ?? matches[0];
-  if (index === undefined) return;
-  table.page(Math.floor(table.rows({ order: "applied" }).indexes().toArray().indexOf(index) / table.page.len())).draw("page");
-  toggle(table.row(index), true);
-  table.row(index).node().querySelector(".open").focus();
 }
 
 function examplesTable(element) {
@@ -59,7 +47,7 @@ function examplesTable(element) {
     layout: { topStart: () => filters, topEnd: "search", bottomStart: "info", bottomEnd: "paging" },
     language: { search: "Search", searchPlaceholder: 'words, or "a phrase"', zeroRecords: "No example matches. Fewer words or filters find more." },
   });
-  tables.set(element.dataset.source, table);
+  tables.push(table);
   for (const select of all("select", filters)) {
     select.addEventListener("change", () => {
       const wanted = select.value;
@@ -105,11 +93,11 @@ function printing() {
   addEventListener("beforeprint", () => {
     opened = all(".sample:not([open]), .sample details:not([open])");
     for (const one of opened) one.open = true;
-    for (const table of tables.values()) table.rows({ page: "current" }).every(function (_, __, count) { if (count < 10) toggle(this, true); });
+    for (const table of tables) table.rows({ page: "current" }).every(function (_, __, count) { if (count < 10) toggle(this, true); });
   });
   addEventListener("afterprint", () => {
     for (const one of opened) one.open = false;
-    for (const table of tables.values()) table.rows({ page: "current" }).every(function () { toggle(this, false); });
+    for (const table of tables) table.rows({ page: "current" }).every(function () { toggle(this, false); });
   });
 }
 
