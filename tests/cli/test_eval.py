@@ -38,7 +38,7 @@ def test_from_a_file_to_the_report(
     right = sum(row["scores"][0] > row["scores"][1] for row in rows)
     assert result["headline"]["value"] == pytest.approx(right / 30) and result["headline"]["count"] == 30
     assert result["headline"]["low"] < right / 30 < result["headline"]["high"] or right in (0, 30)
-    assert set(result["diagnostics"]) == {"length", "style", "scores", "perturbations", "overlap", "without_overlap"}
+    assert set(result["diagnostics"]) == {"length", "style", "perturbations", "statistics", "overlap"}
     flagged = {metric["name"]: metric for metric in result["diagnostics"]["overlap"]}
     assert any(metric["value"] == 1.0 for metric in flagged.values())  # all of it was trained on
     assert "<script" in (output / "report.html").read_text() and (output / "report.json").is_file()

@@ -91,7 +91,6 @@ def _plain(summary: Summary) -> dict[str, Any]:
         "standing": standing(summary.result, summary.chance),
         "caveat": summary.caveat,
         **{key: value for key, value in dataclasses.asdict(summary.result).items() if key != "suite"},
-        "statistics": list(map(dataclasses.asdict, summary.statistics.metrics())),
         "diagnostics": {
             name: list(map(dataclasses.asdict, one.metrics())) for name, one in summary.diagnostics.items()
         },

@@ -163,7 +163,7 @@ def stratify(pairs: Pairs, better: Floats, worse: Floats, names: Sequence[str]) 
     found |= {name: part.metric for name, part in parts.items()}
     count, note = int(more.sum() + less.sum()), None
     if not more.any() or not less.any():
-        note = f"There is no scored pair whose better completion clearly has {'less' if more.any() else 'more'}."
+        note = f'There is no scored pair for "{LABELS[of_less if more.any() else of_more][0]}".'
         gap, mean = (Metric(name, None, count=count) for name in (of_gap, of_mean))
     else:
         # p - q is twice the mean of p and 1 - q, less 1.
