@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +91,7 @@ def values(drift: Any) -> dict[str, float]:
 
 def test_the_same_scores_have_not_drifted(normal_scores: list[ScoredExample]) -> None:
     drift = compare_checkpoints(normal_scores, normal_scores)
-    assert values(drift) == pytest.approx({"shift": 0, "scale_ratio": 1, "rank_correlation": 1, "order_agreement": 1})
+    assert values(drift) == pytest.approx({"shift": 0, "scale_ratio": 1, "order_agreement": 1})
     assert drift.num_left_out == 0
 
 
@@ -102,11 +101,9 @@ def test_a_shift_and_a_scale_are_found_apart_from_the_order(normal_scores: list[
     found, shift = values(drift), (2 * scores + 10).mean()
     assert found["scale_ratio"] == pytest.approx(3) and found["shift"] == pytest.approx(shift)
     assert drift.shift.low is not None and drift.shift.low < shift < (drift.shift.high or 0)
-    assert found["rank_correlation"] == pytest.approx(1) and found["order_agreement"] == 1
+    assert found["order_agreement"] == 1
     flipped = values(compare_checkpoints(normal_scores, rescored(normal_scores, lambda score: -score)))
-    assert flipped["rank_correlation"] == pytest.approx(-1) and flipped["order_agreement"] == 0
-    bent = values(compare_checkpoints(normal_scores, rescored(normal_scores, lambda score: math.exp(score / 2))))
-    assert bent["rank_correlation"] == pytest.approx(1)
+    assert flipped["order_agreement"] == 0
 
 
 def test_examples_are_matched_by_id(normal_scores: list[ScoredExample], rescored: Any) -> None:

@@ -23,7 +23,7 @@ from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import percent
 from treeward.evaluation.report.blocks import bar_item, format_number, table_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
-from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap, spearman
+from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 from treeward.evaluation.summary import Summary
 
 __all__ = ["Step", "SuiteDrift", "compare_checkpoints", "find_drift"]
@@ -39,7 +39,6 @@ _COLUMNS = {
     **{name: LABELS[name][:2] for name in ("length_controlled_accuracy", "ece", "score_mean", "score_std")},
     "before": ("Against", "text"),
     "order_agreement": ("Pairs ordered alike", "percent"),
-    "rank_correlation": ("Rank correlation", "number"),
 }
 
 
@@ -158,8 +157,8 @@ def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredE
     """The drift from `first` to `second`, matched by the examples' ids; examples of only one of them are left out.
 
     `shift`: mean of second less first. `scale_ratio`: standard deviation of the second by that of the first.
-    `rank_correlation`: Spearman's, over all completions. `order_agreement`: pairs with different ranks that both order
-    alike. `num_left_out`: completions with a score of only one of the two.
+    `order_agreement`: pairs with different ranks that both order alike. `num_left_out`: completions with a score of
+    only one of the two.
     """
     others = {one.example.id: one for one in second}
     rows: list[tuple[float, float]] = []
@@ -183,7 +182,6 @@ def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredE
     numbers = (
         Metric("shift", float((y - x).mean()) if count else None, low, high, count),
         Metric("scale_ratio", float(y.std() / x.std()) if count and x.std() > 0 else None, count=count),
-        Metric("rank_correlation", spearman(x, y), count=count),
         accuracy_metric([agrees for agrees, _ in agreements], "order_agreement", [prompt for _, prompt in agreements]),
     )
     return Diagnostic({metric.name: metric for metric in numbers}, num_left_out=int((num_missing == 1).sum()))

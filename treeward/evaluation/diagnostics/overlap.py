@@ -107,9 +107,9 @@ def diagnose_overlap(
     `flagged`: with an exact or near duplicate; `flagged_exact`: with one word for word.
     """
     flagged = {flag.id: any(not kind.startswith("near") for kind in flag.kinds) for flag in overlap.flags if flag.kinds}
-    shares = {"flagged": flagged.__contains__, "flagged_exact": lambda id: flagged.get(id, False)}
+    shares = {"flagged": set(flagged), "flagged_exact": {id for id, is_exact in flagged.items() if is_exact}}
     numbers = {
-        name: accuracy_metric([float(test(flag.id)) for flag in overlap.flags], name) for name, test in shares.items()
+        name: accuracy_metric([float(flag.id in ids) for flag in overlap.flags], name) for name, ids in shares.items()
     }
     for name, hit in (("accuracy_clean", False), ("accuracy_flagged", True)):
         own = [one for one in scored if (one.example.id in flagged) == hit]

@@ -86,7 +86,7 @@ def _layer(rows: Iterable[Mapping[str, Any]]) -> alt.Chart:
 
 
 def _axis(format: str | None, **options: Any) -> alt.Axis:
-    return alt.Axis(**({"format": "~%"} if format == "percent" else {}), **options)
+    return alt.Axis(format="~%", **options) if format == "percent" else alt.Axis(**options)
 
 
 def _finish(layers: Sequence[alt.Chart], title: str | None, height: int) -> dict[str, Any]:
