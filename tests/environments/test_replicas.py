@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.config.environment import RewardModelEnvironmentConfig
+from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.interface import DETAILS
 from treeward.environments.remote import as_environment
 from treeward.environments.replicas import check_resources, plan_chunks

@@ -119,8 +119,8 @@ def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer |
     from treeward.serving.models import ServedModel
 
     check_device(section.device)
-    is_class = section.reward_class is not None
-    section.refuse(is_class, "a reward class is served, with `treeward serve`", "reward_class", need="a reward model")
+    need = "a reward model; `treeward serve` serves a reward class"
+    section.refuse(section.reward_class is not None, "reward_class", need)
     given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     check_shaping(section)
     model = ServedModel.load(section, ServerConfig(models=(section,), prefix_cache_bytes=0, **given))

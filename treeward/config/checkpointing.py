@@ -26,21 +26,12 @@ __all__ = ["GRPO_METRICS", "METRICS", "CheckpointingConfig", "GRPOCheckpointingC
 __all__ += ["parse_grpo_metric_name", "parse_metric_name"]
 
 METRICS: Mapping[str, bool | None] = {
-    "loss": False,
-    "accuracy": True,
-    "reward_margin": True,
-    "chosen_rewards": None,
-    "rejected_rewards": None,
-    "length_controlled_accuracy": True,
-    "accuracy_longer_right": True,
-    "accuracy_shorter_right": True,
-    "accuracy_gap": None,
-    "ece": False,
-    "brier": False,
-    "auroc": True,
-    "kendall_tau": True,
-    "worst_subset": True,
-    "robust_accuracy": True,
+    **dict.fromkeys(("loss", "ece", "brier"), False),
+    **dict.fromkeys(
+        ("accuracy", "length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right"), True
+    ),
+    **dict.fromkeys(("robust_accuracy", "worst_subset", "reward_margin", "auroc", "kendall_tau"), True),
+    **dict.fromkeys(("chosen_rewards", "rejected_rewards", "accuracy_gap")),
 }
 """The validation metrics of a reward model -> whether higher is better; None where neither direction is.
 
@@ -49,14 +40,9 @@ read as either.
 """
 
 GRPO_METRICS: Mapping[str, bool | None] = {
-    "reward": True,
-    "raw_reward": True,
-    "proxy": True,
-    "gold_reward": True,
-    "kl": False,
-    "truncation_rate": False,
-    "entropy": None,
-    "mean_gen_tokens_per_sample": None,
+    **dict.fromkeys(("reward", "raw_reward", "proxy", "gold_reward"), True),
+    **dict.fromkeys(("kl", "truncation_rate"), False),
+    **dict.fromkeys(("entropy", "mean_gen_tokens_per_sample")),
 }
 """The validation metrics of GRPO -> whether higher is better; None where neither direction is."""
 
@@ -78,37 +64,31 @@ def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
     `robust_accuracy` of the set `a` or `accuracy` of `a_robust`: the set in `sets` decides, and without one the longer
     metric. Raises `ConfigError` for any other name, and where both sets exist.
     """
-    spelling, validation = name.removeprefix("val:"), None
+    spelling = name.removeprefix("val:")
     if (of_all := re.fullmatch(r"(?:val_|eval/rm/)(.*)", spelling)) is not None:
-        metric = of_all[1]
+        key = MetricKey(None, of_all[1])
     elif (of_one := re.fullmatch(r"validation-(.+)/([^/]*)", spelling)) is not None:
-        validation, metric = of_one.groups()
-    elif (of_one := re.fullmatch(r"validation-(.+_.+)", spelling)) is not None:
-        validation, metric = _split_at_underscore(of_one[1], sets, name)
+        key = MetricKey(*of_one.groups())
+    elif spelling.startswith("validation-"):
+        key = _split_at_underscore(spelling.removeprefix("validation-"), sets, name)
     else:
-        near = nearest_name(spelling, METRICS)
-        need = f"{_SPELLINGS}; <metric> is one of {', '.join(METRICS)}"
-        fix = f"for {near} over all validation sets write val_{near}" if near else None
-        raise ConfigError("a metric's name is not understood", got=name, need=need, fix=fix)
-    if metric not in METRICS:
-        near, need = nearest_name(metric, METRICS), f"a name that ends in one of {', '.join(METRICS)}"
-        fix = f"did you mean {name.removesuffix(metric)}{near}?" if near else None
-        raise ConfigError("a metric is not known", got=name, need=need, fix=fix)
-    return MetricKey(validation, metric)
+        raise _unknown_metric(name, spelling, METRICS, _SPELLINGS, "val_")
+    if key.metric not in METRICS or key.validation == "":
+        raise _unknown_metric(name, key.metric, METRICS, _SPELLINGS, name.removesuffix(key.metric))
+    return key
 
 
-def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> tuple[str, str]:
+def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> MetricKey:
     """The set and the metric of a spelling in underscores; the longest metric unless `sets` says otherwise."""
-    named = [(one, spelling.removeprefix(f"{one}_")) for one in sets if spelling.startswith(f"{one}_")]
-    meant = [reading for reading in named if reading[1] in METRICS]
+    named = [MetricKey(one, spelling.removeprefix(f"{one}_")) for one in sets if spelling.startswith(f"{one}_")]
+    meant = [key for key in named if key.metric in METRICS]
     if len(meant) > 1:
         fix = "write " + " or ".join(f"validation-{validation}/{metric}" for validation, metric in sorted(meant))
         need = "a slash between the set and the metric"
         raise ConfigError("a metric's name can be read in two ways", got=name, need=need, fix=fix)
-    known = sorted((metric for metric in METRICS if spelling.endswith(f"_{metric}")), key=len)
-    longest = [(spelling.removesuffix(f"_{metric}"), metric) for metric in known[-1:]]
-    validation, _, metric = spelling.rpartition("_")
-    return (meant or sorted(named)[-1:] or longest or [(validation, metric)])[0]
+    known = [metric for metric in METRICS if spelling.endswith(f"_{metric}")]
+    metric = max(known, key=len, default=spelling.rpartition("_")[2])
+    return (meant or sorted(named)[-1:] or [MetricKey(spelling.removesuffix(metric)[:-1], metric)])[0]
 
 
 def parse_grpo_metric_name(name: str) -> str:
@@ -120,12 +100,14 @@ def parse_grpo_metric_name(name: str) -> str:
     metric = match[1] if match else name
     metric = "reward" if match and metric == "accuracy" else metric
     if match is None or metric not in GRPO_METRICS:
-        need = f"val:<metric>, val_<metric> or validation/<metric>; <metric> is one of {', '.join(GRPO_METRICS)}"
-        near = nearest_name(metric, GRPO_METRICS)
-        raise ConfigError(
-            "a metric is not known", got=name, need=need, fix=f"did you mean val:{near}?" if near else None
-        )
+        raise _unknown_metric(name, metric, GRPO_METRICS, "val:<metric>, val_<metric> or validation/<metric>", "val:")
     return metric
+
+
+def _unknown_metric(name: str, metric: str, metrics: Mapping[str, Any], spellings: str, prefix: str) -> ConfigError:
+    near, need = nearest_name(metric, metrics), f"{spellings}; <metric> is one of {', '.join(metrics)}"
+    fix = f"did you mean {prefix}{near}?" if near else None
+    return ConfigError("a metric is not known", got=name, need=need, fix=fix)
 
 
 def _seconds(value: Any) -> Any:
@@ -154,8 +136,8 @@ class CheckpointingConfig(Strict):
     `rejected_rewards`, `length_controlled_accuracy`, `accuracy_longer_right`, `accuracy_shorter_right`, `accuracy_gap`,
     `ece`, `brier`, `auroc`, `kendall_tau`, `worst_subset` or `robust_accuracy`. None: the latest are kept."""
     higher_is_better: bool | None = None
-    """Direction of the metric. None: decided by the metric. `accuracy_gap`, `chosen_rewards` and `rejected_rewards`
-    have no direction of their own and need it."""
+    """Direction of the metric. None: decided by the metric. Metrics without a direction of their own need it:
+    `accuracy_gap`, `chosen_rewards`, `rejected_rewards`; of GRPO `entropy`, `mean_gen_tokens_per_sample`."""
     keep_top_k: PositiveInt | None = 3
     """Number of best checkpoints that stay, beside the latest. None: all."""
     save_optimizer: bool = True
@@ -166,32 +148,29 @@ class CheckpointingConfig(Strict):
     """Number format of the exported weights; the score head stays float32."""
 
     @classmethod
-    def _metric(cls, name: str) -> tuple[str, bool | None]:
-        """The metric that a name means, and its direction. Raises `ConfigError`."""
-        metric = parse_metric_name(name).metric
-        return metric, METRICS[metric]
+    def _direction(cls, name: str) -> bool | None:
+        """Whether the metric that a name means is better when it is higher. Raises `ConfigError`."""
+        return METRICS[parse_metric_name(name).metric]
 
     def check(self) -> None:
         if self.metric_name is None:
             return
         try:
-            metric, direction = self._metric(self.metric_name)
+            direction = self._direction(self.metric_name)
         except ConfigError as error:
             raise at_field(error, "metric_name") from None
         keys, given = "higher_is_better metric_name", self.higher_is_better
-        fix = "rank by length_controlled_accuracy, which has a direction" if metric == "accuracy_gap" else None
-        summary = f"{metric} does not say which of two checkpoints is better"
-        self.refuse(direction is None and given is None, summary, keys, need="true or false", fix=fix)
+        need = "true or false: the metric has no direction of its own; length_controlled_accuracy has one"
+        self.refuse(direction is None and given is None, keys, need)
         need = f"{str(direction).lower()}, or null: the best checkpoints would be deleted"
-        is_opposite = direction is not None and given not in (None, direction)
-        self.refuse(is_opposite, "higher_is_better contradicts metric_name", keys, need=need)
+        self.refuse(direction is not None and given not in (None, direction), keys, need)
 
     @property
     def metric_is_better_when_higher(self) -> bool:
         """The direction of `metric_name`; true if there is none (a later step is better)."""
         if self.higher_is_better is not None or self.metric_name is None:
             return self.higher_is_better is not False
-        return bool(self._metric(self.metric_name)[1])
+        return bool(self._direction(self.metric_name))
 
 
 class GRPOCheckpointingConfig(CheckpointingConfig):
@@ -205,10 +184,7 @@ class GRPOCheckpointingConfig(CheckpointingConfig):
     """The validation metric that ranks checkpoints, as `val:<metric>`, `val_<metric>` or `validation/<metric>`:
     `reward` (also `accuracy`), `raw_reward`, `proxy` (the reward on a fixed scale, where running statistics change
     it), `gold_reward`, `kl`, `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
-    higher_is_better: bool | None = None
-    """Direction of the metric. None: decided by the metric. `entropy` and `mean_gen_tokens_per_sample` need it."""
 
     @classmethod
-    def _metric(cls, name: str) -> tuple[str, bool | None]:
-        metric = parse_grpo_metric_name(name)
-        return metric, GRPO_METRICS[metric]
+    def _direction(cls, name: str) -> bool | None:
+        return GRPO_METRICS[parse_grpo_metric_name(name)]

@@ -18,6 +18,6 @@ class ClusterConfig(Strict):
     """Nodes. Must be 1."""
 
     def check(self) -> None:
-        keys = "num_nodes gpus_per_node" if self.num_nodes > 1 else "gpus_per_node num_nodes"
-        is_more, fix = self.gpus_per_node > 1 or self.num_nodes > 1, "set cluster.num_nodes=1 cluster.gpus_per_node=1"
-        self.refuse(is_more, "training on more than one process is not supported yet", keys, need="one", fix=fix)
+        for key, number in (("num_nodes", self.num_nodes), ("gpus_per_node", self.gpus_per_node)):
+            need = "1: training on more than one process is not supported yet"
+            self.refuse(number > 1, key, need, fix=f"set cluster.{key}=1")

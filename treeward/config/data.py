@@ -14,36 +14,19 @@ values, as `train: {...}`, `validation: {...}`, `default: {...}`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from treeward.config.base import Strict
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS, keys_of_forms, normalise_data
 from treeward.errors import ConfigError
 
-__all__ = ["DataConfig", "DatasetConfig", "PromptDataConfig", "PromptSetConfig", "SetConfig", "check_longest_input"]
+__all__ = ["DataConfig", "DatasetConfig", "PromptDataConfig", "PromptSetConfig", "SetConfig"]
 
 _NEEDS_A_PATH = ("PreferenceDataset", "BinaryPreferenceDataset", "ResponseDataset", "PromptDataset")
 _OPEN_MATH_VALIDATION = 0.05
-
-
-def _part_of_a_metric(name: str | None) -> str | None:
-    if name is not None and not re.fullmatch(r"[^\s/]+", name):
-        need = "no spaces and no slashes: the metrics are called validation-<name>/loss, ..."
-        raise ConfigError("a validation set's name cannot be part of a metric's name", got=name, need=need)
-    return name
 
 
 class SetConfig(Strict):
@@ -51,8 +34,8 @@ class SetConfig(Strict):
 
     dataset_name: str
     """Name of a format, or the dotted path of a class."""
-    name: Annotated[str | None, AfterValidator(_part_of_a_metric)] = None
-    """Name of a validation set: its metrics are `validation-<name>/...`. The only unnamed one is called `default`."""
+    name: Annotated[str | None, Field(pattern=r"^[^\s/]+$")] = None
+    """Name of a validation set, for its metrics `validation-<name>/...`. The only unnamed one is called `default`."""
     data_path: str | None = None
     """A file (jsonl, json, csv or tsv, also gzipped; parquet, arrow), a `save_to_disk` folder, or a hub name."""
     split: str | None = None
@@ -76,13 +59,14 @@ class SetConfig(Strict):
         return {key: value for key, value in raw.items() if value is not None or key not in cls.model_fields}
 
     def check(self) -> None:
-        if self.data_path is None and self.dataset_name in _NEEDS_A_PATH:
-            fix = "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2"
-            need = "a file, a folder or a hub name"
-            raise ConfigError(f"{self.dataset_name} needs a data_path", got="no data_path", need=need, fix=fix)
+        self.refuse(
+            self.data_path is None and self.dataset_name in _NEEDS_A_PATH,
+            "data_path dataset_name",
+            "a file, a folder or a hub name",
+            fix="give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2",
+        )
         is_ours = self.dataset_name in (*COMPARISON_SETS, *PROMPT_SETS)
-        summary, need = f"{self.dataset_name} takes no kwargs", "no kwargs, or the dotted path of a class"
-        self.refuse(self.kwargs and is_ours, summary, "kwargs", need=need)
+        self.refuse(self.kwargs and is_ours, "kwargs dataset_name", "no kwargs, or the dotted path of a class")
 
 
 class DatasetConfig(SetConfig):
@@ -102,19 +86,51 @@ class DatasetConfig(SetConfig):
     """`BinaryPreferenceDataset`: the key of the worse completion."""
 
 
-class DataConfig(Strict):
+_Set = TypeVar("_Set", bound=SetConfig)
+
+
+class _Sets(Strict, Generic[_Set]):
+    """What the sections of comparisons and of prompts have in common."""
+
+    train: tuple[_Set, ...]
+    """The training sets, mixed by their weights."""
+    validation: tuple[_Set, ...] = ()
+    """The validation sets: of comparisons, each is reported by its name; of prompts, they are validated on together."""
+    shuffle: bool = True
+    """A new order of the training data in each epoch, determined by the seed of the run."""
+    max_input_seq_length: PositiveInt | None = None
+    """Longest conversation, or prompt of GRPO, in tokens. None: as `policy.max_total_sequence_length` allows."""
+
+    def check(self) -> None:
+        self.refuse(not self.train, "train", "at least one set of data", fix="give data.train_data_path")
+        names = [dataset.name for dataset in self.validation]
+        for i, dataset in enumerate(self.validation):
+            field = f"validation[{i}]"
+            if dataset.name in names[:i]:
+                need, summary = "a name for each: it names their metrics", "two validation sets have the same name"
+                raise ConfigError(summary, field=f"{field}.name", got=dataset.name, need=need)
+            for key, default in {"weight": 1.0, "non_contextual_answer": False}.items():
+                if (value := getattr(dataset, key, default)) != default:
+                    need = "no such key: each row of a validation set counts once, as it is"
+                    raise ConfigError(f"a validation set has a {key}", field=f"{field}.{key}", got=value, need=need)
+
+    def check_longest_input(self, limit: int) -> None:
+        """Raise `ConfigError` for a longest input above `policy.max_total_sequence_length`, in tokens."""
+        if self.max_input_seq_length is not None and self.max_input_seq_length > limit:
+            raise ConfigError(
+                "data.max_input_seq_length is larger than policy.max_total_sequence_length",
+                field="data.max_input_seq_length",
+                got=self.max_input_seq_length,
+                need=f"at most {limit}, policy.max_total_sequence_length",
+                fix="set data.max_input_seq_length=null to follow policy.max_total_sequence_length",
+            )
+
+
+class DataConfig(_Sets[DatasetConfig]):
     """The training and validation sets, and what happens to rows that do not fit."""
 
-    other_forms: ClassVar[tuple[str, ...]] = keys_of_forms(DatasetConfig.key_names())
+    other_forms: ClassVar[tuple[str, ...]] = keys_of_forms([*DatasetConfig.model_fields])
 
-    train: tuple[DatasetConfig, ...]
-    """The training sets, mixed by their weights."""
-    validation: tuple[DatasetConfig, ...] = ()
-    """The validation sets; each is reported by its name, and `eval/rm/*` pools all of them."""
-    shuffle: bool = True
-    """A new order of the training comparisons in each epoch, determined by `rm.seed`."""
-    max_input_seq_length: PositiveInt | None = None
-    """Longest conversation, in tokens. None: `policy.max_total_sequence_length`."""
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
     """Comparisons that are too long are left out and counted (`drop`), their contexts are cut from the left
     (`truncate_left`), or they are an error (`error`)."""
@@ -128,14 +144,6 @@ class DataConfig(Strict):
     @classmethod
     def _normalise(cls, raw: Any) -> Any:
         return normalise_data(raw, _keys_of(DatasetConfig)) if isinstance(raw, Mapping) else raw
-
-    def check(self) -> None:
-        _check_sets(self.train, self.validation)
-        for i, dataset in enumerate(self.validation):
-            if dataset.non_contextual_answer:
-                field = f"validation[{i}].non_contextual_answer"
-                need = "false: such completions are easy to tell, and would flatter the accuracy"
-                raise ConfigError("a validation set has non_contextual_answer", field=field, got="true", need=need)
 
 
 class PromptSetConfig(SetConfig):
@@ -167,8 +175,8 @@ class PromptSetConfig(SetConfig):
 
     def check(self) -> None:
         super().check()
-        is_useless, need = self.part is not None and self.split_validation_size == 0.0, "split_validation_size above 0"
-        self.refuse(is_useless, "part needs split_validation_size", "part split_validation_size", need=need)
+        is_useless = self.part is not None and self.split_validation_size == 0.0
+        self.refuse(is_useless, "part split_validation_size", "split_validation_size above 0, or no part")
 
     @property
     def environment_names(self) -> tuple[str, ...]:
@@ -178,20 +186,10 @@ class PromptSetConfig(SetConfig):
         return (self.env_name,) if isinstance(self.env_name, str) else tuple(self.env_name)
 
 
-class PromptDataConfig(Strict):
+class PromptDataConfig(_Sets[PromptSetConfig]):
     """The prompts to train on and to validate on."""
 
-    other_forms: ClassVar[tuple[str, ...]] = keys_of_forms(PromptSetConfig.key_names())
-
-    train: tuple[PromptSetConfig, ...]
-    """The training sets, mixed by their weights."""
-    validation: tuple[PromptSetConfig, ...] = ()
-    """The validation sets, whose prompts are validated on together."""
-    shuffle: bool = True
-    """A new order of the training prompts in each epoch, determined by `grpo.seed`."""
-    max_input_seq_length: PositiveInt | None = None
-    """Longest prompt, in tokens; longer ones are left out and counted. Prompts that leave no room for a completion in
-    `policy.max_total_sequence_length` are left out in any case."""
+    other_forms: ClassVar[tuple[str, ...]] = keys_of_forms([*PromptSetConfig.model_fields])
 
     @model_validator(mode="before")
     @classmethod
@@ -210,59 +208,24 @@ class PromptDataConfig(Strict):
         _add_held_out(data)
         return data
 
-    def check(self) -> None:
-        _check_sets(self.train, self.validation)
-
 
 def _keys_of(section: type[SetConfig]) -> tuple[str, ...]:
     """The keys that a block may have."""
-    return (*section.key_names(), *section.keys_without_effect())
+    return (*section.model_fields, *section.foreign_keys())
 
 
 def _add_held_out(data: dict[str, Any]) -> None:
     """Make the rows that training sets hold out validation sets, unless they are ones already."""
-    held_out = []
-    for i, block in enumerate(data["train"]):
-        if not isinstance(block.get("split_validation_size"), int | float) or not block["split_validation_size"]:
-            continue
-        try:
-            PromptSetConfig.model_validate(block)
-        except ValidationError:
-            continue  # the training set reports its own mistake
-        if block.get("part") is None:
-            block["part"] = "train"
-            # Validation sets have no weight, and several sets may hold rows out under names of their own.
-            shared = {key: value for key, value in block.items() if key not in ("weight", "name")}
-            held_out.append({**shared, "part": "validation", "name": f"held_out_{i}" if i else "held_out"})
     for block in data["validation"]:
         if block.get("split_validation_size"):
             block.setdefault("part", "validation")
-    data["validation"] += held_out
-
-
-def _check_sets(train: Sequence[SetConfig], validation: Sequence[SetConfig]) -> None:
-    """Raise `ConfigError` for no training set, and for validation sets with equal names or with weights."""
-    if not train:
-        got, fix = "an empty list", "give data.train.data_path"
-        raise ConfigError("there is no training data", field="train", got=got, need="at least one set", fix=fix)
-    names = [dataset.name for dataset in validation]
-    for i, dataset in enumerate(validation):
-        key, problem, need = "weight", "has a weight", "no weight: every row of a validation set counts once"
-        if dataset.name in names[:i]:
-            key, problem = "name", "has the same name as another"
-            need = "a different name for each: their metrics would overwrite each other"
-        if dataset.name in names[:i] or dataset.weight != 1.0:
-            got = getattr(dataset, key)
-            raise ConfigError(f"a validation set {problem}", field=f"validation[{i}].{key}", got=got, need=need)
-
-
-def check_longest_input(longest: int | None, limit: int) -> None:
-    """Raise `ConfigError` for a `data.max_input_seq_length` above `policy.max_total_sequence_length`, in tokens."""
-    if longest is not None and longest > limit:
-        raise ConfigError(
-            "data.max_input_seq_length is larger than policy.max_total_sequence_length",
-            field="data.max_input_seq_length",
-            got=f"{longest} tokens, policy.max_total_sequence_length: {limit}",
-            need="at most policy.max_total_sequence_length, which prompt and completion share",
-            fix="set data.max_input_seq_length=null to follow policy.max_total_sequence_length",
-        )
+    for i, block in enumerate(data["train"]):
+        if block.get("split_validation_size") and block.get("part") is None:
+            try:
+                PromptSetConfig.model_validate(block)
+            except ValidationError:
+                continue  # the training set reports its own mistake
+            block["part"] = "train"
+            # Validation sets have no weight, and several sets may hold rows out under names of their own.
+            shared = {key: value for key, value in block.items() if key not in ("weight", "name")}
+            data["validation"].append({**shared, "part": "validation", "name": f"held_out_{i}" if i else "held_out"})

@@ -72,19 +72,21 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
     `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for validation sets that
     cannot be told apart.
     """
-    data, own_splits = dict(raw), COMPARISON_SETS if "chosen_key" in block_keys else PROMPT_SETS
+    data = dict(raw)
     shared = _shared_values(data, block_keys)
     is_training_key = _TRAINING_KEY in block_keys and _TRAINING_KEY in data
     for_training = {_TRAINING_KEY: data.pop(_TRAINING_KEY)} if is_training_key else {}
     has_train_block, val_split = data.get("train") is not None, data.pop("val_split", None)
     train = _train_blocks(data, shared)
     validation = _validation_blocks(data, shared, block_keys, val_split)
+    own_splits = COMPARISON_SETS if "chosen_key" in block_keys else PROMPT_SETS
     name = shared.get("dataset_name", "")
-    if not train and (own_splits.get(name) or "." in name):
+    own = own_splits.get(name, {})
+    if not train and (own or "." in name):
         train = [dict(shared)]
-    if own_splits.get(name) and not has_train_block and not validation and train[0].get("data_path") is None:
-        own = {key: split for key, split in own_splits[name].items() if key is not None}
-        validation = [{**shared, "name": key, "split": val_split or split} for key, split in own.items()]
+    if own and not has_train_block and not validation and train[0].get("data_path") is None:
+        named = {key: split for key, split in own.items() if key is not None}
+        validation = [{**shared, "name": key, "split": val_split or split} for key, split in named.items()]
     if val_split is not None and not validation:
         need = "data.val_data_path too, or no val_split"
         raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
@@ -102,10 +104,7 @@ def _shared_values(data: Block, block_keys: Sequence[str]) -> Block:
         if kind not in _DATASET_TYPES:
             raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
         _set_once(shared, "dataset_name", _DATASET_TYPES[kind], "dataset_type", "dataset_name")
-    default = data.pop("default", None) or {}
-    if not isinstance(default, Mapping):
-        raise ConfigError("default is not a block", field="default", got=default, need="{dataset_name: ...}")
-    for key, value in default.items():
+    for key, value in _mapping(data.pop("default", None), "default", "{dataset_name: ...}").items():
         if key not in block_keys:
             near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
             fix = f"did you mean data.default.{near}?" if near else None
@@ -115,15 +114,17 @@ def _shared_values(data: Block, block_keys: Sequence[str]) -> Block:
     return shared
 
 
+def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:
+    if not isinstance(value or {}, Mapping):
+        raise ConfigError(f"{field} is not a mapping", field=field, got=value, need=need)
+    return value or {}
+
+
 def _blocks(value: Any, where: str, shared: Block) -> list[Block]:
     """One block or a list of blocks, completed by the shared values."""
     items = [] if value is None else value if isinstance(value, list | tuple) else [value]
     items = [item.model_dump(exclude_unset=True) if isinstance(item, BaseModel) else item for item in items]
-    for item in items:
-        if not isinstance(item, Mapping):
-            need = "{data_path: ..., ...} or a list of blocks"
-            raise ConfigError("a set of data is not a block", field=where, got=item, need=need)
-    return [{**shared, **item} for item in items]
+    return [{**shared, **_mapping(item, where, "{data_path: ..., ...} or a list of blocks")} for item in items]
 
 
 def _train_blocks(data: Block, shared: Block) -> list[Block]:
@@ -145,14 +146,12 @@ def _validation_blocks(data: Block, shared: Block, block_keys: Sequence[str], va
     value = data.pop("validation", None)
     are_named = isinstance(value, Mapping) and all(isinstance(block, Mapping) for block in value.values())
     if value and are_named and not set(value) & set(block_keys):
-        validation = [{**shared, "name": str(name), **block} for name, block in value.items()]
-    else:
-        validation = _blocks(value, "validation", shared)
-    path, named_paths = data.pop("val_data_path", None), data.pop("val_data_paths", None) or {}
-    if not isinstance(named_paths, Mapping):
-        need = "{name: path, ...}; for one unnamed set use data.val_data_path"
-        raise ConfigError("val_data_paths is not a mapping", field="val_data_paths", got=named_paths, need=need)
+        value = [{"name": str(name), **block} for name, block in value.items()]
+    validation = _blocks(value, "validation", shared)
+    path = data.pop("val_data_path", None)
     flat: list[Block] = [] if path is None else [{**shared, "data_path": path}]
+    need = "{name: path, ...}; for one unnamed set use data.val_data_path"
+    named_paths = _mapping(data.pop("val_data_paths", None), "val_data_paths", need)
     flat += [{**shared, "data_path": each, "name": str(name)} for name, each in named_paths.items()]
     for block in flat or (validation if len(validation) == 1 else []):
         if val_split is not None:

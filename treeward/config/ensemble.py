@@ -40,10 +40,7 @@ class EnsembleConfig(Strict):
 
     def check(self) -> None:
         self.check_pair("means", "stds", need="both of them, one number for each member, or neither")
-        if self.means is None or self.stds is None:
-            return
-        is_uneven = len(self.means) != len(self.stds)
-        summary = "means and stds are for different numbers of members"
-        self.refuse(is_uneven, summary, "stds means", need="one number for each member in both")
-        summary, need = "means and stds are given, and standardize is off", "standardize: true, or neither"
-        self.refuse(not self.standardize, summary, "standardize means", need=need)
+        is_uneven = len(self.means or ()) != len(self.stds or ())
+        self.refuse(is_uneven, "stds means", "one number for each member in both")
+        is_unread, need = self.means is not None and not self.standardize, "standardize: true, or no means and stds"
+        self.refuse(is_unread, "standardize means", need)

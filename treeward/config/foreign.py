@@ -5,121 +5,125 @@ A section finds its entries by the name of its class, or of a class that it deri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-__all__ = ["KEYS_ELSEWHERE", "MUST_BE_OFF", "VALUES_ELSEWHERE", "WITHOUT_EFFECT", "command_of"]
+__all__ = ["COMMANDS", "FOREIGN_KEYS", "KEYS_ELSEWHERE", "VALUES_ELSEWHERE"]
 
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "BatchingConfig": "algorithm fuse_loss logprob_mb_tokens max_sequences_per_bin sequence_length_round",
-    "CheckpointingConfig": "save_consolidated model_cache_dir model_repo_id is_async",
-    "GRPOCheckpointingConfig": "save_data_plane load_replay_buffer",
-    "ClusterConfig": "master_port_range segment_size",
-    "ColocatedConfig": "resources",
-    "DataConfig": "processor env_name num_workers",
-    "DatasetConfig": "processor env_name",
-    "GenerationConfig": "vllm_kwargs sglang_cfg sglang_kwargs mcore_generation_config val_temperature",
-    "GRPOConfig": "calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics",
-    "LoggerConfig": "num_val_samples_to_print monitor_gpus gpu_monitoring swanlab",
-    "LoraConfig": "use_triton dropout_position",
-    "MathEnvironmentConfig": "stop_strings",
-    "NemoGymConfig": "entrypoint domain verified verified_url description value name datasets expose_tools_over_mcp "
-    "license skills num_workers",
-    "PromptDataConfig": "num_workers use_multiple_dataloader",
-    "PromptSetConfig": "repeat download_dir",
-    "RewardModelEnvironmentConfig": "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation "
-    "max_grad_norm make_sequence_length_divisible_by processor env_name",
-    "ScoringDTensorConfig": "lora_cfg",
-    "ShardingConfig": "_v2 clear_cache_every_n_steps env_vars sequence_parallel",
-    "TrainedModelConfig": "logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by "
-    "refit_buffer_size_gb",
-}
-"""Section -> keys that are accepted in any state, because what they set is always so here, or changes no result."""
+_ON_POLICY = "every completion is sampled by the policy that learns from it"
+_RULE = "use an environment with a rule for the form of completions instead"
 
-_CANNOT = "treeward has no such feature"
-MUST_BE_OFF: Mapping[str, Mapping[str, str]] = {
-    "DTensorConfig": {"lora_cfg": "the whole reward model is trained: set policy.dtensor_cfg.lora_cfg.enabled=false"},
-    "GRPOConfig": {
-        "async_grpo": "every completion is sampled by the policy that learns from it",
-        "advantage_clip_low": "loss_fn.ratio_clip_c limits negative advantages",
-        "advantage_clip_high": "grpo.advantage_std_floor limits advantages",
-        "seq_logprob_error_threshold": "token_mult_prob_error is logged",
-        "val_start_at": "grpo.val_period says when to validate",
-        "stop_at_validation_metric": "grpo.watch.stop ends a run that exploits its reward",
-        "stop_at_validation_threshold": "grpo.watch.stop ends a run that exploits its reward",
-        "invalid_tool_call_advantage": "there are no tools",
-        "malformed_thinking_advantage": "use an environment with a rule for the form",
-        "interleave_rollouts": _CANNOT,
+
+def _without_effect(keys: str) -> dict[str, str | None]:
+    return dict.fromkeys(keys.split())
+
+
+FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
+    "BatchingConfig": _without_effect(
+        "algorithm fuse_loss logprob_mb_tokens max_sequences_per_bin sequence_length_round"
+    ),
+    "CheckpointingConfig": _without_effect("save_consolidated model_cache_dir model_repo_id is_async"),
+    "GRPOCheckpointingConfig": _without_effect("save_data_plane load_replay_buffer"),
+    "ClusterConfig": _without_effect("master_port_range segment_size"),
+    "ColocatedConfig": _without_effect("resources"),
+    "DataConfig": _without_effect("processor env_name num_workers"),
+    "DatasetConfig": _without_effect("processor env_name"),
+    "GRPOConfig": _without_effect("calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics")
+    | {
+        "async_grpo": f"set grpo.async_grpo.enabled=false: {_ON_POLICY}",
+        "advantage_clip_low": "set it to null; loss_fn.ratio_clip_c limits negative advantages",
+        "advantage_clip_high": "set it to null; grpo.advantage_std_floor limits advantages",
+        "seq_logprob_error_threshold": "set it to null; token_mult_prob_error is logged",
+        "val_start_at": "set it to null; grpo.val_period says when to validate",
+        "stop_at_validation_metric": "set it to null; grpo.watch.stop ends a run that exploits its reward",
+        "stop_at_validation_threshold": "set it to null; grpo.watch.stop ends a run that exploits its reward",
+        "invalid_tool_call_advantage": "set it to null: there are no tools",
+        "malformed_thinking_advantage": f"set it to null; {_RULE}",
+        "interleave_rollouts": f"set it to false: {_ON_POLICY}",
     },
     "GRPOPolicyConfig": {
-        "reward_model_cfg": "train a reward model with `treeward train`; the reward of GRPO is env.reward_model",
-        "draft": "completions are sampled token by token",
+        "reward_model_cfg": "remove it; `treeward train` trains a reward model, and env.reward_model rewards with one",
+        "draft": "set policy.draft.enabled=false: completions are sampled token by token",
         "lora_cfg": "move the section to policy.dtensor_cfg.lora_cfg",
-        "router_replay": _CANNOT,
+        "router_replay": "set policy.router_replay.enabled=false: experts are routed anew in each update",
     },
     "GRPORunConfig": {
-        "async_rl": "every completion is sampled by the policy that learns from it",
-        "data_plane": _CANNOT,
-        "on_policy_distillation": _CANNOT,
-        "reward_penalties": "use an environment with a rule for the form",
-        "rollout_checkpointing": _CANNOT,
-        "rollout_recovery": _CANNOT,
-        "telemetry": "logger says where metrics go",
-        "token_capture": _CANNOT,
+        "async_rl": f"remove the section: {_ON_POLICY}",
+        "data_plane": "set data_plane.enabled=false: one process holds the data of a step",
+        "on_policy_distillation": "remove the section; a teacher can be an environment of your own",
+        "reward_penalties": f"remove the section; {_RULE}",
+        "rollout_checkpointing": "remove the section; a resumed run samples the step again, with the same seeds",
+        "rollout_recovery": "remove the section; a resumed run samples the step again, with the same seeds",
+        "telemetry": "remove the section; logger says where metrics go",
+        "token_capture": "remove the section; grpo.num_logged_samples keeps completions for the report",
     },
-    "LoggerConfig": {"swanlab_enabled": "enable tensorboard, wandb or mlflow; metrics.jsonl is always written"},
-    "OverlongShapingConfig": {"stop_properly_penalty_coef": "use grpo.truncated=penalty, which is subtracted"},
+    "GenerationConfig": _without_effect("vllm_kwargs sglang_cfg sglang_kwargs mcore_generation_config val_temperature"),
+    "LoggerConfig": _without_effect("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
+    | {"swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"},
+    "LoraConfig": _without_effect("use_triton dropout_position"),
+    "MathEnvironmentConfig": _without_effect("stop_strings"),
+    "NemoGymConfig": _without_effect(
+        "entrypoint domain verified verified_url description value name datasets expose_tools_over_mcp license skills "
+        "num_workers"
+    ),
+    "OverlongShapingConfig": {"stop_properly_penalty_coef": "set it to null, and grpo.truncated=penalty"},
     "PolicyLossConfig": {
-        "disable_ppo_ratio": "set loss_fn.force_on_policy_ratio=true for one update per batch without ratios",
-        "use_cispo": "use the clipped surrogate",
-        "seq_logprob_error_in_loss": "token_mult_prob_error is logged",
-        "positive_example_nll_weight": _CANNOT,
-        "truncated_importance_sampling_ratio_min": "only large weights are cut, as tis does",
+        "disable_ppo_ratio": "set it to false; loss_fn.force_on_policy_ratio=true is one update without ratios",
+        "use_cispo": "set it to false: the loss is the clipped surrogate",
+        "seq_logprob_error_in_loss": "set it to false; token_mult_prob_error is logged",
+        "positive_example_nll_weight": "set it to 0, and fine-tune the policy on examples first",
+        "truncated_importance_sampling_ratio_min": "set it to null: only large weights are cut, as tis does",
     },
-    "RewardModelEnvironmentConfig": {
+    "PromptDataConfig": _without_effect("num_workers use_multiple_dataloader"),
+    "PromptSetConfig": _without_effect("repeat download_dir"),
+    "RewardModelEnvironmentConfig": _without_effect(
+        "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
+        "make_sequence_length_divisible_by processor env_name"
+    )
+    | {
         "checkpoint_path": "give the folder of the exported model as model_name",
-        "megatron_cfg": "the model runs on PyTorch: set megatron_cfg.enabled=false",
+        "megatron_cfg": "set megatron_cfg.enabled=false: the model runs on PyTorch",
     },
-    "TrainedModelConfig": {"megatron_cfg": "the model runs on PyTorch: set megatron_cfg.enabled=false"},
+    "ScoringDTensorConfig": {
+        "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
+        "give that folder as model_name"
+    },
+    "ShardingConfig": _without_effect("_v2 clear_cache_every_n_steps env_vars sequence_parallel")
+    | {"lora_cfg": "set policy.dtensor_cfg.lora_cfg.enabled=false: the whole reward model is trained"},
+    "TrainedModelConfig": _without_effect(
+        "logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by refit_buffer_size_gb"
+    )
+    | {"megatron_cfg": "set policy.megatron_cfg.enabled=false: the model runs on PyTorch"},
 }
-"""Section -> keys of features that treeward does not have, with the alternative. They are accepted while they are off:
-null, false, 0, -1, empty, or a section in which nothing is on."""
+"""Section -> keys that it accepts and does not have. None: in any state, because what the key sets is always so here,
+or changes no result. A text, the remedy: only while the key is off (null, false, 0, -1, empty, or a section in which
+nothing is on)."""
 
+_KL, _BOTH_CLIPS = ("loss_fn.reference_policy_kl_penalty",), ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max")
 KEYS_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
-    "beta": ("loss_fn.reference_policy_kl_penalty",),
-    "clip_ratio": ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"),
-    "clip_ratio_c": ("loss_fn.ratio_clip_c",),
-    "clip_ratio_high": ("loss_fn.ratio_clip_max",),
-    "clip_ratio_low": ("loss_fn.ratio_clip_min",),
-    "delta": ("loss_fn.ratio_clip_c",),
-    "epsilon": ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"),
-    "epsilon_high": ("loss_fn.ratio_clip_max",),
-    "kl_coef": ("loss_fn.reference_policy_kl_penalty",),
-    "kl_loss_coef": ("loss_fn.reference_policy_kl_penalty",),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), _KL),
+    **dict.fromkeys(("clip_ratio", "epsilon"), _BOTH_CLIPS),
+    **dict.fromkeys(("clip_ratio_c", "delta"), ("loss_fn.ratio_clip_c",)),
+    **dict.fromkeys(("clip_ratio_high", "epsilon_high"), _BOTH_CLIPS[1:]),
+    "clip_ratio_low": _BOTH_CLIPS[:1],
     "kl_loss_type": ("loss_fn.reference_policy_kl_type",),
-    "learning_rate": ("policy.optimizer.kwargs.lr",),
-    "lr": ("policy.optimizer.kwargs.lr",),
+    **dict.fromkeys(("learning_rate", "lr"), ("policy.optimizer.kwargs.lr",)),
     "max_completion_length": ("policy.generation.max_new_tokens",),
     "max_prompt_length": ("data.max_input_seq_length",),
     "max_steps": ("grpo.max_num_steps", "rm.max_num_steps"),
     "norm_adv_by_std_in_grpo": ("grpo.normalize_rewards",),
     "num_generations": ("grpo.num_generations_per_prompt",),
     "num_generations_eval": ("grpo.num_val_generations",),
-    "num_iterations": ("grpo.updates_per_batch",),
     "num_train_epochs": ("grpo.max_num_epochs", "rm.max_num_epochs"),
-    "ppo_epochs": ("grpo.updates_per_batch",),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), ("grpo.updates_per_batch",)),
     "ppo_mini_batch_size": ("policy.train_global_batch_size",),
 }
-"""A key of TRL or verl -> its full names here; those that a run has count."""
+"""A key of TRL or verl -> its full names here; those whose section a run has count."""
 
 VALUES_ELSEWHERE: Mapping[str, str] = {"rloo": "leave_one_out", "low_var_kl": "k3", "mse": "k2", "kl": "k1"}
 """A value of TRL or verl -> the same value here."""
 
-_COMMANDS = {
+COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("env", "grpo", "loss_fn", "policy.generation", "policy.logprob_chunk_size"), "treeward grpo"),
     **dict.fromkeys(("rm", "hub", "evaluation", "reward_shaping"), "treeward train"),
 }
-
-
-def command_of(location: Sequence[str]) -> str | None:
-    """The only command that reads a key, as `treeward grpo` for `("env",)`; None for a key of both or of neither."""
-    return _COMMANDS.get(".".join(location))
+"""Keys of a run -> the only command that reads them."""

@@ -32,8 +32,7 @@ from pydantic import (
 
 from treeward.config.base import Limit, Period, Strict
 
-__all__ = ["AdvantageEstimatorConfig", "AlarmKind", "Estimator", "GRPOConfig"]
-__all__ += ["OverlongShapingConfig", "PolicyLossConfig", "RewardScalingConfig", "WatchConfig"]
+__all__ = ["AlarmKind", "GRPOConfig", "PolicyLossConfig", "WatchConfig"]
 
 Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
 AlarmKind = Literal["gold_falls", "kl_budget", "length_growth", "entropy_collapse", "truncation", "no_signal"]
@@ -48,28 +47,23 @@ class PolicyLossConfig(Strict):
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of KL(policy || reference). 0: no penalty; the KL is still measured."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL from the sampled tokens (Schulman 2020). `k1` needs `kl_in_reward`: the gradient of its
-    expectation is zero as a loss."""
+    """Estimator of the KL from the sampled tokens (Schulman 2020). `k1` needs `kl_in_reward`."""
     kl_in_reward: bool = False
-    """Subtract the penalty from the reward of a completion, before advantages, instead of adding it to the loss. NeMo
-    RL's name is `use_kl_in_reward`."""
+    """Subtract the penalty from the reward instead of adding it to the loss; also called `use_kl_in_reward`."""
     kl_input_clamp_value: PositiveFloat | None = 20.0
-    """Clip the log-ratio of a token to the reference to this absolute value before the KL is estimated. None disables
-    clipping; ignored with `kl_in_reward`."""
+    """Clip a token's log-ratio to the reference to this absolute value. None disables; ignored with `kl_in_reward`."""
     kl_output_clamp_value: PositiveFloat | None = 10.0
-    """Clip the estimated KL of a token to this absolute value. None disables clipping; ignored with `kl_in_reward`."""
+    """Clip a token's estimated KL to this absolute value. None disables; ignored with `kl_in_reward`."""
     ratio_clip_min: float = Field(default=0.2, ge=0.0, le=1.0)
     """The ratio of new to old probability is clipped below at 1 - this."""
     ratio_clip_max: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + this."""
     ratio_clip_c: float | None = Field(default=None, gt=1.0)
-    """Dual clip: the largest multiple of a negative advantage in the loss, usually 3 (Ye et al. 2019, arXiv
-    1912.09729). None: no limit."""
+    """Dual clip: the largest multiple of a negative advantage, usually 3 (Ye et al. 2019). None: no limit."""
     token_level_loss: bool = True
     """Every token of the batch has the same weight. False: every completion has, whatever its length."""
     sequence_level_importance_ratios: bool = False
-    """One ratio for a whole completion, the geometric mean over its tokens (GSPO, Zheng et al. 2025, arXiv
-    2507.18071). Needs `token_level_loss: false`."""
+    """One ratio for a completion, the geometric mean over its tokens (GSPO). Needs `token_level_loss: false`."""
     use_importance_sampling_correction: bool = False
     """Weight tokens by the trainer's probability over the generator's, for a generator with other numerics."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
@@ -85,29 +79,18 @@ class PolicyLossConfig(Strict):
         is_k1 = self.reference_policy_kl_type == "k1" and not self.kl_in_reward
         self.refuse(
             is_k1 and self.reference_policy_kl_penalty > 0,
-            "k1 as a loss teaches nothing: its expected gradient is zero",
             "reference_policy_kl_type kl_in_reward",
-            need="k3 or k2 in the loss, or k1 in the reward",
+            "k3 or k2 in the loss, or k1 in the reward: as a loss k1 has an expected gradient of zero",
             fix="set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3",
         )
-        self.refuse(
-            self.sequence_level_importance_ratios and self.token_level_loss,
-            "sequence_level_importance_ratios needs a loss over whole completions",
-            "sequence_level_importance_ratios token_level_loss",
-            need="token_level_loss: false",
-        )
-        self.refuse(
-            self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max,
-            "the dual clip is inside the clip",
-            "ratio_clip_c ratio_clip_max",
-            need="more than 1 + ratio_clip_max; usually 3",
-        )
-        self.refuse(
-            self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction,
-            "truncated_importance_sampling_ratio limits a correction that is switched off",
-            "truncated_importance_sampling_ratio use_importance_sampling_correction",
-            need="use_importance_sampling_correction: true, or null",
-        )
+        keys = "sequence_level_importance_ratios token_level_loss"
+        self.refuse(self.sequence_level_importance_ratios and self.token_level_loss, keys, "token_level_loss: false")
+        is_inside = self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max
+        self.refuse(is_inside, "ratio_clip_c ratio_clip_max", "more than 1 + ratio_clip_max; usually 3")
+        keys = "truncated_importance_sampling_ratio use_importance_sampling_correction"
+        is_unread = self.truncated_importance_sampling_ratio is not None
+        is_unread = is_unread and not self.use_importance_sampling_correction
+        self.refuse(is_unread, keys, "use_importance_sampling_correction: true, or no ratio")
 
 
 class AdvantageEstimatorConfig(Strict):
@@ -128,8 +111,7 @@ class AdvantageEstimatorConfig(Strict):
     def check(self) -> None:
         always = {"leave_one_out": "use_leave_one_out_baseline", "reinforce_plus_plus": "normalize_rewards"}
         key = always.get(self.name, "name")
-        is_false, need = getattr(self, key) is False, "name: grpo, or no such key"
-        self.refuse(is_false, f"{self.name} always has {key}: true", f"{key} name", need=need)
+        self.refuse(getattr(self, key) is False, f"{key} name", f"name: grpo, or no {key}, which is always true here")
 
 
 class OverlongShapingConfig(Strict):
@@ -142,8 +124,8 @@ class OverlongShapingConfig(Strict):
     overlong_buffer_penalty: NonNegativeFloat = 1.0
     """The maximum penalty, at `max_response_length` and beyond."""
     max_response_length: PositiveInt | None = None
-    """Length of a completion, in tokens, at which the penalty reaches its maximum; less where the prompt leaves less
-    room in `policy.max_total_sequence_length`. None: `policy.generation.max_new_tokens`, or that room."""
+    """Tokens of a completion at which the penalty reaches its maximum, or all that the prompt leaves room for. None:
+    `policy.generation.max_new_tokens`, or that room."""
 
 
 class RewardScalingConfig(Strict):
@@ -162,8 +144,7 @@ class RewardScalingConfig(Strict):
 
     def check(self) -> None:
         for low, high in (("source_min", "source_max"), ("target_min", "target_max")):
-            is_falling, need = getattr(self, low) >= getattr(self, high), f"{low} below {high}"
-            self.refuse(is_falling, "a range of reward_scaling does not rise", f"{low} {high}", need=need)
+            self.refuse(getattr(self, low) >= getattr(self, high), f"{low} {high}", f"{low} below {high}")
 
 
 class WatchConfig(Strict):
@@ -172,8 +153,7 @@ class WatchConfig(Strict):
     enabled: bool = True
     """Watch every validation."""
     z: PositiveFloat = 3.0
-    """Threshold of the test for a fall of the gold reward, over the whole run, in standard deviations. The probability
-    of a false alarm is the tail of a normal distribution beyond z, 0.00135 for 3."""
+    """Threshold of the test for a fall of the gold reward, in standard deviations; 3 has 0.00135 false alarms a run."""
     min_validations: int = Field(default=3, ge=2)
     """Validations before the first test."""
     max_kl: PositiveFloat | None = None
@@ -211,10 +191,9 @@ class GRPOConfig(Strict):
     num_generations_per_prompt: int = Field(default=16, ge=2)
     """Completions of each prompt, at least 2: the advantage of a completion is relative to its group."""
     max_rollout_turns: Literal[1] = 1
-    """Must be 1: a prompt is completed once; rollouts of several turns are not supported."""
+    """Must be 1: rollouts of several turns are not supported."""
     max_num_epochs: PositiveInt = 1
-    """Passes over the training prompts: the run ends with the step that draws the last prompt. Dynamic sampling draws
-    more prompts for a step, so the run may end before the schedule does."""
+    """Passes over the training prompts: the run ends with the step that draws the last prompt."""
     max_num_steps: Limit = None
     """Most steps, whatever the number of epochs. None (or -1): no limit."""
     updates_per_batch: PositiveInt = 1
@@ -225,8 +204,7 @@ class GRPOConfig(Strict):
     normalize_rewards: bool = True
     """Divide advantages by the group's standard deviation."""
     use_leave_one_out_baseline: bool = False
-    """Subtract the mean reward of the other completions of the group: G / (G - 1) times the difference to the mean of
-    all."""
+    """Subtract the mean reward of the other completions of the group instead of the mean of all."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     """How rewards become advantages; its keys take precedence over the two above."""
     advantage_std_floor: PositiveFloat = 1e-6
@@ -239,15 +217,13 @@ class GRPOConfig(Strict):
     """With several environments: a completion that one of them could not reward has no reward (`mask`), or the weights
     of the others are scaled up to the sum of all (`renormalise`)."""
     environments_on_ray: tuple[str, ...] = ()
-    """Environments that run in Ray actors, on the GPUs of their `resources`. The others run in this process, except the
-    replicas of a reward model with several."""
+    """Environments that run in Ray actors, on the GPUs of their `resources`, as several replicas always do."""
     gold_environment: str | None = None
     """An environment whose reward is watched and never trained on: a stronger judge, or known truth."""
     environment_timeout_seconds: PositiveFloat = 600.0
     """Time limit of an environment for a step; completions without a reward by then have none."""
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """The run stops at a saved state if a larger share of the completions of a batch has no reward. A step is one
-    batch, or several with dynamic sampling."""
+    """The run stops at a saved state if a larger share of the completions of a batch has no reward."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     """Rewards are clipped to a range, and mapped to another."""
     reward_shaping: OverlongShapingConfig = OverlongShapingConfig()
@@ -291,21 +267,16 @@ class GRPOConfig(Strict):
     @property
     def estimator(self) -> Estimator:
         """The estimator that all keys together choose."""
-        own = self.adv_estimator
-        leave_one_out = own.use_leave_one_out_baseline
-        if leave_one_out is None:
-            leave_one_out = self.use_leave_one_out_baseline
-        return "leave_one_out" if own.name == "grpo" and leave_one_out else own.name
+        own, leave_one_out = self.adv_estimator.name, self.adv_estimator.use_leave_one_out_baseline
+        leave_one_out = self.use_leave_one_out_baseline if leave_one_out is None else leave_one_out
+        return "leave_one_out" if own == "grpo" and leave_one_out else own
 
     @property
     def divides_by_std(self) -> bool:
         """Whether advantages are divided by a standard deviation: of the group, or with REINFORCE++ of the batch."""
-        own = self.adv_estimator
-        if own.name == "reinforce_plus_plus":
-            return True
-        if own.normalize_rewards is not None:
-            return own.normalize_rewards
-        return self.normalize_rewards and own.name == "grpo"
+        name, own = self.adv_estimator.name, self.adv_estimator.normalize_rewards
+        divides = self.normalize_rewards and name == "grpo" if own is None else own
+        return divides or name == "reinforce_plus_plus"
 
     @property
     def completions_per_step(self) -> int:
@@ -330,22 +301,13 @@ class GRPOConfig(Strict):
         return raw
 
     def check(self) -> None:
-        self.refuse(
-            self.overlong_filtering and self.truncated != "mask",
-            "overlong_filtering and truncated contradict each other",
-            "truncated overlong_filtering",
-            need="truncated: mask, which is what overlong_filtering means",
-        )
-        self.refuse(
-            self.batch_multiplier != 1.0 and not self.use_dynamic_sampling,
-            "batch_multiplier needs dynamic sampling",
-            "batch_multiplier use_dynamic_sampling",
-            need="1, or use_dynamic_sampling: true",
-        )
+        is_kept, need = self.overlong_filtering and self.truncated != "mask", "truncated: mask, its other name"
+        self.refuse(is_kept, "truncated overlong_filtering", need)
+        is_unread = self.batch_multiplier != 1.0 and not self.use_dynamic_sampling
+        self.refuse(is_unread, "batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true")
         self.refuse(
             self.environments is not None and (not self.environments or 0.0 in self.environments.values()),
-            "an environment without weight rewards nothing",
             "environments",
-            need="names of sections of env with weights other than 0, or null",
+            "names of sections of env with weights other than 0, or null",
             fix="to watch an environment without training on it set grpo.gold_environment",
         )

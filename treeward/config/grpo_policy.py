@@ -11,14 +11,14 @@ With `backend: vllm`, `sglang` or `openai` and a `url`, a server samples, and ge
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from treeward.config.base import Strict, TextOrTexts
-from treeward.config.policy import DEFAULT_MICRO_BATCH_TOKENS, ShardingConfig, TokenizerConfig, TrainedModelConfig
+from treeward.config.base import Period, Strict, TextOrTexts
+from treeward.config.policy import ShardingConfig, TrainedModelConfig
 
-__all__ = ["ColocatedConfig", "GRPOPolicyConfig", "GenerationConfig", "LoraConfig", "VllmConfig"]
+__all__ = ["GRPOPolicyConfig", "GenerationConfig", "LoraConfig"]
 
 
 class LoraConfig(Strict):
@@ -39,19 +39,15 @@ class LoraConfig(Strict):
     exclude_modules: tuple[str, ...] = ()
     """Layers that are not adapted, in the same form."""
     lora_A_init: Literal["xavier", "uniform"] = "xavier"
-    """How the first matrix is drawn: Xavier's normal distribution, or Kaiming's uniform one. The second begins at zero,
-    so that training starts from the model itself."""
+    """How the first matrix is drawn: Xavier's normal distribution, or Kaiming's uniform one. The second is zero."""
     dropout: float = 0.0
-    """Must be 0: with dropout the updated policy is not the policy that sampled the completions, and ratios are
-    noise."""
+    """Must be 0: with dropout the updated policy is not the policy that sampled the completions."""
 
     def check(self) -> None:
-        if self.enabled:
-            need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj]"
-            summary = "match_all_linear and target_modules do not fit together"
-            self.refuse(self.dropout, "adapters have no dropout in reinforcement learning", "dropout", need="0")
-            is_wrong = self.match_all_linear == bool(self.target_modules)
-            self.refuse(is_wrong, summary, "target_modules match_all_linear", need=need)
+        self.refuse(self.enabled and self.dropout, "dropout", "0 in reinforcement learning")
+        is_wrong = self.enabled and self.match_all_linear == bool(self.target_modules)
+        need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj]"
+        self.refuse(is_wrong, "target_modules match_all_linear", need)
 
 
 class ColocatedConfig(Strict):
@@ -71,8 +67,7 @@ class VllmConfig(Strict):
     """Number format of the generator's weights. Eight bits (`fp8`) are not supported."""
 
     def check(self) -> None:
-        is_eight_bit, need = "8" in (self.precision or ""), "bfloat16, float32 or null"
-        self.refuse(is_eight_bit, "completions are not sampled with eight-bit weights", "precision", need=need)
+        self.refuse("8" in (self.precision or ""), "precision", "bfloat16, float32 or null")
 
 
 class GenerationConfig(Strict):
@@ -88,13 +83,13 @@ class GenerationConfig(Strict):
     api_key_env: str | None = None
     """Environment variable that holds the key of the server; the key itself never stands in a configuration."""
     max_new_tokens: PositiveInt | None = None
-    """Longest completion, in tokens. None: the room that the prompt leaves in `policy.max_total_sequence_length`, which
-    limits completions in any case."""
+    """Longest completion, in tokens. The room that the prompt leaves in `policy.max_total_sequence_length` limits it in
+    any case, and is the only limit where this is None."""
     temperature: PositiveFloat = 1.0
     """Temperature of the sampling; log-probabilities are taken at this temperature too."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the most probable tokens with this total probability. 1: from all tokens."""
-    top_k: Annotated[PositiveInt | None, BeforeValidator(lambda k: None if k in (0, -1) else k)] = None
+    top_k: Period = None
     """Sample from this number of most probable tokens. None (or -1): from all tokens."""
     stop_token_ids: tuple[NonNegativeInt, ...] | None = None
     """Tokens that end a completion, beside those of the model."""
@@ -109,15 +104,13 @@ class GenerationConfig(Strict):
     max_retries: NonNegativeInt = 8
     """Further attempts of a request that failed."""
     retokenize: bool = False
-    """Accept completions without token ids, from a server that sends text only. The text is tokenized again, which may
-    give other tokens."""
+    """Accept completions without token ids, whose text is tokenized again, which may give other tokens."""
     probe_tolerance: PositiveFloat | None = 0.1
     """Largest mean difference, in nats, between the log-probabilities of the server and of the policy after the server
     got new weights; beyond it the run stops. None: they are not compared."""
     weight_sync: str | None = Field(default=None, pattern=r"^(none|folder|.+\..+)$")
     """How the server gets the policy's weights: `folder`, which both see under one path; `none`; or the dotted path of
-    a function that is called with the policy and its version. None: `folder` for `vllm` and `sglang`, `none` for
-    `openai`."""
+    a function of the policy and its version. None: `folder` for `vllm` and `sglang`, `none` for `openai`."""
     weight_folder: str | None = None
     """That folder. None: `weights` in `checkpointing.checkpoint_dir`."""
     vllm_cfg: VllmConfig = VllmConfig()
@@ -136,24 +129,16 @@ class GenerationConfig(Strict):
         return self.url is not None
 
     def check(self) -> None:
-        self.refuse(
-            self.backend == "hf" and self.url is not None,
-            "url is given, and backend hf samples in this process",
-            "url backend",
-            need="backend: vllm, sglang or openai, or no url",
-        )
-        self.refuse(
-            self.url is None and (self.backend == "openai" or not self.colocated.enabled),
-            "backend openai, and generation on GPUs of its own, need a server",
-            "url backend colocated.enabled",
-            need="a url, as http://127.0.0.1:8000/v1; or backend: hf and colocated.enabled: true",
-        )
-        if self.backend == "openai":
-            summary = "OpenAI's completions have no such parameter"
-            self.refuse(self.top_k is not None, summary, "top_k backend", need="no top_k")
-            self.refuse(self.stop_token_ids, summary, "stop_token_ids backend", need="stop_strings instead")
-            is_folder = self.weight_sync == "folder"
-            self.refuse(is_folder, summary, "weight_sync backend", need="none, or module.function")
+        need = "backend: vllm, sglang or openai, or no url: backend hf samples in this process"
+        self.refuse(self.backend == "hf" and self.url is not None, "url backend", need)
+        needs_server = self.backend == "openai" or not self.colocated.enabled
+        need = "a url, as http://127.0.0.1:8000/v1; or backend: hf and colocated.enabled: true"
+        self.refuse(self.url is None and needs_server, "url backend colocated.enabled", need)
+        is_openai = self.backend == "openai"
+        self.refuse(is_openai and self.top_k is not None, "top_k backend", "no top_k with backend openai")
+        self.refuse(is_openai and self.stop_token_ids, "stop_token_ids backend", "stop_strings with backend openai")
+        need = "none, or module.function, with backend openai"
+        self.refuse(is_openai and self.weight_sync == "folder", "weight_sync backend", need)
 
 
 class PolicyDTensorConfig(ShardingConfig):
@@ -166,16 +151,11 @@ class PolicyDTensorConfig(ShardingConfig):
 class GRPOPolicyConfig(TrainedModelConfig):
     """The policy, its batches, its numerics, its optimiser and its generation."""
 
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """The tokenizer, and how prompts are rendered for the policy; environments render them for their own models."""
     train_global_batch_size: PositiveInt | None = None
-    """Completions per optimiser step: a multiple of `grpo.num_generations_per_prompt` that divides
-    `grpo.num_prompts_per_step` times `grpo.num_generations_per_prompt`. None: all completions of a step."""
+    """Completions per optimiser step: a multiple of `grpo.num_generations_per_prompt` that divides the completions of
+    a step. None: all of them."""
     train_micro_batch_size: PositiveInt | None = None
     """Sets `train_micro_batch_tokens`, where that is null, to this many times `max_total_sequence_length`."""
-    train_micro_batch_tokens: PositiveInt | None = None
-    """Most tokens in one forward and backward pass, counted after sharing prompts. None: 4096, unless
-    `train_micro_batch_size` is given."""
     max_total_sequence_length: PositiveInt = 4096
     """Longest prompt with its completion, in tokens."""
 
@@ -194,9 +174,8 @@ class GRPOPolicyConfig(TrainedModelConfig):
     @property
     def micro_batch_tokens(self) -> int:
         """The token budget of one forward pass."""
-        if self.train_micro_batch_tokens is None and self.train_micro_batch_size is not None:
-            return self.train_micro_batch_size * self.max_total_sequence_length
-        return self.train_micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+        of_a_size = (self.train_micro_batch_size or 0) * self.max_total_sequence_length
+        return super().micro_batch_tokens or of_a_size
 
     @property
     def generated_at_once(self) -> int:
@@ -205,21 +184,15 @@ class GRPOPolicyConfig(TrainedModelConfig):
 
     def check(self) -> None:
         super().check()
-        self.refuse(
-            self.hf_config_overrides and self.architecture is not None,
-            "hf_config_overrides change a loaded model, and model_config builds one",
-            "hf_config_overrides",
-            need="these keys in policy.model_config",
-        )
+        is_bare, need = self.hf_config_overrides and self.architecture is not None, "these keys in policy.model_config"
+        self.refuse(is_bare, "hf_config_overrides", need)
         longest, new = self.max_total_sequence_length, self.generation.max_new_tokens
         self.refuse(
             new is not None and new > longest,
-            "generation.max_new_tokens is larger than max_total_sequence_length",
             "generation.max_new_tokens max_total_sequence_length",
-            need="at most policy.max_total_sequence_length; prompt and completion share it",
+            "at most policy.max_total_sequence_length, which prompt and completion share",
             fix="set policy.generation.max_new_tokens=null for the room that the prompt leaves",
         )
         positions = {**(self.architecture or {}), **self.hf_config_overrides}.get("max_position_embeddings")
-        too_few = isinstance(positions, int) and positions < longest
-        summary, need = f"the model has only {positions} positions", f"at most {positions}"
-        self.refuse(too_few, summary, "max_total_sequence_length", need=need)
+        is_longer = isinstance(positions, int) and positions < longest
+        self.refuse(is_longer, "max_total_sequence_length", f"at most {positions}, the positions of the model")

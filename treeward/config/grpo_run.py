@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from treeward.config.base import Strict, nearest_name
 from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
 from treeward.config.cluster import ClusterConfig
-from treeward.config.data import PromptDataConfig, check_longest_input
+from treeward.config.data import PromptDataConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.logger import GRPOLoggerConfig
-from treeward.config.reward_environments import check_environment, is_enabled
+from treeward.config.reward_environments import check_environments, is_enabled
 from treeward.errors import ConfigError
 
 __all__ = ["GRPORunConfig"]
@@ -120,20 +120,11 @@ class GRPORunConfig(Strict):
     def remarks(self) -> list[str]:
         """Warnings about settings that are valid and may surprise."""
         generation, others = self.policy.generation, (*self.used_environments, self.grpo.gold_environment)
-        of_a_server = ("weight_sync", "weight_folder", "retokenize", "probe_tolerance")
-        unread = [key for key in of_a_server if getattr(generation, key) != type(generation).model_fields[key].default]
         unused = [f"env.{name}" for name in self.environments if name not in others]
-        here = "the policy itself samples, in this process"
         found = {
-            f"policy.generation.backend is {generation.backend} and no url is given: {here}": (
-                generation.backend != "hf" and not generation.is_remote
-            ),
-            f"policy.generation.{', '.join(unread)} has no effect without a url: {here}": (
-                unread and not generation.is_remote
-            ),
+            f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
+            "this process": generation.backend != "hf" and not generation.is_remote,
             f"no set of data uses {', '.join(unused)}; its rows may name them": unused,
-            "grpo.reward_shaping penalises long completions, and grpo.truncated: mask leaves the longest out of the "
-            "loss": self.grpo.reward_shaping.enabled and self.grpo.truncated == "mask",
             "grpo.watch has nothing to watch: data has no validation set": (
                 self.grpo.watch.enabled and not self.data.validation
             ),
@@ -142,83 +133,63 @@ class GRPORunConfig(Strict):
 
     @field_validator("env")
     @classmethod
-    def _environments_are_valid(cls, env: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        for name, section in env.items():
-            check_environment(name, section, (info.context or {}).get("ignored"))
+    def _environments_are_valid(cls, env: dict[str, Any]) -> dict[str, Any]:
+        check_environments(env)
         return env
 
     def check(self) -> None:
-        self._check_batches()
-        self._check_generator()
-        self._check_reference()
-        self._check_lengths()
+        self._check_update()
+        self._check_reference_and_lengths()
         self._check_environments()
-        self._check_watch()
-        self._check_ranking_metric()
+        self._check_watch_and_metric()
 
-    def _check_batches(self) -> None:
+    def _check_update(self) -> None:
         size, group = self.policy.train_global_batch_size, self.grpo.num_generations_per_prompt
-        whole = self.grpo.completions_per_step
+        whole, loss, sampling = self.grpo.completions_per_step, self.loss_fn, self.policy.generation
         self.refuse(
             size is not None and (size % group or whole % size),
-            "policy.train_global_batch_size does not divide a step into whole groups",
             "policy.train_global_batch_size grpo.num_prompts_per_step grpo.num_generations_per_prompt",
-            need=f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step",
+            f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step",
             fix=f"set policy.train_global_batch_size=null for one update from all {whole}",
         )
         self.refuse(
-            self.loss_fn.force_on_policy_ratio and self.grpo.updates_per_batch * self.updates_per_pass > 1,
-            "loss_fn.force_on_policy_ratio does not limit several updates from the same completions",
+            loss.force_on_policy_ratio and self.grpo.updates_per_batch * self.updates_per_pass > 1,
             "loss_fn.force_on_policy_ratio grpo.updates_per_batch policy.train_global_batch_size",
-            need="grpo.updates_per_batch: 1 and policy.train_global_batch_size: null",
+            "one update from the completions of a step",
             fix="set loss_fn.force_on_policy_ratio=false",
         )
-
-    def _check_generator(self) -> None:
-        loss, sampling = self.loss_fn, self.policy.generation
         in_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty > 0 and not loss.kl_in_reward
-        key = "use_on_policy_kl_approximation" if in_kl else "use_importance_sampling_correction"
+        key = f"loss_fn.use_{'on_policy_kl_approximation' if in_kl else 'importance_sampling_correction'}"
         filters = sampling.temperature != 1.0 and (sampling.top_k is not None or sampling.top_p != 1.0)
-        is_text, is_filtered = sampling.backend == "openai" and sampling.retokenize, sampling.backend != "sglang"
-        keys = (f"policy.generation.{each}" for each in ("backend", "retokenize", "temperature", "top_k", "top_p"))
+        has_none = (sampling.backend == "openai" and sampling.retokenize) or (sampling.backend != "sglang" and filters)
+        settings = " ".join(
+            f"policy.generation.{each}" for each in ["backend", "retokenize", "temperature", "top_k", "top_p"]
+        )
         self.refuse(
-            sampling.is_remote
-            and (loss.use_importance_sampling_correction or in_kl)
-            and (is_text or (is_filtered and filters)),
-            f"{key} needs the generator's log-probabilities, and it returns none for these settings",
-            f"loss_fn.{key} {' '.join(keys)}",
-            need="a generator that returns the log-probabilities of the tokens that it sampled",
-            fix=f"set loss_fn.{key}=false, or sample with backend hf or sglang",
+            sampling.is_remote and has_none and (loss.use_importance_sampling_correction or in_kl),
+            f"{key} {settings}",
+            "a generator that returns log-probabilities of its tokens, which this one does not for these settings",
+            fix=f"set {key}=false, or sample with backend hf or sglang",
         )
 
-    def _check_reference(self) -> None:
-        watches_kl = self.grpo.watch.enabled and self.grpo.watch.max_kl is not None
-        penalty = self.loss_fn.reference_policy_kl_penalty
-        for key, is_on in (("loss_fn.reference_policy_kl_penalty", penalty), ("grpo.watch.max_kl", watches_kl)):
-            self.refuse(
-                is_on and not self.needs_reference,
-                f"{key} needs the reference policy",
-                f"grpo.skip_reference_policy_logprobs_calculation {key}",
-                need=f"false, or no {key}",
-                fix="set grpo.skip_reference_policy_logprobs_calculation=false",
-            )
-
-    def _check_lengths(self) -> None:
-        check_longest_input(self.data.max_input_seq_length, self.policy.max_total_sequence_length)
+    def _check_reference_and_lengths(self) -> None:
+        skip, watch = "grpo.skip_reference_policy_logprobs_calculation", self.grpo.watch
+        penalty, budget = self.loss_fn.reference_policy_kl_penalty, watch.enabled and watch.max_kl is not None
+        for key, is_on in (("loss_fn.reference_policy_kl_penalty", penalty), ("grpo.watch.max_kl", budget)):
+            need, fix = f"the reference policy for {key}", f"set {skip}=false"
+            self.refuse(is_on and not self.needs_reference, f"{skip} {key}", need, fix)
+        self.data.check_longest_input(self.policy.max_total_sequence_length)
         shaping = self.grpo.reward_shaping
         self.refuse(
             shaping.enabled and shaping.overlong_buffer_length > self.max_response_length,
-            "the overlong penalty would begin before the completion",
             "grpo.reward_shaping.overlong_buffer_length max_response_length",
-            need="at most max_response_length, or policy.generation.max_new_tokens where that is null",
+            "at most max_response_length, or policy.generation.max_new_tokens where that is null",
             fix=f"set grpo.reward_shaping.overlong_buffer_length={max(self.max_response_length // 4, 1)}",
         )
 
     def _check_environments(self) -> None:
-        if not self.environments:
-            fix = f"set env.{next(iter(self.env))}.enabled=true"
-            got, need = f"{', '.join(self.env)}, with enabled: false", "an environment that rewards completions"
-            raise ConfigError("no environment is enabled", field="env", got=got, need=need, fix=fix)
+        fix = f"set env.{next(iter(self.env))}.enabled=true"
+        self.refuse(not self.environments, "env", "an environment that is enabled", fix)
         named = {
             "grpo.environments": tuple(self.grpo.environments or ()),
             "grpo.gold_environment": (self.grpo.gold_environment,) if self.grpo.gold_environment else (),
@@ -228,52 +199,39 @@ class GRPORunConfig(Strict):
             named |= {f"data.{kind}[{i}].env_name": one.environment_names for i, one in enumerate(sets)}
         for field, name in ((field, name) for field, names in named.items() for name in names):
             if name not in self.environments:
-                near, is_off = nearest_name(name, self.environments), name in self.env
-                raise ConfigError(
-                    f"env.{name} is switched off" if is_off else f"there is no environment {name} in env",
-                    field=field,
-                    got=name,
-                    need=f"one of {', '.join(self.environments)}",
-                    fix=f"did you mean {near}?" if near and not is_off else f"add or enable the section env.{name}",
+                near, need = nearest_name(name, self.environments), f"one of {', '.join(self.environments)}"
+                summary = (
+                    f"env.{name} is switched off" if name in self.env else f"there is no environment {name} in env"
                 )
+                add = f"add or enable the section env.{name}"
+                fix = f"did you mean {near}?" if near and name not in self.env else add
+                raise ConfigError(summary, field=field, got=name, need=need, fix=fix)
 
-    def _check_watch(self) -> None:
-        gold, watch = self.grpo.gold_environment, self.grpo.watch
+    def _check_watch_and_metric(self) -> None:
+        gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric
         self.refuse(
             gold is not None and gold in self.used_environments,
-            "the gold reward is trained on, and could not show over-optimisation",
             "grpo.gold_environment grpo.environments",
-            need="an environment that neither grpo.environments nor a set of data names",
+            "a gold environment that is not trained on: neither in grpo.environments nor named by a set of data",
             fix="set grpo.gold_environment=null, or grpo.environments to the others",
         )
         self.refuse(
             watch.stop and watch.stop_on == ("gold_falls",) and gold is None,
-            "grpo.watch is to stop when the gold reward falls, and there is none",
             "grpo.watch.stop grpo.watch.stop_on grpo.gold_environment",
-            need="a gold_environment, or another kind of alarm in stop_on",
+            "a gold_environment, or another kind of alarm in stop_on",
             fix="set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]",
         )
-        self.refuse(
-            watch.stop and not (self.data.validation and self.grpo.validates),
-            "grpo.watch is to stop the run, and there is no validation to watch",
-            "grpo.watch.stop grpo.val_period",
-            need="a set in data.validation, and a validation",
-            fix="give data.val_data_path, or set grpo.watch.stop=false",
+        validates = bool(self.data.validation) and self.grpo.validates
+        need, fix = (
+            "a set in data.validation, and a validation",
+            "give data.val_data_path, or set grpo.watch.stop=false",
         )
-
-    def _check_ranking_metric(self) -> None:
-        metric = self.ranking_metric
-        needs = {
-            "a set in data.validation": bool(self.data.validation),
-            "grpo.val_period or grpo.val_at_end": self.grpo.validates,
-            "grpo.gold_environment": metric != "gold_reward" or self.grpo.gold_environment is not None,
+        self.refuse(watch.stop and not validates, "grpo.watch.stop grpo.val_period", need, fix)
+        is_measured = {
+            "a set in data.validation, and grpo.val_period or grpo.val_at_end": validates,
+            "grpo.gold_environment": metric != "gold_reward" or gold is not None,
             "grpo.skip_reference_policy_logprobs_calculation: false": metric != "kl" or self.needs_reference,
         }
-        for need, is_there in needs.items():
-            self.refuse(
-                metric is not None and not is_there,
-                "checkpointing.metric_name is never measured",
-                "checkpointing.metric_name",
-                need=need,
-                fix="set checkpointing.metric_name=null to keep the latest checkpoints",
-            )
+        fix = "set checkpointing.metric_name=null to keep the latest checkpoints"
+        for need, is_there in is_measured.items():
+            self.refuse(metric is not None and not is_there, "checkpointing.metric_name", f"{need}, to measure it", fix)

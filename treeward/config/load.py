@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,16 +30,25 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, config_error, nearest_name, without_numbers
+from treeward.config.base import Location, Strict, config_error, nearest_name, sections, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.reward_environments import ENVIRONMENT_SECTIONS, environment_sections
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
 
-__all__ = ["apply_override", "load_config", "load_file", "load_grpo_config", "load_section", "read_yaml", "save_config"]
+__all__ = ["load_config", "load_file", "load_grpo_config", "load_section", "read_yaml", "save_config"]
 
 logger = logging.getLogger(__name__)
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL)
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "mul": lambda a, b: a * b,
+    # A whole number where there is no remainder: most keys are counts.
+    "div": lambda a, b: a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b,
+    "max": lambda a, b: max(a, b),
+    "min": lambda a, b: min(a, b),
+    "int": lambda a: int(a),
+}
 _Section = TypeVar("_Section", bound=Strict)
 _Run = TypeVar("_Run", RewardModelRunConfig, GRPORunConfig)
 
@@ -73,9 +82,9 @@ def load_file(
     command's own options. Raises `ConfigError`.
     """
     where = "command line" if path is None else str(path)
-    config = OmegaConf.create() if path is None else OmegaConf.create(_read_with_defaults(Path(path), ()))
+    config = OmegaConf.create({} if path is None else _read_with_defaults(Path(path), ()))
     config.merge_with(values or {})
-    given = {apply_override(config, text): text for text in overrides}
+    given = {_apply_override(config, text): text for text in overrides}
 
     def origin(location: Location) -> str:
         for at in (location, without_numbers(location)):
@@ -107,59 +116,48 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        mark, got = getattr(error, "problem_mark", None), str(getattr(error, "problem", None) or error)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError("the YAML cannot be read", where=where, got=got, need="a YAML file in UTF-8") from error
+        summary = f"the YAML cannot be read: {' '.join(str(error).split())}"
+        raise ConfigError(summary, where=str(path), need="a YAML file in UTF-8") from error
     if not isinstance(tree, dict):
         raise ConfigError("the configuration is not a mapping", where=str(path), got=tree, need="policy: {...}")
     return {str(key): value for key, value in tree.items()}
 
 
-def apply_override(config: DictConfig, text: str) -> Location:
+def _apply_override(config: DictConfig, text: str) -> Location:
     """Change `config` in place; returns the key that the override names. Raises `ConfigError`."""
     match = _OVERRIDE.fullmatch(text)
     if match is None or (match["value"] is None) != (match["sign"] == "~"):
         need = "key=value, +key=value, ++key=value or ~key, as policy.optimizer.kwargs.lr=1e-5; null for no value"
         raise ConfigError("an override is not understood", where="command line", got=text, need=need)
     sign, path = match["sign"], tuple(re.sub(r"\[(\d+)\]", r".\1", match["key"]).split("."))
-    key = ".".join(path)
     try:
         parent = OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
-        last: Any = int(path[-1]) if isinstance(parent, ListConfig) else path[-1]
-        is_there = last < len(parent) if isinstance(parent, ListConfig) else isinstance(parent, DictConfig)
-        is_there = is_there and (isinstance(parent, ListConfig) or last in parent)
-        if sign in ("+", "~") and is_there != (sign == "~"):
-            near = nearest_name(path[-1], map(str, parent)) if sign == "~" and isinstance(parent, DictConfig) else None
+        keys = [*map(str, range(len(parent)) if isinstance(parent, ListConfig) else parent or ())]
+        if sign in ("+", "~") and (path[-1] in keys) != (sign == "~"):
+            near = nearest_name(path[-1], keys) if sign == "~" else None
             summary = "a key to be removed is not there" if sign == "~" else "+ adds a key, and it is there already"
             fix = f"did you mean {near}?" if near else f"write {text[1:]}" if sign == "+" else None
             raise ConfigError(summary, where="command line", got=text, fix=fix)
         if sign == "~":
-            del parent[last]
+            del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
             return path
         value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))["value"]  # type: ignore[call-overload, index]
-        both = isinstance(value, dict) and isinstance(OmegaConf.select(config, key), DictConfig)
-        OmegaConf.update(config, key, value, merge=both)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = str(getattr(error, "problem", None) or error).splitlines()[0]
-        need = "a key of a section or an element of a list, and a value in YAML"
+        both = isinstance(value, dict) and isinstance(OmegaConf.select(config, ".".join(path)), DictConfig)
+        OmegaConf.update(config, ".".join(path), value, merge=both)
+    except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError) as error:
+        summary = f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}"
         fix = "put a value with special characters in single quotes, and in double quotes for the shell"
-        summary = f"an override cannot be applied: {reason}"
-        raise ConfigError(summary, where="command line", got=text, need=need, fix=fix) from None
+        raise ConfigError(summary, where="command line", got=text, need="a key, and a value in YAML", fix=fix) from None
     return path
 
 
 def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     """The file's tree over those of the files that it names; `readers` are the files that led to this one."""
-    tree = read_yaml(file)
+    tree, base, chain = read_yaml(file), dict[str, Any](), (*readers, file.resolve())
     names = tree.pop("defaults", None) or []
-    names = [names] if isinstance(names, str) else names
-    chain = (*readers, file.resolve())
-    base: dict[str, Any] = {}
-    for name in names:
+    for name in [names] if isinstance(names, str) else names:
         parent = file.parent / str(name)
-        if not isinstance(names, list) or not parent.is_file() or parent.resolve() in chain:
+        if not parent.is_file() or parent.resolve() in chain:
             summary = "a file of defaults does not exist" if not parent.is_file() else "defaults go round in a circle"
             need = "a file, or a list of files, relative to the folder of this one"
             raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
@@ -181,44 +179,41 @@ def _laid_over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, An
 
 def _checked(section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]) -> _Section:
     """Resolve references, validate, and log the keys without effect."""
-    _register_functions()
+    for name, function in _FUNCTIONS.items():
+        if not OmegaConf.has_resolver(name):  # resolvers belong to the whole process
+            OmegaConf.register_resolver(name, function)
     try:
-        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         field = error.full_key or ""
-        raise ConfigError(
-            f"a value cannot be resolved: {(error.msg or str(error)).splitlines()[0]}",
-            where=origin(tuple(field.replace("[", ".").replace("]", "").split("."))),
-            field=field or None,
-            need="a value, or a ${reference} to a key or function that exists",
-        ) from None
-    ignored: list[str] = []
+        place = origin(tuple(field.replace("[", ".").replace("]", "").split(".")))
+        summary = f"a value cannot be resolved: {(error.msg or str(error)).splitlines()[0]}"
+        need = "a value, or a ${reference} to a key or function that exists"
+        raise ConfigError(summary, where=place, field=field or None, need=need) from None
     try:
-        checked = section.model_validate(resolved, context={"ignored": ignored})
+        checked = section.model_validate(resolved)
     except ValidationError as error:
         raise config_error(error, section, where=where, origin=origin) from None
-    if ignored:
-        logger.info("keys that have no effect here: %s", ", ".join(dict.fromkeys(ignored)))
+    if ignored := list(_without_effect(section, resolved, "")):
+        logger.info("keys that have no effect here: %s", ", ".join(ignored))
     return checked
 
 
-def _register_functions() -> None:
-    # Resolvers belong to the whole process: one that another package has registered is left alone.
-    functions: dict[str, Callable[..., Any]] = {
-        "mul": lambda a, b: a * b,
-        "div": _div,
-        "max": max,
-        "min": min,
-        "int": int,
-    }
-    for name, function in functions.items():
-        if not OmegaConf.has_resolver(name):
-            OmegaConf.register_resolver(name, lambda *numbers, function=function: function(*numbers))
-
-
-def _div(a: Any, b: Any) -> Any:
-    """A whole number where there is no remainder: most keys are counts."""
-    return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
+def _without_effect(section: type[Strict], raw: Mapping[str, Any], path: str) -> Iterator[str]:
+    """The full names of the keys of a valid section that have no effect."""
+    fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
+    for key, value in raw.items():
+        if key in section.foreign_keys():
+            yield from [f"{path}{key}"] if section.foreign_keys()[key] is None else []
+        elif key == "env" and "env" in fields:
+            for name, kind, keys in environment_sections(value):
+                yield from _without_effect(ENVIRONMENT_SECTIONS.get(kind, Strict), keys, f"{path}env.{name}.")
+        else:  # a key that is no field holds blocks of `data`: `default`, or a validation set by its name
+            inner = next(sections(fields.get("train" if key == "default" else key)), section)
+            blocks = enumerate(value) if isinstance(value, list) else [(None, value)]
+            for i, block in blocks:
+                place = f"{path}{key}" if i is None else f"{path}{key}[{i}]"
+                yield from _without_effect(inner, block, f"{place}.") if isinstance(block, dict) else []
 
 
 def _escape(value: Any) -> Any:

@@ -17,31 +17,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    Tag,
-    field_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
 
 from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
 __all__ = ["NamedScheduleConfig", "OptimizerConfig", "SchedulerConfig", "TorchScheduleConfig", "TorchSchedulerConfig"]
 
-
-def _dotted(name: str) -> str:
-    if "." not in name.strip("."):
-        need = "a dotted path, as torch.optim.AdamW or torch.optim.lr_scheduler.LinearLR"
-        raise ConfigError("a class is given without its module", got=name, need=need)
-    return name
-
-
-DottedPath = Annotated[str, AfterValidator(_dotted)]
+DottedPath = Annotated[str, Field(pattern=r"\w\.\w")]
 """The dotted path of a class."""
 
 
@@ -58,8 +41,7 @@ class OptimizerConfig(Strict):
     def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         lr = kwargs.get("lr")
         if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr > 0:
-            problem = "is not a positive number" if "lr" in kwargs else "is missing"
-            raise ConfigError(f"the learning rate {problem}", field="lr", got=lr, need="a positive number, as 3.0e-6")
+            raise ConfigError("there is no learning rate", field="lr", got=lr, need="a positive number, as 3.0e-6")
         return kwargs
 
 
@@ -77,8 +59,8 @@ class NamedScheduleConfig(Strict):
     """The last learning rate as a fraction of the peak."""
 
     def check(self) -> None:
-        is_both, need = self.warmup_steps is not None and self.warmup_ratio is not None, "at most one of them"
-        self.refuse(is_both, "warmup_steps and warmup_ratio exclude each other", "warmup_steps warmup_ratio", need=need)
+        is_both = self.warmup_steps is not None and self.warmup_ratio is not None
+        self.refuse(is_both, "warmup_steps warmup_ratio", "at most one of them")
 
 
 class TorchSchedulerConfig(Strict):
@@ -102,7 +84,7 @@ class TorchScheduleConfig(Strict):
         steps, num_steps = self.milestones, len(self.schedulers) - 1
         need = f"{num_steps} rising steps: where each scheduler but the first begins"
         is_wrong = len(steps) != num_steps or any(a >= b for a, b in itertools.pairwise(steps))
-        self.refuse(is_wrong, "the milestones do not fit the schedulers", "milestones", need=need)
+        self.refuse(is_wrong, "milestones", need)
 
 
 def _normalise_schedule(raw: Any) -> Any:

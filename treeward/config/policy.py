@@ -18,15 +18,12 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 
 from treeward.config.base import Strict
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
-from treeward.errors import ConfigError
 
-__all__ = ["DEFAULT_MICRO_BATCH_TOKENS", "DEFAULT_VOCAB_SIZE", "BatchingConfig", "PolicyConfig", "Precision"]
-__all__ += ["RewardModelConfig", "ScoringTokenizerConfig", "ShardingConfig", "TokenizerConfig", "TrainedModelConfig"]
-__all__ += ["take_batching_budget"]
+__all__ = ["BatchingConfig", "PolicyConfig", "Precision", "RewardModelConfig", "ScoringTokenizerConfig"]
+__all__ += ["ShardingConfig", "TokenizerConfig", "TrainedModelConfig", "take_batching_budget"]
 
-DEFAULT_MICRO_BATCH_TOKENS = 4096
-DEFAULT_VOCAB_SIZE = 4096
-
+_MICRO_BATCH_TOKENS = 4096
+_VOCAB_SIZE = 4096
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 
 Precision = Annotated[
@@ -39,7 +36,7 @@ class ShardingConfig(Strict):
     """How the model is sharded over processes, and what is recomputed to save memory."""
 
     _can_offload: ClassVar[bool] = False
-    _saves_memory: ClassVar[str] = "activation checkpointing and a smaller policy.train_micro_batch_tokens save memory"
+    _saves_memory: ClassVar[str] = "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
 
     enabled: bool = True
     """Has no effect in one process, which is all that is supported yet."""
@@ -55,20 +52,19 @@ class ShardingConfig(Strict):
     """Not supported yet: must be null."""
 
     def check(self) -> None:
-        for key in ("tensor_parallel_size", "context_parallel_size", "custom_parallel_plan", "cpu_offload"):
-            default = ShardingConfig.model_fields[key].default
-            is_given = getattr(self, key) != default and not (key == "cpu_offload" and self._can_offload)
-            need = "null" if default is None else str(default).lower()
-            self.refuse(is_given, f"{key} is not supported yet", key, need=need, fix=self._saves_memory)
-
-
-class DTensorConfig(ShardingConfig):
-    """How the model is sharded over processes, and what is recomputed to save memory."""
+        for key, default in {
+            "tensor_parallel_size": 1,
+            "context_parallel_size": 1,
+            "custom_parallel_plan": None,
+        }.items():
+            need = f"{default or 'null'}: it is not supported yet"
+            self.refuse(getattr(self, key) != default, key, need, fix=self._saves_memory)
+        is_moved, need = self.cpu_offload and not self._can_offload, "false: it is not supported yet"
+        self.refuse(is_moved, "cpu_offload", need, fix=self._saves_memory)
 
 
 class BatchingConfig(Strict):
-    """NeMo RL's sections on batching. Micro-batches are always filled to a token budget, and trees are always packed;
-    an enabled section sets the budget."""
+    """NeMo RL's sections on batching; an enabled one sets the token budget that micro-batches are filled to."""
 
     enabled: bool = False
     """True: `train_mb_tokens` is the budget of a forward pass, instead of a number of sequences."""
@@ -172,16 +168,15 @@ class TrainedModelConfig(Strict):
     @property
     def micro_batch_tokens(self) -> int | None:
         """The token budget of one forward pass; None if only `train_micro_batch_size` limits it."""
-        if self.train_micro_batch_tokens is None and self.train_micro_batch_size is None:
-            return DEFAULT_MICRO_BATCH_TOKENS
-        return self.train_micro_batch_tokens
+        is_unset = self.train_micro_batch_tokens is None and self.train_micro_batch_size is None
+        return _MICRO_BATCH_TOKENS if is_unset else self.train_micro_batch_tokens
 
     @property
     def trained_vocab_size(self) -> int | None:
         """The size of the tokenizer that is to be trained; None if a ready one is loaded."""
         if self.architecture is None or self.tokenizer.name is not None:
             return None
-        return self.tokenizer.vocab_size or self.architecture.get("vocab_size") or DEFAULT_VOCAB_SIZE
+        return self.tokenizer.vocab_size or self.architecture.get("vocab_size") or _VOCAB_SIZE
 
     @model_validator(mode="before")
     @classmethod
@@ -189,39 +184,25 @@ class TrainedModelConfig(Strict):
         return take_batching_budget(raw, "train_micro_batch_tokens", "train_micro_batch_size")
 
     def check(self) -> None:
-        architecture, trained = self.architecture or {}, self.trained_vocab_size
-        is_neither = self.model_name is None and self.architecture is None
-        self.refuse(is_neither, "there is no model", "model_name", need="a hub name or a folder")
+        trained, rows = self.trained_vocab_size, (self.architecture or {}).get("vocab_size")
+        is_unclear = (self.model_name is None) == (self.architecture is None)
+        need = "model_name, a hub name or a folder, or model_config to train from scratch"
         self.refuse(
-            self.model_name is not None and self.architecture is not None,
-            "model_name and model_config exclude each other",
-            "model_name",
-            need="no policy.model_config to load a model, or no policy.model_name to train one from scratch",
+            is_unclear, "model_name architecture", need, fix="give one of policy.model_name, policy.model_config"
         )
-        if self.architecture is not None and not isinstance(architecture.get("model_type"), str):
-            got, need = architecture.get("model_type"), "a model type of transformers, as qwen3 or llama"
-            summary = "a bare model_config does not say its family"
-            raise ConfigError(summary, field="model_config.model_type", got=got, need=need)
+        is_unnamed = self.architecture is not None and not isinstance(self.architecture.get("model_type"), str)
+        self.refuse(is_unnamed, "architecture", "with model_type, a model family of transformers, as qwen3 or llama")
         size, whole = self.train_micro_batch_size, self.train_global_batch_size
-        self.refuse(
-            size is not None and whole is not None and size > whole,
-            "train_micro_batch_size is larger than train_global_batch_size",
-            "train_micro_batch_size train_global_batch_size",
-            need="at most as many in a forward pass as in an optimiser step",
+        need = "at most as many in a forward pass as in an optimiser step"
+        is_larger = size is not None and whole is not None and size > whole
+        self.refuse(is_larger, "train_micro_batch_size train_global_batch_size", need)
+        is_ready, need = trained is None, "no vocab_size, or policy.model_config with no policy.tokenizer.name"
+        self.refuse(is_ready and self.tokenizer.vocab_size is not None, "tokenizer.vocab_size tokenizer.name", need)
+        is_small, need = (
+            isinstance(rows, int) and rows < (trained or 0),
+            f"at most {rows}, the vocab_size of model_config",
         )
-        self.refuse(
-            trained is None and self.tokenizer.vocab_size is not None,
-            "vocab_size is given for a tokenizer that is not trained",
-            "tokenizer.vocab_size tokenizer.name",
-            need="no such key, or policy.model_config with no policy.tokenizer.name",
-        )
-        rows = architecture.get("vocab_size")
-        self.refuse(
-            trained is not None and isinstance(rows, int) and rows < trained,
-            "the tokenizer has more tokens than the model has embeddings",
-            "tokenizer.vocab_size",
-            need=f"at most {rows} tokens, the vocab_size of model_config",
-        )
+        self.refuse(is_small, "tokenizer.vocab_size", need)
 
 
 class PolicyConfig(TrainedModelConfig):
@@ -229,7 +210,5 @@ class PolicyConfig(TrainedModelConfig):
 
     train_global_batch_size: PositiveInt = 128
     """Comparisons per optimiser step."""
-    dtensor_cfg: DTensorConfig = DTensorConfig()
-    """How the model is sharded."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     """What kind of reward model is trained."""

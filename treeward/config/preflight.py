@@ -14,7 +14,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig, SetConfig
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.reward_environments import is_enabled
+from treeward.config.reward_environments import RewardModelEnvironmentConfig, environment_sections
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
 
@@ -42,43 +42,38 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
 
 def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
     """Raise `ConfigError` for the first optional package that the configuration needs and that is not installed."""
-    for field, modules, extra, alternative in _packages(config):
-        for module in modules:
-            if importlib.util.find_spec(module) is None:
-                fix = f"pip install 'treeward[{extra}]', or {alternative}"
-                need = " and ".join(modules)
-                raise ConfigError(f"the package {module} is not installed", field=field, need=need, fix=fix)
+    for field, module, extra, alternative in _packages(config):
+        if importlib.util.find_spec(module) is None:
+            fix = f"pip install 'treeward[{extra}]', or {alternative}"
+            raise ConfigError(f"the package {module} is not installed", field=field, need=module, fix=fix)
 
 
-def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """For each optional package: the key that needs it, its modules, its extra, and what to do without it."""
+def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[str, str, str, str]]:
+    """For each optional package: the key that needs it, its module, its extra, and what to do without it."""
     for name in ("tensorboard", "wandb", "mlflow"):
         if getattr(config.logger, f"{name}_enabled"):
             field = f"logger.{name}_enabled"
-            yield field, (name,), name, f"set {field}=false: metrics.jsonl is always written"
+            yield field, name, name, f"set {field}=false: metrics.jsonl is always written"
     if isinstance(config, RewardModelRunConfig):
         return
     if config.policy.dtensor_cfg.lora_cfg.enabled:
-        yield "policy.dtensor_cfg.lora_cfg.enabled", ("peft",), "lora", "train the whole model"
-    for name, section in _used_environments(config).items():
-        field, kind = f"env.{name}", str(section.get("type") or name)
-        if kind == "math" or (kind == "rules" and section.get("rule") == "math"):
-            yield field, ("math_verify",), "math", "use another rule"
+        yield "policy.dtensor_cfg.lora_cfg.enabled", "peft", "lora", "train the whole model"
+    for name, kind, keys in _used_environments(config):
+        field = f"env.{name}"
+        if kind == "math" or (kind == "rules" and keys.get("rule") == "math"):
+            yield field, "math_verify", "math", "use another rule"
         elif kind == "judge":
-            yield field, ("openai",), "judge", "use another environment"
-        elif kind == "reward_model":
-            resources = section.get("resources") or {}
-            replicas = section.get("num_replicas") or max(resources.get("gpus_per_node", 1), 1)
-            if replicas * (resources.get("num_nodes") or 1) > 1:
-                yield field, ("ray",), "ray", f"set {field}.num_replicas=1"
+            yield field, "openai", "judge", "use another environment"
+        elif kind == "reward_model" and RewardModelEnvironmentConfig.model_validate(keys).num_workers > 1:
+            yield field, "ray", "ray", f"set {field}.num_replicas=1"
     if config.grpo.environments_on_ray:
-        yield "grpo.environments_on_ray", ("ray",), "ray", "set grpo.environments_on_ray=[]"
+        yield "grpo.environments_on_ray", "ray", "ray", "set grpo.environments_on_ray=[]"
 
 
-def _used_environments(config: GRPORunConfig) -> Mapping[str, Mapping[str, Any]]:
-    gold = config.grpo.gold_environment
-    names = (*config.used_environments, *((gold,) if gold else ()))
-    return {name: config.env[name] for name in names if is_enabled(config.env[name])}
+def _used_environments(config: GRPORunConfig) -> list[tuple[str, str, dict[str, Any]]]:
+    """The name, kind and keys of each environment that the run starts, and of the members of hybrids."""
+    used = (*config.used_environments, config.grpo.gold_environment)
+    return [section for section in environment_sections(config.env) if section[0].split(".")[0] in used]
 
 
 def _check_set(dataset: SetConfig, field: str) -> None:
@@ -129,10 +124,9 @@ def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
         names += [("policy.model_name", config.policy.model_name)]
         names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
     if isinstance(config, GRPORunConfig):
-        for name, section in _used_environments(config).items():
-            models = section.get("model_name") if str(section.get("type") or name) == "reward_model" else None
-            each = [models] if isinstance(models, str) else models or []
-            names += [(f"env.{name}.model_name", model) for model in each]
+        for name, kind, keys in _used_environments(config):
+            models = keys["model_name"] if kind == "reward_model" else []
+            names += [(f"env.{name}.model_name", each) for each in ([models] if isinstance(models, str) else models)]
     for field, model in names:
         is_path = isinstance(model, str) and (model.startswith((".", "/", "~")) or model.count("/") > 1)
         if is_path and not os.path.exists(os.path.expanduser(model)):

@@ -66,10 +66,11 @@ def _section(path: str, of: str, section: type[Strict]) -> Iterator[str]:
         doc = re.sub(r"\bNone\b", "`null`", " ".join((field.description or "").split()))
         yield f"| `{key}` | {_cell(_type_name(field.annotation))} | {_cell(_default(field))} | {_cell(doc)} |"
     yield ""
-    if keys := section.keys_without_effect():
-        yield f"Accepted, without effect: {', '.join(f'`{key}`' for key in keys)}.\n"
-    if off := [f"`{key}` ({fix})" for key, fix in section.keys_that_must_be_off().items()]:
-        yield f"Accepted while switched off: {'; '.join(off)}.\n"
+    foreign = section.foreign_keys()
+    if keys := [f"`{key}`" for key, fix in foreign.items() if fix is None]:
+        yield f"Accepted, without effect: {', '.join(keys)}.\n"
+    if keys := [f"`{key}` ({fix})" for key, fix in foreign.items() if fix is not None]:
+        yield f"Accepted while switched off: {'; '.join(keys)}.\n"
 
 
 def _type_name(annotation: Any) -> str:

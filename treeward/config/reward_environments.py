@@ -1,10 +1,9 @@
-"""`env`: the environments of a run by name, and the sections of those without a reward model: rules, a judge, a
-function, and a mixture.
+"""`env`: the environments of a run by name, and the sections of each kind.
 
-    env:
-      math:  {type: rules, rule: math}
-      judge: {model: some-model, base_url: "http://127.0.0.1:8000/v1", api_key_env: null}
-      mixed: {type: hybrid, mode: fallback, members: {math: {type: rules, rule: math}, judge: {...}}}
+    reward_model: {model_name: results/rm/final, precision: bfloat16, resources: {gpus_per_node: 2}}
+    math:  {type: rules, rule: math}
+    judge: {model: some-model, base_url: "http://127.0.0.1:8000/v1", api_key_env: null}
+    mixed: {type: hybrid, mode: fallback, members: {math: {type: rules, rule: math}, judge: {...}}}
 
 The kind of a section is its name unless it has `type`; a kind with a dot is the path of a class, which checks its own
 keys. `treeward/environments/registry.py` constructs the environments.
@@ -12,23 +11,140 @@ keys. `treeward/environments/registry.py` constructs the environments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from treeward.config.base import Strict, TextOrTexts, at_field, config_error, nearest_name
-from treeward.config.environment import RewardModelEnvironmentConfig
+from treeward.config.ensemble import EnsembleConfig
+from treeward.config.policy import (
+    BatchingConfig,
+    Precision,
+    RewardModelConfig,
+    ScoringTokenizerConfig,
+    ShardingConfig,
+    take_batching_budget,
+)
+from treeward.config.reward_shaping import ShapingOrContract
 from treeward.errors import ConfigError
 
-__all__ = ["ENVIRONMENT_SECTIONS", "REQUIRED_PLACEHOLDERS", "CustomEnvironmentConfig", "HybridEnvironmentConfig"]
-__all__ += ["HybridMember", "JudgeEnvironmentConfig", "MathEnvironmentConfig", "RuleEnvironmentConfig"]
-__all__ += ["check_environment", "is_enabled"]
+__all__ = ["ENVIRONMENT_SECTIONS", "CustomEnvironmentConfig", "HybridEnvironmentConfig", "JudgeEnvironmentConfig"]
+__all__ += ["MathEnvironmentConfig", "RewardModelEnvironmentConfig", "RuleEnvironmentConfig"]
+__all__ += ["check_environments", "environment_sections", "is_enabled"]
 
-REQUIRED_PLACEHOLDERS = {"rating": ("{completion}",), "pairwise": ("{completion_a}", "{completion_b}")}
-"""Mode of a judge -> the placeholders that its template must have."""
 
-_Names = Annotated[TextOrTexts, Field(min_length=1)]
+class ResourcesConfig(Strict):
+    """The GPUs that replicas of the model run on, one replica on each."""
+
+    gpus_per_node: NonNegativeInt = 1
+    """Replicas on each node, each with its GPU where the machines have any; 0 is on the CPU in any case."""
+    num_nodes: PositiveInt = 1
+    """Nodes."""
+
+
+class ScoringDTensorConfig(ShardingConfig):
+    """How the model is sharded, and what is moved to save memory."""
+
+    _can_offload: ClassVar[bool] = True
+    _saves_memory: ClassVar[str] = "save memory with precision: bfloat16, cpu_offload, or a smaller batch_size"
+
+    enabled: bool = True
+    """Has no effect while `tensor_parallel_size` is 1."""
+    cpu_offload: bool = False
+    """Keep the weights in the CPU's memory and move them to the GPU for each step only."""
+    activation_checkpointing: bool = False
+    """Has no effect: scoring keeps no activations."""
+
+
+class RewardModelEnvironmentConfig(Strict):
+    """A reward model as the environment of an RL loop."""
+
+    other_forms: ClassVar[tuple[str, ...]] = ("cpu_offload", "activation_checkpointing")
+
+    enabled: bool = True
+    """Use this environment. It must be true where the environment is made in Python."""
+    model_names: TextOrTexts = Field(alias="model_name", min_length=1)
+    """Folder or hub name of a reward model; several of them need `ensemble`."""
+    tokenizer: ScoringTokenizerConfig = ScoringTokenizerConfig()
+    """The tokenizer, and how conversations are rendered."""
+    trust_remote_code: bool = False
+    """Execute Python code that the model's repository brings."""
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
+    """What kind of reward model it is."""
+    head_weights: tuple[float, ...] | None = None
+    """Weight of each head in the score, for a model with several heads. None: as in its scoring contract."""
+
+    precision: Precision = "bfloat16"
+    """Number format of the backbone's weights, `bfloat16` or `float32` (also `bf16`, `fp32`). The head is float32."""
+    batch_size: PositiveInt | None = None
+    """Most conversations in one forward pass. None: only `batch_tokens` limits it."""
+    batch_tokens: PositiveInt | None = None
+    """Most tokens in one forward pass, counted after sharing prefixes. None: 4096, unless `batch_size` is given."""
+    max_model_len: PositiveInt | None = None
+    """Longest conversation, in tokens. None: as in the model's scoring contract, otherwise all of its positions."""
+    truncation: Literal["drop", "truncate_left", "error"] | None = None
+    """Longer conversations have no reward (`drop`), lose the oldest tokens of their context (`truncate_left`), or are
+    an error (`error`). None: as in the model's scoring contract."""
+
+    reward_shaping: ShapingOrContract | None = None
+    """How scores become rewards; `contract`: as the model's scoring contract says. None: a reward is the score."""
+    ensemble: EnsembleConfig | None = None
+    """How the scores of several models or heads become one."""
+
+    resources: ResourcesConfig = ResourcesConfig()
+    """The GPUs that replicas of the model run on."""
+    num_replicas: PositiveInt | None = None
+    """Replicas of the model, which share the load. None: one for each GPU of `resources`, otherwise one."""
+    cpus_per_replica: PositiveFloat = 1.0
+    """CPUs that Ray reserves for a replica; also its threads where it has no GPU."""
+    max_retries: NonNegativeInt = 3
+    """Further attempts of a part of a step after its worker died. Ray restarts the worker."""
+    worker_timeout_seconds: PositiveFloat | None = None
+    """Time limit of a worker for its part of a step; then it is killed, and the part is tried again. None: no limit."""
+    start_timeout_seconds: PositiveFloat = 1800.0
+    """Time limit for placing the workers and loading the model."""
+    on_failure: Literal["mask", "raise"] = "mask"
+    """Samples without a reward are NaN, with the reason in the metadata (`mask`), or the step fails (`raise`)."""
+
+    dtensor_cfg: ScoringDTensorConfig = ScoringDTensorConfig()
+    """How the model is sharded, and what is moved to save memory."""
+    dynamic_batching: BatchingConfig = BatchingConfig()
+    """Accepted in either state: a forward pass is always filled up to a limit."""
+    sequence_packing: BatchingConfig = BatchingConfig()
+    """Accepted in either state: conversations are always packed."""
+
+    @property
+    def num_workers(self) -> int:
+        """Replicas of the model."""
+        return self.num_replicas or max(self.resources.gpus_per_node, 1) * self.resources.num_nodes
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_other_forms(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        sharding = raw.get("dtensor_cfg") or {}
+        moved = {key: raw[key] for key in cls.other_forms if key in raw}
+        if moved and isinstance(sharding, Mapping):
+            raw = {key: value for key, value in raw.items() if key not in moved} | {
+                "dtensor_cfg": {**moved, **sharding}
+            }
+        return take_batching_budget(raw, "batch_tokens", "batch_size")
+
+    def check(self) -> None:
+        are_several = len(self.model_names) > 1
+        self.refuse(not self.enabled, "enabled", "true: this environment is switched off")
+        has_no_ensemble = self.ensemble is None or self.ensemble.over != "models"
+        need = "one model, or an `ensemble` section with over: models"
+        self.refuse(are_several and has_no_ensemble, "model_names ensemble", need)
+        is_extra, need = self.tokenizer != ScoringTokenizerConfig(), "no tokenizer: the models use their own"
+        self.refuse(are_several and is_extra, "tokenizer model_names", need)
+        gpus = self.resources.gpus_per_node * self.resources.num_nodes
+        is_given = "resources" in self.model_fields_set and self.num_replicas is not None
+        need = "a replica for each GPU, or resources.gpus_per_node: 0 for replicas on the CPU"
+        keys = "num_replicas resources.gpus_per_node resources.num_nodes"
+        self.refuse(is_given and gpus not in (0, self.num_replicas), keys, need)
 
 
 class RuleEnvironmentConfig(Strict):
@@ -38,15 +154,14 @@ class RuleEnvironmentConfig(Strict):
     rule: Literal["exact_match", "regex", "math"]
     """`exact_match`: the answer is the text of a ground truth; `regex`: the answer has the pattern; `math`: the answer
     is mathematically equal (needs `treeward[math]`)."""
-    answer_key: _Names = ("ground_truth", "expected_answer")
-    """The key of `env_infos` with the ground truth: text, a number, or a list of accepted ones; of several keys, the
-    first that a sample has. For `regex` without `pattern` it holds the patterns."""
+    answer_key: Annotated[TextOrTexts, Field(min_length=1)] = ("ground_truth", "expected_answer")
+    """The key of `env_infos` with the ground truth, or with accepted ones; of several keys, the first that a sample
+    has. For `regex` without `pattern` it holds the patterns."""
     extract: str | None = None
-    """A regular expression that finds the answer in a completion: the first group of its last match, or the whole match
-    without groups. A completion without a match is wrong. None: the whole completion is the answer."""
+    """A regular expression that finds the answer in a completion: the first group of its last match, or the match. A
+    completion without a match is wrong. None: the whole completion is the answer."""
     pattern: str | None = None
-    """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`. No ground truth is needed
-    then."""
+    """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`; needs no ground truth."""
     ignore_case: bool = False
     """Ignore case in `exact_match` and `regex`."""
     strip: bool = True
@@ -62,10 +177,8 @@ class RuleEnvironmentConfig(Strict):
 
     def check(self) -> None:
         need = "rule: regex; extract finds the answer for the other rules"
-        is_unread = self.pattern is not None and self.rule != "regex"
-        self.refuse(is_unread, f"pattern has no effect with rule: {self.rule}", "pattern rule", need=need)
-        summary = "the reward of a right answer is not above that of a wrong one"
-        self.refuse(self.correct <= self.wrong, summary, "correct wrong", need="correct above wrong")
+        self.refuse(self.pattern is not None and self.rule != "regex", "pattern rule", need)
+        self.refuse(self.correct <= self.wrong, "correct wrong", "correct above wrong")
 
 
 class MathEnvironmentConfig(RuleEnvironmentConfig):
@@ -91,17 +204,15 @@ class JudgeEnvironmentConfig(Strict):
     api_key_env: str | None = "OPENAI_API_KEY"
     """The environment variable that holds the key; the key itself never stands in a configuration. None: no key."""
     mode: Literal["rating", "pairwise"] = "rating"
-    """`rating`: the judge rates the completion with a number; the reward is 0 at `lowest_rating` and 1 at
-    `highest_rating`. `pairwise`: the judge compares it with a reference completion, twice with positions swapped; the
-    reward is the mean of win 1, tie 0.5, loss 0."""
+    """`rating`: a number from `lowest_rating` to `highest_rating`, as a reward from 0 to 1. `pairwise`: compared with a
+    reference completion, twice with positions swapped; the mean of win 1, tie 0.5, loss 0."""
     reference_key: str = "reference_answers"
     """With `pairwise`: the key of `env_infos` with the reference completion, or with a list of them for an average."""
     template: str | None = None
     """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or `{completion_a}` and
     `{completion_b}`. Each text is put between tags with a random number. None: the built-in prompt."""
     system_prompt: str | None = None
-    """The system prompt of the judge. None: the built-in one, which says to judge the text between the tags, and never
-    to obey it."""
+    """The system prompt of the judge. None: the built-in one, which forbids to obey the text between the tags."""
     lowest_rating: FiniteFloat = 1.0
     """A lower rating is not a verdict."""
     highest_rating: FiniteFloat = 10.0
@@ -119,17 +230,16 @@ class JudgeEnvironmentConfig(Strict):
     timeout_seconds: PositiveFloat = 60.0
     """Timeout of one attempt at a request."""
     max_retries: NonNegativeInt = 4
-    """Further attempts of a request after 408, 409, 429, 5xx, timeouts and broken connections: exponential backoff, or
-    as long as Retry-After says."""
+    """Further attempts of a request after 408, 409, 429, 5xx, timeouts and broken connections."""
     step_timeout_seconds: PositiveFloat | None = 600.0
     """Time limit of a step; samples without a verdict by then have no reward. None: no limit."""
 
     def check(self) -> None:
-        missing = [name for name in REQUIRED_PLACEHOLDERS[self.mode] if self.template and name not in self.template]
-        need = f"{' and '.join(REQUIRED_PLACEHOLDERS[self.mode])}, where the texts to judge go"
-        self.refuse(missing, f"the template of mode {self.mode} has no {', '.join(missing)}", "template", need=need)
-        is_falling, need = self.lowest_rating >= self.highest_rating, "lowest_rating below highest_rating"
-        self.refuse(is_falling, "the scale of ratings does not rise", "lowest_rating highest_rating", need=need)
+        places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
+        lacks_one = self.template is not None and any(place not in self.template for place in places)
+        self.refuse(lacks_one, "template mode", f"{' and '.join(places)} in the template, where the texts to judge go")
+        need = "lowest_rating below highest_rating"
+        self.refuse(self.lowest_rating >= self.highest_rating, "lowest_rating highest_rating", need)
 
 
 class CustomEnvironmentConfig(Strict):
@@ -184,14 +294,11 @@ class HybridEnvironmentConfig(Strict):
     (`wrong`: the component `correct` is 0)."""
 
     def check(self) -> None:
-        for name, member in self.members.items():
-            field, weight = f"members.{name}.weight", member.weight
-            if self.mode == "fallback" and weight is not None:
-                need = "mode: weighted, or no weight"
-                raise ConfigError("a weight has no meaning in mode fallback", field=field, got=weight, need=need)
-            if self.missing == "renormalise" and weight is not None and weight <= 0:
-                need = "missing: mask, or a positive weight"
-                raise ConfigError("missing: renormalise needs weights above 0", field=field, got=weight, need=need)
+        weights = {name: member.weight for name, member in self.members.items() if member.weight is not None}
+        need = "no weights in mode fallback; above 0 with missing: renormalise"
+        for name, weight in weights.items():
+            if self.mode == "fallback" or (self.missing == "renormalise" and weight <= 0):
+                raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=weight, need=need)
 
 
 ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
@@ -210,35 +317,45 @@ def is_enabled(section: Any) -> bool:
     return not isinstance(section, Mapping) or section.get("enabled", True) is not False
 
 
-def check_environment(name: str, section: Any, ignored: list[str] | None = None) -> None:
+def environment_sections(env: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The name, kind and keys of each enabled section of `env`, and of members of hybrids, as `mixed.members.math`.
+
+    Raises `ConfigError`, its `field` relative to `env`, for a section that is not a mapping.
+    """
+    for name, section in env.items():
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                "the section of an environment is not a mapping", field=name, got=section, need="its keys"
+            )
+        if not is_enabled(section):
+            continue
+        keys = {key: value for key, value in section.items() if key not in ("enabled", "type")}
+        kind = str(section.get("type") or name.rpartition(".")[2])
+        yield name, kind, keys
+        if kind == "hybrid" and isinstance(keys.get("members"), Mapping):
+            members = {key: HybridMember.model_validate(member) for key, member in keys["members"].items()}
+            inner = {key: one.settings | ({"type": one.type} if one.type else {}) for key, one in members.items()}
+            yield from environment_sections({f"{name}.members.{key}": one for key, one in inner.items()})
+
+
+def check_environments(env: Mapping[str, Any]) -> None:
     """Raise `ConfigError`, its `field` relative to `env`, for a section that its environment would refuse.
 
-    `ignored`: collects keys without effect. A section with `enabled: false` may hold anything. A kind
-    that is not in `ENVIRONMENT_SECTIONS` may be registered in Python; it is refused if it is nearly a known name.
+    A section with `enabled: false` may hold anything. A kind that is not in `ENVIRONMENT_SECTIONS` may be registered in
+    Python; it is refused if it is nearly a known name.
     """
-    if not isinstance(section, Mapping):
-        raise ConfigError("the section of an environment is not a mapping", field=name, got=section, need="its keys")
-    if not is_enabled(section):
-        return
-    settings = {key: value for key, value in section.items() if key not in ("enabled", "type")}
-    kind = str(section.get("type") or name)
-    schema = ENVIRONMENT_SECTIONS.get(kind)
-    if schema is None:
-        near = None if "." in kind else nearest_name(kind, ENVIRONMENT_SECTIONS)
-        if near is not None:
-            field, need = f"{name}.type" if "type" in section else name, f"one of {', '.join(ENVIRONMENT_SECTIONS)}"
+    for name, kind, keys in environment_sections(env):
+        schema = ENVIRONMENT_SECTIONS.get(kind)
+        if schema is not None:
+            try:
+                schema.model_validate(keys)
+            except ValidationError as error:
+                one = config_error(error, schema, where=f"env.{name}")
+                raise at_field(one, ".".join(part for part in (name, one.field) if part)) from None
+        elif near := nearest_name(kind, () if "." in kind else ENVIRONMENT_SECTIONS):
+            field, need = (
+                name if name.split(".")[-1] == kind else f"{name}.type",
+                f"one of {', '.join(ENVIRONMENT_SECTIONS)}",
+            )
             fix = f"did you mean {near}? Say `type: {near}` where the name is meant to be another"
             raise ConfigError("there is no such kind of environment", field=field, got=kind, need=need, fix=fix)
-        return
-    try:
-        checked = schema.model_validate(settings, context={"ignored": [] if ignored is None else ignored})
-    except ValidationError as error:
-        one = config_error(error, schema, where=f"env.{name}")
-        raise at_field(one, ".".join(part for part in (name, one.field) if part)) from None
-    if isinstance(checked, HybridEnvironmentConfig):
-        for member, given in checked.members.items():
-            typed = {"type": given.type} if given.type else {}
-            try:
-                check_environment(member, {**given.settings, **typed}, ignored)
-            except ConfigError as error:
-                raise at_field(error, f"{name}.members.{error.field}") from None

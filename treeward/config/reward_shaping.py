@@ -11,38 +11,23 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Tag,
-)
+from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Tag
 
 from treeward.config.base import Strict
 
-__all__ = [
-    "CalibratedTemperature",
-    "CalibrationProvenance",
-    "LengthCurve",
-    "LengthPenaltyConfig",
-    "LengthUnit",
-    "NormalizationConstants",
-    "RewardCalibration",
-    "RewardShapingConfig",
-    "ShapingOrContract",
-]
+__all__ = ["CalibratedTemperature", "CalibrationProvenance", "LengthCurve", "LengthPenaltyConfig", "LengthUnit"]
+__all__ += ["NormalizationConstants", "RewardCalibration", "RewardShapingConfig", "ShapingOrContract"]
 
 LengthUnit = Literal["characters", "tokens"]
 """Unit of the length of a completion: characters, or tokens without special ones."""
 
 
-def _form_of_temperature(raw: Any) -> str:
-    return "<calibrated>" if isinstance(raw, str) else "<number>"
+_is_text = Discriminator(lambda raw: "<text>" if isinstance(raw, str) else "<other>")
+_Temperature = Annotated[
+    Annotated[PositiveFloat, Tag("<other>")] | Annotated[Literal["calibrated"], Tag("<text>")], _is_text
+]
 
 
 class LengthPenaltyConfig(Strict):
@@ -63,22 +48,15 @@ class RewardShapingConfig(Strict):
     """Subtract the score that length alone predicts, by the curve that `treeward calibrate` has fitted."""
     length_penalty: LengthPenaltyConfig | None = None
     """A deduction for long completions. None: no deduction."""
-    temperature: (
-        Annotated[
-            Annotated[PositiveFloat, Tag("<number>")] | Annotated[Literal["calibrated"], Tag("<calibrated>")],
-            Discriminator(_form_of_temperature),
-        ]
-        | None
-    ) = None
-    """Divide scores by this number, or by the temperature that `treeward calibrate` has fitted (`calibrated`). It has
-    no effect with normalisation by the contract's constants or by running statistics. None: scores are not divided."""
+    temperature: _Temperature | None = None
+    """Divide scores by this number, or by the one that `treeward calibrate` has fitted (`calibrated`); it has no effect
+    on rewards that are normalised by constants of scores. None: scores are not divided."""
 
     reference: Literal["log_sigmoid", "par"] | None = None
     """Rewards relative to reference completions of the same prompt: the mean over references of log sigmoid(r - r_ref)
     (`log_sigmoid`) or of sigmoid(r - r_ref) (`par`). A sample without a reference has no reward. None: no reference."""
     reference_key: str = "reference_answers"
-    """The key of `env_infos` that holds the reference completions of a sample: a text, or a list of texts and message
-    lists."""
+    """The key of `env_infos` with the reference completions of a sample: a text, or a list of texts and messages."""
 
     normalize_rewards: bool = False
     """Subtract a mean and divide by a standard deviation, as the last step."""
@@ -103,24 +81,21 @@ class RewardShapingConfig(Strict):
 
     def check(self) -> None:
         self.check_pair("reward_mean", "reward_std", need="both of them, or neither for those of the model's contract")
-        self.refuse(
-            self.running and (not self.normalize_rewards or self.reward_mean is not None),
-            "running statistics need normalize_rewards, and exclude fixed constants",
+        keys, need = (
             "running normalize_rewards reward_mean",
-            need="normalize_rewards: true, without reward_mean and reward_std",
+            "normalize_rewards: true, without reward_mean and reward_std",
         )
+        self.refuse(self.running and (not self.normalize_rewards or self.reward_mean is not None), keys, need)
         self.refuse(
             self.reference is not None and self.uses_contract_constants,
-            "the contract's constants describe scores, not rewards relative to a reference",
             "normalize_rewards reference",
-            need="constants of the relative rewards, or running: true",
+            "constants of the relative rewards, or running: true; the contract's constants describe scores",
             fix="set normalize_rewards to false: relative rewards are bounded from above already",
         )
 
 
 ShapingOrContract = Annotated[
-    Annotated[RewardShapingConfig, Tag("<section>")] | Annotated[Literal["contract"], Tag("<name>")],
-    Discriminator(lambda raw: "<name>" if isinstance(raw, str) else "<section>"),
+    Annotated[RewardShapingConfig, Tag("<other>")] | Annotated[Literal["contract"], Tag("<text>")], _is_text
 ]
 """A section, or `contract` for the section in the model's scoring contract."""
 
@@ -164,13 +139,9 @@ class LengthCurve(Strict):
     """The temperature that fits the preferences after the curve is subtracted."""
 
     def check(self) -> None:
-        rising = all(a < b for a, b in itertools.pairwise(self.lengths))
-        self.refuse(
-            len(self.lengths) != len(self.values) or not rising,
-            "the knots of the length curve are not a curve",
-            "lengths values",
-            need="strictly increasing lengths, and one value for each",
-        )
+        is_rising = all(a < b for a, b in itertools.pairwise(self.lengths))
+        need = "strictly increasing lengths, and one value for each"
+        self.refuse(len(self.lengths) != len(self.values) or not is_rising, "lengths values", need)
 
 
 class CalibrationProvenance(Strict):

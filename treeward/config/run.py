@@ -9,14 +9,14 @@ is a whole configuration: every other key has a default, written once, on its fi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
-from treeward.config.base import Limit, Period, Strict, at_field, nearest_name
+from treeward.config.base import Limit, Period, Strict, TextOrTexts, at_field, nearest_name
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
-from treeward.config.data import DataConfig, check_longest_input
+from treeward.config.data import DataConfig
 from treeward.config.logger import LoggerConfig
 from treeward.config.policy import PolicyConfig
 from treeward.config.reward_shaping import RewardShapingConfig
@@ -27,14 +27,21 @@ __all__ = ["EvaluationConfig", "HubConfig", "LossConfig", "RMConfig", "RewardMod
 _PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
 
 
-class LossConfig(Strict):
-    """The loss of a comparison's pairs, and its options."""
+def _known_loss(name: Any) -> Any:
+    if name != "bradley_terry":
+        fix = "add a function to treeward/losses.py, and its name to LOSSES there and to LossConfig in config/run.py"
+        raise ConfigError("there is no such loss", got=name, need="bradley_terry, the only loss yet", fix=fix)
+    return name
 
-    name: Literal["bradley_terry"] = "bradley_terry"
+
+class LossConfig(Strict):
+    """The loss of a comparison's pairs, and its options. A name alone is a loss with its default options."""
+
+    name: Annotated[Literal["bradley_terry"], BeforeValidator(_known_loss)] = "bradley_terry"
     """A function of `treeward.losses`; `bradley_terry` is softplus(-(score(chosen) - score(rejected) - margin)).
     (`policy.reward_model_cfg.reward_model_type` of NeMo RL is the kind of model, not its loss.)"""
     margin: bool = True
-    """Subtract the numbers that the data has as `margin`, if it has any."""
+    """Whether rows with a number `margin` ask for scores that differ by at least that much. False: it is ignored."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """The assumed probability that a label is wrong."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
@@ -60,8 +67,8 @@ class RMConfig(Strict):
     val_global_batch_size: PositiveInt | None = None
     """Comparisons in a validation batch. None: `policy.train_global_batch_size`."""
     val_perturbations: PositiveInt | None = None
-    """Most comparisons of each validation set whose completions are rewritten (padded, cut off, marked up ...) to
-    measure `robust_accuracy`. None: 100 where `checkpointing.metric_name` is `robust_accuracy`, otherwise none."""
+    """Most comparisons of each validation set whose completions are rewritten to measure `robust_accuracy`. None: 100
+    where `checkpointing.metric_name` is that, otherwise none."""
     val_micro_batch_size: PositiveInt | None = None
     """Most comparisons in one forward pass of validation. None: as many as in training."""
     val_at_start: bool = False
@@ -73,9 +80,10 @@ class RMConfig(Strict):
     seed: NonNegativeInt = 42
     """Determines the initial weights of the head, the order of the data and every other draw."""
     head_init_std: NonNegativeFloat | None = None
-    """Standard deviation of the score head's initial weights. None: 1 / sqrt(hidden size + 1), as in Stiennon et al.
-    2020, page 11."""
-    loss: LossConfig = LossConfig()
+    """Standard deviation of the head's initial weights. None: 1 / sqrt(hidden size + 1) (Stiennon et al. 2020)."""
+    loss: Annotated[LossConfig, BeforeValidator(lambda raw: {"name": raw} if isinstance(raw, str) else raw)] = (
+        LossConfig()
+    )
     """The loss."""
 
 
@@ -84,7 +92,7 @@ class EvaluationConfig(Strict):
 
     enabled: bool = False
     """Evaluate the exported model on the validation sets and `suites`, and write a report."""
-    suites: tuple[str, ...] = ()
+    suites: TextOrTexts = ()
     """Suites beside the validation sets: `rewardbench`, `rewardbench2`, `rmbench`, `judgebench`, `llmbar`, from the hub
     or, as `llmbar=FOLDER`, from a copy. A single suite needs no list."""
     perturbations: PositiveInt | None = None
@@ -96,11 +104,6 @@ class EvaluationConfig(Strict):
     """Look for the examples of each set and suite in the training sets, and report the accuracy without them too."""
     output: str | None = None
     """Folder of the report and its rows. None: `report` inside `checkpointing.checkpoint_dir`."""
-
-    @field_validator("suites", mode="before")
-    @classmethod
-    def _one_suite_is_a_list(cls, suites: Any) -> Any:
-        return [suites] if isinstance(suites, str) else suites
 
     @field_validator("suites")
     @classmethod
@@ -130,8 +133,7 @@ class HubConfig(Strict):
     """Make the repository private if it is new."""
 
     def check(self) -> None:
-        is_missing = self.push_to_hub and self.repo_id is None
-        self.refuse(is_missing, "push_to_hub needs a repository", "repo_id push_to_hub", need="organisation/name")
+        self.refuse(self.push_to_hub and self.repo_id is None, "repo_id push_to_hub", "organisation/name to push to")
 
 
 class RewardModelRunConfig(Strict):
@@ -144,9 +146,8 @@ class RewardModelRunConfig(Strict):
     data: DataConfig
     """The training and validation sets."""
     reward_shaping: RewardShapingConfig | None = None
-    """How scores become rewards. The section is kept in the scoring contract of the exported model, where
-    `reward_shaping: contract` of an environment finds it. Missing constants are fitted on the validation sets when the
-    model is exported."""
+    """How scores become rewards, kept in the scoring contract of the exported model; missing constants are fitted on
+    the validation sets then."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     """When the run is saved, and which checkpoints stay."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -193,42 +194,36 @@ class RewardModelRunConfig(Strict):
         return self.rm.val_perturbations or (_PERTURBATIONS if ranks else None)
 
     def check(self) -> None:
-        check_longest_input(self.data.max_input_seq_length, self.policy.max_total_sequence_length)
+        self.data.check_longest_input(self.policy.max_total_sequence_length)
         for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
-            self.refuse(
-                is_on and not self.checkpointing.enabled,
-                f"{key} needs the exported model, and checkpointing.enabled is false",
-                f"{key} checkpointing.enabled",
-                need="checkpointing.enabled: true",
-                fix=f"set checkpointing.enabled=true, or {key}=false",
+            need, fix = (
+                "checkpointing.enabled: true, to export the model",
+                f"set checkpointing.enabled=true, or {key}=false",
             )
+            self.refuse(is_on and not self.checkpointing.enabled, f"{key} checkpointing.enabled", need, fix)
         self.refuse(
             self.evaluation.enabled and not (self.data.validation or self.evaluation.suites),
-            "evaluation.enabled has nothing to evaluate on",
-            "evaluation.enabled",
-            need="a set in data.validation, or evaluation.suites",
+            "evaluation.enabled evaluation.suites",
+            "a set in data.validation, or evaluation.suites, to evaluate on",
             fix="give data.val_data_path or evaluation.suites, or set evaluation.enabled=false",
         )
         if self.reward_shaping is not None and self.reward_shaping.uses_calibration and not self.data.validation:
             raise ConfigError(
                 "reward_shaping needs constants that are fitted on validation sets, and data has none",
                 field="reward_shaping",
-                got="a length curve, temperature, mean or standard deviation that is to be fitted",
                 need="a set in data.validation",
                 fix="give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later",
             )
         if self.checkpointing.enabled and self.checkpointing.metric_name is not None:
-            self._check_ranking_metric(self.checkpointing.metric_name)
+            self._check_ranking_metric(self.checkpointing.metric_name, self.validation_names)
 
-    def _check_ranking_metric(self, given: str) -> None:
-        names, field = self.validation_names, "checkpointing.metric_name"
+    def _check_ranking_metric(self, given: str, names: list[str]) -> None:
+        field, fix = "checkpointing.metric_name", "set checkpointing.metric_name=null to keep the latest checkpoints"
         self.refuse(
-            not names,
-            "checkpointing.metric_name is a validation metric, and data has no validation set",
-            field,
-            need="a set in data.validation",
-            fix="give data.val_data_path, or set checkpointing.metric_name=null to keep the latest checkpoints",
+            not names, field, "a set in data.validation, to measure it on", f"give data.val_data_path, or {fix}"
         )
+        is_never, need = self.rm.val_period is None and not self.rm.val_at_end, "a validation, to measure it"
+        self.refuse(is_never, f"{field} rm.val_period rm.val_at_end", need, f"set rm.val_at_end=true, or {fix}")
         try:
             validation, metric = parse_metric_name(given, names)
         except ConfigError as error:
@@ -237,13 +232,6 @@ class RewardModelRunConfig(Strict):
             near = nearest_name(validation, names) or names[0]
             if f"{validation}_{metric}" in METRICS:  # validation-length_controlled_accuracy: the set is missing
                 metric = f"{validation}_{metric}"
-            summary = f"checkpointing.metric_name names a validation set that is not in data: {validation}"
-            fix = f"set checkpointing.metric_name=validation-{near}/{metric}"
-            self.refuse(True, summary, field, need=f"one of the sets {', '.join(names)}", fix=fix)
-        self.refuse(
-            self.rm.val_period is None and not self.rm.val_at_end,
-            "checkpointing.metric_name is never measured: rm.val_period says never",
-            f"{field} rm.val_period rm.val_at_end",
-            need="a validation",
-            fix="set rm.val_period, or rm.val_at_end=true, or checkpointing.metric_name=null",
-        )
+            need, fix = f"one of the sets {', '.join(names)}", f"set {field}=validation-{near}/{metric}"
+            summary = f"{field} names a validation set that is not in data: {validation}"
+            raise ConfigError(summary, field=field, got=given, need=need, fix=fix)

@@ -16,25 +16,25 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from treeward.config.base import OneIsAList, Strict, TextOrTexts
+from treeward.config.base import Strict, TextOrTexts
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import ShapingOrContract
 from treeward.errors import ConfigError
 
-__all__ = ["HostedModelConfig", "Models", "ServedModelConfig", "ServerConfig", "is_loopback"]
+__all__ = ["HostedModelConfig", "Models", "ServedModelConfig", "ServerConfig"]
 
 Models = Annotated[TextOrTexts, Field(min_length=1)]
 HostName = Annotated[str, Field(pattern=r"^(\*|[a-z0-9_.-]+|\[[0-9a-f:.]+\])$")]
+HostNames = Annotated[tuple[HostName, ...], BeforeValidator(lambda name: (name,) if isinstance(name, str) else name)]
 
 
 class HostedModelConfig(Strict):
     """How a reward model is loaded and scored with, on a server of either kind."""
 
     shaping: ShapingOrContract | None = None
-    """How scores become rewards; `contract` takes the section of the model's scoring contract. None: rewards are
-    scores."""
+    """How scores become rewards; `contract`: as the model's scoring contract says. None: rewards are scores."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the backbone's weights; the head is float32."""
     device: str | None = None
@@ -42,16 +42,14 @@ class HostedModelConfig(Strict):
     max_length: PositiveInt | None = None
     """Longest conversation, in tokens. None: as in training."""
     truncation: Literal["drop", "truncate_left", "error"] | None = None
-    """Longer conversations have no reward (`drop`, `error`), or lose the oldest tokens of their context
-    (`truncate_left`). None: as in training."""
+    """Longer conversations have no reward, or lose the oldest tokens (`truncate_left`). None: as in training."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings."""
     check_contract: bool = True
     """Refuse to serve a model that does not reproduce the tokens and scores of its contract's golden conversations."""
     reward_class: str | None = None
-    """A reward of your own, as `my_module:MyReward`: a class that is constructed with the path of the model and has
-    `score(prompt, response) -> float`, or `score_batch(prompts, responses) -> list[float]`. None: the path is a reward
-    model."""
+    """A class of your own, as `my_module:MyReward`, that is constructed with the path of the model and has `score` or
+    `score_batch`. None: the path is a reward model."""
 
 
 class ServedModelConfig(HostedModelConfig):
@@ -62,8 +60,7 @@ class ServedModelConfig(HostedModelConfig):
     models: Models | None = None
     """Folders or hub names of the members of an ensemble; needs `ensemble`."""
     name: str | None = None
-    """Name of the model in requests. None: the hub name, or the folder's name; of folders called `final` or `model` the
-    name of the folder above (`results/rm/final` is `rm`)."""
+    """Name of the model in requests. None: the hub name, or that of the folder (`results/rm/final` is `rm`)."""
     ensemble: EnsembleConfig | None = None
     """How the scores of the members, or of the heads of one model, are combined."""
 
@@ -78,19 +75,15 @@ class ServedModelConfig(HostedModelConfig):
         if self.name is not None:
             return self.name
         names = [_name_of(member) for member in self.members]
-        if self.ensemble is None:
-            return names[0]
-        return f"{self.ensemble.method}-of-{'-'.join(names)}"
+        return names[0] if self.ensemble is None else f"{self.ensemble.method}-of-{'-'.join(names)}"
 
     def check(self) -> None:
         is_unclear = (self.model is None) == (self.models is None)
-        need = "model: FOLDER, or models: [FOLDER, FOLDER] with ensemble"
-        self.refuse(is_unclear, "a served model is either one model or several", "model models", need=need)
+        self.refuse(is_unclear, "model models", "model: FOLDER, or models: [FOLDER, FOLDER] with ensemble")
         are_several = self.reward_class is not None and (self.models is not None or self.ensemble is not None)
-        need = "model: PATH, without models and ensemble"
-        self.refuse(are_several, "a reward class serves one model", "reward_class models", need=need)
+        self.refuse(are_several, "reward_class models", "model: PATH, without models and ensemble")
         are_apart, need = self.models is not None and self.ensemble is None, "an ensemble section, as {method: mean}"
-        self.refuse(are_apart, "several models need a section that combines their scores", "ensemble", need=need)
+        self.refuse(are_apart, "ensemble models", need)
 
 
 class ServerConfig(Strict):
@@ -115,11 +108,9 @@ class ServerConfig(Strict):
     max_conversations: PositiveInt = 4096
     """Most conversations in one request; more get 413."""
     max_conversation_characters: PositiveInt = 1_000_000
-    """Most characters of one conversation as it is printed, or token ids where a client sends these. A longer
-    conversation is refused before it is tokenized."""
+    """Most characters (or token ids) of one conversation; a longer one is refused before it is tokenized."""
     deadline_seconds: PositiveFloat = 120.0
-    """Time limit of a request, from its first byte; beyond it 504, and its conversations are dropped from the queue. A
-    request may ask for less in the header X-Deadline-Seconds."""
+    """Time limit of a request, from its first byte; beyond it 504. A request may ask for less by X-Deadline-Seconds."""
     body_seconds: PositiveFloat = 30.0
     """Time limit for a client to send its body; beyond it 408."""
     shutdown_seconds: PositiveFloat = 60.0
@@ -132,11 +123,9 @@ class ServerConfig(Strict):
     """PEM file with the private key."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the server, as https://example.org; none by default."""
-    allowed_hosts: Annotated[tuple[HostName, ...], OneIsAList] | None = None
-    """Names that requests may have in their header Host, in lower case, without scheme and port, as rm.example.org;
-    other names get 400. localhost, 127.0.0.1 and [::1] are always allowed. None: only these where `host` is a loopback
-    address, so that a page of another site cannot reach the server by a name that points to this machine, and any name
-    elsewhere. "*" is any name."""
+    allowed_hosts: HostNames | None = None
+    """Names that requests may have in their header Host beside localhost, in lower case and without port; others get
+    400. None: no other where `host` is a loopback address, and any elsewhere. "*" is any name."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object a line, with the id of the request."""
     access_log: bool = True
@@ -148,20 +137,18 @@ class ServerConfig(Strict):
     def hosts_that_may_be_named(self) -> tuple[str, ...] | None:
         """The names besides loopback's that the header Host may have; None where it may have any."""
         if self.allowed_hosts is None:
-            return () if is_loopback(self.host) else None
+            return () if _is_loopback(self.host) else None
         return None if "*" in self.allowed_hosts else self.allowed_hosts
 
     def check(self) -> None:
         self.check_pair("tls_certificate", "tls_key")
         names = [model.served_name for model in self.models]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            got, fix = ", ".join(twice), "give models[i].name"
-            raise ConfigError(
-                "two served models have one name", field="models", got=got, need="a name for each", fix=fix
-            )
+            need = "models[i].name, another for each"
+            raise ConfigError("two served models have one name", field="models", got=", ".join(twice), need=need)
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether a name or address, or one in brackets, means this machine alone."""
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback

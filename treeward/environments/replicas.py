@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from treeward.config.environment import RewardModelEnvironmentConfig
+from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.actors import start_ray
 from treeward.environments.interface import WHERE
 from treeward.errors import ConfigError, ModelError

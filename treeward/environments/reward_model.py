@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from treeward.config.environment import RewardModelEnvironmentConfig
+from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.completions import plain
 from treeward.environments.interface import (

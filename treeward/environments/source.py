@@ -52,8 +52,7 @@ class RewardSourceConfig(Strict):
 
     def check(self) -> None:
         num_sources = sum(value is not None for value in (self.model, self.environment, self.actor))
-        keys = "model environment actor"
-        self.refuse(num_sources != 1, "rewards need one source", keys, need="model, environment or actor")
+        self.refuse(num_sources != 1, "model environment actor", "one source: model, environment or actor")
 
 
 class RewardSource:

@@ -294,11 +294,11 @@ class TestConfig:
         [
             ({}, "model_path"),
             ({"model_path": "m", "batchsize": 3}, "batchsize"),
-            ({"model_path": "m", "reward_mean": 0.0}, "belong together"),
+            ({"model_path": "m", "reward_mean": 0.0}, "do not fit together"),
             ({"model_path": "m", "shaping": {}, "normalize_rewards": True}, "in two ways"),
             ({"model_path": "m", "shaping": {"normalize_rewards": True, "running": True}}, "verified again"),
-            ({"model_path": ["m", "n"], "reward_class": "a:B"}, "serves one model"),
-            ({"model_path": "m", "server": {"port": 3}}, "set elsewhere"),
+            ({"model_path": ["m", "n"], "reward_class": "a:B"}, "reward_class"),
+            ({"model_path": "m", "server": {"port": 3}}, "set twice"),
         ],
     )
     def test_mistakes(self, values: dict[str, Any], message: str) -> None:

@@ -1,0 +1,260 @@
+"""What each section and each kind of run refuses: the error is at the key, and says what is needed."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from treeward.config.checkpointing import CheckpointingConfig
+from treeward.config.data import DataConfig, PromptDataConfig
+from treeward.config.ensemble import EnsembleConfig
+from treeward.config.grpo import GRPOConfig, PolicyLossConfig
+from treeward.config.grpo_policy import GRPOPolicyConfig
+from treeward.config.load import load_section
+from treeward.config.nemo_gym import NemoGymConfig
+from treeward.config.optimisation import OptimizerConfig
+from treeward.config.policy import PolicyConfig
+from treeward.config.reward_environments import (
+    HybridEnvironmentConfig,
+    JudgeEnvironmentConfig,
+    RewardModelEnvironmentConfig,
+    RuleEnvironmentConfig,
+)
+from treeward.config.reward_shaping import LengthCurve, RewardShapingConfig
+from treeward.config.run import EvaluationConfig
+from treeward.config.server import ServerConfig
+from treeward.errors import ConfigError
+
+CURVE = "unit: tokens, residual_mean: 0, residual_std: 1"
+LINEAR = "{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}"
+BARE = "model_config: {model_type: qwen3, max_position_embeddings: 32, vocab_size: 300}"
+
+SECTIONS = [
+    # comparisons
+    (DataConfig, "validation: {data_path: v}", "train"),
+    (DataConfig, "train: {}", "train[0].data_path"),
+    (DataConfig, "train: t.jsonl", "train"),
+    (DataConfig, "train_data_path: t, validation: [{data_path: a}, {data_path: b}]", "validation[1].name"),
+    (DataConfig, "train_data_path: t, validation: {data_path: a, name: A}, val_data_paths: {A: b}",
+     "validation[1].name"),
+    (DataConfig, "train_data_path: t, val_split: v", "val_split"),
+    (DataConfig, "train_data_path: t, train: {data_path: u}", "train_data_path"),
+    (DataConfig, "train_data_path: t, train: [{data_path: u}, {data_path: w}]", "train_data_path"),
+    (DataConfig, "train_data_path: t, dataset_type: pairs", "dataset_type"),
+    (DataConfig, "train_data_path: t, default: {promt_key: a}", "default.promt_key"),
+    (DataConfig, "train_data_path: t, validation: {data_path: x, weight: 2}", "validation[0].weight"),
+    (DataConfig, "train_data_path: t, validation: {data_path: x, non_contextual_answer: true}",
+     "validation[0].non_contextual_answer"),
+    (DataConfig, "train_data_path: t, val_data_paths: {a b: x}", "validation[0].name"),
+    (DataConfig, "dataset_name: Tulu3Preference, validation: {name: x}", "validation"),
+    # prompts
+    (PromptDataConfig, "{}", "train"),
+    (PromptDataConfig, "train: {data_path: t, part: validation}", "train[0].part"),
+    (PromptDataConfig, "train: {data_path: t}, validation: [{data_path: v, name: a}, {data_path: w, name: a}]",
+     "validation[1].name"),
+    (PromptDataConfig, "train: {data_path: t}, default: {prompt_key: q}", "default.prompt_key"),
+    (PromptDataConfig, "train: {data_path: t}, dataset_type: rank", "dataset_type"),
+    # the model that is trained
+    (PolicyConfig, "{}", "model_name"),
+    (PolicyConfig, f"model_name: m, {BARE}", "model_name"),
+    (PolicyConfig, "model_config: {hidden_size: 8}", "model_config"),
+    (PolicyConfig, "model_name: m, tokenizer: {vocab_size: 9}", "tokenizer.vocab_size"),
+    (PolicyConfig, f"{BARE}, tokenizer: {{vocab_size: 400}}", "tokenizer.vocab_size"),
+    (PolicyConfig, "model_name: m, train_global_batch_size: 2, train_micro_batch_size: 4", "train_micro_batch_size"),
+    (PolicyConfig, "model_name: m, dtensor_cfg: {tensor_parallel_size: 2}", "dtensor_cfg.tensor_parallel_size"),
+    (PolicyConfig, "model_name: m, dtensor_cfg: {lora_cfg: {enabled: true}}", "dtensor_cfg.lora_cfg.enabled"),
+    (PolicyConfig, "model_name: m, megatron_cfg: {enabled: true, anything: 1}", "megatron_cfg.enabled"),
+    (PolicyConfig, "model_name: m, reward_model_cfg: {enabled: false}", "reward_model_cfg.enabled"),
+    (PolicyConfig, f"model_name: m, scheduler: [{LINEAR}, {LINEAR}]", "scheduler.milestones"),
+    (PolicyConfig, f"model_name: m, scheduler: [{LINEAR}, {LINEAR}, {LINEAR}, {{milestones: [6, 5]}}]",
+     "scheduler.milestones"),
+    (PolicyConfig, f"model_name: m, scheduler: [{LINEAR}, {LINEAR}, {{milestones: [5]}}, {{milestones: [6]}}]",
+     "scheduler"),
+    (PolicyConfig, "model_name: m, scheduler: [{milestones: [5]}]", "scheduler.schedulers"),
+    (PolicyConfig, "model_name: m, scheduler: {warmup_steps: 1, warmup_ratio: 0.1}", "scheduler.warmup_steps"),
+    (OptimizerConfig, "name: AdamW", "name"),
+    (OptimizerConfig, "kwargs: {}", "kwargs.lr"),
+    (OptimizerConfig, "kwargs: {lr: true}", "kwargs.lr"),
+    (CheckpointingConfig, "metric_name: val_accuracy, higher_is_better: false", "higher_is_better"),
+    (CheckpointingConfig, "metric_name: val_loss, higher_is_better: true", "higher_is_better"),
+    (CheckpointingConfig, "metric_name: val_chosen_rewards", "higher_is_better"),
+    *((CheckpointingConfig, f"metric_name: '{name}'", "metric_name") for name in
+      ("accuracy", "train/rm/loss", "train:loss", "validation-default_f1", "validation-_loss", "validation-loss",
+       "val_", "")),
+    *((EvaluationConfig, f"suites: [rewardbench, '{suite}']", "suites") for suite in
+      ("", " ", "=folder", "llmbar=", "llmbar,rmbench")),
+    # GRPO
+    (GRPOConfig, "adv_estimator: {name: leave_one_out, use_leave_one_out_baseline: false}",
+     "adv_estimator.use_leave_one_out_baseline"),
+    (GRPOConfig, "adv_estimator: {name: reinforce_plus_plus, normalize_rewards: false}",
+     "adv_estimator.normalize_rewards"),
+    (GRPOConfig, "overlong_filtering: true, truncated: penalty", "truncated"),
+    (GRPOConfig, "reward_scaling: {source_min: 1.0, source_max: 1.0}", "reward_scaling.source_min"),
+    (GRPOConfig, "batch_multiplier: 2", "batch_multiplier"),
+    (GRPOConfig, "environments: {math: 0.0}", "environments"),
+    (GRPOConfig, "val_num_generations_per_prompt: 2, num_val_generations: 3", "num_val_generations"),
+    (PolicyLossConfig, "reference_policy_kl_type: k1", "reference_policy_kl_type"),
+    (PolicyLossConfig, "ratio_clip_c: 1.2, ratio_clip_max: 0.28", "ratio_clip_c"),
+    (PolicyLossConfig, "sequence_level_importance_ratios: true", "sequence_level_importance_ratios"),
+    (PolicyLossConfig, "truncated_importance_sampling_ratio: 2", "truncated_importance_sampling_ratio"),
+    (PolicyLossConfig, "truncated_importance_sampling_type: icepop", "truncated_importance_sampling_type"),
+    (GRPOPolicyConfig, "model_name: m, max_total_sequence_length: 64, generation: {max_new_tokens: 65}",
+     "generation.max_new_tokens"),
+    (GRPOPolicyConfig, "model_name: m, hf_config_overrides: {max_position_embeddings: 32}",
+     "max_total_sequence_length"),
+    (GRPOPolicyConfig, BARE, "max_total_sequence_length"),
+    (GRPOPolicyConfig, f"{BARE}, hf_config_overrides: {{head_dim: 8}}", "hf_config_overrides"),
+    (GRPOPolicyConfig, "model_name: m, lora_cfg: {enabled: true}", "lora_cfg.enabled"),
+    (GRPOPolicyConfig, "model_name: m, dtensor_cfg: {lora_cfg: {enabled: true, match_all_linear: false}}",
+     "dtensor_cfg.lora_cfg.target_modules"),
+    (GRPOPolicyConfig, "model_name: m, generation: {backend: openai}", "generation.url"),
+    (GRPOPolicyConfig, "model_name: m, generation: {vllm_cfg: {precision: fp8, gpu_memory_utilization: 0.6}}",
+     "generation.vllm_cfg.precision"),
+    (GRPOPolicyConfig, "model_name: m, generation: {url: 'http://h/v1'}", "generation.url"),
+    (GRPOPolicyConfig, "model_name: m, generation: {backend: openai, url: 'http://h/v1', top_k: 4}",
+     "generation.top_k"),
+    (GRPOPolicyConfig, "model_name: m, generation: {colocated: {enabled: false, resources: {gpus_per_node: 1}}}",
+     "generation.url"),
+    # environments, shaping and ensembles
+    (RewardModelEnvironmentConfig, "model_name: m, resources: {gpus_per_node: 2}, num_replicas: 3", "num_replicas"),
+    (RewardModelEnvironmentConfig, "model_name: m, megatron_cfg: {enabled: true}", "megatron_cfg.enabled"),
+    (RewardModelEnvironmentConfig, "model_name: m, dtensor_cfg: {lora_cfg: {enabled: true}}",
+     "dtensor_cfg.lora_cfg.enabled"),
+    (RewardModelEnvironmentConfig, "model_name: m, enabled: false", "enabled"),
+    (RewardModelEnvironmentConfig, "model_name: m, checkpoint_path: weights", "checkpoint_path"),
+    (RewardModelEnvironmentConfig, "model_name: [a, b]", "model_name"),
+    (RewardModelEnvironmentConfig, "model_name: [a, b], ensemble: {}, tokenizer: {name: a}", "tokenizer"),
+    (RewardModelEnvironmentConfig, "model_name: []", "model_name"),
+    (RewardModelEnvironmentConfig, "model_name: m, reward_shaping: contracts", "reward_shaping"),
+    (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
+    (RewardShapingConfig, "running: true", "running"),
+    (RewardShapingConfig, "normalize_rewards: true, running: true, reward_mean: 0, reward_std: 1", "running"),
+    (RewardShapingConfig, "normalize_rewards: true, reference: par", "normalize_rewards"),
+    (RewardShapingConfig, "temperature: fitted", "temperature"),
+    *((LengthCurve, f"{CURVE}, {knots}", "lengths") for knots in
+      ("lengths: [5, 1], values: [0, 2]", "lengths: [1, 1], values: [0, 2]", "lengths: [1, 5], values: [0]")),
+    (EnsembleConfig, "means: [1.0]", "stds"),
+    (EnsembleConfig, "means: [1.0, 2.0], stds: [1.0]", "stds"),
+    (EnsembleConfig, "means: [1.0], stds: [1.0], standardize: false", "standardize"),
+    (RuleEnvironmentConfig, "rule: math, pattern: x", "pattern"),
+    (RuleEnvironmentConfig, "rule: math, wrong: 1.0", "correct"),
+    (JudgeEnvironmentConfig, "base_url: u, model: m, api_key: secret", "api_key"),
+    (JudgeEnvironmentConfig, "base_url: u, model: m, template: Rate it.", "template"),
+    (JudgeEnvironmentConfig, "base_url: u, model: m, lowest_rating: 10", "lowest_rating"),
+    (HybridEnvironmentConfig, "mode: fallback, members: {rules: {weight: 2}}", "members.rules.weight"),
+    (HybridEnvironmentConfig, "missing: renormalise, members: {a: {weight: -1}}", "members.a.weight"),
+    # servers
+    (ServerConfig, "models: [{}]", "models[0].model"),
+    (ServerConfig, "models: [{model: a, models: [b]}]", "models[0].model"),
+    (ServerConfig, "models: [{models: [a, b]}]", "models[0].ensemble"),
+    (ServerConfig, "models: [{model: a}, {model: b/a}, {model: x, name: a}]", "models"),
+    (ServerConfig, "models: [{model: a}], tls_key: k", "tls_certificate"),
+    (ServerConfig, "models: [{model: a}], tls_certificate: c", "tls_key"),
+    (NemoGymConfig, "model_path: m, server: {port: 1}", "server.port"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "text", "field"), SECTIONS)
+def test_what_a_section_refuses(section, text, field):
+    values = OmegaConf.create(text if text == "{}" else f"{{{text}}}")
+    with pytest.raises(ConfigError) as caught:
+        load_section(section, values, where="there")
+    error = caught.value
+    assert (error.field, error.where) == (field, "there")
+    assert (error.need or error.fix) and "None" not in str(error)
+
+
+VALIDATION = "data.val_data_paths={hard_set: h, plain: p}"
+OPENAI = ("policy.generation.backend=openai", "policy.generation.url=http://h/v1", "policy.generation.retokenize=true")
+VLLM, SGLANG = ("policy.generation.backend=vllm", OPENAI[1]), ("policy.generation.backend=sglang", OPENAI[1])
+CORRECTED = "loss_fn.use_importance_sampling_correction=true"
+COOLER = ("policy.generation.temperature=0.7", "policy.generation.top_p=0.9")
+NO_REFERENCE = "grpo.skip_reference_policy_logprobs_calculation=true"
+NO_PENALTY = "loss_fn.reference_policy_kl_penalty=0"
+
+RUNS = [
+    ("rm", ["data.max_input_seq_length=9000"], "data.max_input_seq_length"),
+    ("rm", ["checkpointing.metric_name=val_loss"], "checkpointing.metric_name"),
+    ("rm", [VALIDATION, "checkpointing.metric_name=validation-hard_loss"], "checkpointing.metric_name"),
+    ("rm", [VALIDATION, "checkpointing.metric_name=val_loss", "rm.val_period=0", "rm.val_at_end=false"],
+     "checkpointing.metric_name"),
+    ("rm", ["hub={push_to_hub: true, repo_id: a/b}", "checkpointing.enabled=false"], "hub.push_to_hub"),
+    ("rm", ["evaluation.enabled=true", "checkpointing.enabled=false"], "evaluation.enabled"),
+    ("rm", ["evaluation.enabled=true"], "evaluation.enabled"),
+    ("rm", ["reward_shaping={normalize_rewards: true}"], "reward_shaping"),
+    ("rm", ["cluster.gpus_per_node=8"], "cluster.gpus_per_node"),
+    ("rm", ["cluster.num_nodes=2"], "cluster.num_nodes"),
+    ("grpo", ["cluster.gpus_per_node=8"], "cluster.gpus_per_node"),
+    ("grpo", ["policy.train_global_batch_size=24"], "policy.train_global_batch_size"),
+    ("grpo", ["loss_fn.force_on_policy_ratio=true", "grpo.updates_per_batch=2"], "loss_fn.force_on_policy_ratio"),
+    ("grpo", ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
+     "loss_fn.force_on_policy_ratio"),
+    ("grpo", [NO_REFERENCE], "grpo.skip_reference_policy_logprobs_calculation"),
+    ("grpo", [NO_REFERENCE, NO_PENALTY, "grpo.watch.max_kl=10"], "grpo.skip_reference_policy_logprobs_calculation"),
+    ("grpo", [*OPENAI, CORRECTED], "loss_fn.use_importance_sampling_correction"),
+    ("grpo", [*OPENAI, "loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation"),
+    ("grpo", [*VLLM, CORRECTED, *COOLER], "loss_fn.use_importance_sampling_correction"),
+    ("grpo", ["data.max_input_seq_length=65"], "data.max_input_seq_length"),
+    ("grpo", ["grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.overlong_buffer_length"),
+    ("grpo", ["grpo.environments=[format]"], "grpo.environments"),
+    ("grpo", ["data.env_name=maths"], "data.train[0].env_name"),
+    ("grpo", ["env.math.enabled=false", "data.env_name=math"], "data.train[0].env_name"),
+    ("grpo", ["grpo.gold_environment=reward_model"], "grpo.gold_environment"),
+    ("grpo", ["grpo.gold_environment=math", "data.env_name=math"], "grpo.gold_environment"),
+    ("grpo", ["grpo.watch.stop=true"], "grpo.watch.stop"),
+    ("grpo", ["grpo.watch={stop: true, stop_on: [truncation]}", "~data.val_data_path"], "grpo.watch.stop"),
+    ("grpo", ["checkpointing.metric_name=val:reward", "~data.val_data_path"], "checkpointing.metric_name"),
+    ("grpo", ["checkpointing.metric_name=val:reward", "grpo.val_period=0", "grpo.val_at_end=false"],
+     "checkpointing.metric_name"),
+    ("grpo", ["checkpointing.metric_name=val_gold_reward"], "checkpointing.metric_name"),
+    ("grpo", ["checkpointing.metric_name=val:kl", NO_REFERENCE, NO_PENALTY], "checkpointing.metric_name"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "overrides", "field"), RUNS)
+def test_what_a_run_refuses(mistake, run, overrides, field):
+    error = mistake(run, *overrides)
+    assert error.field == field and error.need and error.fix
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "words"),
+    [
+        ("env.reward_model.batch_sise=3", "env.reward_model.batch_sise", "no such key"),
+        ("env.math.correct=-1", "env.math.correct", "correct above wrong"),
+        ("env.rewad_model={model_name: m}", "env.rewad_model", "no such kind"),
+        ("env.mine={type: ruls}", "env.mine.type", "no such kind"),
+        ("env.math=3", "env.math", "not a mapping"),
+        ("env.mix={type: hybrid, members: {math: {wrong: 5.0}}}", "env.mix.members.math.correct", "correct above"),
+        ("env.mix={type: hybrid, members: {a: {type: rule}}}", "env.mix.members.a.type", "no such kind"),
+    ],
+)
+def test_environments_are_checked_by_their_kinds(mistake, override, field, words):
+    error = mistake("grpo", override)
+    assert (error.field, error.where) == (field, f"command line, {override}") and words in str(error)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [NO_REFERENCE, NO_PENALTY],
+        [*OPENAI[:2], CORRECTED],
+        [*OPENAI, "loss_fn={use_on_policy_kl_approximation: true, kl_in_reward: true}"],
+        [*SGLANG, CORRECTED, *COOLER],
+        [*VLLM, CORRECTED, COOLER[0], "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"],
+        [CORRECTED, *COOLER],
+        ["data.max_input_seq_length=64", "policy.generation.max_new_tokens=64"],
+        ["grpo.reward_shaping={enabled: true, overlong_buffer_length: 16}"],
+        ["grpo.gold_environment=math", "grpo.watch.stop=true", "checkpointing.metric_name=val_gold_reward"],
+        ["grpo.watch={stop: true, stop_on: [kl_budget], max_kl: 5}", "cluster.gpus_per_node=0"],
+        ["checkpointing={enabled: false, metric_name: val_gold_reward}"],
+    ],
+)
+def test_what_fits_loads(load, overrides):
+    assert load("grpo", *overrides).env
+
+
+def test_a_loss_that_is_not_known_names_those_that_are_and_how_to_add_one(load, mistake):
+    assert load("rm", "rm.loss=bradley_terry") == load("rm")
+    error = mistake("rm", "rm.loss=hinge")
+    assert (error.field, error.got) == ("rm.loss.name", "hinge")
+    assert "bradley_terry" in error.need and "LOSSES" in error.fix
+    assert "margin" in mistake("rm", "rm.loss.margin=0.5").need

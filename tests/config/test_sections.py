@@ -1,0 +1,248 @@
+"""What sections make of the keys that they are given: other forms, other names, and what follows from several keys."""
+
+import json
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeward.config.checkpointing import (
+    GRPO_METRICS,
+    METRICS,
+    CheckpointingConfig,
+    GRPOCheckpointingConfig,
+    parse_grpo_metric_name,
+    parse_metric_name,
+)
+from treeward.config.grpo import GRPOConfig
+from treeward.config.load import load_section
+from treeward.config.optimisation import TorchScheduleConfig
+from treeward.config.policy import PolicyConfig
+from treeward.config.reward_environments import HybridEnvironmentConfig, RewardModelEnvironmentConfig
+from treeward.config.reward_shaping import RewardCalibration
+from treeward.config.run import EvaluationConfig
+from treeward.config.server import ServedModelConfig
+from treeward.errors import ConfigError
+
+
+def policy(**keys):
+    return PolicyConfig.model_validate({"model_name": "m"} | keys)
+
+
+def model(**keys):
+    return load_section(RewardModelEnvironmentConfig, {"model_name": "m"} | keys, where="env_config")
+
+
+# the model that is trained
+
+
+def test_size_of_a_trained_tokenizer():
+    def size(architecture, **tokenizer):
+        raw = {"model_config": {"model_type": "qwen3"} | architecture, "tokenizer": tokenizer}
+        return PolicyConfig.model_validate(raw).trained_vocab_size
+
+    assert policy().trained_vocab_size is None and size({}, name="ready") is None
+    assert (size({}), size({"vocab_size": 300}), size({"vocab_size": 300}, vocab_size=200)) == (4096, 300, 200)
+
+
+@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+def test_the_budget_of_a_batching_section_replaces_a_number_of_sequences(section):
+    on = {"enabled": True, "train_mb_tokens": 512, "logprob_mb_tokens": 1}
+    assert (policy().micro_batch_tokens, policy(train_micro_batch_size=2).micro_batch_tokens) == (4096, None)
+    config = policy(train_micro_batch_size=1, **{section: on})
+    assert (config.micro_batch_tokens, config.train_micro_batch_size) == (512, None)
+    assert policy(train_micro_batch_tokens=64, **{section: on}).micro_batch_tokens == 64
+    assert policy(train_micro_batch_size=1, **{section: on | {"enabled": False}}).train_micro_batch_size == 1
+    environment = model(batch_size=8, **{section: on})
+    assert (environment.batch_size, environment.batch_tokens) == (None, 512)
+
+
+LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}
+CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR"}
+
+
+def test_lists_of_torch_schedulers():
+    expected = TorchScheduleConfig.model_validate({"schedulers": [LINEAR, CONSTANT], "milestones": [5]})
+    assert policy(scheduler=[LINEAR, CONSTANT, {"milestones": [5]}]).scheduler == expected
+    assert policy(scheduler=expected.model_dump()).scheduler == policy(scheduler=expected).scheduler == expected
+    assert policy(scheduler=LINEAR).scheduler == TorchScheduleConfig.model_validate({"schedulers": [LINEAR]})
+
+
+# validation and its metrics
+
+
+@given(
+    st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,12}", fullmatch=True),
+    st.sampled_from(sorted(METRICS)),
+    st.sampled_from(["", "val:"]),
+    st.sampled_from("_/"),
+)
+def test_a_metric_of_one_set(name, metric, prefix, separator):
+    assert parse_metric_name(f"{prefix}validation-{name}{separator}{metric}") == (name, metric)
+
+
+@pytest.mark.parametrize(
+    ("sets", "name", "key"),
+    [
+        ("plain hard", "val:validation-plain_length_controlled_accuracy", ("plain", "length_controlled_accuracy")),
+        ("plain length_controlled", "validation-length_controlled_accuracy", ("length_controlled", "accuracy")),
+        ("plain a_robust", "validation-a_robust_accuracy", ("a_robust", "accuracy")),
+        ("a a_robust", "validation-a/robust_accuracy", ("a", "robust_accuracy")),
+    ],
+)
+def test_which_underscore_parts_set_and_metric_is_known_from_the_sets(load, sets, name, key):
+    data = f"data.val_data_paths={{{', '.join(f'{one}: {one}.jsonl' for one in sets.split())}}}"
+    assert load("rm", data, f"checkpointing.metric_name={name}").ranking_metric == key
+
+
+def test_a_metric_that_can_be_read_in_two_ways_is_refused(load, mistake):
+    words = ["data.val_data_paths={a: a, a_robust: b}", "checkpointing.metric_name=val:validation-a_robust_accuracy"]
+    error = mistake("rm", *words)
+    assert error.fix == "write validation-a/robust_accuracy or validation-a_robust/accuracy"
+    assert load("rm", *words, "checkpointing.enabled=false").ranking_metric is None, "nothing is ranked"
+
+
+@pytest.mark.parametrize("metric", [*METRICS, *GRPO_METRICS])
+def test_every_metric_has_its_direction(metric):
+    section = CheckpointingConfig if metric in METRICS else GRPOCheckpointingConfig
+    direction = METRICS[metric] if metric in METRICS else GRPO_METRICS[metric]
+    if direction is None:
+        assert section(metric_name=f"val_{metric}", higher_is_better=True).metric_is_better_when_higher
+    else:
+        assert section(metric_name=f"val_{metric}").metric_is_better_when_higher is direction
+        with pytest.raises(ConfigError, match="higher_is_better"):
+            section(metric_name=f"val_{metric}", higher_is_better=not direction)
+
+
+@pytest.mark.parametrize("name", ["val_reward", "val:reward", "validation/reward", "val:accuracy", "val:val_reward"])
+def test_names_of_the_reward(name):
+    assert parse_grpo_metric_name(name) == "reward"
+
+
+@given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
+def test_a_deadline_in_days_hours_minutes_seconds(days, hours, minutes, seconds):
+    config = CheckpointingConfig(checkpoint_must_save_by=f"{days:02}:{hours:02}:{minutes:02}:{seconds:02}")
+    assert config.checkpoint_must_save_by == 86400 * days + 3600 * hours + 60 * minutes + seconds
+
+
+@pytest.mark.parametrize(
+    ("data", "fix"),
+    [
+        ("{dataset_name: my.module.Pairs}", "as {dataset_name: my.module.Pairs},"),
+        ("{train_data_path: t.jsonl}", "Give data.validation or"),
+    ],
+)
+def test_a_run_without_validation_says_so(load, caplog, data, fix):
+    text = f"policy: {{model_name: m}}\ndata: {data}\n"
+    config = load(text + "rm: {val_period: 10}\n")
+    assert len(config.remarks) == 1 and fix in config.remarks[0]
+    assert "nothing is validated, although rm.val_period is 10" in caplog.text
+    assert load(text, "rm.val_period=null").remarks == []
+    assert load(text, "data.validation={dataset_name: Bundled}").remarks == []
+
+
+def test_suites_are_names_or_names_and_folders():
+    config = EvaluationConfig(suites=["rewardbench", " llmbar = my data/llmbar=2 "])
+    assert config.named_suites == (("rewardbench", None), ("llmbar", "my data/llmbar=2"))
+    one = EvaluationConfig.model_validate({"suites": "llmbar=downloads/llmbar"})  # as evaluation.suites=... gives it
+    assert one.named_suites == (("llmbar", "downloads/llmbar"),)
+
+
+# GRPO
+
+
+@pytest.mark.parametrize(
+    ("keys", "estimator", "divides"),
+    [
+        ({}, "grpo", True),
+        ({"use_leave_one_out_baseline": True}, "leave_one_out", True),
+        ({"use_leave_one_out_baseline": True, "normalize_rewards": False}, "leave_one_out", False),
+        ({"adv_estimator": {"name": "leave_one_out"}}, "leave_one_out", False),
+        ({"adv_estimator": {"use_leave_one_out_baseline": True}}, "leave_one_out", True),
+        ({"use_leave_one_out_baseline": True, "adv_estimator": {"use_leave_one_out_baseline": False}}, "grpo", True),
+        ({"normalize_rewards": False, "adv_estimator": {"name": "reinforce_plus_plus"}}, "reinforce_plus_plus", True),
+        ({"use_leave_one_out_baseline": True, "adv_estimator": {"name": "reinforce_plus_plus"}},
+         "reinforce_plus_plus", True),
+    ],
+)  # fmt: skip
+def test_advantages(keys, estimator, divides):
+    config = GRPOConfig(**keys)
+    assert (config.estimator, config.divides_by_std) == (estimator, divides)
+
+
+def test_overlong_filtering_masks():
+    assert GRPOConfig(overlong_filtering=True).truncated == "mask"
+    assert GRPOConfig(overlong_filtering=False, truncated="penalty").truncated == "penalty"
+
+
+def test_environments_of_a_run(load):
+    config = load("grpo")
+    assert config.environments == ("reward_model", "math", "shape")
+    assert config.default_environments == {"reward_model": 1.0}
+    assert load("grpo", "grpo.environments=[math, shape]").default_environments == {"math": 1.0, "shape": 1.0}
+    assert load("grpo", "~env.reward_model", "~env.math").default_environments == {"shape": 1.0}
+    rows_choose = load("grpo", "~env.reward_model")
+    assert rows_choose.default_environments == {} and rows_choose.used_environments == ()
+    assert load("grpo", "data.env_name={math: 1.0, shape: 0.2}").used_environments == ("math", "shape")
+    assert load("grpo", "env.reward_model.enabled=false").environments == ("math", "shape")
+
+
+def test_remarks_are_logged_once_each(load, caplog):
+    with caplog.at_level(logging.WARNING, logger="treeward.config"):
+        config = load("grpo", "policy.generation.backend=vllm", "~data.val_data_path")
+    assert [record.message for record in caplog.records] == config.remarks
+    for words in ("the policy itself samples", "env.math, env.shape", "nothing to watch"):
+        assert words in caplog.text
+    assert load("grpo", "~env.math", "~env.shape").remarks == []
+
+
+# environments and servers
+
+
+def test_features_that_nemo_rl_does_not_support():
+    assert model(cpu_offload=True).dtensor_cfg.cpu_offload
+    assert model(activation_checkpointing=True, dtensor_cfg={"_v2": True}).dtensor_cfg.activation_checkpointing
+    assert not model(cpu_offload=True, dtensor_cfg={"cpu_offload": False}).dtensor_cfg.cpu_offload
+
+
+def test_a_members_keys_stand_beside_its_weight():
+    values = {
+        "rules": {"weight": 2, "rule": "math"},
+        "other": {"type": "rules", "settings": {"rule": "regex"}, "pattern": "x"},
+    }
+    members = load_section(HybridEnvironmentConfig, {"members": values}, where="env_config").members
+    assert members["rules"].settings == {"rule": "math"} and members["rules"].weight == 2
+    assert members["other"].settings == {"rule": "regex", "pattern": "x"} and members["other"].type == "rules"
+
+
+def test_constants_survive_the_contract():
+    raw = {
+        "normalization": {"mean": 1.25, "std": 2.0},
+        "length_curve": {
+            "unit": "tokens", "lengths": [1, 5], "values": [0.0, 2.0], "residual_mean": 0.0, "residual_std": 1.0,
+        },
+        "temperature": {"value": 1.5, "nll_before": 0.5, "nll_after": 0.4, "num_pairs": 12},
+        "provenance": {
+            "data": "held_out.jsonl", "fingerprint": "ab", "num_comparisons": 3, "num_conversations": 6,
+            "num_failed": 0, "treeward_version": "1", "date": "2025-01-31",
+        },
+    }  # fmt: skip
+    calibration = RewardCalibration.model_validate(raw)
+    assert RewardCalibration.model_validate(json.loads(json.dumps(calibration.model_dump(mode="json")))) == calibration
+
+
+def test_what_a_served_model_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "results/rm/final": "rm",
+        "results/rm/final/": "rm",
+        "results/rm/checkpoints/step_4": "step_4",
+        "/final": "final",
+        "org/model-7B": "org/model-7B",
+        "runs/final": "runs",  # a folder that looks like a hub name
+    }
+    (tmp_path / "runs" / "final").mkdir(parents=True)
+    assert {model: ServedModelConfig(model=model).served_name for model in names} == names
+    section = {"models": ["runs/a/final", "runs/b/final"], "ensemble": {"method": "worst"}}
+    assert ServedModelConfig.model_validate(section).served_name == "worst-of-a-b"
