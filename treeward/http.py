@@ -28,8 +28,6 @@ from anyio.from_thread import start_blocking_portal
 from treeward.errors import ConfigError, TreewardError
 from treeward.version import VERSION
 
-__all__ = ["Connection", "Reply", "RewardServerError", "ServerError", "checked_url", "run_async", "tls_context"]
-
 logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")

@@ -21,8 +21,6 @@ from treeward.http import ServerError, checked_url, tls_context
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-__all__ = ["check_listens", "check_openai", "key_from", "openai_client", "post"]
-
 
 def check_openai() -> None:
     """Raises `ConfigError` without the package openai."""

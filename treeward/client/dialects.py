@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from treeward.data.preference import Message
 
-__all__ = ["DIALECTS", "Dialect", "Form", "RenderedConversation", "ServerScore"]
-
 Form = Literal["text", "bare", "tokens", "messages"]
 """What is sent: the text of the chat template, that text without its BOS (or CLS and SEP), its token ids, or the
 messages."""
@@ -36,13 +34,9 @@ class RenderedConversation:
 
 @dataclass(frozen=True, slots=True)
 class ServerScore:
-    """A server's numbers for one conversation (with `labels`, if it has them), and its count of tokens.
-
-    `contract`: the hash of the scoring contract that the server reports.
-    """
+    """A server's numbers for one conversation, its count of tokens, and the hash of the contract that it reports."""
 
     values: Sequence[float | None]
-    labels: Sequence[str] = ()
     num_tokens: int | None = None
     contract: str | None = None
 
@@ -90,11 +84,10 @@ def _openrlhf_body(form: Form, conversations: Sequence[RenderedConversation]) ->
 
 
 def _read_tei(response: Any) -> list[ServerScore]:
-    scores = []
-    for row in response if response and isinstance(response[0], list) else [response]:
-        ordered = sorted(row, key=lambda one: (len(one["label"]), one["label"]))  # TEI sorts by score
-        scores.append(ServerScore([one["score"] for one in ordered], [one["label"] for one in ordered]))
-    return scores
+    rows = response if response and isinstance(response[0], list) else [response]
+    # TEI sorts by score; the labels are LABEL_0, LABEL_1, ...
+    ordered = [sorted(row, key=lambda one: (len(one["label"]), one["label"])) for row in rows]
+    return [ServerScore([one["score"] for one in row]) for row in ordered]
 
 
 def _read_treeward(response: Any) -> list[ServerScore]:

@@ -28,8 +28,6 @@ from treeward.errors import ConfigError, DataError
 from treeward.http import Connection, Reply, RewardServerError
 from treeward.scoring.score import Conversation, OnError, Reward, Score
 
-__all__ = ["AsyncRewardClient", "RewardClient"]
-
 _Arguments = ParamSpec("_Arguments")
 _Value = TypeVar("_Value")
 

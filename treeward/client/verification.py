@@ -28,8 +28,6 @@ from treeward.scoring.diagnosis import PARTS, Check, Part, diagnose
 from treeward.scoring.golden import combined_heads
 from treeward.scoring.verification import Verification
 
-__all__ = ["ServerVerification", "verify_server"]
-
 _REFUSED = frozenset({400, 413, 422, 500})
 """A conversation that a server refuses alone has no score; other refusals are of the whole replay."""
 _PADDING_IS_READ = "alone every conversation has its score, and beside others it has not: padding is read"
@@ -93,8 +91,7 @@ def _contract_and_renderer(name: str | Path, trust_remote_code: bool) -> tuple[S
         raise ModelError(
             "there are no golden conversations to replay",
             where=str(name),
-            got=f"no {CONTRACT_FILE}" if contract is None else f"a {CONTRACT_FILE} without any",
-            need="a model folder with its scoring contract",
+            need=f"a model folder with its {CONTRACT_FILE}",
             fix=f"copy it from the export, or write one: treeward verify {name} --write",
         )
     own = contract.rendering
@@ -112,7 +109,7 @@ def _rendered(
     name: str, contract: ScoringContract, renderer: Renderer
 ) -> tuple[list[GoldenExample], list[RenderedConversation]]:
     """The golden conversations in every form. One that was truncated has no text, and is left out."""
-    examples, conversations = [], []
+    examples, conversations, tokenizer = [], [], renderer.tokenizer
     fitted = renderer.fit_many([example.messages for example in contract.golden])
     for example, (found, _) in zip(contract.golden, fitted, strict=True):
         if found is None or found.token_ids != example.token_ids:
@@ -123,18 +120,15 @@ def _rendered(
                 fix=f"treeward verify {name} names what differs in the folder",
             )
         if not found.truncated:
-            text = renderer.render(example.messages)
-            bare, completion = _without_frame(text, renderer), last_text(example.messages)
+            text = bare = renderer.render(example.messages)
+            if renderer.kind == "encoder":
+                bare = text.removeprefix(tokenizer.cls_token or "").removesuffix(tokenizer.sep_token or "")
+            elif renderer.adds_bos:
+                bare = text.removeprefix(tokenizer.bos_token or "")
+            completion = last_text(example.messages)
             examples.append(example)
             conversations.append(RenderedConversation(example.messages, text, bare, found.token_ids, completion))
     return examples, conversations
-
-
-def _without_frame(text: str, renderer: Renderer) -> str:
-    tokenizer = renderer.tokenizer
-    if renderer.kind == "encoder":
-        return text.removeprefix(tokenizer.cls_token or "").removesuffix(tokenizer.sep_token or "")
-    return text.removeprefix(tokenizer.bos_token or "") if renderer.adds_bos else text
 
 
 @dataclass
@@ -183,29 +177,25 @@ class _Server:
 
     async def _first_model(self) -> str | None:
         """What the server calls its first model; None for a server without /v1/models."""
+        until = time.monotonic() + self.timeout_seconds
         try:
-            reply = await self.connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds)
+            reply = await self.connection.request("/v1/models", until=until, max_retries=0)
             return str(reply.json["data"][0]["id"])
-        except RewardServerError as error:
-            if error.status not in (404, 405, 501):
-                raise
-        except (LookupError, TypeError):
-            pass
-        return None
+        except (RewardServerError, LookupError, TypeError):  # one of all requests shows again
+            return None
 
     async def _scores(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
         """The server's numbers for the conversations of one request. Raises `RewardServerError`."""
-        dialect = DIALECTS[self.dialect]
-        named = {} if self.model is None else {"model": self.model}
-        body = {**named, **dialect.body(self.form, conversations), **self.extra}
-        content = json.dumps(body, ensure_ascii=False).encode()
+        dialect, named = DIALECTS[self.dialect], {} if self.model is None else {"model": self.model}
+        content = json.dumps({**named, **dialect.body(self.form, conversations), **self.extra}).encode()
         reply = await self.connection.request(dialect.path, content, until=time.monotonic() + self.timeout_seconds)
         try:
             scores = dialect.read(reply.json)
-            if len(scores) != len(conversations) or not all(one.values for one in scores):
+            if len(scores) != len(conversations):
                 raise ValueError(f"{len(scores)} scores for {len(conversations)} conversations")
-            if not all(value is None or isinstance(value, int | float) for one in scores for value in one.values):
-                raise ValueError("a score is no number")
+            for value in [value for one in scores for value in one.values or ("no values",)]:
+                if not isinstance(value, int | float | None):
+                    raise ValueError(f"{value!r} is no score")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             need, got = f"scores: {type(error).__name__}: {error}", json.dumps(reply.json)
             raise reply.error(f"the response is not in the dialect {self.dialect}", got=got, need=need) from error
@@ -222,8 +212,8 @@ class _Server:
                 found += await self._scores([one])
             except RewardServerError as error:
                 found.append(str(error.got))
-                is_last = len(found) == len(conversations)
-                if error.status not in _REFUSED or (is_last and all(isinstance(one, str) for one in found)):
+                are_all = len(found) == len(conversations) and all(isinstance(one, str) for one in found)
+                if error.status not in _REFUSED or are_all:
                     raise
         return found
 
@@ -233,17 +223,10 @@ class _Server:
         if len(values) == 1:
             return values[0]
         if len(values) != len(heads):
-            raise RewardServerError(
-                "the server gives another number of values for a conversation",
-                status=200,
-                where=self.connection.url,
-                got=f"{len(values)} values",
-                need=f"one score, or {len(heads)} heads",
-                fix="serve the model as a classifier of whole conversations, and check which model it is",
-            )
-        by_label = dict(zip(found.labels, values, strict=True)) if found.labels else {}
-        if by_label.keys() == {head.name for head in heads}:
-            values = [by_label[head.name] for head in heads]
+            got, need = f"{len(values)} values for a conversation", f"one score, or {len(heads)} heads"
+            fix = "serve the model as a classifier of whole conversations, and check which model it is"
+            where = self.connection.url
+            raise RewardServerError("this is another model's", status=200, where=where, got=got, need=need, fix=fix)
         numbers = [value for value in values if value is not None]
         return combined_heads(numbers, heads) if len(numbers) == len(values) else None
 
@@ -251,16 +234,13 @@ class _Server:
         self, scores: Sequence[float | None], found: Sequence[ServerScore | str], examples: Sequence[GoldenExample]
     ) -> Check:
         """The one difference that explains the scores."""
-        refused = [(one, example) for one, example in zip(found, examples, strict=True) if isinstance(one, str)]
+        refused = [
+            f"{why} (for {one.name!r})" for why, one in zip(found, examples, strict=True) if isinstance(why, str)
+        ]
         if refused:
-            return Check(
-                "tokens",
-                "differs",
-                f"the server refuses {len(refused)} of {len(scores)} conversations",
-                f"{refused[0][0]} (for the conversation {refused[0][1].name!r})",
-                "a score for each",
-                "let the server read as many tokens as the model does, and all of the characters",
-            )
+            summary = f"the server refuses {len(refused)} of {len(scores)} conversations"
+            fix = "let the server read as many tokens as the model does, and all of the characters"
+            return Check("tokens", "differs", summary, refused[0], "a score for each", fix)
         verdict = diagnose(self.contract, scores, dtype=self.dtype, golden=examples)
         if verdict.part not in ("weights", "precision") or verdict.state == "equal" or None in scores:
             return verdict
@@ -288,16 +268,11 @@ class _Server:
         if served is None or served == own:
             also = ", and so says the server" if served else ""
             return Check("contract", "equal", f"version {self.contract.version}, sha256 {own[:12]}{also}")
-        members = served.split("+")
+        members = [f"sha256 {one[:12]}" for one in served.split("+")]
         what = f"is an ensemble of {len(members)} models" if len(members) > 1 else "has another scoring contract"
-        return Check(
-            "contract",
-            "differs",
-            f"the server's model {what}",
-            ", ".join(f"sha256 {one[:12]}" for one in members),
-            f"sha256 {own[:12]} alone",
-            "name another of the server's models (--model), or verify against the folder that is served",
-        )
+        fix = "name another of the server's models (--model), or verify against the folder that is served"
+        summary, need = f"the server's model {what}", f"sha256 {own[:12]} alone"
+        return Check("contract", "differs", summary, ", ".join(members), need, fix)
 
     def _check(self, part: Part, verdict: Check) -> Check:
         if part == verdict.part:

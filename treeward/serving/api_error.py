@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from treeward.errors import TreewardError, shown
 
-__all__ = ["APIError", "in_words"]
-
 
 class APIError(Exception):
     """`status`: of HTTP. `code`: one word for programs. `message`: for people. `param`: the field that is wrong.

@@ -29,8 +29,6 @@ from treeward.serving.playground import routes as playground
 from treeward.serving.service import Service
 from treeward.version import VERSION
 
-__all__ = ["create_app"]
-
 
 class ErrorFacts(TypedDict):
     """Why not: `code` is one word for programs, `param` the field that is wrong, `type` as OpenAI's clients read it."""

@@ -12,14 +12,13 @@ scored as if it were alone: one that fails does not fail others.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
@@ -31,8 +30,6 @@ from treeward.serving.api_error import APIError, in_words
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import Item, ServedModel, check_length
 from treeward.serving.rendered_text import RenderedText
-
-__all__ = ["Batcher", "FailedScore"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +62,8 @@ class _Request:
 
     model: ServedModel
     scores: list[Score | None]
-    future: asyncio.Future[list[Score]]
     num_missing: int
+    future: Future[list[Score]] = field(default_factory=Future)
     ready: deque[tuple[int, Item]] = field(default_factory=deque)
     is_over: bool = False
 
@@ -111,7 +108,7 @@ class Batcher:
         if not conversations:
             return []
         number, loop = len(conversations), asyncio.get_running_loop()
-        request = _Request(model, [None] * number, loop.create_future(), num_missing=number)
+        request = _Request(model, [None] * number, number)
         self._accept(request)
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
@@ -120,12 +117,12 @@ class Batcher:
                         await asyncio.sleep(0.01)
                     part = conversations[start : start + _TOKENIZED_AT_ONCE]
                     await loop.run_in_executor(self._tokenizing, self._tokenize, request, start, part)
-                return await request.future
+                return await asyncio.wrap_future(request.future)
         except TimeoutError as error:
             message = f"not scored in time: {request.num_missing} of {number} conversations were not scored yet"
             raise APIError(504, "deadline_exceeded", message, retry_after=self.seconds_of_queue) from error
         finally:
-            self._forget(request)
+            self._end(request)
 
     def close(self, *, join_seconds: float = 20.0) -> None:
         """Stop scoring; what was not scored is refused with 503. Waits so long for a batch that is being scored."""
@@ -134,8 +131,8 @@ class Batcher:
             left = list(self._open)
             self._lock.notify_all()
         for request in left:
-            self._forget(request)
-            _tell(request, lambda future: future.set_exception(_shut_down()))
+            if self._end(request) and request.future.set_running_or_notify_cancel():
+                request.future.set_exception(_shut_down())
         # A thread inside the model when the interpreter ends could bring it down.
         self._scoring.join(join_seconds)
 
@@ -150,22 +147,20 @@ class Batcher:
             self.num_queued += request.num_missing
             self._open.add(request)
 
-    def _forget(self, request: _Request) -> None:
-        """Drop what has no score yet; a complete request has nothing to drop."""
+    def _end(self, request: _Request) -> bool:
+        """Forget a request, and what it has without a score. False where it was over already."""
         with self._lock:
             if request.is_over:
-                return
-            self._end(request)
+                return False
+            request.is_over = True
+            self._open.discard(request)
+            self._ready.pop(request, None)
+            self._ready_tokens -= sum(item.num_tokens for _, item in request.ready)
+            request.ready.clear()
             self.num_queued -= request.num_missing
             self._lock.notify_all()
         self.metrics.forgotten.labels(request.model.name).inc(request.num_missing)
-
-    def _end(self, request: _Request) -> None:
-        request.is_over = True
-        self._open.discard(request)
-        self._ready.pop(request, None)
-        self._ready_tokens -= sum(item.num_tokens for _, item in request.ready)
-        request.ready.clear()
+        return True
 
     def _tokenize(self, request: _Request, start: int, part: Sequence[Conversation | RenderedText]) -> None:
         """Make the next conversations of a request ready to be scored. In the tokenizing thread."""
@@ -173,14 +168,14 @@ class Batcher:
             self._lock.wait_for(lambda: self._ready_tokens < 2 * self._most_ready_tokens or request.is_over)
         if request.is_over:
             return
-        too_long = [check_length(one, self.config.max_conversation_characters) for one in part]
-        short = [one for one, error in zip(part, too_long, strict=True) if error is None]
+        errors = [check_length(one, self.config.max_conversation_characters) for one in part]
+        short = [one for one, error in zip(part, errors, strict=True) if error is None]
         prepared = iter(_isolated(request.model.prepare, short) if short else [])
         failed: list[tuple[_Request, int, Score]] = []
         with self._lock:
-            for i, error in enumerate(too_long, start):
+            for i, error in enumerate(errors, start):
                 item = next(prepared) if error is None else Item(None, 0, error=error)
-                if isinstance(item, FailedScore):
+                if isinstance(item, Score):
                     failed.append((request, i, item))
                 elif item.error is not None:
                     failed.append((request, i, Score(None, item.num_tokens, error=item.error)))
@@ -245,16 +240,15 @@ class Batcher:
 
     def _check_model(self, model: ServedModel, items: Sequence[Item], scores: Sequence[Score]) -> None:
         """If nothing of a batch could be scored, see whether the model still scores what it has scored before."""
-        good = next((item for item, one in zip(items, scores, strict=True) if not isinstance(one, FailedScore)), None)
-        if good is None:
-            good = self._last_good.get(model.name)
-            if good is None:
-                return
-            if isinstance(_isolated(model.score, [good])[0], FailedScore):
-                logger.error("%s fails at what it has scored before: it is broken.", model.name)
-                self._broken.add(model.name)
-                return
-        self._last_good[model.name] = good
+        good = next((item for item, one in zip(items, scores, strict=True) if one.score is not None), None)
+        if good is not None:
+            self._last_good[model.name] = good
+        elif model.name not in self._last_good:
+            return
+        elif _isolated(model.score, [self._last_good[model.name]])[0].score is None:
+            logger.error("%s fails at what it has scored before: it is broken.", model.name)
+            self._broken.add(model.name)
+            return
         self._broken.discard(model.name)
 
     def _settle(self, scored: Sequence[tuple[_Request, int, Score]]) -> None:
@@ -272,22 +266,12 @@ class Batcher:
                     self._end(request)
                     complete.append(request)
         for request in complete:
-            _tell(request, lambda future, scores=request.scores: future.set_result(scores))  # type: ignore[misc]
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_result([score for score in request.scores if score is not None])
 
 
 def _shut_down() -> APIError:
     return APIError(503, "shutting_down", "the server is shutting down", retry_after=5)
-
-
-def _tell(request: _Request, what: Callable[[asyncio.Future[list[Score]]], None]) -> None:
-    """Do something with a request's future in its event loop, where alone it is allowed."""
-
-    def wake() -> None:
-        if not request.future.done():
-            what(request.future)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        request.future.get_loop().call_soon_threadsafe(wake)
 
 
 def _prompts_together(requests: Sequence[_Request]) -> list[_Request]:

@@ -26,8 +26,6 @@ from treeward.serving.api_error import APIError
 from treeward.serving.playground import routes as playground
 from treeward.serving.service import Service
 
-__all__ = ["JSON", "RequestLimits", "error_response"]
-
 logger = logging.getLogger("treeward.requests")
 
 _OPEN_PATHS = {"/health", "/ready"} | playground.OPEN_PATHS

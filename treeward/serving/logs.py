@@ -15,8 +15,6 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-__all__ = ["configure"]
-
 
 def configure(form: Literal["text", "json"], *, debug: bool = False) -> None:
     """Send all records there, and nowhere else: treeward's from INFO on, those of libraries from WARNING on."""

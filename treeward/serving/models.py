@@ -37,8 +37,6 @@ from treeward.scoring.shaping import Shaper
 from treeward.serving.rendered_text import Ending, RenderedText
 from treeward.tree.token_tree import common_prefix_length
 
-__all__ = ["CustomModel", "Item", "ServedModel", "check_length"]
-
 _NO_IDS = np.empty(0, dtype=np.int32)
 
 

@@ -22,8 +22,6 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.serving import logs
 from treeward.serving.run import serve
 
-__all__ = ["gym_config", "main"]
-
 _DICT, _NAME = "NEMO_GYM_CONFIG_DICT", "NEMO_GYM_CONFIG_PATH"
 
 

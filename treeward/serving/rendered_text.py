@@ -18,14 +18,6 @@ from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 
-__all__ = ["Ending", "RenderedText"]
-
-_COMPLETIONS = "Romam.", "Quo vadis"
-_PROMPTS: tuple[list[Message], ...] = (
-    [{"role": "user", "content": "Quo vadis?"}],
-    [{"role": "system", "content": "Loquere."}, {"role": "user", "content": "Quo vadis?"}],
-)
-
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
@@ -48,49 +40,45 @@ class RenderedText:
 class Ending:
     """What every conversation of a model ends and begins with, as its template and tokenizer write it.
 
-    `text` and `ids`: the end of turn, without the SEP that the tokenizer of an encoder adds itself. `first_id`: the BOS
-    or CLS, and `first` its text; None where there is none. `sep`: an encoder's. `padding`: the text of the pad token
-    where it can be stripped.
+    `text` and `ids`: the end of turn, without the SEP that the tokenizer of an encoder adds itself (`sep`). `first`:
+    the BOS or CLS. `padding`: the text of the pad token where it can be stripped.
     """
 
     text: str = ""
     ids: tuple[int, ...] = ()
-    first_id: int | None = None
     first: str = ""
     sep: str = ""
-    padding: str | None = None
+    padding: str = ""
 
     @classmethod
     def of(cls, renderer: Renderer | None) -> Ending:
         """Of a renderer; empty for None and for a template that refuses a plain conversation."""
-        for prompt in _PROMPTS if renderer is not None else ():
-            assert renderer is not None
-            tokenizer = renderer.tokenizer
-            chats = [[*prompt, {"role": "assistant", "content": completion}] for completion in _COMPLETIONS]
-            sep = tokenizer.sep_token if renderer.kind == "encoder" else None
-            try:
-                texts = [renderer.render(chat).removesuffix(sep or "") for chat in chats]
-                rows = renderer.encode_many(chats)
-            except DataError:
-                continue
-            text, ids = _common_end(*texts), tuple(_common_end(*rows))
-            first = {tokenizer.bos_token_id: tokenizer.bos_token, tokenizer.cls_token_id: tokenizer.cls_token}
-            written = first.get(rows[0][0])
-            padding = tokenizer.pad_token
-            if not padding or padding in text or padding == tokenizer.eos_token:
-                padding = None
-            return cls(text, ids, rows[0][0] if written else None, written or "", sep or "", padding)
-        return cls()
+        if renderer is None:
+            return cls()
+        tokenizer, question = renderer.tokenizer, {"role": "user", "content": "Quo vadis?"}
+        chats = [[question, {"role": "assistant", "content": one}] for one in ("Romam.", "Quo vadis")]
+        sep = tokenizer.sep_token or "" if renderer.kind == "encoder" else ""
+        try:
+            texts = [renderer.render(chat).removesuffix(sep) for chat in chats]
+            rows = renderer.encode_many(chats)
+        except DataError:
+            return cls()
+        text, ids = _common_end(*texts), tuple(_common_end(*rows))
+        first = {tokenizer.bos_token_id: tokenizer.bos_token, tokenizer.cls_token_id: tokenizer.cls_token}
+        padding = tokenizer.pad_token or ""
+        can_strip = padding not in text and padding != tokenizer.eos_token
+        return cls(text, ids, first.get(rows[0][0]) or "", sep, padding if can_strip else "")
 
     def warning(self, texts: Sequence[str | Sequence[int]]) -> str | None:
-        """How many texts, or token ids, do not end or begin as the model's conversations do; None for none."""
-        cut = sum(map(self._is_cut, texts))
-        begun = sum(map(self._begins_otherwise, texts))
+        """How many texts, or token ids, do not end as the model's conversations do; None for none."""
+        cut = 0
+        for text in texts:
+            if isinstance(text, str):
+                cut += not text.removesuffix(self.sep).endswith(self.text)
+            else:
+                cut += bool(self.ids) and tuple(text[-len(self.ids) :]) != self.ids
         end = ascii(self.text) if self.text else f"the tokens {list(self.ids)}"
-        said = [f"{cut} of {len(texts)} texts do not end with {end}, as this model's conversations do"] if cut else []
-        if begun:
-            said.append(f"{begun} of {len(texts)} texts do not begin with exactly one token {self.first_id}")
-        return "; ".join(said) or None
+        return f"{cut} of {len(texts)} texts do not end with {end}, as this model's conversations do" if cut else None
 
     def completed(self, generated: str) -> str:
         """A generated text without padding, and with the white space that the template writes after the end of turn.
@@ -98,7 +86,7 @@ class Ending:
         A policy stops at its end of turn, so it never writes what follows: where only white space is missing, it is
         added. A text that was cut before its end of turn stays as it is.
         """
-        if self.padding is not None:
+        if self.padding:
             start, end, step = 0, len(generated), len(self.padding)
             while generated.startswith(self.padding, start):
                 start += step
@@ -123,20 +111,8 @@ class Ending:
         mark = self.text.strip()
         return completion.rstrip().removesuffix(mark) if mark and completion.rstrip().endswith(mark) else completion
 
-    def _is_cut(self, text: str | Sequence[int]) -> bool:
-        if isinstance(text, str):
-            return not text.removesuffix(self.sep).endswith(self.text)
-        return bool(self.ids) and tuple(text[-len(self.ids) :]) != self.ids
-
-    def _begins_otherwise(self, text: str | Sequence[int]) -> bool:
-        """Whether token ids have no BOS (or CLS), or two; a text is given exactly one."""
-        if isinstance(text, str) or self.first_id is None:
-            return False
-        return text[0] != self.first_id or list(text[1:2]) == [self.first_id]
-
 
 def _common_end(a: Sequence[Any], b: Sequence[Any]) -> Any:
-    length = 0
-    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
-        length += 1
+    pairs = zip(reversed(a), reversed(b), strict=False)
+    length = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
     return a[len(a) - length :]

@@ -26,8 +26,6 @@ from treeward.serving.app import create_app
 from treeward.serving.models import CustomModel, ServedModel
 from treeward.serving.service import Service
 
-__all__ = ["make_server", "make_service", "serve"]
-
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096

@@ -26,8 +26,6 @@ from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 
-__all__ = ["Service"]
-
 
 class Service:
     """The models, the batcher that scores with them, and what the server counts."""

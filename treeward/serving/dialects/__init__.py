@@ -11,8 +11,6 @@ from fastapi import APIRouter
 
 from treeward.serving.dialects import nemo_gym, openrlhf, rewards, slime, tei, trace, vllm_sglang
 
-__all__ = ["router"]
-
 router = APIRouter()
 for _dialect in (rewards, trace, vllm_sglang, openrlhf, tei, slime, nemo_gym):
     router.include_router(_dialect.router)

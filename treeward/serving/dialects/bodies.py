@@ -33,9 +33,6 @@ from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.service import Service
 
-__all__ = ["Body", "Chat", "JSONRoute", "ModelName", "OwnBody", "Server", "Strings", "Texts", "TokenIds", "as_list"]
-__all__ += ["as_numbers", "described", "is_one", "sigmoid"]
-
 
 class JSONRoute(APIRoute):
     """A route whose bodies are read by orjson: strictly, without NaN or lone surrogates."""

@@ -34,8 +34,6 @@ from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rollouts.statistics import aggregate_metrics
 
-__all__ = ["PATHS", "router", "verdict", "with_verdict"]
-
 PATHS = ("/verify", "/seed_session", "/close_session", "/aggregate_metrics")
 """How the addresses of its bodies end."""
 _VERDICT_KEYS = frozenset(

@@ -21,8 +21,6 @@ from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 
-__all__ = ["router"]
-
 _MOST_MESSAGES = 2**20
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)

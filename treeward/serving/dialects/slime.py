@@ -19,8 +19,6 @@ from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["slime"], route_class=JSONRoute)
 
 

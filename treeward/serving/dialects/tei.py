@@ -25,8 +25,6 @@ from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server,
 from treeward.serving.limits import JSON
 from treeward.serving.rendered_text import RenderedText
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["tei"], route_class=JSONRoute)
 
 

@@ -30,8 +30,6 @@ from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel, check_length
 from treeward.serving.rendered_text import RenderedText
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 
 

@@ -34,8 +34,6 @@ from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.service import Service
 
-__all__ = ["router"]
-
 router = APIRouter(route_class=JSONRoute)
 
 

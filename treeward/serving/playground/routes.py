@@ -14,8 +14,6 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.responses import FileResponse
 
-__all__ = ["OPEN_PATHS", "router"]
-
 _FOLDER = Path(__file__).parent
 _FILES = {f"/playground/{path.name}": path for path in sorted(_FOLDER.glob("page.css")) + sorted(_FOLDER.glob("*.js"))}
 _FILES["/"] = _FOLDER / "page.html"

@@ -28,8 +28,6 @@ from treeward.serving.rollouts.policy import Policy, Task
 from treeward.serving.rollouts.statistics import ROLLOUT_INDEX, TASK_INDEX, aggregate_metrics, reward_profiles
 from treeward.storage import write_text
 
-__all__ = ["Collected", "Rewards", "check_free", "collect"]
-
 _WRONG_SETTING = frozenset({401, 403, 404, 405})
 """Every request would be refused with these: they end the run."""
 

@@ -27,8 +27,6 @@ from treeward.errors import DataError
 from treeward.http import ServerError
 from treeward.openai_client import post
 
-__all__ = ["Policy", "Task", "read_tasks"]
-
 _OF_RESPONSES = ResponseCreateParamsBase.__annotations__.keys() - CompletionCreateParamsBase.__annotations__.keys()
 """Parameters that chat completions do not have, or have under other names."""
 _TRANSLATED = frozenset({"input", "instructions", "max_output_tokens", "reasoning"})

@@ -13,8 +13,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["ROLLOUT_INDEX", "TASK_INDEX", "aggregate_metrics", "reward_profiles"]
-
 TASK_INDEX = "_ng_task_index"
 ROLLOUT_INDEX = "_ng_rollout_index"
 
