@@ -30,34 +30,13 @@ from treeward.serving.service import Service
 from treeward.version import VERSION
 
 
-class ErrorFacts(TypedDict):
-    """Why not: `code` is one word for programs, `param` the field that is wrong, `type` as OpenAI's clients read it."""
-
-    message: str
-    type: str
-    code: str
-    param: str | None
-    request_id: str
-
-
 class ErrorResponse(TypedDict):
-    """A request that gets no scores."""
+    """A request that gets no scores: `message`, `type`, `code`, `param`, `request_id`."""
 
-    error: ErrorFacts
+    error: dict[str, str | None]
 
 
-_ERRORS = {
-    400: "The body is no JSON, or a header is wrong.",
-    401: "The server asks for a bearer token.",
-    404: "No model has this name.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large, or holds too many conversations.",
-    422: "The body is not as described, or a conversation cannot be scored.",
-    429: "Too much is waiting already; come back after `Retry-After`.",
-    500: "The server failed to score a conversation.",
-    503: "The server is shutting down, or has failed.",
-    504: "Not scored within the request's time.",
-}
+_ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 
 
 def create_app(service: Service, *, token: str | None = None, allowed_hosts: Collection[str] | None = None) -> FastAPI:
@@ -73,7 +52,7 @@ def create_app(service: Service, *, token: str | None = None, allowed_hosts: Col
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses={status: {"description": what, "model": ErrorResponse} for status, what in _ERRORS.items()},
+        responses={status: {"model": ErrorResponse} for status in _ERRORS},
         exception_handlers={
             APIError: _api_error, RequestValidationError: _invalid, HTTPException: _not_routed, Exception: _failed,
         },

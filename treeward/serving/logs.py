@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 
 def configure(form: Literal["text", "json"], *, debug: bool = False) -> None:
@@ -27,17 +27,12 @@ def configure(form: Literal["text", "json"], *, debug: bool = False) -> None:
     logging.captureWarnings(True)
 
 
-def _facts(record: logging.LogRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = getattr(record, "facts", {})
-    return facts
-
-
 class _TextFormatter(logging.Formatter):
     """`HH:MM:SS message key=value ...`; the level when it is not INFO."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        said = record.message + "".join(f" {key}={value}" for key, value in _facts(record).items())
+        said = record.message + "".join(f" {key}={value}" for key, value in vars(record).get("facts", {}).items())
         # It may hold what a client sent: it stays one line, and says nothing to the terminal.
         printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
         return f"{self.formatTime(record, self.datefmt)} {level}{printable}"
@@ -45,12 +40,12 @@ class _TextFormatter(logging.Formatter):
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
+        line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **_facts(record),
+            **vars(record).get("facts", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

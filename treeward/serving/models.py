@@ -86,15 +86,11 @@ class ServedModel:
         `ConfigError` for a device that is not there.
         """
         _check_device(config)
-        options: dict[str, Any] = {
-            "device": config.device,
+        same = {"device", "max_length", "truncation", "check_contract", "trust_remote_code"}
+        options: dict[str, Any] = {name: getattr(config, name) for name in same} | {
             "dtype": DTYPES[config.dtype],
             "batch_tokens": server.batch_tokens,
-            "max_length": config.max_length,
-            "truncation": config.truncation,
-            "check_contract": config.check_contract,
             "prefix_cache_bytes": server.prefix_cache_bytes,
-            "trust_remote_code": config.trust_remote_code,
         }
         members, is_ensemble = config.members, config.ensemble is not None
         scorer: Scorer | EnsembleScorer
@@ -152,9 +148,8 @@ class ServedModel:
         calibrations = [contract.calibration for contract in self.contracts]
         shaping, temperature = None, None
         if self.shaper is not None:
-            constants = [None if one is None else one.model_dump(mode="json") for one in calibrations]
-            parts = json.dumps([self.shaper.config.model_dump(mode="json"), constants], sort_keys=True)
-            shaping = hashlib.sha256(parts.encode()).hexdigest()
+            parts = [self.shaper.config.model_dump_json(), *(one and one.model_dump_json() for one in calibrations)]
+            shaping = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         is_single = len(self.contracts) == len(self.members) == 1 and isinstance(self.scorer, Scorer)
         if is_single and calibrations[0] is not None and calibrations[0].temperature is not None:
             temperature = calibrations[0].temperature.value
@@ -191,9 +186,8 @@ class ServedModel:
         try:
             return self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
         except (torch.OutOfMemoryError, MemoryError):
-            for scorer in self.scorers:
-                if scorer.prefix_cache is not None:
-                    scorer.prefix_cache.clear()
+            for cache in [scorer.prefix_cache for scorer in self.scorers if scorer.prefix_cache is not None]:
+                cache.clear()
             torch.cuda.empty_cache()
             raise
 
@@ -240,9 +234,8 @@ class CustomModel(ServedModel):
         """
         at = {"field": "reward_class", "got": config.reward_class}
         try:
-            environment = CustomEnvironment(
-                {"function": config.reward_class, "kwargs": {"model_path": config.members[0]}}
-            )
+            kwargs = {"model_path": config.members[0]}
+            environment = CustomEnvironment({"function": config.reward_class, "kwargs": kwargs})
         except ConfigError as error:
             raise ConfigError(error.summary, **at, need=error.need, fix=error.fix) from error
         if isinstance(config.shaping, str):
@@ -269,10 +262,8 @@ def _check_device(config: ServedModelConfig) -> None:
     try:
         torch.empty(0, device=config.device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        got, need = f"{config.device}: {str(error).splitlines()[0]}", "cpu, or a GPU that torch sees, as cuda or cuda:1"
-        raise ConfigError(
-            "the device cannot be used", where=config.served_name, field="device", got=got, need=need
-        ) from error
+        at = {"where": config.served_name, "field": "device", "got": f"{config.device}: {str(error).splitlines()[0]}"}
+        raise ConfigError("the device cannot be used", **at, need="cpu, cuda, cuda:1, ...") from error
 
 
 def _item(prepared: Prepared | tuple[Prepared, ...], prompt_length: int | None = None) -> Item:

@@ -100,13 +100,9 @@ def _bind(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            "the address cannot be used",
-            where="host, port",
-            got=f"{config.host}:{config.port}: {error.strerror or error}",
-            need="an address of this machine, and a port that is free",
-            fix="port=0 takes a free one",
-        ) from error
+        got, fix = f"{config.host}:{config.port}: {error.strerror or error}", "port=0 takes a free one"
+        need = "an address of this machine, and a port that is free"
+        raise ConfigError("the address cannot be used", where="host, port", got=got, need=need, fix=fix) from error
     return listener
 
 
@@ -117,7 +113,5 @@ def _check_tls(config: ServerConfig) -> None:
         # With a password, so that a key that has one fails here and does not ask on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, password="")
     except OSError as error:  # ssl.SSLError is one
-        got, need = f"{config.tls_certificate}, {config.tls_key}: {error}", "PEM files, the key without a password"
-        raise ConfigError(
-            "the TLS files cannot be used", field="tls_certificate, tls_key", got=got, need=need
-        ) from error
+        at = {"field": "tls_certificate, tls_key", "got": str(error)}
+        raise ConfigError("the TLS files cannot be used", **at, need="PEM files, the key without a password") from error

@@ -137,9 +137,6 @@ Strings = Annotated[str | Annotated[list[str], _FAST], described("a text or a li
 
 _Ids = Annotated[list[int], _NOT_EMPTY]
 
-TokenIds = Annotated[_Ids | Annotated[list[_Ids], _FAST], described("a list of token ids, or a list of such lists")]
-"""The token ids of a text, or of several."""
-
 Texts = Annotated[
     Annotated[str, Field(min_length=1)] | _Ids | Annotated[list[str | _Ids], _NOT_EMPTY],
     described("a text to score, a list of token ids, or a list of either"),

@@ -17,10 +17,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter
+from fastapi import Body as FromBody
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -73,27 +74,6 @@ class VerifyBody(Body):
     """`reward_passed` says whether the reward is at least this."""
 
 
-class SeedSessionBody(Body):
-    """A row, or the start of an episode."""
-
-    resources_session_id: str | None = Field(default=None, min_length=1)
-    """The session that the caller has named."""
-
-
-class CloseSessionBody(Body):
-    """The end of an episode."""
-
-    resources_session_id: str
-    """The session, which need not be known."""
-
-
-class AggregateBody(Body):
-    """Rollouts with their rewards."""
-
-    verify_responses: list[dict[str, Any]]
-    """Responses of `/verify`."""
-
-
 @_of_rollouts.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
 async def verify(body: VerifyBody, request: Request, server: Server) -> Response:
     model = server.model(None)
@@ -112,24 +92,28 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> Response
 
 
 @_of_rollouts.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
-async def seed_session(body: SeedSessionBody) -> JSON:
-    session = body.resources_session_id
-    if session is None:
+async def seed_session(
+    resources_session_id: Annotated[str | None, Field(min_length=1), FromBody(embed=True)] = None,
+) -> JSON:
+    """A row, or the start of an episode, which names its session."""
+    if resources_session_id is None:
         return JSON({})
     # Nothing is kept of a session, so the cookie only has to be there, and fit for a header.
-    response = JSON({"resources_session_id": session})
-    response.set_cookie("treeward_session", hashlib.sha256(session.encode()).hexdigest()[:32], httponly=True)
+    response = JSON({"resources_session_id": resources_session_id})
+    response.set_cookie("treeward_session", hashlib.sha256(resources_session_id.encode()).hexdigest(), httponly=True)
     return response
 
 
 @router.post("/close_session", summary="End a session", response_model=dict[str, str])
-async def close_session(body: CloseSessionBody) -> JSON:
-    return JSON({"resources_session_id": body.resources_session_id})
+async def close_session(resources_session_id: Annotated[str, FromBody(embed=True)]) -> JSON:
+    return JSON({"resources_session_id": resources_session_id})
 
 
 @router.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=dict[str, Any])
-def aggregate(body: AggregateBody) -> JSON:  # no coroutine: it takes long, in a thread
-    return JSON(aggregate_metrics(body.verify_responses))
+def aggregate(  # no coroutine: it takes long, in a thread
+    verify_responses: Annotated[list[dict[str, Any]], FromBody(embed=True)],
+) -> JSON:
+    return JSON(aggregate_metrics(verify_responses))
 
 
 @router.get("/reverify_mode", summary="Rollouts may be verified again at any time")

@@ -59,16 +59,6 @@ class PredictBody(Body):
     """Changes nothing: a text that is too long is refused."""
 
 
-class PredictError(TypedDict):
-    """Why there are no scores: TEI's `error` and `error_type`, and what other dialects have."""
-
-    error: str
-    error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer"]
-    code: str
-    param: str | None
-    request_id: str
-
-
 class Prediction(TypedDict):
     """The score of a text."""
 
@@ -80,7 +70,9 @@ class Prediction(TypedDict):
     "/predict",
     summary="Text Embeddings Inference: scores as predictions",
     response_model=list[Prediction] | list[list[Prediction]],
-    responses={status: {"model": PredictError} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)},
+    responses={
+        status: {"model": dict[str, str | None]} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
+    },
 )
 async def predict(body: PredictBody, server: Server, model: ModelName = None) -> JSON:
     return await server.respond(server.model(model), parse(body), lambda rewards: to_json(body, rewards))

@@ -17,7 +17,7 @@ with 404 to a name that is none of theirs.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -32,7 +32,6 @@ from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, S
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
-from treeward.serving.service import Service
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -81,9 +80,9 @@ class PoolingBody(VllmBody):
 class ClassifyBody(VllmBody):
     """`input` or `messages` as vLLM reads them, or `text` or `input_ids` as SGLang does."""
 
-    text: bodies.Strings | None = None
+    text: Texts | None = None
     """Texts as the model's chat template renders them. A BOS (or CLS and SEP) is neither doubled nor missing."""
-    input_ids: bodies.TokenIds | None = None
+    input_ids: Texts | None = None
     """Token ids of a text, or a list of them; they are taken as they are."""
 
 
@@ -101,7 +100,7 @@ class EmbeddingsBody(Body):
 class Scored(TypedDict):
     """`meta_info`: `id`, `prompt_tokens`."""
 
-    embedding: list[float]
+    embedding: list[float | None]
     meta_info: dict[str, str | int]
 
 
@@ -118,8 +117,10 @@ class ListResponse(TypedDict):
 
 @router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"], response_model=ListResponse)
 async def pooling(body: PoolingBody, server: Server) -> JSON:
-    model = server.model(body.model)
-    return await server.respond(model, parse(body, model), lambda rewards: pooling_json(body, model, rewards))
+    order = ">" if body.endianness == "big" else "<"
+    return await _vllm(
+        body, server, "pool", lambda x: {"object": "pooling", "data": as_numbers(x, body.encoding_format, order)}
+    )
 
 
 @router.post(
@@ -134,26 +135,49 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
         message = "the body must have one of input and messages (vLLM), text and input_ids (SGLang)"
         raise APIError(422, "invalid_request", message)
     if given[0] in ("input", "messages"):
-        model = server.model(body.model)
-        return await server.respond(model, parse(body, model), lambda rewards: classify_json(body, model, rewards))
+        return await _vllm(body, server, "classify", lambda x: {"label": "LABEL_0", "probs": [x], "num_classes": 1})
     texts: Any = getattr(body, given[0])
-    return await server.respond(
-        _model(server.service, body.model),
-        [RenderedText(text) for text in as_list(texts)],
-        lambda rewards: sglang_json(texts, rewards),
-    )
+    name = uuid4().hex
+
+    def to_json(rewards: Sequence[Reward]) -> Any:
+        """A list for a list of texts, one object for one text."""
+        rows = [
+            Scored(embedding=[reward.value], meta_info={"id": name, "prompt_tokens": reward.score.num_tokens})
+            for reward in rewards
+        ]
+        return rows[0] if bodies.is_one(texts) else rows
+
+    asked = [RenderedText(text) for text in as_list(texts)]
+    return await server.respond(_any_model(server, body.model), asked, to_json)
 
 
 @router.post(
     "/v1/embeddings", summary="SGLang: scores as embeddings of one number", tags=["sglang"], response_model=ListResponse
 )
 async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
-    model = _model(server.service, body.model)
-    return await server.respond(
-        model,
-        [RenderedText(text) for text in as_list(body.input)],
-        lambda rewards: embeddings_json(body, model, rewards),
-    )
+    model = _any_model(server, body.model)
+
+    def to_json(rewards: Sequence[Reward]) -> ListResponse:
+        numbers = [as_numbers(reward.value, body.encoding_format) for reward in rewards]
+        return _list("embd", model, rewards, [{"object": "embedding", "embedding": one} for one in numbers])
+
+    return await server.respond(model, [RenderedText(text) for text in as_list(body.input)], to_json)
+
+
+def _any_model(server: Server, name: str | None) -> ServedModel:
+    """The model of a name; the first for "default", and for any name where there is no other."""
+    is_any = name == "default" or len(server.service.models) == 1
+    return server.service.model(None if is_any else name)
+
+
+async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float], dict[str, Any]]) -> JSON:
+    """The response to a request of vLLM's; `row`: what it has of each number."""
+    model = server.model(body.model)
+
+    def to_json(rewards: Sequence[Reward]) -> ListResponse:
+        return _list(kind, model, rewards, [row(value) for value in _values(body, rewards)])
+
+    return await server.respond(model, parse(body, model), to_json)
 
 
 def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedText]:
@@ -162,56 +186,17 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
         raise APIError(422, "invalid_request", "give either input or messages")
     if body.messages is None:
         return [RenderedText(text) for text in as_list(body.input or [])]
-    renderer = model.renderer
-    own = [None] if renderer is None else [None, renderer.chat_template, renderer.tokenizer.chat_template]
-    arguments = {} if renderer is None else renderer.chat_template_kwargs
-    is_own = {
-        "chat_template": body.chat_template in own,
-        "chat_template_kwargs": body.chat_template_kwargs in (None, {}, arguments),
-    }
-    if wrong := next((field for field, is_right in is_own.items() if not is_right), None):
-        why = "the conversation would not be scored as in training; leave it out, or send text as input"
-        raise APIError(422, "invalid_request", f"{wrong}: {why}", param=wrong)
+    if model.renderer is not None:
+        own = [None, model.renderer.chat_template, model.renderer.tokenizer.chat_template]
+        is_own = {
+            "chat_template": body.chat_template in own,
+            "chat_template_kwargs": body.chat_template_kwargs in (None, {}, model.renderer.chat_template_kwargs),
+        }
+        if wrong := next((field for field, is_right in is_own.items() if not is_right), None):
+            why = "the conversation would not be scored as in training; leave it out, or send text as input"
+            raise APIError(422, "invalid_request", f"{wrong}: {why}", param=wrong)
     conversation: list[Any] = list(body.messages)
     return [conversation]
-
-
-def classify_json(body: VllmBody, model: ServedModel, rewards: Sequence[Reward]) -> ListResponse:
-    """The response of `/classify`."""
-    values = _values(body, rewards)
-    rows = [{"index": i, "label": "LABEL_0", "probs": [value], "num_classes": 1} for i, value in enumerate(values)]
-    return _list("classify", model, rewards, rows)
-
-
-def pooling_json(body: PoolingBody, model: ServedModel, rewards: Sequence[Reward]) -> ListResponse:
-    """The response of `/pooling`."""
-    order = ">" if body.endianness == "big" else "<"
-    numbers = [as_numbers(value, body.encoding_format, order) for value in _values(body, rewards)]
-    rows = [{"index": i, "object": "pooling", "data": one} for i, one in enumerate(numbers)]
-    return _list("pool", model, rewards, rows)
-
-
-def _model(service: Service, name: str | None) -> ServedModel:
-    """The model of a name; the first for "default", and for any name where there is no other."""
-    is_any = name == "default" or len(service.models) == 1
-    return service.model(None if is_any else name)
-
-
-def sglang_json(texts: str | Sequence[Any], rewards: Sequence[Reward]) -> Any:
-    """The response of `/classify`: a list for a list of texts, one object for one text."""
-    name = uuid4().hex
-    rows = [
-        {"embedding": [reward.value], "meta_info": {"id": name, "prompt_tokens": reward.score.num_tokens}}
-        for reward in rewards
-    ]
-    return rows[0] if bodies.is_one(texts) else rows
-
-
-def embeddings_json(body: EmbeddingsBody, model: ServedModel, rewards: Sequence[Reward]) -> ListResponse:
-    """The response of `/v1/embeddings`."""
-    numbers = [as_numbers(reward.value, body.encoding_format) for reward in rewards]
-    rows = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(numbers)]
-    return _list("embd", model, rewards, rows)
 
 
 def _values(body: VllmBody, rewards: Sequence[Reward]) -> list[float]:
@@ -230,5 +215,5 @@ def _values(body: VllmBody, rewards: Sequence[Reward]) -> list[float]:
 def _list(kind: str, model: ServedModel, rewards: Sequence[Reward], rows: list[dict[str, Any]]) -> ListResponse:
     tokens = sum(reward.score.num_tokens for reward in rewards)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-    name, now = f"{kind}-{uuid4().hex}", int(time.time())
-    return ListResponse(id=name, object="list", created=now, model=model.name, data=rows, usage=usage)
+    name, now, data = f"{kind}-{uuid4().hex}", int(time.time()), [{"index": i} | row for i, row in enumerate(rows)]
+    return ListResponse(id=name, object="list", created=now, model=model.name, data=data, usage=usage)

@@ -12,10 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import FileResponse
 
 _FOLDER = Path(__file__).parent
-_FILES = {f"/playground/{path.name}": path for path in sorted(_FOLDER.glob("page.css")) + sorted(_FOLDER.glob("*.js"))}
+_FILES = {f"/playground/{path.name}": path for path in [_FOLDER / "page.css", *_FOLDER.glob("*.js")]}
 _FILES["/"] = _FOLDER / "page.html"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -33,13 +34,10 @@ OPEN_PATHS = frozenset(_FILES)
 def router() -> APIRouter:
     """The routes."""
     routes = APIRouter()
-    for path, file in _FILES.items():
-        _add(routes, path, file)
+    for path in _FILES:
+        routes.add_api_route(path, _give, methods=["GET"], include_in_schema=False)
     return routes
 
 
-def _add(routes: APIRouter, path: str, file: Path) -> None:
-    async def give() -> FileResponse:
-        return FileResponse(file, headers=_HEADERS)
-
-    routes.add_api_route(path, give, methods=["GET"], include_in_schema=False)
+async def _give(request: Request) -> FileResponse:
+    return FileResponse(_FILES[request.url.path], headers=_HEADERS)

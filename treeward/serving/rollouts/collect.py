@@ -156,8 +156,7 @@ async def collect(
                 raise several.exceptions[0] from None
     numbers = list(measured.values())
     outcome.metrics = aggregate_metrics(numbers)
-    as_text = json.dumps(outcome.metrics, indent=2, ensure_ascii=False)
-    write_text(_beside(output, "aggregate_metrics.json"), f"{as_text}\n")
+    write_text(_beside(output, "aggregate_metrics.json"), json.dumps(outcome.metrics, indent=2) + "\n")
     profiles = [json.dumps(one, ensure_ascii=False) + "\n" for one in reward_profiles(numbers)]
     write_text(_beside(output, "reward_profiles.jsonl"), "".join(profiles))
     return outcome
@@ -183,20 +182,15 @@ async def _rollout(
 
 
 def _kept(row: Any, where: str, planned: Mapping[tuple[int, int], Task]) -> tuple[tuple[int, int], dict[str, Any]]:
-    key = (row.get(TASK_INDEX), row.get(ROLLOUT_INDEX)) if isinstance(row, dict) else (None, None)
-    if not isinstance(key[0], int) or not isinstance(key[1], int):
-        raise DataError("this is no rollout", where=where, got=str(row)[:80], need=f"{TASK_INDEX} and {ROLLOUT_INDEX}")
-    task = planned.get((key[0], key[1]))
-    if task is not None and json.loads(json.dumps(task.params, default=str)) != row.get("responses_create_params"):
-        raise CheckpointError(
-            "the rollout is of another row than the input has there",
-            where=where,
-            field="responses_create_params",
-            got=row.get("responses_create_params"),
-            need=f"that of {task.where}",
-            fix="go on with the same input, or choose another --output",
-        )
-    return (key[0], key[1]), _measured(row)
+    try:
+        key, params = (int(row[TASK_INDEX]), int(row[ROLLOUT_INDEX])), row["responses_create_params"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError("this is no rollout", where=where, got=str(row)[:80], need=f"a row with {error}") from error
+    task = planned.get(key)
+    if task is not None and json.loads(json.dumps(task.params, default=str)) != params:
+        summary, fix = "the rollout is of another row than the input has there", "resume with the same input"
+        raise CheckpointError(summary, where=where, got=params, need=f"that of {task.where}", fix=fix)
+    return key, _measured(row)
 
 
 def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
