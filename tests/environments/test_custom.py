@@ -70,19 +70,6 @@ async def slowly(conversation, env_info):
         raise KeyError("lost")
     return 1.0
 
-async def told_to_raise(conversation, env_info):
-    if "value" in env_info:
-        raise env_info["value"]
-    await asyncio.sleep(env_info.get("seconds", 0))
-    return 1.0
-
-def raises(conversations, env_infos, error):
-    raise {"SystemExit": SystemExit, "CancelledError": asyncio.CancelledError, "Ctrl-C": KeyboardInterrupt}[error]
-
-async def raises_later(conversations, env_infos, error):
-    await asyncio.sleep(0)
-    raises(conversations, env_infos, error)
-
 def hands_on(conversation, env_info):
     return slowly(conversation, env_info) if env_info.get("later") else 0.5
 
@@ -130,12 +117,6 @@ def step(function: str, chats: list[Any], infos: list[Any], **config: Any) -> En
 def test_once_per_step(rewards_file: str) -> None:
     result = step(f"{rewards_file}:batch", [chat("abc"), chat("a")], [{"bonus": 1}, {}], kwargs={"scale": 2.0})
     assert result.rewards.tolist() == [7, 2]
-
-
-def test_once_per_sample_with_components(rewards_file: str) -> None:
-    result = step(f"{rewards_file}:single", [chat("abc")], [{}])
-    assert result.rewards.tolist() == [3]
-    assert result.metadata[0][DETAILS]["components"] == {"turns": 2}
 
 
 def test_prompt_and_response(rewards_file: str) -> None:
@@ -197,20 +178,6 @@ def test_an_exception_costs_its_sample_and_is_logged_once(rewards_file: str, cap
     *tracebacks, summary = caplog.records
     assert all(one.levelname == "DEBUG" and one.exc_info is not None for one in tracebacks)
     assert summary.getMessage() == "custom_env: 3 of 4 samples have no reward; the first: sample 0: ValueError: odd"
-
-
-def test_an_exit_or_a_cancellation_costs_its_sample_too(rewards_file: str) -> None:
-    infos: list[dict[str, Any]] = [{"value": SystemExit(3)}, {}, {"value": asyncio.CancelledError()}]
-    for function in ("told_to_raise", "anything"):
-        result = step(f"{rewards_file}:{function}", [chat("4")] * 3, [infos[0], infos[1] | {"value": 1.0}, infos[2]]
-                      if function == "anything" else infos)  # fmt: skip
-        assert result.rewards[1] == 1 and bool(result.rewards[[0, 2]].isnan().all())
-        errors = [metadata[DETAILS]["error"] for metadata in result.metadata]
-        assert errors == ["SystemExit: 3", None, "CancelledError"]
-    for function in ("raises", "raises_later"):
-        for error in ("SystemExit", "CancelledError"):
-            result = step(f"{rewards_file}:{function}", [chat("4")] * 2, [{}, {}], kwargs={"error": error})
-            assert bool(result.rewards.isnan().all()) and error in result.metadata[0][DETAILS]["error"]
 
 
 def test_a_batch_that_fails_costs_all_its_samples(rewards_file: str) -> None:

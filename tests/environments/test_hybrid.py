@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,37 +109,6 @@ def test_fallback(functions: str, fallback_on: list[str], want: list[Any], asked
     assert values(result) == want
     assert sys.modules["treeward_custom_members"].asked == asked
     assert result.metadata[0][DETAILS]["components"]["check"] == 1
-
-
-def test_a_hybrid_in_a_hybrid_and_no_samples(functions: str) -> None:
-    inner = weighted(functions) | {"type": "hybrid"}
-    config = {"members": {"inner": inner, "told": {"type": "custom", "function": f"{functions}:told", "weight": -1}}}
-    assert values(step(config, COMPLETIONS[:1], INFOS[:1])) == [3.0]
-    assert step(config, [], []).rewards.shape == (0,)
-
-
-def test_a_member_that_cannot_be_made(functions: str) -> None:
-    with pytest.raises(ConfigError, match=r"env_config\.members\.judgement: there is no such kind of environment"):
-        HybridEnvironment({"members": {"rules": {"rule": "math"}, "judgement": {"model": "m"}}})
-    wrong = [
-        {"type": "reward_model", "model_name": "m", "batchsize": 3},
-        {"type": "rules", "rulle": "math"},
-        {"type": "rules", "rule": "regex", "pattern": "("},
-        {"type": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "NO_SUCH_KEY_HERE"},
-        {"type": "custom", "function": f"{functions}:tole"},
-        {"type": "custom", "function": "no_such_module_here:f"},
-        {"type": "custom", "function": f"{functions}:told", "kwargs": {"x": 1}},
-    ]
-    for member in wrong:
-        with pytest.raises(ConfigError) as caught:
-            HybridEnvironment({"members": {"rm": member}})
-        assert caught.value.where == "env_config.members.rm", member
-    with pytest.raises(ConfigError) as caught:
-        HybridEnvironment.check_remote({"members": {"outer": {"type": "hybrid", "members": {"rm": wrong[0]}}}})
-    assert caught.value.where == "env_config.members.outer.members.rm"
-    environment = HybridEnvironment(weighted(functions))
-    assert environment.shutdown() and environment.shutdown()
-    assert pickle.loads(pickle.dumps(HybridEnvironment(fallback(functions) | {"members": {"rules": RULES}})))
 
 
 RULES = {"rule": "exact_match"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from treeward.data.preference import Message
@@ -17,9 +15,7 @@ from treeward.environments.interface import (
     Environment,
     EnvironmentReturn,
     Reward,
-    undone_on_failure,
 )
-from treeward.errors import CheckpointError
 from treeward.scoring.score import Score
 
 
@@ -63,31 +59,6 @@ def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
     assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "the completion is empty"}}
 
 
-def test_tensors_in_a_message_log_are_not_read_and_nothing_given_is_changed() -> None:
-    environment = Lengths()
-    log = [
-        {"role": "user", "content": "Hi", "token_ids": torch.tensor([1, 2])},
-        {"role": "assistant", "content": "four", "token_ids": torch.tensor([3]), "generation_logprobs": torch.zeros(1)},
-    ]
-    info = {"id": 7}
-    before = copy.deepcopy(log)
-    environment.step([log], [info])
-    assert environment.seen == [([chat("four")], [{"id": 7}])]
-    assert info == {"id": 7}
-    assert [list(message) for message in log] == [list(message) for message in before]
-
-
-def test_messages_keep_what_a_template_reads() -> None:
-    environment = Lengths()
-    call = {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}], "thinking": "hm", "extra": 1}
-    of_loops = {"name": None, "advantages": [0.5], "images": np.zeros(3), "pixel_values": torch.zeros(2)}
-    of_parquet = {"tool_responses": np.array([{"name": "f"}], dtype=object)}
-    environment.step([[{"role": "tool", "content": "y", "tool_call_id": "1"} | of_parquet, call | of_loops]], [{}])
-    assert environment.seen[0][0] == [
-        [{"role": "tool", "content": "y", "tool_call_id": "1", "tool_responses": [{"name": "f"}]}, call]
-    ]  # fmt: skip
-
-
 def test_what_is_no_sample_costs_its_own_reward_only() -> None:
     logs: list[Any] = [chat("four"), None, "text", ["text"], 3, np.array(chat("sixsix"), dtype=object), chat("x")]
     infos: list[Any] = [{"id": 0}, {"id": 1}, None, {}, {}, {}, "info"]
@@ -101,55 +72,6 @@ def test_what_is_no_sample_costs_its_own_reward_only() -> None:
     assert "env_info is not a mapping" in errors[6]
     assert [metadata.get("id") for metadata in result.metadata[:2]] == [0, 1]
     assert result.answers[:2] == ["four", None]
-
-
-class Counting(Lengths):
-    """Rewards by how many samples it has rewarded before."""
-
-    count = 0
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        self.count += len(conversations)
-        return self.evaluation_rewards(conversations, env_infos)
-
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        return [Reward(float(self.count)) for _ in conversations]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
-
-
-def test_the_state_of_an_environment() -> None:
-    assert Lengths().state_dict() == {} and not Lengths().is_stateful
-    Lengths().load_state_dict({})
-    with pytest.raises(CheckpointError, match="lengths has no state"):
-        Lengths().load_state_dict({"count": 3})
-    environment = Counting()
-    assert environment.is_stateful
-    assert environment.step([chat("a")] * 2, [{}] * 2).rewards.tolist() == [2.0, 2.0]
-    assert environment.step([chat("a")], [{}], update=False).rewards.tolist() == [2.0]
-    with pytest.raises(KeyboardInterrupt), undone_on_failure(environment):
-        environment.step([chat("a")], [{}])
-        raise KeyboardInterrupt
-    assert environment.state_dict() == {"count": 2}
-    assert Lengths().step([chat("four")], [{}], update=False).rewards.tolist() == [4.0]
-
-
-def test_metrics_are_those_of_the_rewards_that_there_are() -> None:
-    rewards = torch.tensor([1.0, math.nan, 4.0, math.inf, 7.0])
-    batch, metrics = Lengths().global_post_process_and_metrics({"rewards": rewards})
-    assert batch["rewards"] is rewards
-    assert metrics == {
-        "lengths/num_samples": 5.0, "lengths/num_failed": 2.0, "lengths/mean_reward": 4.0,
-        "lengths/std_reward": pytest.approx(math.sqrt(6.0)), "lengths/min_reward": 1.0, "lengths/max_reward": 7.0,
-    }  # fmt: skip
 
 
 def test_what_has_no_reward_leaves_the_loss() -> None:

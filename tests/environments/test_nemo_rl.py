@@ -140,13 +140,6 @@ def test_nemo_rl_makes_it_and_calls_it(ray: Any, nemo: SimpleNamespace) -> None:
         ray.kill(environment)
 
 
-def test_what_is_wrong_is_said_before_there_is_an_actor(ray: Any) -> None:
-    with pytest.raises(ConfigError, match="rulle"):
-        NemoRLEnvironment.remote({"type": "rules", "rulle": "math"})
-    with pytest.raises(ConfigError, match="failed_samples"):
-        NemoRLEnvironment.remote(RULES | {"nemo_rl": {"failed_samples": "zero"}})
-
-
 def test_a_failed_sample_fails_the_step() -> None:
     with pytest.raises(ModelError, match=r"1 of 2 samples(?s:.)*sample 1: it says fail(?s:.)*group_mean"):
         lengths().step([log("four"), log("fail")], [{}, {}])
@@ -179,67 +172,6 @@ def test_the_mean_is_of_the_group() -> None:
     assert rewards.isnan().sum() == 4  # what was given is as it was
     assert fill_with_group_means(torch.tensor([nan]), ["a"]).isnan().all()
     assert fill_with_group_means(torch.zeros(0), []).shape == (0,)
-
-
-def turns(*texts: str, marked: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """Turns of the user and the assistant in turn; the marked ones were generated."""
-    roles = ("user", "assistant")
-    log: list[dict[str, Any]] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    for i in marked:
-        log[i]["generation_logprobs"] = torch.zeros(1)
-    return log
-
-
-COMPLETIONS = ("xx", "fail", "xxxx")
-
-
-def test_turns_of_the_assistant_may_belong_to_the_prompt() -> None:
-    logs = [turns(first, "Yes?", "Q", completion) for first in ("Hi", "Bye") for completion in COMPLETIONS]
-    logs[3][-1]["content"] = "x" * 20
-    rewards = lengths(failed_samples="group_mean").step(logs, [{}] * 6).rewards
-    assert rewards.tolist() == [2.0, 3.0, 4.0, 20.0, 12.0, 4.0]
-    marked = [turns("Hi", told, "Q", completion, marked=(3,)) for told in ("Yes?", "No.") for completion in COMPLETIONS]
-    marked[3][-1]["content"] = "x" * 20
-    rewards = lengths(failed_samples="group_mean").step(marked, [{}] * 6).rewards
-    assert rewards.tolist() == [2.0, 3.0, 4.0, 20.0, 12.0, 4.0]
-
-
-class Counting(Lengths):
-    """Has a state: how many samples it has rewarded."""
-
-    count = 0
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        self.count += len(conversations)
-        return super().rewards(conversations, env_infos)
-
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        return super().rewards(conversations, env_infos)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
-
-
-COUNTING = {"type": f"{__name__}.Counting"}
-
-
-def test_the_state_is_the_environments_and_a_failed_step_is_none() -> None:
-    environment = NemoRLEnvironment(COUNTING)
-    environment.step([log("four")] * 2, [{}] * 2)
-    with pytest.raises(ModelError):
-        environment.step([log("fail")], [{}])
-    environment.step([log("four")], [{}], update=False)
-    assert environment.state_dict() == {"count": 2} and environment.is_stateful
-    resumed = NemoRLEnvironment(COUNTING)
-    resumed.load_state_dict(environment.state_dict())
-    assert resumed.environment.state_dict() == {"count": 2}
 
 
 def test_sections_as_nemo_rl_has_them() -> None:

@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.registry import (
-    environment_class,
     make_environment,
     make_environments,
     make_named,
@@ -38,54 +37,6 @@ class Counting(Environment):
     def shutdown(self) -> bool:
         Counting.open -= 1
         return True
-
-
-def test_names_types_and_paths() -> None:
-    for name, config in (
-        ("rules", {"rule": "math"}),
-        ("whatever", {"rule": "math", "type": "rules"}),
-        ("whatever", {"rule": "math", "type": "treeward.environments.rules.RuleEnvironment"}),
-        ("treeward.environments.rules.RuleEnvironment", {"rule": "math"}),
-    ):
-        assert type(make_environment(name, config)) is RuleEnvironment
-    for kind in ("reward_model", "rules", "math", "judge", "custom", "hybrid"):
-        assert issubclass(environment_class(kind), Environment)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("reward_modle", "did you mean reward_model"),
-        ("maths", "did you mean math"),
-        ("arithmetic", "say with `type` which kind"),
-        ("no_such_package_here.Environment", "cannot be imported"),
-        ("treeward.environments.rules.RulesEnvironment", "did you mean treeward.environments.rules.RuleEnvironment"),
-        ("treeward.environments.interface.Environment", "implements rewards"),
-        ("json.JSONDecoder", "subclass of treeward"),
-    ],
-)
-def test_slips(kind: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_environment(kind, {})
-
-
-def test_nemo_rls_mathematics() -> None:
-    made = make_environments(
-        {"math": {"num_workers": 3, "math_verify_impl": "hf_math_verify", "verifier_type": "math"}}
-    )
-    environment = made["math"]
-    assert isinstance(environment, RuleEnvironment) and environment.name == "math_env"
-    assert (environment.config.rule, environment.config.workers) == ("math", 3)
-    assert make_environment("math", {"workers": 4, "wrong": -1.0}).config.wrong == -1  # type: ignore[attr-defined]
-    for wrong, message in (
-        ({"num_workers": 3, "workers": 4}, "num_workers contradict"),
-        ({"num_workers": 0}, "workers"),
-        ({"math_verify_impl": "dapo_math_verify"}, "hf_math_verify"),
-        ({"verifier_type": "english_multichoice"}, "verifier_type"),
-        ({"rule": "regex"}, "math"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            make_environment("math", wrong)
 
 
 def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.interface import DETAILS
-from treeward.environments.remote import as_environment
 from treeward.environments.replicas import check_resources, plan_chunks
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, ModelError
@@ -87,39 +86,6 @@ def test_workers_and_the_death_of_one(folder: str, scores: list[float], ray: Any
 
 
 @pytest.mark.slow
-def test_the_dictionary_of_the_guide(folder: str, ray: Any) -> None:
-    env_config = {
-        "enabled": True,
-        "model_name": folder,
-        "tokenizer": {"name": folder},
-        "precision": "float32",
-        "batch_size": 32,
-        "resources": {"gpus_per_node": 1, "num_nodes": 1},
-        "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"},
-        "reward_shaping": {"normalize_rewards": True, "running": True},
-    }
-    reward_env = RewardModelEnvironment.options(name="guide").remote(env_config)
-    logs = [*LOGS[:7], LOGS[0][:1]]
-    step = ray.get(reward_env.step.remote(logs, [{"id": i} for i in range(8)]))
-    want = RewardModelEnvironment(env_config)
-    assert step.rewards[:7].tolist() == pytest.approx(want.step(logs, [None] * 8).rewards[:7].tolist(), abs=CLOSE)
-    assert math.isnan(step.rewards[7]) and step.metadata[7]["id"] == 7 and step.metadata[7][DETAILS]["error"]
-    _, metrics = ray.get(reward_env.global_post_process_and_metrics.remote({"rewards": step.rewards}))
-    assert metrics["reward_model_env/num_samples"] == 8 and metrics["reward_model_env/num_failed"] == 1
-    # The statistics are in the actor.
-    state = ray.get(reward_env.state_dict.remote())["reward_shaping"]["running"]
-    assert state["count"] == 7 and state == pytest.approx(want.state_dict()["reward_shaping"]["running"], rel=1e-4)
-    evaluated = as_environment(reward_env).step(LOGS[:3], [{}] * 3, update=False).rewards
-    assert evaluated.tolist() == pytest.approx(want.step(LOGS[:3], [{}] * 3, update=False).rewards.tolist(), abs=CLOSE)
-    assert ray.get(reward_env.state_dict.remote())["reward_shaping"]["running"] == state
-    [process_id] = ray.get(reward_env.process_ids.remote())
-    worker = psutil.Process(process_id)
-    assert ray.get(reward_env.shutdown.remote()) and ray.get(reward_env.shutdown.remote())
-    psutil.wait_procs([worker], timeout=30)
-    assert not worker.is_running()
-
-
-@pytest.mark.slow
 def test_errors_reach_the_caller(folder: str, ray: Any, tmp_path: Any) -> None:
     with pytest.raises(ModelError, match="no such folder"):  # from the worker
         make(str(tmp_path / "nowhere"))
@@ -153,15 +119,6 @@ def test_only_the_chunk_of_the_dead_worker_is_masked(folder: str, ray: Any) -> N
     assert int(masked.sum()) == 50
     assert step.rewards[~masked].tolist() == pytest.approx(want[~masked].tolist(), abs=CLOSE)
     environment.shutdown()
-
-
-@pytest.mark.slow
-def test_wrapped_as_nemo_rl_does(folder: str, scores: list[float], ray: Any) -> None:
-    environment = (
-        ray.remote(RewardModelEnvironment).options(num_cpus=1).remote({"model_name": folder, "precision": "float32"})
-    )
-    rewards = ray.get(environment.step.remote(LOGS[:9], INFOS[:9])).rewards
-    assert rewards.tolist() == pytest.approx(scores[:9], abs=CLOSE)
 
 
 def test_resources_of_the_cluster(caplog: pytest.LogCaptureFixture) -> None:

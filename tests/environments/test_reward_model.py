@@ -101,23 +101,6 @@ def test_the_parts_of_a_step_in_the_tutorial(folder: str, scores: list[float]) -
     assert none["input_ids"].shape == (0, 0) and environment.reward_model_policy.score(none)["scores"].shape == (0,)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"batch_size": 2, "activation_checkpointing": True},
-        {"sequence_packing": {"enabled": True, "train_mb_tokens": 64}},
-        {"cpu_offload": True},
-    ],
-    ids=str,
-)
-def test_a_reward_depends_on_its_conversation_alone(keys: dict[str, Any], folder: str, scores: list[float]) -> None:
-    environment = make(folder, **keys)
-    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
-    assert environment.step(LOGS[1:2], [{}]).rewards.tolist() == pytest.approx(scores[1:2], abs=CLOSE)
-    assert environment.step(LOGS[::-1], INFOS).rewards.tolist() == pytest.approx(scores[::-1], abs=CLOSE)
-    assert environment.step([], []).rewards.shape == (0,)
-
-
 def test_what_cannot_be_scored_is_masked_and_counted(
     folder: str, scores: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,9 +133,6 @@ def test_failures_may_be_errors_and_leave_no_trace(folder: str) -> None:
     assert environment.state_dict() == before
     assert environment.step(LOGS[4:8], [{}] * 4).rewards.isfinite().all()
     assert environment.state_dict() != before
-
-
-RUNNING = {"normalize_rewards": True, "running": True}
 
 
 def test_rewards_relative_to_reference_answers(folder: str, scores: list[float]) -> None:
@@ -207,28 +187,6 @@ def test_the_contract_may_say_how(make_folder: Callable[..., str], scores: list[
     for asked in ("contract", {"normalize_rewards": True}):
         assert make(name, reward_shaping=asked).step(LOGS, INFOS).rewards.tolist() == pytest.approx(want, abs=1e-4)
     assert make(name).step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
-
-
-def test_an_ensemble(make_folder: Callable[..., str], folder: str, scores: list[float]) -> None:
-    other = make_folder(seed=1)
-    theirs = [s.score for s in Scorer.load(other, device="cpu").score(LOGS)]
-    environment = make([folder, other], ensemble={"method": "worst", "standardize": False})
-    step = environment.step(LOGS, INFOS)
-    assert step.rewards.tolist() == pytest.approx(np.minimum(scores, theirs).tolist(), abs=CLOSE)
-    parts = [metadata[DETAILS]["components"] for metadata in step.metadata]
-    assert [p["member_0"] for p in parts] == pytest.approx(scores, abs=CLOSE)
-    assert [p["member_1"] for p in parts] == pytest.approx(theirs, abs=CLOSE)
-    with pytest.raises(ConfigError, match="no one model"):
-        _ = environment.reward_model_policy
-
-
-def test_shut_down(folder: str) -> None:
-    environment = make(folder)
-    assert environment.shutdown() and environment.shutdown()
-    with pytest.raises(ModelError, match="was shut down"):
-        environment.step(LOGS, INFOS)
-    with pytest.raises(ModelError, match="was shut down"):
-        environment.preprocess_data(LOGS)
 
 
 @pytest.mark.gpu

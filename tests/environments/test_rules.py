@@ -121,9 +121,3 @@ def test_math() -> None:
     )
     extracted = {"rule": "math", "workers": 1, "extract": r"Answer:(.*)"}
     assert rewards(extracted, (r"Answer: \frac{1}{2}", truth("0.5")), ("1/2", truth("0.5"))) == [1, 0]
-
-
-def test_a_match_is_enough_whatever_the_pattern_would_cost_after_it() -> None:
-    environment = RuleEnvironment({"rule": "regex", "pattern": "yes|(a+)+$", "timeout_seconds": 0.5})
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes " + "a" * 40 + "b"}]
-    assert environment.rewards([chat], [{}])[0].value == 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,12 +66,6 @@ def test_conversations_and_their_columns() -> None:
         (user("a") + assistant("four"), {"ground_truth": 1.0}),
         (user("b") + assistant("three"), {"ground_truth": 2.0, "empty": "x"}),
     ]
-
-
-def test_plain_text_becomes_messages() -> None:
-    environment = Lengths()
-    assert environment.as_trl()(prompts=["a"], completions=["four"]) == [4.0]
-    assert environment.seen == [(user("a") + assistant("four"), {})]
 
 
 def test_columns_by_another_name() -> None:
@@ -201,27 +194,6 @@ def test_trl_trains_on_the_rewards_of_the_environment(folder: str, policy_tokeni
     assert logged(trainer, "reward_model_env/failed") == [0.0, 0.0]
     means = logged(trainer, "rewards/reward_model_env/mean")
     assert logged(trainer, "reward_model_env/raw_mean") == pytest.approx(means, abs=1e-6)  # TRL's are of float32
-
-
-class Halves(Lengths):
-    """Every other completion has no reward, the others their length."""
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        found = super().rewards(conversations, [{} for _ in env_infos])
-        return [Reward(None, error="no luck") if i % 2 else reward for i, reward in enumerate(found)]
-
-
-def test_trl_leaves_out_what_has_no_reward(policy_tokenizer: Any, tmp_path: Path) -> None:
-    reward = Halves().as_trl()
-    trainer, recorder = train_with_grpo(reward, policy_tokenizer, tmp_path)
-    kept = [[float(len(chat[-1]["content"])) for chat in step[::2]] for step in recorder.steps]
-    # 0 in the place of None would halve the mean
-    assert logged(trainer, "rewards/lengths/mean") == pytest.approx([sum(step) / 2 for step in kept])
-    assert logged(trainer, "lengths/failed") == [0.5, 0.5]
-    assert (reward.num_samples, reward.num_failed) == (8, 4)
-    assert all(math.isfinite(norm) and norm > 0 for norm in logged(trainer, "grad_norm"))
 
 
 def test_what_trl_evaluates_is_not_counted(policy_tokenizer: Any, tmp_path: Path) -> None:

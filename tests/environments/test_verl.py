@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
-import pickle
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,6 @@ from treeward.environments import source
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.environments.source import RewardSource
-from treeward.environments.trl import TrlReward
 from treeward.errors import ConfigError, DataError
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -102,22 +100,6 @@ def test_the_batch_manager_gets_a_list(kwargs: dict[str, Any], want: list[Any]) 
     assert verl.compute_scores([], [], [], **kwargs) == []
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"prompt": PROMPT, "question": "not this"},
-        {"messages": PROMPT},
-        {"raw_prompt": np.array(PROMPT, dtype=object)},
-        {"question": PROMPT[0]["content"]},
-        {"prompt": PROMPT[0]["content"]},
-        {"prompt": None, "messages": tuple(PROMPT)},
-        {"prompt": [PROMPT[0] | {"tool_calls": None}]},  # arrow fills in the keys of other rows
-    ],
-)
-def test_where_the_prompt_may_be(extra: dict[str, Any], kwargs: dict[str, Any], want: list[Any]) -> None:
-    assert verl.compute_score(**sample(COMPLETIONS[1], **extra), **kwargs)["score"] == want[1]
-
-
 def test_without_a_prompt_it_says_how_to_give_one(kwargs: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"keys \['index', 'split'\](?s:.)*row\[\"extra_info\"\]\[\"prompt\"\] ="):
         verl.compute_score(**sample("Paris.", index=1, split="train"), **kwargs)
@@ -136,20 +118,6 @@ def test_a_reward_that_cannot_be_had_raises_or_is_nan(kwargs: dict[str, Any], wa
     )
     assert math.isnan(results[0]["score"]) and results[1]["score"] == want[0]
     assert results[0].keys() == results[1].keys()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "one source"),
-        ({"model": "a", "actor": "b"}, "one source"),
-        ({"modle": "a"}, "model"),
-        ({"model": "a", "on_failure": "zero"}, "on_failure"),
-    ],
-)
-def test_settings_that_are_wrong(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        verl.compute_score(**sample("x", prompt=PROMPT), **settings)
 
 
 class Gate(Environment):
@@ -206,17 +174,6 @@ class Remembers(Environment):
         return [Reward(2.0, Score(1.0)) for _ in conversations]
 
 
-def test_the_environment_gets_what_the_data_says() -> None:
-    result = verl.compute_score(
-        **sample("Paris.", prompt=PROMPT, reference_answers=["Paris"], none=None),
-        environment={"type": f"{__name__}.Remembers"},
-    )
-    assert result == {"score": 2.0, "raw": 1.0}
-    assert Remembers.infos == [
-        {"prompt": PROMPT, "reference_answers": ["Paris"], "data_source": "facts", "ground_truth": "Paris"}
-    ]
-
-
 class Counts(Remembers):
     """Has a state, and says when it is shut down."""
 
@@ -251,13 +208,6 @@ def test_a_run_can_share_an_actor(actor: Any, want: list[Any]) -> None:
     assert [result["score"] for result in results] == want
     with pytest.raises(ConfigError, match=r"no Ray actor of this name(?s:.)*reward(?s:.)*options"):
         verl.compute_score(**sample("x", prompt=PROMPT), actor="reward")
-
-
-@pytest.mark.slow
-def test_trl_can_be_rewarded_by_an_actor(actor: Any, want: list[Any]) -> None:
-    reward = pickle.loads(pickle.dumps(TrlReward(actor, name="mine")))
-    assert reward([PROMPT] * 4, [[{"role": "assistant", "content": completion}] for completion in COMPLETIONS]) == want
-    assert reward.__name__ == "mine" and TrlReward(actor).__name__ == "environment"
 
 
 def test_a_rule_needs_no_prompt_and_a_missing_source_is_told_first() -> None:

@@ -104,24 +104,6 @@ def framing(tokenizer: Any, ends: tuple[str, str | None]) -> Any:
     )
 
 
-def test_padding_equal_to_the_end_of_text_is_mended_before_it_is_exported(
-    real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    hf = tiny_model("llama", pad_token_id=tokenizer.eos_token_id)
-    ensure_pad_token(hf, tokenizer)
-    renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)
-    assert renderer.encode(conversations[0])[-1] == tokenizer.eos_token_id  # the score is read at EOS itself
-    want = our_scores(RewardModel(hf), renderer, conversations)
-    export_model(RewardModel(hf), tokenizer, tmp_path / "out", rendering=renderer.settings)
-    assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) <= 1e-5
-    # without the mending the comparison fails
-    hf.config.pad_token_id, tokenizer.pad_token = tokenizer.eos_token_id, tokenizer.eos_token
-    export_model(RewardModel(hf), tokenizer, tmp_path / "unmended", rendering=renderer.settings)
-    assert score_error(plain_code(tmp_path / "unmended", conversations, batch=True), want) > 1e-2
-
-
 def test_bfloat16_export(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -138,25 +120,6 @@ def test_bfloat16_export(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: P
     assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) <= 5e-2
     ours = load_reward_model(tmp_path / "out", dtype=torch.bfloat16).model
     assert score_error(our_scores(ours, renderer, conversations), want) <= 5e-2
-
-
-def test_export_does_not_disturb_training(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model, tokenizer = trained("llama", tiny_tokenizer)
-    renderer = Renderer(tokenizer)
-    model.train()
-    batch = model.make_batch([[renderer.encode(c) for c in conversations_of(real_chats)]])
-    model(batch).sum().backward()
-    before = {name: (p.detach().clone(), p.grad.clone(), p.dtype) for name, p in model.named_parameters()}
-    model.hf.config.architectures = ["LlamaForSequenceClassification"]  # which a save writes down
-    config, template = copy.deepcopy(model.hf.config.to_dict()), tokenizer.chat_template
-    scores = model(batch).detach()
-    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings, dtype=torch.bfloat16)
-    assert model.training and model.hf.config.to_dict() == config and tokenizer.chat_template == template
-    for name, parameter in model.named_parameters():
-        value, grad, kind = before[name]
-        assert parameter.requires_grad and parameter.dtype == kind
-        assert torch.equal(parameter, value) and torch.equal(parameter.grad, grad)
-    assert torch.equal(model(batch), scores)
 
 
 def test_pipelines_of_transformers_give_the_raw_score(

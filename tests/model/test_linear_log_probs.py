@@ -53,29 +53,6 @@ def test_equals_the_formula(chunk_tokens: int, bias: bool, scale: float, tempera
         torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-5)
 
 
-def test_without_gradients_the_values_are_the_same_bits() -> None:
-    hidden, weight, _, targets, _ = tensors(bias=False)
-    with_gradients, entropies = linear_log_probs(hidden, weight.requires_grad_(), None, targets, chunk_tokens=5)
-    assert entropies is None and with_gradients.requires_grad
-    with torch.no_grad():
-        assert torch.equal(linear_log_probs(hidden, weight, None, targets, chunk_tokens=5)[0], with_gradients)
-    weight.requires_grad_(False)
-    values, _ = linear_log_probs(hidden.requires_grad_(), weight, None, targets, chunk_tokens=5)
-    (grad,) = torch.autograd.grad(values.sum(), [hidden])
-    want, _ = written_out(hidden, weight, None, targets, 1.0, 1.0)
-    torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), [hidden])[0], atol=1e-5, rtol=1e-5)
-
-
-def test_a_backward_pass_under_autocast_is_no_less_exact() -> None:
-    hidden, weight, _, targets, coefficients = tensors(bias=False)
-    values, _ = linear_log_probs(hidden.requires_grad_(), weight.requires_grad_(), None, targets, chunk_tokens=5)
-    want = torch.autograd.grad(values @ coefficients, [hidden, weight], retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = torch.autograd.grad((values * coefficients).sum(), [hidden, weight])
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_in_bfloat16_as_under_autocast() -> None:
     hidden, weight, biases, targets, coefficients = tensors(bias=True)
     assert biases is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import config_of, forest, plain_scores, randomise, score_error, tiny_model
+from families import config_of, forest, randomise, score_error, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +18,6 @@ from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model, load_reward_model
-from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import head_name
 
 LLAMA = {
@@ -61,39 +60,6 @@ def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, 
         assert torch.equal(weight, backbone[name]), name
 
 
-def test_the_spread_of_a_new_head(save: Callable[..., Path]) -> None:
-    """Standard deviation 1 / sqrt(hidden size + 1), here over the heads of many seeds."""
-    hf = tiny_model("llama")
-    from treeward.model.loading import initialise_head
-
-    def heads(std: float | None) -> torch.Tensor:
-        drawn = []
-        for seed in range(200):
-            initialise_head(hf, seed=seed, std=std)
-            drawn.append(hf.score.weight.detach().clone())
-        return torch.cat(drawn)
-
-    assert float(heads(None).std()) == pytest.approx(33**-0.5, rel=0.03)
-    assert float(heads(0.5).std()) == pytest.approx(0.5, rel=0.03)
-
-
-def test_a_trained_head_is_kept(save: Callable[..., Path]) -> None:
-    hf = tiny_model("llama")
-    folder = save(hf)
-    for seed in (None, 3):
-        loaded = load_reward_model(folder, head_seed=seed)
-        assert not loaded.new_head and torch.equal(loaded.model.head.weight, hf.score.weight)
-    sequences = [s for group in forest() for s in group]
-    assert score_error(loaded.model(loaded.model.make_batch(forest())), plain_scores(hf, sequences)) <= 1e-5
-
-
-def test_a_checkpoint_with_two_labels_is_refused(save: Callable[..., Path]) -> None:
-    folder = save(tiny_model("llama", num_labels=2))
-    for seed in (None, 3):
-        with pytest.raises(ModelError, match="do not have the shapes that config.json asks for"):
-            load_reward_model(folder, head_seed=seed)
-
-
 def test_missing_weights_and_nan_are_refused(save: Callable[..., Path]) -> None:
     folder = save(tiny_model("llama"))
     file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
@@ -105,18 +71,6 @@ def test_missing_weights_and_nan_are_refused(save: Callable[..., Path]) -> None:
     broken[0, 0] = torch.nan
     save_file({**weights, name: broken}, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"NaN or infinity(?s:.*)up_proj"):
-        load_reward_model(folder)
-
-
-def test_missing_folders_are_refused(tmp_path: Path, save: Callable[..., Path]) -> None:
-    with pytest.raises(ModelError, match="no such folder"):
-        load_reward_model(tmp_path / "nothing")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        load_reward_model(tmp_path / "empty")
-    folder = tmp_path / "no-tokenizer"
-    tiny_model("llama").save_pretrained(folder)
-    with pytest.raises(ModelError, match=r"tokenizer cannot be loaded(?s:.*)policy.tokenizer.name"):
         load_reward_model(folder)
 
 
@@ -271,11 +225,3 @@ def test_bfloat16_keeps_the_head_alone_in_float32(family: str, save: Any) -> Non
     exact = load_reward_model(folder).model
     ids = [[5, 6, 7, 8], [9, 6, 7, 0]]
     assert loaded.model.score_tokens(ids) == pytest.approx(exact.score_tokens(ids).numpy(), abs=0.2)
-
-
-@pytest.mark.parametrize("load", [load_tokenizer, load_reward_model])
-def test_a_hub_that_cannot_be_reached(load: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "treeward"), pytest.raises(ModelError, match=r"HF_HUB_OFFLINE") as raised:
-        load("org/no-such-model")  # tests are offline
-    assert "couldn't connect" in str(raised.value) and "policy.tokenizer.name" not in str(raised.value)
-    assert "Looking for the" in caplog.text and "org/no-such-model on the hub" in caplog.text

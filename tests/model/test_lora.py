@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from families import VOCABULARY, causal_model, gradient_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from treeward.config.grpo import PolicyLossConfig
 from treeward.config.grpo_policy import LoraConfig
-from treeward.config.optimisation import OptimizerConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.checks import check_policy
 from treeward.model.export import export_policy
@@ -26,7 +23,6 @@ from treeward.model.lora import (
     AdapterReference,
     adapter_state,
     add_adapters,
-    has_adapters,
     load_adapters,
     plain_state,
     save_adapters,
@@ -34,7 +30,6 @@ from treeward.model.lora import (
 )
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
-from treeward.rl.update import PolicyUpdater
 
 CONFIG = LoraConfig(enabled=True, dim=4, alpha=12)
 TIED = {"qwen3": {"tie_word_embeddings": True}}
@@ -182,14 +177,6 @@ def test_what_cannot_be_adapted(family: str, fields: dict[str, Any], message: st
         adapted(hf, LoraConfig(**{"enabled": True, "match_all_linear": False, **fields}))
 
 
-def test_peft_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = PolicyModel(causal_model("qwen3"))
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModelError, match=r"peft is not installed(?s:.*)pip install treeward\[lora\]"):
-        add_adapters(policy, CONFIG, seed=0)
-    assert not has_adapters(policy) and plain_state(policy).keys() == policy.hf.state_dict().keys()
-
-
 def test_the_reference_is_the_frozen_model() -> None:
     hf = causal_model("qwen3")
     plain = copy.deepcopy(hf)
@@ -221,32 +208,6 @@ def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_toke
     for name, weight in policy.hf.state_dict().items():
         assert torch.equal(weight, before[name]), name
     check_policy(policy, [[5, 6, 7, 8, 9], [3, 4, 5, 6]])
-
-
-def test_a_bfloat16_model_is_merged_in_float32() -> None:
-    policy = adapted(causal_model("qwen3").bfloat16())
-    name = "model.layers.0.mlp.up_proj"
-    layer: Any = policy.hf.get_submodule(name)
-    exact = layer.base_layer.weight.float() + 3.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
-    merged = plain_state(policy, torch.float32)[f"{name}.weight"]
-    assert torch.allclose(merged, exact, atol=1e-6)
-    assert torch.equal(plain_state(policy)[f"{name}.weight"], merged.bfloat16())
-
-
-def test_autocast_runs_the_adapters_and_merges_the_same_weights() -> None:
-    exact, policy = adapted(causal_model("qwen3")), adapted(causal_model("qwen3"))
-    policy.compute_dtype = torch.bfloat16
-    got = policy.log_probs(GROUPS, STARTS).values_SL
-    with torch.no_grad():
-        want = exact.log_probs(GROUPS, STARTS).values_SL
-        with without_adapters(exact):
-            frozen = exact.log_probs(GROUPS, STARTS).values_SL
-    assert float((got.detach() - want).abs().max()) < 0.3 < float((frozen - want).abs().max())
-    got.sum().backward()
-    for weight in adapter_state(policy).values():
-        assert weight.grad is not None and weight.grad.dtype == torch.float32 and bool(weight.grad.any())
-    ours, theirs = plain_state(policy), plain_state(exact)
-    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
 
 
 def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -> None:
@@ -283,77 +244,3 @@ def experience(seed: int) -> tuple[list[CompletionGroup], Tensor, Tensor]:
             CompletionGroup(Prompt(()), prompt, tuple(SampledCompletion(draw(int(n)), "", False) for n in (3, 8, 5)))
         )
     return groups, torch.from_numpy(generator.normal(size=(2, 3))).float(), torch.ones(2, 3, dtype=torch.bool)
-
-
-LOSS = PolicyLossConfig(reference_policy_kl_penalty=0.1)
-LR = 0.01
-ADAM = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 3e-3})
-
-
-def updater_of(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> PolicyUpdater:
-    return PolicyUpdater(
-        policy,
-        optimizer,
-        reference=AdapterReference(policy),
-        loss=LOSS,
-        micro_batch_tokens=30,
-        updates_per_batch=2,
-    )
-
-
-def plain_steps(
-    model: Any, optimizer: torch.optim.Optimizer, data: tuple[list[CompletionGroup], Tensor, Tensor]
-) -> float:
-    """Two updates from one batch written out, a row at a time, with peft's own switch for the reference."""
-    groups, advantages, _ = data
-    rows = [
-        (p, g, [*group.prompt_ids, *a.token_ids])
-        for p, group in enumerate(groups)
-        for g, a in enumerate(group.completions)
-    ]
-    starts = [len(group.prompt_ids) for group in groups]
-    with torch.no_grad():
-        old = [row_log_probs(model, ids, starts[p]) for p, _, ids in rows]
-        with model.disable_adapter():
-            reference = [row_log_probs(model, ids, starts[p]) for p, _, ids in rows]
-    total = 0.0
-    for _ in range(2):
-        terms = []
-        for i, (p, g, ids) in enumerate(rows):
-            new = row_log_probs(model, ids, starts[p])
-            ratio, a = (new - old[i]).exp(), advantages[p, g]
-            x = new - reference[i]
-            terms.append(-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) + 0.1 * ((-x).exp() - 1 + x))
-        loss = torch.cat(terms).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        total += float(loss.detach())
-    return total
-
-
-@pytest.mark.parametrize("family", ["mixtral"])
-def test_several_updates_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
-    changes = TIED.get(family, {})
-    hf = causal_model(family, **changes)
-    base = copy.deepcopy(hf)
-    policy = adapted(hf, fresh=True)
-    save_adapters(policy, tmp_path)
-    model = peft_model(tmp_path, causal_model(family, **changes), trainable=True)
-    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=LR)
-    plain_optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    updater = updater_of(policy, optimizer)
-    for step in range(3):
-        metrics = updater.learn(*experience(step))
-        assert metrics.loss_sum == pytest.approx(plain_steps(model, plain_optimizer, experience(step)), abs=2e-5)
-    assert 1e-3 < metrics.kl_sum < 10
-    trained = {n.replace(".default", ""): p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    for name, weight in adapter_state(policy).items():
-        assert float((weight.detach() - trained[name]).abs().max()) < 1e-5, name
-        assert bool(weight.any())
-    # The model under the adapters, and so the reference, is what it was.
-    got = AdapterReference(policy).log_probs(GROUPS, STARTS).values_SL
-    with torch.no_grad():
-        assert torch.equal(got, PolicyModel(base, chunk_tokens=CHUNK).log_probs(GROUPS, STARTS).values_SL)
-        assert float((policy.log_probs(GROUPS, STARTS).values_SL - got).abs().max()) > 0.01

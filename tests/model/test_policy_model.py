@@ -83,11 +83,6 @@ def test_layouts_and_temperature(layout: str) -> None:
             assert not got.values_SL[s, len(values) :].any()
 
 
-def test_a_completion_without_a_prompt_is_refused() -> None:
-    with pytest.raises(ModelError, match="prompt"):
-        PolicyModel(causal_model("llama")).log_probs([[[1, 2, 3]]], [[0]])
-
-
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_size_of_the_chunks_changes_nothing(grad: bool) -> None:
     groups, starts = groups_of_completions(2)

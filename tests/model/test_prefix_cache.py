@@ -60,16 +60,6 @@ def test_only_what_is_new_is_computed() -> None:
     assert model.num_computed_tokens - before == 3 + 2
 
 
-def test_a_sequence_that_is_known_to_its_end_is_read_all_the_same() -> None:
-    model, cache = RewardModel(tiny_model("qwen3")).eval(), PrefixCache(2**30)
-    prompt = _ids(np.random.default_rng(2), 50)
-    model.score_tokens([prompt + [3, 4]], cache=cache, prompt_lengths=[50])
-    before = model.num_computed_tokens
-    short = model.score_tokens([prompt, prompt[:40]], cache=cache, prompt_lengths=[0, 0])
-    assert model.num_computed_tokens - before == 2
-    assert (short - model.score_tokens([prompt, prompt[:40]])).abs().max() < TOLERANCE
-
-
 def test_prompts_with_a_common_beginning_are_each_continued_from_their_own_end() -> None:
     model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
     generator = np.random.default_rng(3)

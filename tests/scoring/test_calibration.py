@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from collections.abc import Sequence
@@ -10,15 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import tiny_model
 
-from treeward.config.data import DatasetConfig
 from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
-from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference
-from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, DataError
-from treeward.model.reward_model import RewardModel
+from treeward.errors import DataError
 from treeward.scoring.calibration import (
     MAX_KNOTS,
     calibrate,
@@ -27,8 +21,7 @@ from treeward.scoring.calibration import (
     preference_nll,
 )
 from treeward.scoring.score import Conversation, OnError, Score
-from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import Shaper, completion_length, length_effect
+from treeward.scoring.shaping import Shaper, length_effect
 
 
 class LengthLover:
@@ -120,33 +113,6 @@ def test_a_nonlinear_curve_is_followed_and_outliers_are_not() -> None:
     assert max(errors) < 0.5 < float(np.abs(line - 3 * np.log1p(np.arange(20, 380) / 50)).max())
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [[7] * 30, [5] * 28 + [8, 60], [2, 4, 8, 16]],
-    ids=["one", "mostly one", "few"],
-)
-def test_few_distinct_lengths(lengths: list[int]) -> None:
-    draw = np.random.default_rng(2)
-    scores = 0.1 * np.array(lengths) + draw.normal(scale=0.5, size=len(lengths))
-    curve = fit_length_curve(scores, np.array(lengths, dtype=float), unit="tokens")
-    assert curve is not None and np.isfinite(curve.values).all()
-    assert curve.lengths == tuple(sorted(set(lengths)))
-    order = draw.permutation(len(lengths))
-    shuffled = fit_length_curve(scores[order], np.array(lengths, dtype=float)[order], unit="tokens")
-    assert shuffled is not None and shuffled.values == pytest.approx(curve.values)
-    if len(lengths) == 30:
-        common = max(set(lengths), key=lengths.count)
-        there = scores[np.array(lengths) == common].mean()
-        assert length_effect(common, curve) == pytest.approx(there, abs=0.35)
-
-
-def test_a_curve_that_would_leave_nothing_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    lengths = np.arange(10.0, 60.0)
-    with caplog.at_level(logging.WARNING, logger="treeward"):
-        assert fit_length_curve(0.5 * lengths + 1, lengths, unit="tokens") is None
-    assert "length alone explains" in caplog.text
-
-
 @pytest.mark.parametrize("temperature", [0.25, 40.0])
 def test_a_known_temperature_is_recovered(temperature: float) -> None:
     draw = np.random.default_rng(3)
@@ -207,32 +173,3 @@ def test_what_cannot_be_scored_is_counted_and_left_out(caplog: pytest.LogCapture
         calibrated([])
     with pytest.raises(DataError, match="the same score"):
         calibrated([comparison(completion(1.0, 20), completion(1.0, 20))] * 4)
-
-
-def test_many_comparisons_come_in_chunks_and_change_nothing() -> None:
-    rows, told = planted(300), []
-    calibration = calibrated(rows, on_progress=told.append)
-    assert sum(told) == 300 and len(told) > 2
-    source = calibration.provenance
-    assert source is not None and source.data == "planted"
-    again = calibrated(rows).provenance
-    other = calibrated(rows[1:]).provenance
-    assert again is not None and other is not None
-    assert again.fingerprint == source.fingerprint != other.fingerprint
-    without_date = {"provenance": None}  # midnight may lie between the two
-    assert calibration.model_copy(update=without_date) == calibrated(rows).model_copy(update=without_date)
-
-
-def test_tokens_are_those_of_the_scorer(tiny_tokenizer: Any) -> None:
-    stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="length_controlled"))
-    rows = [preference for preference, _ in stream][:40]
-    scorer = Scorer(RewardModel(tiny_model("llama")), Renderer(copy.deepcopy(tiny_tokenizer)))
-    calibration = calibrate(scorer, rows, name="Bundled")
-    curve, constants = calibration.length_curve, calibration.normalization
-    assert curve is not None and curve.unit == "tokens" and constants is not None
-    conversations = [[*row.context, *c.messages] for row in rows for c in row.completions]
-    lengths = [completion_length(c, "tokens", tiny_tokenizer) for c in conversations]
-    assert (curve.lengths[0], curve.lengths[-1]) == (min(lengths), max(lengths))
-    assert constants.mean == pytest.approx(np.mean([s.score for s in scorer.score(conversations)]))
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        calibrate(LengthLover(), rows, name="Bundled")

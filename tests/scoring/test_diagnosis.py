@@ -77,20 +77,6 @@ def test_what_the_scores_say(change: Callable[[float, int], float], part: str | 
         assert check.fix and check.got is not None and "chat" in check.got
 
 
-def test_the_worst_conversation_is_shown() -> None:
-    check = diagnose(contract_of(SCORES), [*SCORES[:3], 99.0, *SCORES[4:]])
-    assert check.got == "99 for the conversation 'chat 3'" and check.need == "1.5 within 1.0e-04"
-    for missing in (None, math.nan):
-        check = diagnose(contract_of(SCORES), [*SCORES[:2], missing, *SCORES[3:]])
-        assert check.state == "differs" and "no score" in check.summary and "chat 2" in str(check.got)
-
-
-def test_bfloat16_is_given_its_tolerance() -> None:
-    for off, state in ((0.03, "equal"), (0.06, "differs")):
-        scores = [score + off * (-1) ** i for i, score in enumerate(SCORES)]
-        assert diagnose(contract_of(SCORES), scores, dtype="bfloat16").state == state
-
-
 def test_a_mistake_needs_evidence() -> None:
     """A line goes through any two scores, and a mistake that the contract does not know explains nothing."""
     assert diagnose(contract_of(SCORES[:2]), [5.0, 9.0]).part == "weights"

@@ -20,7 +20,7 @@ from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.model.contract import read_contract, write_contract
+from treeward.model.contract import write_contract
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer, combine
 from treeward.scoring.score import Score
@@ -204,24 +204,3 @@ def test_each_folder_is_standardized_by_its_own_calibration(folders: list[Path])
     given = EnsembleConfig(means=(0.0, 0.0), stds=(1.0, 1.0))  # those of the configuration win
     got = EnsembleScorer.load(folders, config=given, device="cpu").score(CHATS)
     assert values(got) == pytest.approx([(a + b) / 2 for a, b in zip(*raw, strict=True)], abs=CLOSE)
-
-
-def test_a_folder_without_calibration_is_told_before_loading(folders: list[Path], tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    contract = read_contract(folders[0])
-    assert contract is not None
-    write_contract(contract.model_copy(update={"calibration": None}), bare)  # a contract, and no weights at all
-    with pytest.raises(ConfigError, match="members cannot be standardized(?s:.*)1 of 2 models with a calibration"):
-        EnsembleScorer.load([folders[0], bare])
-    with pytest.raises(ModelError, match="no such folder"):
-        EnsembleScorer.load([folders[0], tmp_path / "missing"])
-
-
-def test_heads_of_a_folder_need_no_weights(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    tiny_model("llama", num_labels=2).save_pretrained(tmp_path / "out")
-    tiny_tokenizer.save_pretrained(tmp_path / "out")
-    config = EnsembleConfig(over="heads", method="worst", standardize=False)
-    got = EnsembleScorer.load([tmp_path / "out"], config=config, device="cpu").score(CHATS)
-    heads = Scorer.load(tmp_path / "out", device="cpu", head_weights=[0.0, 1.0]).score(CHATS)
-    assert values(got) == pytest.approx([min(score.heads) for score in heads], abs=CLOSE)

@@ -144,13 +144,6 @@ def test_padding_that_plain_transformers_would_read_is_known(
     assert contract.rendering.pad_token_id == end
 
 
-def test_a_template_that_refuses_all(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Training is not ended by it; the log says that nothing can be replayed."""
-    refuses = "{% if messages|length < 9 %}{{ raise_exception('too short') }}{% endif %}{{ messages[0].content }}"
-    _, _, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), chat_template=refuses)
-    assert contract.golden == [] and "refuses every golden conversation" in caplog.text
-
-
 def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are refused; of a checkpoint, whose next step has the better message, the other conversations are kept."""
     model, renderer, first = signed(tmp_path, tiny_tokenizer, tiny_model("llama"))
@@ -179,9 +172,3 @@ def test_several_labels(tiny_tokenizer: Any, tmp_path: Path) -> None:
     for example in silent.golden:
         assert example.score == pytest.approx(example.heads[0] - 2 * example.heads[2])
     assert weighted_heads(labels, [1.0, 0.0, -2.0]) == silent.heads
-
-
-@pytest.mark.parametrize("weights", [{"c": 1.0}, [1.0], [0.0, 0.0], [1.0, float("nan")]])
-def test_weights_that_do_not_fit_the_labels(weights: Any) -> None:
-    with pytest.raises(ConfigError, match="labels a, b"):
-        weighted_heads(["a", "b"], weights)

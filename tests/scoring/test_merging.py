@@ -143,13 +143,6 @@ def test_the_folder_is_complete_and_says_what_it_is_made_of(make: Make, tmp_path
     assert Renderer(merged).encode(CHAT) == Renderer(own).encode(CHAT)
 
 
-@pytest.mark.parametrize("weights", [[0.5, 0.6], [1.5, -0.5], [0.5, 0.25, 0.25]])
-def test_weights_are_shares(weights: list[float], make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not shares of these models(?s:.*)with the sum 1"):
-        merge_models([make(1), make(2)], tmp_path / "merged", weights=weights)
-    assert not (tmp_path / "merged").exists()
-
-
 def test_other_ways_to_read_are_named(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = Renderer(tokenizer).chat_template
@@ -183,21 +176,6 @@ def test_other_tensors_are_named(make: Make, tmp_path: Path) -> None:
             merge_models([a, b], tmp_path / "merged" / str(i))
         assert caught.value.where == str(b)
         assert not list((tmp_path / "merged").glob("*")) + list((tmp_path / "merged").glob(".*"))
-
-
-def test_what_is_no_reward_model_folder(make: Make, tmp_path: Path) -> None:
-    a = make(1)
-    headless = [make(7), make(8)]
-    for folder in headless:
-        change(folder, **{"score.weight": None})
-    for pair, message in [
-        ([a, tmp_path / "none"], "weights is missing"),
-        (headless, "no reward head"),
-    ]:
-        with pytest.raises(ModelError, match=message):
-            merge_models(pair, tmp_path / "merged")
-    with pytest.raises(ConfigError, match="nothing to merge"):
-        merge_models([a], tmp_path / "merged")
 
 
 def test_models_of_unlike_origin_are_warned_of(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from templates import TEMPLATES, byte_bpe, family_renderer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from treeward.data.rendering import Renderer
@@ -52,26 +52,6 @@ def test_prefixes_are_the_conversations_that_end_there(name: str) -> None:
     check(renderer)
 
 
-def test_the_default_template(tiny_tokenizer: Any) -> None:
-    check(Renderer(tiny_tokenizer))
-
-
-def test_a_tokenizer_that_marks_spaces() -> None:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Metaspace()
-    special = ["<unk>", "<s>", "</s>"]
-    tokenizer.train_from_iterator(
-        SENTENCES, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    check(Renderer(fast), "Mix flour, water and salt, then let the dough rest")
-    user, assistant = "'<s>[INST] ' + m.content + ' [/INST]'", "' ' + m.content + ' </s>'"
-    llama = f"{{% for m in messages %}}{{{{ {user} if m.role == 'user' else {assistant} }}}}{{% endfor %}}"
-    check(Renderer(fast, chat_template=llama), "Mix flour, water and salt, then let the dough rest")
-
-
 def test_an_encoder_keeps_its_frame() -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "how", "do", "i", "bake", "bread", "?", "mix", "flour", "and", "then"]
     words += [*"abcdefghijklmnopqrstuvwxyz,.|<>", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
@@ -108,24 +88,7 @@ def test_tokens_of_one_character_are_one_piece() -> None:
     assert prefixes.until(2) == renderer.encode(chat("a🙃"))
 
 
-def test_an_end_that_is_one_token_with_the_completion() -> None:
-    tokenizer = byte_bpe((), None, "<|im_end|>")
-    joined = max((t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii() and len(t) == 3), default="")
-    assert joined, "a token of three letters"
-    # The template writes the last letters of the token, which so are the end of turn and the completion at once.
-    renderer = Renderer(tokenizer, chat_template="{% for m in messages %}{{ m.content }}" + joined[1:] + "{% endfor %}")
-    with pytest.raises(DataError, match="within a token of the end of turn"):
-        completion_prefixes(renderer, chat(f"flour and water {joined[0]}"))
-
-
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-
-
-def test_stripped_text_is_no_part_of_the_completion() -> None:
-    renderer = Renderer(byte_bpe(), chat_template=CHATML)
-    prefixes = completion_prefixes(renderer, chat("  a completion \n"))
-    assert prefixes.text == "a completion" and prefixes.end == "<|im_end|>\n"
-    assert prefixes.until(len(prefixes.pieces)) == renderer.encode(chat("  a completion \n"))
 
 
 def test_a_cut_context_is_cut_as_for_the_score() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from treeward.config.reward_shaping import LengthCurve, NormalizationConstants, RewardCalibration, RewardShapingConfig
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.shaping import Shaper
@@ -52,16 +52,6 @@ def test_the_reward_takes_the_place_of_the_score() -> None:
     assert [one.score for one in rewards(normalize_rewards=True).score(chats)] == [-0.25, 0.5, 1.75]
 
 
-def test_company_changes_no_reward_and_names_reach_the_scorer() -> None:
-    scorer = rewards(length_penalty={"coefficient": 2.0, "threshold": 3}, normalize_rewards=True)
-    chats = [chat("a" * n) for n in range(1, 20)]
-    together = scorer.score(chats, where=[f"row {n}" for n in range(19)], on_error="mask")
-    assert together == [scorer.score([one])[0] for one in chats]
-    assert isinstance(scorer.scorer, Lengths)
-    assert scorer.scorer.calls[0] == ([f"row {n}" for n in range(19)], "mask")
-    assert scorer.scorer.calls[1] == (None, "raise")
-
-
 def test_what_has_no_score_has_no_reward() -> None:
     scorer = rewards(normalize_rewards=True)
     for on_error in ("mask", "raise"):  # as with a scorer, what is too long raises nothing
@@ -73,15 +63,3 @@ def test_what_has_no_score_has_no_reward() -> None:
     assert one.score is None and "not finite" in (one.error or "")
     with pytest.raises(ModelError, match="row 7.*no reward"):
         endless.score([chat("a" * 90)], where=["row 7"])
-
-
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"normalize_rewards": True, "running": True}, "order of the rows"),
-        ({"reference": "par"}, "reference completions, and there are none"),
-    ],
-)
-def test_what_depends_on_more_than_the_conversation_is_refused(section: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        rewards(**section)

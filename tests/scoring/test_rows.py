@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 from families import tiny_model
 
-from treeward.config.reward_shaping import LengthPenaltyConfig, RewardShapingConfig
 from treeward.data.rendering import Renderer
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.rows import conversations_of, score_rows
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import Shaper
 
 ASK = {"role": "user", "content": "2 + 2?"}
 FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
@@ -135,12 +133,3 @@ def test_what_an_earlier_scoring_has_left_is_replaced_and_told(
         "The rows already have error, score, truncated, which this scoring replaces."
     ]
     assert scored.num_failed == 0 and scored.values.keys() == {"messages", "score"} and scored.values["score"] != 99.0
-
-
-def test_a_column_called_reward_stays_where_none_is_made(scorer: Scorer) -> None:
-    row = {"messages": [ASK, FOUR], "reward": 1}
-    (plain,) = score_rows(scorer, [Row(row, "in.jsonl:1")])
-    assert plain.values["reward"] == 1
-    penalty = RewardShapingConfig(length_penalty=LengthPenaltyConfig(threshold=0, coefficient=1.0))
-    (shaped,) = score_rows(scorer, [Row(row, "in.jsonl:1")], shaper=Shaper(penalty))
-    assert shaped.values["reward"] == pytest.approx(shaped.values["score"] - 1)

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from families import plain_scores, tiny_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from treeward.config.data import DatasetConfig
@@ -80,19 +78,6 @@ def test_a_call_equals_its_conversations_one_by_one(family: str, batch_tokens: i
     assert max(values(together)) - min(values(together)) > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gptj"])
-def test_a_prefix_cache_changes_no_score(family: str, make_scorer: Any) -> None:
-    plain, scorer = make_scorer(family), make_scorer(family)
-    scorer.prefix_cache = PrefixCache(2**24)
-    for _ in range(2):
-        one_by_one = [scorer.score([chat])[0] for chat in CHATS]
-        assert values(one_by_one) == pytest.approx(values(plain.score(CHATS)), abs=CLOSE)
-        assert values(scorer.score(CHATS)) == pytest.approx(values(plain.score(CHATS)), abs=CLOSE)
-    if family != "gptj":
-        assert scorer.num_computed_tokens < scorer.num_row_tokens / 2
-        assert 0 < scorer.prefix_cache.num_bytes <= 2**24
-
-
 def test_completions_that_come_one_after_another_share_their_prompt(make_scorer: Any) -> None:
     scorer = make_scorer()
     scorer.prefix_cache = PrefixCache(2**24)
@@ -121,22 +106,6 @@ def test_rendered_texts_that_come_one_after_another_share_their_prompt(make_scor
         computed.append(scorer.num_computed_tokens - before)
     # the first is new, the second shows what is common, the third finds it
     assert computed[1] > 60 and computed[2] < 20
-
-
-@pytest.fixture(scope="module")
-def one_scorer(make_scorer: Any) -> Scorer:
-    """One model for all of Hypothesis's examples."""
-    scorer: Scorer = make_scorer("llama")
-    return scorer
-
-
-@given(st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=12), max_size=8), st.integers(1, 40))
-@settings(deadline=None, max_examples=25)
-def test_token_sequences_in_order(one_scorer: Scorer, sequences: list[list[int]], budget: int) -> None:
-    scorer = one_scorer
-    scorer.batch_tokens = budget
-    want = plain_scores(scorer.model.hf, sequences).tolist() if sequences else []
-    assert scorer.score_tokens(sequences) == pytest.approx(want, abs=CLOSE)
 
 
 def test_what_a_call_has_in_common_is_computed_once(make_scorer: Any) -> None:
@@ -189,21 +158,6 @@ def test_truncation_is_reported_and_spares_the_completion(make_scorer: Any) -> N
     cut, same, hopeless = scorer.score([long, long[1:], [user("Q"), assistant("word " * 60)]])
     assert cut.truncated and cut.num_tokens <= 40 and cut.score == pytest.approx(same.score, abs=CLOSE)
     assert not same.truncated and hopeless.score is None and not hopeless.truncated
-
-
-@pytest.mark.parametrize(
-    ("conversation", "message"),
-    [
-        ([], "is empty"),
-        ([user("Hi")], "no completion to score"),
-        ([assistant("A"), user("Q")], "ends with a message of user"),
-    ],
-)
-def test_what_is_no_conversation(conversation: list[dict[str, Any]], message: str, make_scorer: Any) -> None:
-    with pytest.raises(DataError, match=f"(?s:conversation 1: .*{message})"):
-        make_scorer().score([CHATS[0], conversation])
-    with pytest.raises(DataError, match=r"in\.jsonl:9"):
-        make_scorer().score([conversation], where=["in.jsonl:9"])
 
 
 def test_a_score_that_is_no_number_is_an_error(make_scorer: Any) -> None:
@@ -267,18 +221,6 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
     assert values(loaded.score(CHATS)) == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
 
 
-@pytest.mark.parametrize(("family", "limits"), [("qwen3", (None, 3)), ("gptj", (50, 2))])
-def test_no_pass_is_larger_than_allowed(family: str, limits: tuple[int | None, int], make_scorer: Any) -> None:
-    scorer = make_scorer(family)
-    want = values(scorer.score(CHATS))
-    scorer.batch_tokens, scorer.max_sequences = limits
-    sizes: list[int] = []
-    make_batch = scorer.model.make_batch
-    scorer.model.make_batch = lambda groups: sizes.append(sum(map(len, groups))) or make_batch(groups)
-    assert values(scorer.score(CHATS)) == pytest.approx(want, abs=CLOSE)
-    assert max(sizes) <= limits[1] and sum(sizes) == len(CHATS)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "bert"])
 def test_padded_rows_as_nemo_rl_gives_them(family: str, make_scorer: Any) -> None:
     scorer = make_scorer(family)
@@ -337,15 +279,3 @@ def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_pa
 def test_sequences_that_the_model_cannot_read(rows: list[list[int]], make_scorer: Any) -> None:
     with pytest.raises(ModelError, match=f"sequence {len(rows) - 1}: "):
         make_scorer().score_tokens(rows)
-
-
-def test_a_row_that_was_made_up_for_padding_is_never_scored(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.add_tokens(["<|new|>"], special_tokens=True)
-    tokenizer.save_pretrained(tmp_path)
-    scorer = Scorer.load(tmp_path, device="cpu")
-    assert scorer.score([CHATS[0]])[0].score is not None
-    assert scorer.model.num_embeddings == 601
-    with pytest.raises(ModelError, match=r"cannot read this sequence(?s:.*)600"):
-        scorer.score([[user("Hi"), assistant("<|new|>")]])

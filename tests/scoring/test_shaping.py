@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -18,14 +17,12 @@ from treeward.config.reward_shaping import (
     RewardCalibration,
     RewardShapingConfig,
 )
-from treeward.errors import CheckpointError, ConfigError, DataError
+from treeward.errors import ConfigError
 from treeward.scoring.score import Reward, Score
 from treeward.scoring.shaping import (
     Reference,
     RunningStatistics,
     Shaper,
-    completion_length,
-    reference_conversations,
     relative_reward,
 )
 
@@ -70,24 +67,6 @@ def reward(score: float, length: int = 1, references: list[Reference] | None = N
 
 
 # --- formulas
-
-
-@pytest.mark.parametrize("length", [0, 500, 501, 5000])
-def test_length_penalty(length: int) -> None:
-    assert reward(1.5, length, length_penalty={}) == pytest.approx(1.5 - max(0, length - 500) * 0.001, abs=1e-12)
-
-
-@pytest.mark.parametrize("score", [-40.0, 0.0, 1.25, 1000.0])
-def test_normalisation_and_clipping(score: float) -> None:
-    keys = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0}
-    assert reward(score, **keys) == pytest.approx(max(-5.0, min(5.0, (score - 0.5) / 2.0)))
-    assert reward(score, reward_clip=None, **keys) == pytest.approx((score - 0.5) / 2.0)
-    assert reward(score, reward_clip=1.0) == score  # only normalised rewards are clipped
-
-
-@pytest.mark.parametrize(("length", "effect"), [(0, -1.0), (10, -1.0), (15, 0.0), (20, 1.0), (30, 1.5), (99, 2.0)])
-def test_length_curve(length: int, effect: float) -> None:
-    assert reward(7.0, length, calibration=CALIBRATION, length_calibration=True) == pytest.approx(7.0 - effect)
 
 
 @given(SCORES, st.lists(SCORES, min_size=1, max_size=4), SCORES)
@@ -155,18 +134,6 @@ def test_constants_of_the_contract_are_adapted_to_the_steps_before() -> None:
 # --- lengths
 
 
-def test_length_of_the_last_message(tiny_tokenizer: Any) -> None:
-    text = "Two plus two is four. " * 9
-    long_prompt = [*chat("x" * 999), *chat(text, prompt="q" * 999)]
-    assert completion_length(long_prompt, "characters", None) == len(text)
-    ids = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert completion_length(long_prompt, "tokens", tiny_tokenizer) == len(ids) < len(text)
-    parts = [{"type": "text", "text": "ab"}, {"type": "image"}, "c"]
-    assert completion_length(chat(parts), "characters", None) == 3
-    assert completion_length([{"role": "assistant", "tool_calls": []}], "characters", None) == 0
-    assert completion_length(chat(""), "tokens", tiny_tokenizer) == 0
-
-
 # --- missing scores, references and constants
 
 
@@ -192,26 +159,6 @@ def test_a_sample_without_its_references_has_no_reward() -> None:
         assert "reference_answers" in (one.error or "")
     assert shaper(reference="par").shape([Score(1.0)], [chat("x")])[0].value is None
     assert shape(shaper(), [1.0], references=[None]) == [1.0]  # not read
-
-
-@pytest.mark.parametrize("field", ["normalize_rewards", "length_calibration", "temperature"])
-@pytest.mark.parametrize("calibration", [None, RewardCalibration()])
-def test_constants_that_were_not_fitted(field: str, calibration: Any) -> None:
-    keys = {field: "calibrated" if field == "temperature" else True}
-    with pytest.raises(ConfigError, match=f"(?s:field: {field}.*treeward calibrate MODEL --data FILE)"):
-        shaper(calibration, **keys)
-    shaper(CALIBRATION, **keys)
-
-
-def test_lengths_in_tokens_need_a_tokenizer(tiny_tokenizer: Any) -> None:
-    in_tokens = RewardCalibration(length_curve=CURVE.model_copy(update={"unit": "tokens"}))
-    for calibration, keys in (
-        (None, {"length_penalty": {"unit": "tokens"}}),
-        (in_tokens, {"length_calibration": True}),
-    ):
-        with pytest.raises(ConfigError, match=r"no tokenizer(?s:.*)length_"):
-            shaper(calibration, **keys)
-        shaper(calibration, tiny_tokenizer, **keys)
 
 
 # --- running statistics
@@ -253,31 +200,4 @@ def test_running_normalisation_includes_its_batch_and_all_before() -> None:
     assert adjusted.statistics.mean == pytest.approx((7.0 - 1.5) / 2.0)
 
 
-def test_a_resumed_shaper_continues_exactly() -> None:
-    batches = [[0.1, 0.7, -3.0], [1.0 / 3.0], [2.0, 9.0, 9.0, 1.0]]
-    whole, before, after = (shaper(**RUNNING) for _ in range(3))
-    for one in (whole, before):
-        shape(one, batches[0])
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    for batch in batches[1:]:
-        assert shape(whole, batch) == shape(after, batch)
-    assert shaper().state_dict() == {}
-    shaper().load_state_dict({})
-    with pytest.raises(CheckpointError, match="another one"):
-        shaper().load_state_dict(whole.state_dict())
-
-
 # --- reference completions of the data
-
-
-def test_reference_completions_replace_the_last_message() -> None:
-    conversation = [*chat("first"), *chat("last")]
-    as_messages = [{"role": "assistant", "content": "from messages"}]
-    got = reference_conversations(conversation, ["text", as_messages], "env_infos[3]")
-    assert [c[:-1] for c in got] == [conversation[:-1]] * 2
-    assert [c[-1] for c in got] == [{"role": "assistant", "content": "text"}, as_messages[0]]
-    assert reference_conversations(conversation, "text", "here") == got[:1]
-    assert reference_conversations(conversation, None, "here") == []
-    for wrong in (7, {"role": "assistant", "content": "a"}, [chat("a")[1]], [3], [[]]):
-        with pytest.raises(DataError, match=r"env_infos\[3\]"):
-            reference_conversations(conversation, wrong, "env_infos[3]")

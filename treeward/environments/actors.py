@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from treeward.errors import ConfigError, TreewardError
@@ -40,17 +41,18 @@ class RayActor:
         return args, kwargs
 
 
+@dataclass(frozen=True)
 class RemoteFactory:
     """A class and the Ray options of its actor."""
 
-    def __init__(self, cls: type[RayActor], ray_options: Mapping[str, Any]) -> None:
-        self._cls, self._ray_options = cls, dict(ray_options)
+    cls: type[RayActor]
+    ray_options: Mapping[str, Any]
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Make the actor. Raises `ConfigError` for a faulty configuration, and where Ray is not installed."""
-        args, kwargs = self._cls.check_remote(*args, **kwargs)
-        options = {"num_cpus": 0} | self._ray_options  # the actor's own work needs no CPU
-        return start_ray().remote(_deferring(self._cls)).options(**options).remote(*args, **kwargs)
+        args, kwargs = self.cls.check_remote(*args, **kwargs)
+        options = {"num_cpus": 0} | dict(self.ray_options)  # the actor's own work needs no CPU
+        return start_ray().remote(_deferring(self.cls)).options(**options).remote(*args, **kwargs)
 
 
 def start_ray() -> Any:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from treeward.config.reward_environments import CustomEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.completions import NO_COMPLETION, completion_text, prompt_text
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward, log_failures
 from treeward.errors import ConfigError
 from treeward.http import run_async
 from treeward.user_code import import_object
@@ -117,9 +117,7 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         self._convention = self._find_convention()
         self._check_call()
 
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         texts = [completion_text(conversation) for conversation in conversations]
         samples = [  # copies: the function may change them
             _Sample([dict(message) for message in conversation], dict(info), text)

@@ -15,17 +15,18 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
 
 from treeward.config.reward_environments import HybridEnvironmentConfig
-from treeward.data.preference import Message
 from treeward.environments.interface import (
     WHERE,
     ConfiguredEnvironment,
+    Conversations,
     Environment,
+    Infos,
     Reward,
     log_failures,
     undone_on_failure,
@@ -34,9 +35,6 @@ from treeward.environments.registry import check_section, make_environment
 from treeward.errors import CheckpointError
 
 __all__ = ["HybridEnvironment", "weighted_sum"]
-
-Conversations = Sequence[Sequence[Message]]
-Infos = Sequence[Mapping[str, Any]]
 
 
 class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from treeward.environments.trl import TrlReward
 
 __all__ = ["DETAILS", "WHERE", "ConfiguredEnvironment", "Environment", "EnvironmentReturn", "Reward"]
+__all__ += ["AnyInfos", "Conversations", "Infos", "Logs"]
 __all__ += ["conversation_of", "log_failures", "reward_metrics", "rewards_of", "undone_on_failure"]
 
 DETAILS = "reward_details"
@@ -59,6 +60,12 @@ _KEYS_OF_LOOPS = frozenset(
 """Keys of messages that NeMo RL and other loops use for themselves; a template may read every other key."""
 
 logger = logging.getLogger(__name__)
+
+Conversations = Sequence[Sequence[Message]]
+Infos = Sequence[Mapping[str, Any]]
+Logs = Sequence[Sequence[Mapping[str, Any]]]
+"""The messages of a loop, with keys of its own."""
+AnyInfos = Sequence[Mapping[str, Any] | None]
 
 
 class EnvironmentReturn(NamedTuple):
@@ -84,27 +91,17 @@ class Environment(RayActor, abc.ABC):
     """The prefix of its metrics."""
 
     @abc.abstractmethod
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         """One `Reward` per conversation, in order. `env_infos`: the data's other columns, as `ground_truth`.
 
         A conversation that cannot be rewarded has the value None; a fault of the environment itself raises.
         """
 
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         """`rewards` without a change of the state; an environment with a state implements it."""
         return self.rewards(conversations, env_infos)
 
-    def reward(
-        self,
-        message_logs: Sequence[Sequence[Mapping[str, Any]]],
-        env_infos: Sequence[Mapping[str, Any] | None],
-        *,
-        update: bool = True,
-    ) -> list[Reward]:
+    def reward(self, message_logs: Logs, env_infos: AnyInfos, *, update: bool = True) -> list[Reward]:
         """One `Reward` per message log of a loop, in order; a batch may have any size.
 
         Messages keep every key that a chat template may read; the loop's own keys (`token_ids`, tensors) are left out.
@@ -113,13 +110,7 @@ class Environment(RayActor, abc.ABC):
         """
         return self._rewarded(self._samples(message_logs, env_infos), update)
 
-    def step(
-        self,
-        message_logs: Sequence[Sequence[Mapping[str, Any]]],
-        env_infos: Sequence[Mapping[str, Any] | None],
-        *,
-        update: bool = True,
-    ) -> EnvironmentReturn:
+    def step(self, message_logs: Logs, env_infos: AnyInfos, *, update: bool = True) -> EnvironmentReturn:
         """`reward`, in the form of NeMo RL."""
         samples = self._samples(message_logs, env_infos)
         rewards = self._rewarded(samples, update)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.completions import NO_COMPLETION, completion_text, message_text, plain, transcript
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward, log_failures
 from treeward.errors import ModelError
 from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
@@ -93,9 +93,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         check_openai()
         self._key = key_from(self.config.api_key_env, where=WHERE, field="api_key_env")
 
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         samples = [self._questions(*sample) for sample in zip(conversations, env_infos, strict=True)]
         asked = [sample for sample in samples if not isinstance(sample, str)]
         judged = iter(run_async(self._judge_all(asked)) if asked else [])

@@ -20,12 +20,15 @@ from torch import Tensor
 
 from treeward.config.base import Strict
 from treeward.config.load import load_section
-from treeward.data.preference import Message
 from treeward.environments.interface import (
     DETAILS,
     WHERE,
+    AnyInfos,
+    Conversations,
     Environment,
     EnvironmentReturn,
+    Infos,
+    Logs,
     Reward,
     conversation_of,
     rewards_of,
@@ -73,20 +76,16 @@ class NemoRLEnvironment(Environment):
         check_section(kind, section)
         return args, kwargs
 
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return self.environment.rewards(conversations, env_infos)
 
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return self.environment.evaluation_rewards(conversations, env_infos)
 
     def step(
         self,
-        message_logs: Sequence[Sequence[Mapping[str, Any]]],
-        env_infos: Sequence[Mapping[str, Any] | None],
+        message_logs: Logs,
+        env_infos: AnyInfos,
         return_extracted_answer: bool = False,
         *,
         update: bool = True,
@@ -127,7 +126,7 @@ class NemoRLEnvironment(Environment):
     def shutdown(self) -> bool:
         return self.environment.shutdown()
 
-    def _filled(self, result: EnvironmentReturn, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
+    def _filled(self, result: EnvironmentReturn, message_logs: Logs) -> Tensor:
         failed = (~torch.isfinite(result.rewards)).nonzero().flatten().tolist()
         if not failed:
             return result.rewards
@@ -207,7 +206,7 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
     return config, str(kind or "reward_model"), section
 
 
-def _groups(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Hashable]:
+def _groups(message_logs: Logs) -> list[Hashable]:
     """The group of each sample: the messages before the generated ones, which completions of one prompt share.
 
     Generated messages have `generation_logprobs`. NeMo RL hands over logs without them; then the last message is the

@@ -6,11 +6,10 @@ RemoteEnvironment("rewards_env", ray.get_actor("rewards")).as_trl()
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from treeward.data.preference import Message
-from treeward.environments.interface import Environment, Reward
+from treeward.environments.interface import Conversations, Environment, Infos, Reward
 from treeward.errors import ModelError
 
 __all__ = ["RemoteEnvironment", "as_environment"]
@@ -26,14 +25,10 @@ class RemoteEnvironment(Environment):
     def __init__(self, name: str, handle: Any) -> None:
         self.name, self._handle = name, handle
 
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return list(self._call("rewards", conversations, env_infos))
 
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return list(self._call("evaluation_rewards", conversations, env_infos))
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
-from treeward.data.preference import Message
 from treeward.environments.completions import plain
 from treeward.environments.interface import (
     WHERE,
     ConfiguredEnvironment,
+    Conversations,
+    Infos,
     Reward,
     conversation_of,
     log_failures,
@@ -81,19 +82,13 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         args, kwargs = super().check_remote(*args, **kwargs)
         return args, {"workers": "ray"} | kwargs  # so that a model that dies does not take the statistics with it
 
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return self._shaped(conversations, env_infos, update=True)
 
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return self._shaped(conversations, env_infos, update=False)
 
-    def _shaped(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]], *, update: bool
-    ) -> list[Reward]:
+    def _shaped(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
         with self._lock, undone_on_failure(self):
             key = self._rewarder.reference_key
             references = None if key is None else [plain(info.get(key)) for info in env_infos]

@@ -20,7 +20,7 @@ import regex
 from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.completions import NO_COMPLETION, completion_text, plain
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Reward, log_failures
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward, log_failures
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
 
@@ -46,9 +46,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
             MathChecker(workers=self.config.workers, timeout_seconds=self.config.timeout_seconds) if math else None
         )
 
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         found: list[Reward | _Answer] = []
         for conversation, info in zip(conversations, env_infos, strict=True):
             try:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from treeward.errors import ModelError
 from treeward.model.linear_log_probs import linear_log_probs
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import RowBatch, TreeBatch, TreeLayout
+from treeward.tree.batch import TreeBatch, TreeLayout
 from treeward.tree.token_tree import TokenIds
 
 DEFAULT_CHUNK_TOKENS = 1024
@@ -100,7 +100,7 @@ class PolicyModel(WrappedModel):
         starts = [length for group in prompt_lengths for length in group]
         if any(not 0 < start <= len(sequence) for sequence, start in zip(sequences, starts, strict=True)):
             raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
-        batch = self._packed(groups)
+        batch = self.make_batch(groups)
         with self._autocast():
             if isinstance(batch, TreeBatch):
                 places = _tree_places(batch.layout, batch.reads_S.tolist())
@@ -123,11 +123,6 @@ class PolicyModel(WrappedModel):
             None if entropies_N is None else spread(entropies_N),
             batch.num_computed_tokens,
         )
-
-    def _packed(self, groups: Sequence[Sequence[TokenIds]]) -> TreeBatch | RowBatch:
-        if self.layout == "tree":
-            return TreeBatch.from_groups(groups).to(self.device)
-        return RowBatch.from_groups(groups, pad_token_id=0).to(self.device)
 
     def _values(
         self, hidden_TD: Tensor, tokens_T: Tensor, predicted: tuple[Tensor, Tensor], temperature: float, entropies: bool

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from treeward.errors import ModelError
 from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import Batch, RowBatch, TreeBatch, plan_sequences
+from treeward.tree.batch import Batch, TreeBatch, plan_sequences
 from treeward.tree.parts import split_group
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds
@@ -66,13 +66,6 @@ class RewardModel(WrappedModel):
         num_labels = self.hf.config.num_labels
         assert num_labels is not None
         return num_labels
-
-    def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
-        """Pack groups of token sequences (each a whole conversation) the way this model runs them."""
-        if self.layout == "tree":
-            return TreeBatch.from_groups(groups).to(self.device)
-        pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
-        return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad).to(self.device)
 
     def make_parts(
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from treeward.errors import ConfigError, ModelError
 from treeward.tree import attention
-from treeward.tree.batch import RowBatch, TreeBatch
+from treeward.tree.batch import Batch, RowBatch, TreeBatch
+from treeward.tree.token_tree import TokenIds
 
 Layout = Literal["tree", "rows", "encoder"]
 """How a model is run: decoders on trees; decoders that cannot share a prefix as padded rows; encoders as padded rows
@@ -77,6 +78,13 @@ class WrappedModel(nn.Module):
             if isinstance(table, nn.Embedding) and table.padding_idx is not None:  # RoBERTa counts on from padding
                 limits.append(table.num_embeddings - table.padding_idx - 1)
         return min((int(limit) for limit in limits if limit), default=None)
+
+    def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
+        """Pack groups of token sequences (each a whole conversation) the way this model runs them."""
+        if self.layout == "tree":
+            return TreeBatch.from_groups(groups).to(self.device)
+        pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
+        return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad).to(self.device)
 
     @contextlib.contextmanager
     def attention(self, implementation: str) -> Iterator[None]:

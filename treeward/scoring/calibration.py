@@ -127,22 +127,21 @@ def calibrate(
 
 
 def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> LengthCurve | None:
-    """The score that length alone predicts, from scores (N,) and lengths (N,); None where length explains every score.
+    """The score that length alone predicts, from scores (N,) and lengths (N,); None where length explains every
+    score, or where most have one length.
 
     LOWESS: at each length a straight line, fitted to the nearest two thirds of the points by least squares, weighted by
     nearness and, in three further rounds, against outliers. Cleveland 1979; to calibrate rewards: Huang et al. 2024
     (arXiv 2409.17407). Kept at no more than 64 lengths, quantiles of those that occur.
     """
-    distinct, counts = np.unique(lengths, return_counts=True)
-    fitted = _smooth(scores, lengths, int(counts.max())) if len(distinct) > 1 else np.full(len(scores), scores.mean())
+    fitted = _smooth(scores, lengths) if lengths.min() < lengths.max() else np.full(len(scores), scores.mean())
     knots = np.unique(np.quantile(lengths, np.linspace(0, 1, MAX_KNOTS), method="nearest"))
     order = np.argsort(lengths, kind="stable")
     values = np.interp(knots, lengths[order], fitted[order])
     residuals = scores - np.interp(lengths, knots, values)
-    if residuals.std() <= 1e-6 * scores.std():
+    if not residuals.std() > 1e-6 * scores.std():  # NaN too
         logger.warning(
-            "no length curve: length alone explains every one of the %d scores, so they would all become the same.",
-            len(scores),
+            "no length curve: length alone explains every one of the %d scores, or most have one length.", len(scores)
         )
         return None
     return LengthCurve(
@@ -235,18 +234,11 @@ def _check(found: Sequence[Sequence[_Scored]], errors: Sequence[str], name: str)
                        len(errors), len(errors) + len(scores), errors[0])  # fmt: skip
 
 
-def _smooth(scores: Floats, lengths: Floats, most_at_one_length: int) -> Floats:
-    """LOWESS at each point; finite."""
-    n = len(scores)
-    # Where more points than a regression sees have the same length, it would see some of them only: bandwidth 0.
-    neighbours = min(n, max(int(_SMOOTHING * n), _FEWEST_NEIGHBOURS, most_at_one_length + 1))
+def _smooth(scores: Floats, lengths: Floats) -> Floats:
+    """LOWESS at each point; NaN where it fails: most completions have one length."""
     # A hundredth of the range would be coarse for most points if a few are very long.
     low, high = np.quantile(lengths, [0.025, 0.975])
-    delta = float(high - low) / 100 if n > _EXACT_UP_TO else 0.0
-    settings = {"frac": neighbours / n, "delta": delta, "return_sorted": False}
-    plain: Floats = lowess(scores, lengths, it=0, **settings)
-    # The median error defines outliers: if most points are fitted exactly it is 0, and all others would be outliers.
-    if np.median(np.abs(scores - plain)) <= 1e-6 * scores.std():
-        return plain
-    robust: Floats = lowess(scores, lengths, it=_ROBUST_ROUNDS, **settings)
-    return robust if bool(np.isfinite(robust).all()) else plain
+    delta = float(high - low) / 100 if len(scores) > _EXACT_UP_TO else 0.0
+    neighbours = min(1.0, max(_SMOOTHING, _FEWEST_NEIGHBOURS / len(scores)))
+    smooth: Floats = lowess(scores, lengths, frac=neighbours, it=_ROBUST_ROUNDS, delta=delta, return_sorted=False)
+    return smooth
