@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import assistant, user, write_jsonl
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import (
@@ -36,22 +37,9 @@ from treeward.errors import ConfigError, DataError
 REAL = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
 def rank_row(better: str = "4", worse: str = "5", **more: Any) -> dict[str, Any]:
     completions = [{"rank": rank, "completion": [assistant(text)]} for rank, text in ((0, better), (1, worse))]
     return {"context": [user("2 + 2?")], "completions": completions, **more}
-
-
-def write_jsonl(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def parse(tmp_path: Path, dataset_name: str, row: dict[str, Any], **more: Any) -> Preference:

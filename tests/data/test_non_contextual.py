@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import assistant, user, write_jsonl
 
 from treeward.config.data import DatasetConfig
 from treeward.data import datasets
@@ -18,17 +18,13 @@ from treeward.data.rendering import Renderer
 Row = dict[str, Any]
 
 
-def row(prompt: str, answers: list[str], **more: Any) -> Row:
-    completions = [
-        {"rank": rank, "completion": [{"role": "assistant", "content": answer}]} for rank, answer in enumerate(answers)
-    ]
-    return {"context": [{"role": "user", "content": prompt}], "completions": completions, **more}
+def row(prompt: str, answers: list[str]) -> Row:
+    completions = [{"rank": rank, "completion": [assistant(answer)]} for rank, answer in enumerate(answers)]
+    return {"context": [user(prompt)], "completions": completions}
 
 
 def config_of(tmp_path: Path, rows: list[Row], **more: Any) -> DatasetConfig:
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
-    return DatasetConfig(data_path=str(file), **more)
+    return DatasetConfig(data_path=write_jsonl(tmp_path / "train.jsonl", *rows), **more)
 
 
 def opened(tmp_path: Path, rows: list[Row]) -> list[Preference]:

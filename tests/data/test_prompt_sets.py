@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import assistant, user, write_jsonl
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.prompt_rows import from_response_row
 from treeward.data.prompt_sets import (
     _PROMPT_DATASETS,
     Prompt,
     PromptSet,
     RowPrompts,
     _held_out,
+    from_response_row,
     open_prompts,
     register_prompt_dataset,
 )
@@ -29,19 +27,6 @@ from treeward.data.sources import Row
 from treeward.data.synthetic import best_completions
 from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-def write_jsonl(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def opened(tmp_path: Path, dataset_name: str, *rows: Any, **more: Any) -> PromptSet:
@@ -67,93 +52,73 @@ GYM: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "key"), [("OpenMathInstruct-2", "expected_answer"), ("DeepScaler", "answer"), ("AIME2024", "answer")]
-)
-def test_problems(tmp_path: Path, name: str, key: str) -> None:
-    row = {"problem": "2 + 3?", key: "5", "generated_solution": "It is 5."}
-    messages = {"messages": [user("2 + 3?"), assistant("5")], "task_name": "math"}
-    for prompt in opened(tmp_path, name, row, messages, env_name="math"):
-        assert (prompt.messages, prompt.info) == ((user("2 + 3?"),), {"ground_truth": "5", "environment": "math"})
+SUM, CHAT = (user("2 + 3?"),), [user("Hi"), assistant("Hello!"), user("2 + 3?"), assistant("5")]
+PROBLEM = {"problem": "2 + 3?", "expected_answer": "5", "answer": "5", "generated_solution": "It is 5."}
+OF_VERL = {key: value for key, value in VERL.items() if key not in ("prompt", "extra_info")}
+OF_GYM = {"expected_answer": "cinq", "agent_ref": GYM["agent_ref"], "responses_create_params": {"temperature": 0.7}}
+BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In French."))
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "split"),
+    ("name", "row", "messages", "info"),
     [
-        ("OpenMathInstruct-2", "nvidia/OpenMathInstruct-2", "train_1M"),
-        ("DeepScaler", "agentica-org/DeepScaleR-Preview-Dataset", "train"),
-        ("AIME2024", "HuggingFaceH4/aime_2024", "train"),
+        ("OpenMathInstruct-2", PROBLEM, SUM, {"ground_truth": "5"}),
+        ("OpenMathInstruct-2", {"messages": [*SUM, assistant("5")], "task_name": "x"}, SUM, {"ground_truth": "5"}),
+        ("DeepScaler", PROBLEM, SUM, {"ground_truth": "5"}),
+        ("AIME2024", PROBLEM, SUM, {"ground_truth": "5"}),
+        (
+            "ResponseDataset",
+            {"input": "2 + 3?", "output": "5", "level": 2},
+            SUM,
+            {"ground_truth": "5", "reference_answers": ["5"], "level": 2},
+        ),
+        ("ResponseDataset", {"input": [*SUM], "output": 5}, SUM, {"ground_truth": 5}),
+        (
+            "ResponseDataset",
+            {"messages": [*SUM, assistant("5")]},
+            SUM,
+            {"ground_truth": "5", "reference_answers": ["5"]},
+        ),
+        ("PromptDataset", {"messages": CHAT}, tuple(CHAT[:3]), {"ground_truth": "5", "reference_answers": ["5"]}),
+        (
+            "PromptDataset",
+            {"messages": CHAT, "ground_truth": "five", "reference_answers": ["V"]},
+            tuple(CHAT[:3]),
+            {"ground_truth": "five", "reference_answers": ["V"]},
+        ),
+        ("PromptDataset", {"messages": CHAT[:3]}, tuple(CHAT[:3]), {}),
+        *(
+            ("PromptDataset", {key: prompt, "solution": "5", "nothing": None}, SUM, {"solution": "5"})
+            for key in ("prompt", "context")
+            for prompt in ("2 + 3?", [*SUM])
+        ),
+        ("PromptDataset", VERL, SUM, {**OF_VERL, "ground_truth": "5", "split": "train", "index": 7}),
+        ("PromptDataset", GYM, (*BRIEF, *SUM), OF_GYM),
     ],
 )
-def test_what_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, path: str, split: str) -> None:
+def test_schemas(tmp_path: Path, name: str, row: dict[str, Any], messages: Any, info: dict[str, Any]) -> None:
+    (prompt,) = opened(tmp_path, name, row, env_name="math")
+    assert (prompt.messages, prompt.info) == (messages, info | {"environment": "math"})
+    assert prompt.where == str(tmp_path / "rows.jsonl") + ":1"
+
+
+def test_named_keys(tmp_path: Path) -> None:
+    (named,) = opened(tmp_path, "ResponseDataset", {"q": "2 + 3?", "a": "5"}, input_key="q", output_key="a")
+    assert (named.messages, named.info["ground_truth"]) == (SUM, "5")
+
+
+def test_what_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def load(*names: Any, **options: Any) -> Any:
         asked.append((*names, options["split"]))
-        return datasets.Dataset.from_list([{"problem": "2 + 3?", "answer": "5", "expected_answer": "5"}])
+        return datasets.Dataset.from_list([PROBLEM])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    (prompt,) = open_prompts(PromptSetConfig(dataset_name=name))
-    open_prompts(PromptSetConfig(dataset_name=name, split="train_2M"))
-    assert asked == [(path, None, split), (path, None, "train_2M")]
-    assert prompt.where == f"{path}[{split}]:row 1"
-
-
-def test_response_dataset(tmp_path: Path) -> None:
-    rows = [{"input": "2 + 3?", "output": "It is 5.", "level": 2}, {"input": [user("1?")], "output": 1}]
-    first, second = opened(tmp_path, "ResponseDataset", *rows)
-    assert first.messages == (user("2 + 3?"),)
-    assert first.info == {"ground_truth": "It is 5.", "reference_answers": ["It is 5."], "level": 2}
-    assert (second.messages, second.info) == ((user("1?"),), {"ground_truth": 1})
-    (named,) = opened(tmp_path, "ResponseDataset", {"q": "2?", "a": "2"}, input_key="q", output_key="a")
-    assert (named.messages, named.info["ground_truth"]) == ((user("2?"),), "2")
-    (of_messages,) = opened(tmp_path, "ResponseDataset", {"messages": [user("2?"), assistant("2")]})
-    assert (of_messages.messages, of_messages.info["ground_truth"]) == ((user("2?"),), "2")
-
-
-def test_the_last_assistant_message_is_the_reference_and_not_asked(tmp_path: Path) -> None:
-    chat = [user("Hi"), assistant("Hello!"), user("2 + 3?"), assistant("5")]
-    (prompt,) = opened(tmp_path, "PromptDataset", {"messages": chat})
-    assert prompt.messages == tuple(chat[:3])
-    assert prompt.info == {"ground_truth": "5", "reference_answers": ["5"]}
-    (own,) = opened(tmp_path, "PromptDataset", {"messages": chat, "ground_truth": "five", "reference_answers": ["V"]})
-    assert own.info == {"ground_truth": "five", "reference_answers": ["V"]}
-    (unanswered,) = opened(tmp_path, "PromptDataset", {"messages": chat[:3]})
-    assert (unanswered.messages, unanswered.info) == (tuple(chat[:3]), {})
-
-
-@pytest.mark.parametrize(
-    "row", [{"prompt": "2 + 3?"}, {"prompt": [user("2 + 3?")]}, {"context": [user("2 + 3?")]}, {"context": "2 + 3?"}]
-)
-def test_prompt_and_context(tmp_path: Path, row: dict[str, Any]) -> None:
-    (prompt,) = opened(tmp_path, "PromptDataset", row | {"solution": "5", "nothing": None})
-    assert (prompt.messages, prompt.info) == ((user("2 + 3?"),), {"solution": "5"})
-
-
-def test_verl_parquet(tmp_path: Path) -> None:
-    file = tmp_path / "train.parquet"
-    pyarrow.parquet.write_table(pa.Table.from_pylist([VERL]), file)
-    (prompt,) = open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path=str(file)))
-    assert prompt.messages == (user("2 + 3?"),)
-    assert prompt.info == {
-        "data_source": "openai/gsm8k",
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "5"},
-        "ground_truth": "5",
-        "split": "train",
-        "index": 7,
-    }
-
-
-def test_nemo_gym_rows(tmp_path: Path) -> None:
-    (prompt,) = opened(tmp_path, "PromptDataset", GYM)
-    system = [{"role": "system", "content": text} for text in ("Be brief.", "In French.")]
-    assert prompt.messages == (*system, user("2 + 3?"))
-    assert prompt.info == {
-        "expected_answer": "cinq",
-        "agent_ref": GYM["agent_ref"],
-        "responses_create_params": {"temperature": 0.7},
-    }
+    (prompt,) = open_prompts(PromptSetConfig(dataset_name="OpenMathInstruct-2"))
+    open_prompts(PromptSetConfig(dataset_name="AIME2024", split="test"))
+    assert asked == [("nvidia/OpenMathInstruct-2", None, "train_1M"), ("HuggingFaceH4/aime_2024", None, "test")]
+    assert prompt.where == "nvidia/OpenMathInstruct-2[train_1M]:row 1"
 
 
 def test_bundled() -> None:
@@ -169,17 +134,6 @@ def test_bundled() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             open_prompts(PromptSetConfig(dataset_name="Bundled", **wrong))
-
-
-def test_prompt_files_are_applied(tmp_path: Path) -> None:
-    (tmp_path / "cot.txt").write_text("Think, then \\boxed{{}}.\n{}")
-    (tmp_path / "system.txt").write_text("You do sums.")
-    files = {"prompt_file": str(tmp_path / "cot.txt"), "system_prompt_file": str(tmp_path / "system.txt")}
-    (prompt,) = opened(tmp_path, "PromptDataset", {"prompt": "2 + 3?"}, **files)
-    assert prompt.messages == (
-        {"role": "system", "content": "You do sums."},
-        user("Think, then \\boxed{}.\n2 + 3?"),
-    )
 
 
 def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
@@ -221,11 +175,8 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
     asked = [{prompt.messages[0]["content"] for prompt in part} for part in (train, validation)]
     assert not asked[0] & asked[1]
     assert len(asked[1]) == 10
-    assert (train.counts.read, train.counts.kept) == (100, len(train))
-    assert train.counts.held_out == len(validation)
+    assert (train.counts.read, train.counts.kept, train.counts.held_out) == (100, len(train), len(validation))
     assert f"left out: {len(validation)} of the other part" in train.counts.summary()
-    other = opened(tmp_path, "PromptDataset", *rows, part="validation", split_validation_size=0.25, seed=4)
-    assert [p.where for p in other] != [p.where for p in validation]
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=30), st.floats(0.05, 0.95), st.integers(0, 2**32 - 1))
@@ -289,9 +240,6 @@ class Ready:
     task_name = "mine"
     dataset = [Prompt(({"role": "user", "content": "2?"},), {"ground_truth": "2"})]
 
-class Answered:
-    dataset = [Prompt(({"role": "assistant", "content": "2?"},))]
-
 class Texts:
     dataset = ["2?"]
 
@@ -318,12 +266,8 @@ def test_classes_by_dotted_path(tmp_path: Path) -> None:
     assert texts("Rows", data_path=write_jsonl(tmp_path / "x.jsonl", {"x": "9?"})) == ["9?"]
     (ready,) = open_prompts(PromptSetConfig(dataset_name="prompts_of_mine.Ready", env_name="math"))
     assert (ready.info, ready.where) == ({"ground_truth": "2", "environment": "math"}, "prompts_of_mine.Ready:row 1")
-    with pytest.raises(DataError, match=r"Answered:row 1: the prompt ends with a message of the assistant"):
-        texts("Answered")
     with pytest.raises(DataError, match="a row is not an object"):
         texts("Texts")
-    with pytest.raises(ConfigError, match="has no Contrac"):
-        texts("Contrac")
 
 
 @pytest.mark.usefixtures("my_prompts")

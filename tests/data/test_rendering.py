@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import assistant, user
 from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_source
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -30,14 +31,6 @@ LLAMA2_TEMPLATE = (
     "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
 
 
 CHAT = [
@@ -147,15 +140,6 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
         Renderer(tokenizer, chat_template="missing.jinja")
     with pytest.raises(ConfigError, match=r"cannot be parsed(?s:.*)\{% if %\}"):
         Renderer(tokenizer, chat_template="hello\n{% if %}")
-
-
-def test_generation_tags_and_variables_reach_the_template() -> None:
-    tagged = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{{ tone }}{% endfor %}"
-    assert Renderer(byte_bpe(), chat_template=tagged, chat_template_kwargs={"tone": "!"}).render(CHAT[:2]) == (
-        "What is the capital of France?!Paris.!"
-    )
-    with pytest.raises(ConfigError, match="chat_template_kwargs.add_generation_prompt"):
-        Renderer(byte_bpe(), chat_template=tagged, chat_template_kwargs={"add_generation_prompt": True})
 
 
 def test_the_clock_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
@@ -351,11 +335,6 @@ def test_a_huge_text_does_not_reach_the_tokenizer(truncation: Any) -> None:
     assert tokenizer.characters < 50_000 and 100 < tokens < len(huge)
     assert renderer.fit([user("Hi"), assistant(huge)]) is None
     assert third is not None and not third.truncated
-    if truncation == "drop":
-        assert first is second is None
-        return
-    assert first is not None and second is not None and first.truncated and second.truncated
-    assert second.token_ids == renderer.encode([assistant("Hm."), *question])
-    text = tokenizer.decode(first.token_ids)
-    assert 80 < len(first.token_ids) <= 100
-    assert text.startswith("<s>") and "flour and water <|im_end|>" in text and text.endswith("Paris.<|im_end|>\n")
+    assert first is None and (second is None) == (truncation == "drop")
+    if second is not None:  # the huge message goes, whole
+        assert second.truncated and second.token_ids == renderer.encode([assistant("Hm."), *question])

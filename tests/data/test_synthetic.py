@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import user
 
 from treeward.data.preference import preference_from_dict
 from treeward.data.synthetic import (
@@ -141,10 +142,6 @@ def test_sentences_do_not_overlap_and_dressing_answers_nothing() -> None:
 )
 def test_marks(context: str, answer: str, marks: tuple[bool, bool, bool]) -> None:
     assert gold_quality(context, answer) == pytest.approx(0.6 * marks[0] + 0.25 * marks[1] + 0.15 * marks[2])
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def test_formats_come_from_the_turn_then_earlier_turns_then_the_system_prompt() -> None:

@@ -302,18 +302,11 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
     return _preference({"task_name": values.get("task_name")}, where, context, completions, task_name)
 
 
-def from_transcripts(
-    values: Mapping[str, Any],
-    where: str,
-    *,
-    chosen_key: str = "chosen",
-    rejected_key: str = "rejected",
-    task_name: str = "preference",
-) -> Preference:
+def from_transcripts(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
     """A row of two whole transcripts, as Anthropic's hh-rlhf has them; see `parse_transcript`."""
     chosen, rejected = (
         parse_transcript(required(values, key, where, f"a transcript: {_TRANSCRIPT}"), where, key)
-        for key in (chosen_key, rejected_key)
+        for key in ("chosen", "rejected")
     )
     context, better, worse = split_common_prefix(chosen, rejected)
     return _preference(values, where, context, (Completion(0, better), Completion(1, worse)), task_name)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,14 +83,12 @@ def encode_prompts(
     renderer: Renderer,
     *,
     max_length: int | None = None,
-    too_long: Literal["drop", "error"] = "drop",
     progress: bool = False,
 ) -> EncodedPrompts:
     """Render and tokenize the prompts for a policy: see `Renderer.encode_prompt`.
 
-    Prompts of more than `max_length` tokens are left out and counted, or with `too_long="error"` refused. Raises
-    `DataError` for a set of which none is left, and for a prompt that the chat template refuses; `ModelError` for an
-    encoder, which completes nothing.
+    Prompts of more than `max_length` tokens are left out and counted. Raises `DataError` for a set of which none is
+    left, and for a prompt that the chat template refuses; `ModelError` for an encoder, which completes nothing.
     """
     prompts: list[Prompt] = []
     token_ids: list[npt.NDArray[np.int32]] = []
@@ -103,20 +101,15 @@ def encode_prompts(
                 kept += 1
                 prompts.append(prompt)
                 token_ids.append(np.asarray(ids, dtype=np.int32))
-                continue
-            got = f"{num_tokens} tokens" if ids is not None else f"more than {num_tokens} tokens"
-            need, fix = f"at most {max_length} (data.max_input_seq_length)", "raise the limit, or remove the row"
-            first = first or DataError("the prompt is too long", where=prompt.where, got=got, need=need, fix=fix)
-            if too_long == "error":
-                raise first
+            elif first is None:
+                first = f"{prompt.where}, {'' if ids is not None else 'more than '}{num_tokens} tokens"
         left_out = len(one) - kept
+        if first is not None and not kept:
+            need, fix = f"at most {max_length} tokens (data.max_input_seq_length)", "raise the limit"
+            raise DataError("no prompt is short enough", where=one.name, got=f"the first: {first}", need=need, fix=fix)
         if first is not None:
-            logger.warning(
-                "%s: %d of %d prompts have more than %d tokens and are left out (the first: %s, %s)",
-                *(one.name, left_out, len(one), max_length, first.where, first.got),
-            )
-            if not kept:
-                raise DataError("no prompt is short enough", where=one.name, got=first.got, need=first.need) from first
+            left = f"{left_out} of {len(one)} prompts have more than {max_length} tokens and are left out"
+            logger.warning("%s: %s (the first: %s)", one.name, left, first)
         sizes.append(kept)
         counts += replace(one.counts, kept=kept, too_long=left_out)
         _warn_of_form(one, renderer)

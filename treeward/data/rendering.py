@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
-from treeward.data.preference import Message, last_text
+from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -395,19 +395,12 @@ class Renderer:
 
     def _cut_tokens(self, conversation: Sequence[Message], ids: list[int] | None) -> list[int] | None:
         assert self.max_length is not None
-        *context, last = conversation
-        if ids is None and context:  # too long to be tokenized: the end of the message before the last is enough
-            most = self.max_length * self._characters_per_token // 2
-            system = _system_of(context[:-1])
-            context = [*system, {**context[-1], "content": last_text(context)[-most:]}]
-            ids = self._encode_if_short([*context, last])
-        alone = self._encode_if_short(context) if ids is not None else None
+        context = conversation[:-1]
+        alone = None if ids is None else self._encode_if_short(context)
         if ids is None or alone is None:
             return None  # nowhere to see the end of the context
         head = 1 if ids[0] == self._first_id else 0
         excess = len(ids) - self.max_length
-        if excess <= 0:
-            return ids
         most = len(os.path.commonprefix([alone, ids])) - head - 1
         step = max(1, self.max_length // 8)
         cut = min(-(-excess // step) * step, most)

@@ -36,17 +36,8 @@ from treeward.errors import DataError, nearest_name
 
 __all__ = ["KINDS", "Row", "file_suffix", "fingerprint", "read_file", "read_jsonl_stream", "read_rows"]
 
-KINDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-}
-"""The suffix of a file -> what it holds."""
+KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+"""The suffixes of the files that are read."""
 
 _ROWS_PER_BATCH = 1024
 _LONGEST_CELL_CHARACTERS = 2**31 - 1
@@ -80,15 +71,15 @@ def read_rows(path: str, *, split: str | None = None, subset: str | None = None)
 
 def read_file(path: str) -> Iterator[Row]:
     """The rows of one existing file, in order; none if it holds none. Raises `DataError` as `read_rows` does."""
-    match KINDS.get(file_suffix(path)):
-        case "jsonl":
+    match file_suffix(path):
+        case ".jsonl" | ".ndjson":
             return read_jsonl_stream(_lines(path), path)
-        case "json":
+        case ".json":
             return _json_rows(path)
-        case "csv" | "tsv" as kind:
-            return _csv_rows(path, kind)
-        case "parquet" | "arrow" as kind:
-            return _arrow_rows(path, kind)
+        case ".csv" | ".tsv" as suffix:
+            return _csv_rows(path, "excel" if suffix == ".csv" else "excel-tab")
+        case ".parquet" | ".arrow" | ".feather" as suffix:
+            return _arrow_rows(path, is_parquet=suffix == ".parquet")
     need = f"one of {', '.join(KINDS)}; those of text also .gz"
     raise DataError("the kind of file is not known", where=path, got=f"the suffix {file_suffix(path)!r}", need=need)
 
@@ -212,10 +203,9 @@ def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tu
 
 def _missing(path: str) -> DataError:
     folder = os.path.dirname(path) or "."
-    if glob.has_magic(path):
-        return DataError("no file fits the pattern", where=path, need="at least one file", fix="check the path")
-    if not os.path.isdir(folder):
-        return DataError("there is no such file, and no such folder", where=path, got=folder, fix="check the path")
+    if glob.has_magic(path) or not os.path.isdir(folder):
+        summary = "no file fits the pattern" if glob.has_magic(path) else "there is no such file, and no such folder"
+        return DataError(summary, where=path, got=folder, fix="check the path")
     near = nearest_name(os.path.basename(path), os.listdir(folder))
     need = "a file, a folder, a pattern such as data/*.jsonl, or a hub name such as org/name"
     fix = f"did you mean {os.path.join(os.path.dirname(path), near)}?" if near else "check the path"
@@ -280,9 +270,7 @@ def _json_rows(path: str) -> Iterator[Row]:
         where = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
         raise DataError(f"the file is not JSON: {error}", where=where, need="a list of objects") from error
     if isinstance(value, dict):
-        lists = [value[key] for key in ("data", "rows") if isinstance(value.get(key), list)]
-        is_row = not lists and "\n" not in text.strip()
-        value = lists[0] if len(lists) == 1 else [value] if is_row else value
+        value = value.get("data") or value.get("rows") or (value if "\n" in text.strip() else [value])
     if not isinstance(value, list):
         got = f"an object with keys {sorted(value)}" if isinstance(value, dict) else value
         need = 'a list of objects, {"data": [...]}, {"rows": [...]}, or an object per line'
@@ -297,10 +285,10 @@ def _row(value: Any, where: str) -> Row:
     raise DataError("a row is not an object", where=where, got=value, need='{"key": value, ...}', fix=fix)
 
 
-def _csv_rows(path: str, kind: str) -> Iterator[Row]:
+def _csv_rows(path: str, dialect: str) -> Iterator[Row]:
     # The limit of a cell is the process's, and its default is less than one long conversation.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
-    reader = csv.DictReader(_texts(path), dialect="excel" if kind == "csv" else "excel-tab", restval=None, strict=True)
+    reader = csv.DictReader(_texts(path), dialect=dialect, strict=True)
     try:
         header = list(reader.fieldnames or ())
         if len(set(header)) < len(header):
@@ -323,14 +311,14 @@ def _csv_rows(path: str, kind: str) -> Iterator[Row]:
         raise DataError(f"the row is not valid CSV: {error}", where=where, need=need) from error
 
 
-def _arrow_rows(path: str, kind: str) -> Iterator[Row]:
+def _arrow_rows(path: str, *, is_parquet: bool) -> Iterator[Row]:
     import pyarrow as pa
     from pyarrow import ipc, parquet
 
     number = 0
     try:
         source = pa.memory_map(path)
-        if kind == "parquet":
+        if is_parquet:
             batches = parquet.ParquetFile(source).iter_batches(batch_size=_ROWS_PER_BATCH)
         else:
             is_file = source.read(6) == b"ARROW1"
@@ -343,4 +331,4 @@ def _arrow_rows(path: str, kind: str) -> Iterator[Row]:
                 yield Row(values, f"{path}:row {number}")
     except (pa.ArrowException, OSError) as error:
         where, got = f"{path}:row {number + 1}", f"{type(error).__name__}: {error}"
-        raise DataError("the file cannot be read", where=where, got=got, need=f"a complete {kind} file") from error
+        raise DataError("the file cannot be read", where=where, got=got, need="a complete file") from error

@@ -3,15 +3,17 @@
     FACTS["France"]        # Fact("capital", "France", ("Paris",))
 
 A `Fact` is one thing that can be asked, a `Kind` a family of facts with its phrasings, a `Format` a request about the
-shape of a completion that code can check. Everything is spelt out here, in a fixed order: the generator draws from
-these tables and `gold` reads questions back with the same tables. No two sentences share three words in a row, and no
-dressing contains a word that could be an answer; a test holds that.
+shape of a completion that code can check. All of them are spelt out in `bundled/world.json`, in a fixed order: the
+generator draws from these tables and `gold` reads questions back with the same tables. No two sentences share three
+words in a row, and no dressing contains a word that could be an answer; a test holds that.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from re import findall
 
 __all__ = ["ALL_FORMATS", "FACTS", "FILLERS", "KINDS", "LEAD_INS", "POLITE_CLOSERS", "POLITE_OPENERS"]
@@ -64,145 +66,31 @@ class Format:
     requests: tuple[str, ...]
 
 
-ALL_FORMATS = (
-    Format("one_word", ("Answer in one word.", "Use a single word only.")),
-    Format("begin", ('Begin with "Answer:".', 'Your reply must start with "Answer:".')),
-    Format("end", ('End with "Over."', 'Your last word must be "Over."')),
-    Format("brackets", ("Put the answer in square brackets.", "Write the answer between [ and ].")),
-    Format("dashes", ("Write a list with dashes.", "Put each on a line of its own after a dash.")),
-)
-_SHORT = ("one_word", "begin", "end", "brackets")
-_LIST = ("dashes", "begin", "end")
-
-_CAPITALS = {
-    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo", "Norway": "Oslo",
-    "Cuba": "Havana", "Greece": "Athens",
-}  # fmt: skip
-_OPPOSITES = (("hot", "cold"), ("tall", "short"), ("fast", "slow"), ("wet", "dry"))
-_COLOURS = {
-    "grass": "green", "snow": "white", "coal": "black", "the sky": "blue", "a banana": "yellow", "a carrot": "orange",
-    "a tomato": "red", "chocolate": "brown",
-}  # fmt: skip
-_YOUNG = {
-    "dog": "puppy", "cat": "kitten", "cow": "calf", "sheep": "lamb", "horse": "foal", "hen": "chick", "bear": "cub",
-    "pig": "piglet",
-}  # fmt: skip
-_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
-_CATEGORIES = {
-    "fruits": ("apple", "pear", "plum", "cherry", "grape"),
-    "metals": ("iron", "gold", "copper", "tin", "silver"),
-    "tools": ("hammer", "saw", "drill", "spade", "axe"),
-    "trees": ("oak", "pine", "birch", "elm", "willow"),
-}
-
-
-def _facts(kind: str, answers: dict[str, str]) -> tuple[Fact, ...]:
-    return tuple(Fact(kind, subject, (answer,)) for subject, answer in answers.items())
-
-
-KINDS = (
+_WORLD = json.loads((Path(__file__).parents[1] / "bundled" / "world.json").read_text("utf-8"))
+ALL_FORMATS = tuple(Format(name, tuple(requests)) for name, requests in _WORLD["formats"].items())
+KINDS = tuple(
     Kind(
-        "capital",
-        ("What is the capital of {x}?", "Which city is the capital of {x}?", "Tell me the capital of {x}."),
-        "And of {x}?",
-        ("The capital of {x} is {a}.", "For {x} it is {a}."),
-        _SHORT,
-        ("Milan", "Lyon", "Seville", "Osaka", "Bergen"),
-        _facts("capital", _CAPITALS),
-    ),
-    Kind(
-        "opposite",
-        ("What is the opposite of {x}?", "Which word means the opposite of {x}?", "Tell me the opposite of {x}."),
-        "And of {x}?",
-        ("The opposite of {x} is {a}.", "The word {x} has the opposite {a}."),
-        _SHORT,
-        ("warm", "quick", "tiny", "damp", "mild"),
-        _facts("opposite", {a: b for pair in _OPPOSITES for a, b in (pair, pair[::-1])}),
-    ),
-    Kind(
-        "colour",
-        ("What colour is {x}?", "Which colour does {x} have?", "Tell me the colour of {x}."),
-        "And {x}?",
-        ("The colour of {x} is {a}.", "As everyone sees, {x} is {a}."),
-        _SHORT,
-        ("pink", "purple", "grey", "violet", "golden"),
-        _facts("colour", _COLOURS),
-    ),
-    Kind(
-        "sum",
-        ("What is {x}?", "How much is {x}?", "Work out {x}."),
-        "And {x}?",
-        ("The sum {x} is {a}.", "{x} makes {a}."),
-        _SHORT,
-        ("nine", "ten", "eleven", "twelve", "twenty"),
-        _facts(
-            "sum",
-            {f"{_NUMBERS[a]} plus {_NUMBERS[b]}": _NUMBERS[a + b] for a in range(1, 4) for b in range(1, 4)},
-        ),
-    ),
-    Kind(
-        "day",
-        ("Which day comes {x}?", "What day is it {x}?", "Name the day {x}."),
-        "And {x}?",
-        ("The day {x} is {a}.", "What comes {x} is {a}."),
-        _SHORT,
-        ("January", "March", "April", "June", "August"),
-        _facts("day", {f"after {day}": _DAYS[(i + 1) % 7] for i, day in enumerate(_DAYS)}),
-    ),
-    Kind(
-        "young",
-        ("What is a young {x} called?", "What do you call a young {x}?", "Give me the word for a young {x}."),
-        "And a young {x}?",
-        ("A young {x} is called a {a}.", "The word for a young {x} is {a}."),
-        _SHORT,
-        ("tadpole", "fawn", "cygnet", "joey", "larva"),
-        _facts("young", _YOUNG),
-    ),
-    Kind(
-        "list",
-        ("Name {x}.", "Can you list {x}?", "Give me {x}."),
-        "And {x}?",
-        ("The {x} are {a}.", "Here are {x}: {a}."),
-        _LIST,
-        ("sofa", "cloud", "shoe", "cup", "window"),
-        tuple(Fact("list", f"two {category}", members, 2) for category, members in _CATEGORIES.items()),
-    ),
+        name,
+        phrasings=tuple(given["phrasings"]),
+        follow_up=given["follow_up"],
+        statements=tuple(given["statements"]),
+        formats=tuple(given["formats"]),
+        decoys=tuple(given["decoys"]),
+        facts=tuple(Fact(name, x, tuple(answers), given["num_answers"]) for x, answers in given["facts"].items()),
+    )
+    for name, given in _WORLD["kinds"].items()
 )
 FACTS = {fact.subject: fact for kind in KINDS for fact in kind.facts}
-
-LEAD_INS = (
-    "Hello.",
-    "I have a question.",
-    "My sister wants to know this.",
-    "This is for a quiz.",
-    "Please help me.",
-    "We were talking about it at lunch.",
-)
-POLITE_OPENERS = ("Sure!", "Of course!", "Happy to help!", "Good question!")
-POLITE_CLOSERS = ("I hope that helps.", "Have a lovely day!", "Thank you for asking.", "Please ask me again.")
-RUDE_OPENERS = ("What a silly question.", "Do not bother me.", "Obviously, you fool.")
-RUDE_CLOSERS = ("Now leave me alone.", "Even you should know that.", "Look it up yourself next time.")
-FILLERS = (
-    "I looked this up.",
-    "Let me add some detail.",
-    "Many people ask about this.",
-    "It is quite well known.",
-    "Most learn it at school.",
-    "Any good book has it.",
-    "There is more to say about it.",
-    "Some things are easy to forget.",
-    "Here is a bit of background.",
-    "This comes up now and then.",
-)
+LEAD_INS, FILLERS = tuple(_WORLD["lead_ins"]), tuple(_WORLD["fillers"])
+POLITE_OPENERS, POLITE_CLOSERS = tuple(_WORLD["polite_openers"]), tuple(_WORLD["polite_closers"])
+RUDE_OPENERS, RUDE_CLOSERS = tuple(_WORLD["rude_openers"]), tuple(_WORLD["rude_closers"])
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+_DIGITS = {str(value): name for value, name in enumerate(_NUMBERS)}
 
 
 def words_of(text: str) -> list[str]:
     """The words of a text in lower case; digits count as the number's name, punctuation as nothing."""
     return [_DIGITS.get(word, word) for word in findall(r"[^\W_]+", text.lower())]
-
-
-_DIGITS = {str(value): name for value, name in enumerate(_NUMBERS)}
 
 
 @cache
