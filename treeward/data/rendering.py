@@ -16,6 +16,7 @@ template that writes today's date is given `FIXED_DATE`, so that a score does no
 from __future__ import annotations
 
 import contextvars
+import functools
 import hashlib
 import itertools
 import json
@@ -24,7 +25,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,8 +60,6 @@ MAX_CHARACTERS = 2**28
 """Characters that a template may keep in a variable."""
 
 SETTING = "policy.tokenizer.chat_template"
-_DATE_VARIABLES = ("date_string", "current_date")
-_ISO_FORMAT, _ISO_DATE = "%Y-%m-%d", "2024-07-26"
 _CLOCK = "{% macro strftime_now(format) %}"
 _TIMED, _BOUNDED = "treeward_timed", "treeward_bounded"
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", default=float("inf"))
@@ -260,7 +258,7 @@ class Renderer:
         text = str(self.tokenizer.decode([last]))
         return "newline" if "\n" in text and not text.strip() else "other"
 
-    @cached_property
+    @functools.cached_property
     def read_token(self) -> Literal["eos", "newline", "other"] | None:
         """The last token of one question with its completion; None where the template refuses such a conversation."""
         try:
@@ -278,7 +276,7 @@ class Renderer:
             "truncation": self.truncation,
         }
 
-    @cached_property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Changes when the same messages could give other ids: template, variables, tokenizer, limit or policy."""
         parts = self.settings | {
@@ -288,7 +286,7 @@ class Renderer:
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    @cached_property
+    @functools.cached_property
     def _characters_per_token(self) -> int:
         """Most characters of a token. A floor covers tokenizers that drop white space or have a token for unknown
         words: with them a longer text counts as too long however few its tokens."""
@@ -475,7 +473,7 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
     """The template with `strftime_now` fixed; `variables` are those that it is rendered with."""
     if "strftime_now" not in template or template.startswith(_CLOCK):
         return template
-    if not any(name in variables and name in template for name in _DATE_VARIABLES):
+    if not {"date_string", "current_date"} & variables.keys():
         logger.warning(
             "the chat template writes today's date; it is rendered with %s so that scores do not depend on the day "
             "(chat_template_kwargs.date_string sets another where the template reads it)",
@@ -483,7 +481,7 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
         )
     # transformers passes only plain values to a template, so a macro shadows its clock. The macro stands on a line of
     # its own: transformers trims the newline after a block, which leaves the rest as it was.
-    date = f"{{{{ {_ISO_DATE!r} if format == {_ISO_FORMAT!r} else {FIXED_DATE!r} }}}}"
+    date = "{{ '2024-07-26' if format == '%Y-%m-%d' else '" + FIXED_DATE + "' }}"
     return f"{_CLOCK}{date}{{% endmacro %}}\n{template}"
 
 
@@ -494,8 +492,7 @@ def _limit(template: str) -> None:
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    # Jinja works constants out when it compiles, so a power would run here, and no real template has one.
-    if _compile_jinja_template("").environment.parse(template).find(jinja2.nodes.Pow):
+    if _has_power(template):
         raise jinja2.TemplateRuntimeError("it raises a number to a power")
     compiled = _compile_jinja_template(template)
     environment = compiled.environment
@@ -511,13 +508,21 @@ def _limit(template: str) -> None:
         return call(context, function, *args, **kwargs)
 
     environment.call = bounded_call
-    tree = environment.parse(template)
-    for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Assign, jinja2.nodes.AssignBlock)):
-        field = {jinja2.nodes.For: "iter", jinja2.nodes.Assign: "node"}.get(type(node), "filter")
-        name = _TIMED if field == "iter" else _BOUNDED
-        setattr(node, field, jinja2.nodes.Filter(getattr(node, field), name, [], [], None, None, lineno=node.lineno))
+    tree, nodes = environment.parse(template), jinja2.nodes
+    bounds = ((nodes.For, "iter", _TIMED), (nodes.Assign, "node", _BOUNDED), (nodes.AssignBlock, "filter", _BOUNDED))
+    for kind, field, name in bounds:
+        for node in tree.find_all(kind):
+            setattr(node, field, nodes.Filter(getattr(node, field), name, [], [], None, None, lineno=node.lineno))
     bounded = environment.from_string(tree)
     compiled.root_render_func, compiled.blocks = bounded.root_render_func, bounded.blocks
+
+
+@functools.lru_cache
+def _has_power(template: str) -> bool:
+    """No real template has one, and Jinja would compute it when it compiles: it works constants out."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template("").environment.parse(template).find(jinja2.nodes.Pow) is not None
 
 
 @jinja2.pass_context  # or Jinja would evaluate the filters when it compiles
