@@ -66,10 +66,7 @@ class Questions(Suite):
         return SuiteResult(self.name, accuracy_metric([self.outcome_value(one) for one in scored], "accuracy"))
 
     def published_files(self, scored: Any, model_name: str) -> dict[str, Any]:
-        return {
-            f"{model_name}.json": {"model": model_name},
-            "rows.jsonl": [{"id": one.example.id} for one in scored],
-        }
+        return {f"{model_name}.json": {"model": model_name}}
 
 
 class Model:
@@ -180,8 +177,6 @@ def test_published_files_and_notes(tmp_path: Path) -> None:
     run_evaluation(models, [(Questions(), "5")], tmp_path)
     published = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/questions/published/**/*.json")}
     assert published == {"a/questions/published/org/a.json", "b/questions/published/b.json"}
-    rows = (tmp_path / "a" / "questions" / "published" / "rows.jsonl").read_text().splitlines()
-    assert [json.loads(line)["id"] for line in rows] == ["0", "1", "2", "3", "4"]
     assert json.loads((tmp_path / "report.json").read_text())["subtitle"] == "b: rewards, shaped by x"
     assert json.loads((tmp_path / "results.json").read_text())["notes"] == "b: rewards, shaped by x"
 

@@ -14,13 +14,11 @@ from treeward.evaluation.statistics import (
     brier,
     cluster_bootstrap,
     expected_calibration_error,
-    holm,
     kendall_tau_b,
-    mcnemar,
     pair_confidences,
     paired_bootstrap,
+    paired_test,
     reliability_curve,
-    sign_flip_test,
     wilson,
 )
 
@@ -113,12 +111,6 @@ def test_one_wrong_of_a_hundred_prompts_is_not_more_certain_because_two_examples
     found, resampled = accuracy_metric(outcomes, "a", clusters), cluster_bootstrap(outcomes, clusters)
     low, high = wilson(0.99 * 99, 99)
     assert (found.low, found.high) == (low, resampled[1]) and high < 1.0
-    rng, held = np.random.default_rng(15), 0
-    for _ in range(NUM_DATA_SETS):
-        metric = accuracy_metric((rng.random(100) < 0.96).astype(float).tolist(), "a", clusters)
-        assert metric.low is not None and metric.high is not None
-        held += metric.low <= 0.96 <= metric.high
-    assert held / NUM_DATA_SETS > 0.935
 
 
 # --- two models ---
@@ -136,19 +128,16 @@ def paired_outcomes(
     return np.where(differ, first_better, right), np.where(differ, ~first_better, right), clusters
 
 
-def test_sign_flips_are_mcnemar_where_every_example_has_its_prompt() -> None:
-    rng = np.random.default_rng(1)
-    a, b = rng.random(80) < 0.8, rng.random(80) < 0.65
-    assert sign_flip_test(a.astype(int) - b.astype(int), range(80)) == pytest.approx(mcnemar(a, b), abs=0.02)
-
-
-def test_sign_flips_count_every_sign() -> None:
+def test_the_paired_test_counts_every_sign() -> None:
     differences, clusters = [1, 1, -1, 1, 0, 1, 1, -1], [0, 0, 1, 2, 3, 2, 4, 5]
     sums = np.bincount(clusters, weights=differences)
     signs = np.array(list(itertools.product((-1, 1), repeat=len(sums))))
     by_hand = np.mean(np.abs(signs @ sums) >= abs(sums.sum()))
-    assert sign_flip_test(differences, clusters) == pytest.approx(by_hand, abs=1e-12)
-    assert sign_flip_test([], []) == 1.0
+    assert paired_test(differences, clusters) == pytest.approx(by_hand, abs=1e-12)
+    # One example per prompt: McNemar's exact test.
+    assert paired_test([], []) == paired_test([0, 0], [1, 2]) == 1.0
+    assert paired_test([1] * 10, range(10)) == pytest.approx(2 / 2**10)
+    assert paired_test([1] * 5 + [-1] + [0] * 9, range(15)) == pytest.approx(14 / 64)
 
 
 def test_tests_of_equal_models_reject_seldom_if_prompts_are_the_draws() -> None:
@@ -159,8 +148,8 @@ def test_tests_of_equal_models_reject_seldom_if_prompts_are_the_draws() -> None:
         low, high = paired_bootstrap(a, b, clusters, num_resamples=500, seed=seed)
         assert low is not None and high is not None
         held += low <= 0 <= high
-        rejected += sign_flip_test(a.astype(int) - b.astype(int), clusters, num_resamples=500) < 0.05
-        rejected_as_if_independent += mcnemar(a, b) < 0.05
+        rejected += paired_test(a.astype(int) - b.astype(int), clusters, num_resamples=500) < 0.05
+        rejected_as_if_independent += paired_test(a.astype(int) - b.astype(int), range(len(a))) < 0.05
     assert LOWEST_COVERAGE < held / NUM_DATA_SETS < 0.985
     assert 0.015 < rejected / NUM_DATA_SETS < 0.085
     assert rejected_as_if_independent / NUM_DATA_SETS > 0.15
@@ -178,12 +167,8 @@ def test_paired_interval_with_few_prompts_covers(num_clusters: int) -> None:
     assert held / NUM_DATA_SETS > LOWEST_COVERAGE
 
 
-def test_of_two_models_by_hand() -> None:
+def test_the_paired_interval_of_equal_models() -> None:
     assert paired_bootstrap([1, 0] * 20, [1, 0] * 20, range(40)) == (-wilson(0, 40)[1], wilson(0, 40)[1])
-    assert mcnemar([True, False], [True, False]) == mcnemar([], []) == 1.0
-    assert mcnemar([True] * 10, [False] * 10) == pytest.approx(2 / 2**10)
-    assert mcnemar([True] * 5 + [False], [False] * 5 + [True]) == pytest.approx(14 / 64)
-    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([]) == []
 
 
 # --- orders ---

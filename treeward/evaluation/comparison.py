@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from statsmodels.stats.multitest import multipletests
 
 from treeward.data.sources import KINDS, file_suffix, read_file
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, Outcome, ScoredExample, scored_from_row
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import accuracy_metric, holm, mcnemar, paired_bootstrap, sign_flip_test
+from treeward.evaluation.statistics import accuracy_metric, paired_bootstrap, paired_test
 
 _ROWS = "examples.jsonl"
 _Pair = tuple[str, ScoredExample, ScoredExample]
@@ -56,7 +57,8 @@ class PairedResult:
     `difference`: the first's accuracy less the second's, with a paired interval, which holds 0 wherever `p_value` is
     0.05 or more. `only_first` and `only_second`: how many examples that model alone has right. `p_value`: two-sided, of
     McNemar's exact test where each prompt has one example, else of the test that flips the signs of whole prompts.
-    `adjusted_p_value`: by Holm's method over all parts; the overall result is one test and has none.
+    `adjusted_p_value`: by Holm's method (1979, Scandinavian Journal of Statistics 6, page 65) over all parts; the
+    overall result is one test and has none.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Disagreement:
     """An example that one model has right and the other has not; pairs hold the first model's value, then the second's.
 
     `standardized_margins`: margins in units of the model's root mean square margin, so that 0 stays where a choice
-    turns; `distance`: how far they are apart. `better` and `worse`: indices of the two completions that it is about, of
+    turns; `better` and `worse`: indices of the two completions that it is about, of
     the best-ranked that which the model without it right scores lowest, of the others that which it scores highest.
     """
 
@@ -84,7 +86,6 @@ class Disagreement:
     example: EvalExample
     outcomes: tuple[Outcome | None, Outcome | None]
     standardized_margins: tuple[float, float]
-    distance: float
     better: int
     worse: int
 
@@ -109,7 +110,7 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     """The examples of one model: a file `examples.jsonl`, or a folder that `treeward eval` wrote for one model.
 
     A folder is OUTPUT/<model>, OUTPUT/<model>/<suite>, or OUTPUT itself if it has one model. Raises `DataError` for a
-    path without examples or with those of several models, for rows that are none, and for an id that comes twice.
+    path without examples or with those of several models, and for rows that are none.
     """
     found = Path(path)
     is_file = found.is_file() and file_suffix(str(found)) in KINDS
@@ -123,17 +124,11 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         got, fix = ", ".join(models), str(found / models[0])
         summary = "the folder holds the evaluations of several models"
         raise DataError(summary, where=str(path), got=got, need="the folder of one model", fix=fix)
-    return Evaluation(models[0], str(path), {file.resolve().parent.name: _read_rows(file) for file in files})
-
-
-def _read_rows(file: Path) -> list[ScoredExample]:
-    rows: dict[str, ScoredExample] = {}
-    for row in read_file(str(file)):
-        scored = scored_from_row(row.values, row.where)
-        if rows.setdefault(scored.example.id, scored) is not scored:
-            need = "an id for each example of a suite"
-            raise DataError("two examples have one id", where=row.where, field="id", got=scored.example.id, need=need)
-    return list(rows.values())
+    suites = {
+        file.resolve().parent.name: [scored_from_row(row.values, row.where) for row in read_file(str(file))]
+        for file in files
+    }
+    return Evaluation(models[0], str(path), suites)
 
 
 def compare(
@@ -181,7 +176,7 @@ def compare(
     settings = {"num_resamples": num_resamples, "seed": seed}
     overall = _result("all", pairs, settings)
     parts = [_result(name, group, settings) for name, group in _groups(pairs).items()]
-    adjusted = holm([part.p_value for part in parts])
+    adjusted = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
     differing = _disagreements(pairs)
     same_outcome = [float(a.outcome == b.outcome) for _, a, b in pairs]
     return Comparison(
@@ -238,8 +233,7 @@ def _result(name: str, pairs: Sequence[_Pair], settings: Mapping[str, int]) -> P
     right = [(one.outcome == "right", other.outcome == "right") for _, one, other in pairs]
     a, b = np.array(right, dtype=np.float64).T
     prompts = _prompts(pairs)
-    is_alone = len(set(prompts)) == len(pairs)
-    p_value = mcnemar(a, b) if is_alone else sign_flip_test(a - b, prompts)
+    p_value = paired_test(a - b, prompts)
     low, high = paired_bootstrap(a, b, prompts, **settings)
     if p_value >= 0.05 and low is not None and high is not None:
         # Of few differing examples (4 to 0) resampling excludes 0 where the exact test, which is the stricter, does
@@ -276,9 +270,8 @@ def _disagreements(pairs: Sequence[_Pair]) -> list[Disagreement]:
                 example=first.example,
                 outcomes=(first.outcome, second.outcome),
                 standardized_margins=(float(a), float(b)),
-                distance=abs(float(a - b)),
                 better=min(best, key=lambda i: scores[i]),
                 worse=max((i for i in range(len(ranks)) if i not in best), key=lambda i: scores[i]),
             )
         )
-    return sorted(found, key=lambda one: -one.distance)
+    return sorted(found, key=lambda one: -abs(one.standardized_margins[0] - one.standardized_margins[1]))

@@ -60,12 +60,11 @@ def load_suite(suite: Suite, source: str | None, limit: int | None = None) -> Lo
 
     Raises `DataError` for a suite that cannot be read or is empty, and for two examples with one id.
     """
-    from_hub = source is None and suite.hub_path is not None
-    logger.info("Reading %s%s.", suite.name, f" from {source or suite.hub_path}" if source or from_hub else "")
+    logger.info("Reading %s.", suite.name if source is None else f"{suite.name} from {source}")
     try:
         examples = suite.load(source)
     except DataError as error:
-        if not from_hub or not str(error.where or "").startswith(str(suite.hub_path)):
+        if source is not None or suite.hub_path is None or not str(error.where).startswith(suite.hub_path):
             raise
         raise DataError(
             f"the suite {suite.name} cannot be read from the hub",
@@ -76,12 +75,10 @@ def load_suite(suite: Suite, source: str | None, limit: int | None = None) -> Lo
         ) from error
     if not examples:
         raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
-    seen: set[str] = set()
-    digest = hashlib.sha256()
+    ids, digest = Counter(example.id for example in examples), hashlib.sha256()
+    if (twice := ids.most_common(1)[0])[1] > 1:
+        raise DataError("two examples have one id", where=suite.name, got=twice[0])
     for example in examples:
-        if example.id in seen:
-            raise DataError("two examples have one id", where=example.where or suite.name, got=example.id)
-        seen.add(example.id)
         parts = [example.id, example.context, example.completions, example.ranks]
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
     # The digest is of all examples: the rows of one limit are of use to another.
@@ -92,9 +89,9 @@ def score_suite(
     scorer: ConversationScorer,
     loaded: LoadedSuite,
     model: str,
-    output: Path | None = None,
-    identity: Mapping[str, Any] | None = None,
-    on_progress: Progress = lambda what, done, total: None,
+    output: Path | None,
+    identity: Mapping[str, Any],
+    on_progress: Progress,
 ) -> ScoredSuite:
     """Score one suite with one model; rows of an earlier run are not scored again.
 
@@ -102,56 +99,49 @@ def score_suite(
     besides the examples. Raises as `resumable_rows`.
     """
     folder = None if output is None else output / model / loaded.suite.name
-    what = f"{model} on {loaded.suite.name}"
+    what, total = f"{model} on {loaded.suite.name}", len(loaded.examples)
     ids = {example.id for example in loaded.examples}
-    own = dict(identity or {"model": model}) | {"examples": loaded.digest}
+    own = {**identity, "examples": loaded.digest}
     with resumable_rows(None if folder is None else folder / "examples.jsonl", own, scored_from_row) as rows:
         done = {one.example.id: one for one in rows.kept if one.example.id in ids}  # a larger limit kept more
         if done:
-            logger.info("%s: %d of %d examples were scored before.", what, len(done), len(ids))
-        on_progress(what, len(done), len(ids))
+            logger.info("%s: %d of %d examples were scored before.", what, len(done), total)
+        on_progress(what, len(done), total)
         remaining = iter([example for example in loaded.examples if example.id not in done])
         while chunk := list(islice(remaining, _EXAMPLES_AT_ONCE)):
             for scored in _score(scorer, chunk):
                 rows.add(to_row(scored))
                 done[scored.example.id] = scored
-            on_progress(what, len(done), len(ids))
+            on_progress(what, len(done), total)
     found = tuple(done[example.id] for example in loaded.examples)
-    missing = Counter(
-        next((error for error in one.errors if error), "no reason is known") for one in found if one.failed
-    )
+    missing = Counter(next(filter(None, one.errors), "no reason is known") for one in found if one.failed)
     if reasons := common_reasons(missing):
-        others = f"; and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
-        logger.warning("%s: %d of %d examples have no score and count as wrong (%s%s).",
-                       what, missing.total(), len(found), reasons[0][0], others)  # fmt: skip
+        logger.warning("%s: %d of %d examples have no score and count as wrong (%s).",
+                       what, missing.total(), total, "; ".join(reason for reason, _ in reasons[:3]))  # fmt: skip
     return ScoredSuite(model, loaded.suite, found, folder)
 
 
 def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Iterator[ScoredExample]:
-    flat = [conversation for example in examples for conversation in example.conversations]
-    scores = iter(scorer.score(flat, on_error="mask"))
+    scores = iter(scorer.score([one for example in examples for one in example.conversations], on_error="mask"))
     for example in examples:
         own = [next(scores) for _ in example.completions]
         yield ScoredExample(
             example,
             scores=tuple(score.score for score in own),
-            lengths=tuple(
-                completion_length(conversation, "characters", None) for conversation in example.conversations
-            ),
+            lengths=tuple(completion_length(one, "characters", None) for one in example.conversations),
             num_tokens=tuple(score.num_tokens for score in own),
             errors=tuple(score.error for score in own),
         )
 
 
 def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Reasons with how often each occurs, the most frequent first; reasons that differ only in numbers count as one."""
-    kinds: dict[str, list[str]] = {}
-    for reason in errors:
-        kinds.setdefault(re.sub(r"(?<!\w)\d[\d,.]*", "0", reason), []).append(reason)
+    """Reasons with how often each occurs, the most frequent first; reasons that differ only in numbers count as one,
+    and are told as the first of them."""
     counts: Counter[str] = Counter()
-    for alike in kinds.values():
-        others = f", and {len(alike) - 1:,} like it with other numbers" if len(alike) > 1 else ""
-        counts[alike[0] + others] = sum(errors[reason] for reason in alike)
+    firsts: dict[str, str] = {}
+    for reason, count in errors.items():
+        kind = re.sub(r"(?<!\w)\d[\d,.]*", "0", reason)
+        counts[firsts.setdefault(kind, reason)] += count
     return counts.most_common()
 
 

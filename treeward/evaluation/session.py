@@ -101,11 +101,12 @@ def run_evaluation(
     `CheckpointError` for rows of another model or of other data. An error of a later candidate is raised after the
     results of those before it are written.
     """
-    for what, names in (("models", [one.name for one in candidates]), ("suites", [one.name for one, _ in suites])):
+    models, sets = [one.name for one in candidates], [one.name for one, _ in suites]
+    for what, names in (("models", models), ("suites", sets)):
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names: of folders")
     if output is not None:
-        _check_earlier_results(output, candidates, suites)
+        _check_earlier_results(output, {(model, name) for model in models for name in sets})
     loaded, unread = _load_suites(suites, limit, skip_unreadable)
     overlaps = {  # before any model is loaded: training data that cannot be read is an error at once
         one.suite.name: find_overlap(
@@ -130,7 +131,7 @@ def run_evaluation(
         try:
             summaries += _evaluate(candidate, loaded, output, num_perturbations, overlaps, on_progress)
         except Exception:
-            missing = ", ".join(one.name for one in candidates[number:])
+            missing = ", ".join(models[number:])
             if summaries and (path := write([*notes, f"missing, after an error: {missing}"])):
                 logger.warning("%s holds the complete results; it lacks %s.", path, missing)
             raise
@@ -155,7 +156,10 @@ def _evaluate(
         scored = score_suite(scorer, one, candidate.name, output, identity, on_progress)
         if scored.folder is not None:
             files = one.suite.published_files(scored.examples, candidate.published_name or candidate.name)
-            _write_published(scored.folder / "published", files)
+            for name, content in files.items():
+                path = scored.folder / "published" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
         perturbations = None
         if num_perturbations is not None:
             perturbations = diagnose_perturbations(
@@ -173,15 +177,6 @@ def _evaluate(
         logger.info("Computing the numbers of %s on %s.", candidate.name, one.suite.name)
         summaries.append(summarize(scored, perturbations=perturbations, overlap=overlaps.get(one.suite.name)))
     return summaries
-
-
-def _write_published(folder: Path, files: Mapping[str, Any]) -> None:
-    """The suite's own result files, beside the rows."""
-    for path, content in files.items():
-        lines, indent = (content, None) if path.endswith(".jsonl") else ([content], 2)
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(line, ensure_ascii=False, indent=indent) + "\n" for line in lines)
-        write_text(folder / path, text)
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
@@ -221,23 +216,19 @@ def _calibration(scorer: ConversationScorer) -> object:
     return None if known is None else known.model_dump(mode="json", exclude={"provenance"})
 
 
-def _check_earlier_results(
-    output: Path, candidates: Sequence[Candidate], suites: Sequence[tuple[Suite, str | None]]
-) -> None:
-    """Raise `ConfigError` where the folder has results that would be missing from the new results.json and report."""
+def _check_earlier_results(output: Path, own: set[tuple[str, str]]) -> None:
+    """Raise `ConfigError` where the folder has results of other models and suites than `own`: they would be lost."""
     try:
         earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))["results"]
-        pairs = [(one["model"], one["suite"]) for one in earlier]
+        dropped = [(one["model"], one["suite"]) for one in earlier if (one["model"], one["suite"]) not in own]
     except (OSError, ValueError, KeyError, TypeError):
         return  # nothing that could be lost
-    own = {(candidate.name, suite.name) for candidate in candidates for suite, _ in suites}
-    dropped = [f"{model} on {suite}" for model, suite in pairs if (model, suite) not in own]
     if dropped:
         raise ConfigError(
             "the folder has results that this evaluation would drop from its report",
             where=str(output),
             field="output",
-            got=", ".join(dropped),
+            got=", ".join(f"{model} on {suite}" for model, suite in dropped),
             need="a new folder, or one command for all models and all data of the folder",
             fix="choose another --output, or name these models and data too: their rows are not scored again",
         )

@@ -148,33 +148,23 @@ def accuracy_metric(
 # --- two models on the same examples --------------------------------------------------------------------------------
 
 
-def mcnemar(first: ArrayLike, second: ArrayLike) -> float:
-    """The exact two-sided p-value that two models are right equally often: right (N,) of each, booleans.
-
-    Only examples that one alone has right say which is better: with b of one and c of the other
-    min(1, 2 P(Binomial(b + c, 1/2) <= min(b, c))). McNemar 1947, Psychometrika 12, page 153; exact as in Liddell 1976.
-    """
-    a, b = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
-    only_first, only_second = int(np.sum(a & ~b)), int(np.sum(b & ~a))
-    if only_first + only_second == 0:
-        return 1.0
-    return float(stats.binomtest(only_first, only_first + only_second).pvalue)
-
-
-def sign_flip_test(
-    differences: ArrayLike, clusters: Sequence[Hashable], *, num_resamples: int = 9999, seed: int = 0
-) -> float:
+def paired_test(differences: ArrayLike, clusters: Sequence[Hashable], *, num_resamples: int = 9999) -> float:
     """The two-sided p-value of paired differences (N,) that come in clusters.
 
     If the models are exchangeable within each cluster, its sum D_c is as likely as -D_c, whatever the dependence inside
     it: p = P(|sum +-D_c| >= |sum D_c|) over all signs, or over `num_resamples` random ones and the observed one where
     that is fewer (more than 13 clusters that differ). Fisher 1935, The Design of Experiments, section 21.
+
+    Where all sums but 0 are equally large, as of one example per cluster, it is exact: of b positive and c negative
+    ones min(1, 2 P(Binomial(b + c, 1/2) <= min(b, c))), McNemar's test (1947, Psychometrika 12, page 153).
     """
     values = np.asarray(differences, dtype=np.float64)
     sums = np.bincount(_codes(clusters, len(values)), weights=values)
     sums = sums[sums != 0]
-    if len(sums) < 2:
+    if len(sums) == 0:
         return 1.0
+    if np.ptp(np.abs(sums)) == 0:
+        return float(stats.binomtest(int((sums > 0).sum()), len(sums)).pvalue)
     made = stats.permutation_test(
         (sums, np.zeros_like(sums)),
         lambda first, second, axis: (first - second).sum(axis=axis),
@@ -182,7 +172,7 @@ def sign_flip_test(
         vectorized=True,
         n_resamples=num_resamples,
         batch=max(1, _DRAWS_AT_ONCE // len(sums)),
-        rng=np.random.default_rng(seed),
+        rng=np.random.default_rng(0),
     )
     return float(made.pvalue)
 
@@ -208,17 +198,6 @@ def paired_bootstrap(
         (p_low, p_high), (q_low, q_high) = (wilson(share * len(means), len(means)) for share in (p, q))
         return p - q - math.hypot(p - p_low, q_high - q), p - q + math.hypot(p_high - p, q - q_low)
     return cluster_bootstrap(a - b, codes.tolist(), num_resamples=num_resamples, seed=seed)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values of m tests, adjusted: rejecting those below alpha errs with probability alpha at most, in any of them.
-
-    The k-th smallest becomes the largest of (m - j + 1) p_(j) over j <= k, at most 1. Holm 1979, Scandinavian Journal
-    of Statistics 6, page 65; no assumption about dependence.
-    """
-    from statsmodels.stats.multitest import multipletests
-
-    return [float(p_value) for p_value in multipletests(p_values, method="holm")[1]] if len(p_values) else []
 
 
 # --- orders ---------------------------------------------------------------------------------------------------------

@@ -2,17 +2,16 @@
 
     result = analyse([SampledPrompt(proxy=scores_of_a_model, gold=scores_of_a_better_one), ...])
 
-`laws` is the mathematics of choosing and of the laws of Gao et al., `analysis` makes curves and the verdict whether
+`laws` is the mathematics of choosing and the law of Gao et al., `analysis` makes curves and the verdict whether
 gold falls again, `samples` reads and scores the samples of a file, and `blocks` shows the result.
 """
 
-from treeward.evaluation.best_of_n.analysis import BestOfN, Curve, FittedLaw, SampledPrompt, analyse, analyse_several
+from treeward.evaluation.best_of_n.analysis import BestOfN, Curve, SampledPrompt, analyse, analyse_several
 from treeward.evaluation.best_of_n.laws import GaoLaw, expected_best_of, fit_gao, kl_of_best_of, selection_weights
 
 __all__ = [
     "BestOfN",
     "Curve",
-    "FittedLaw",
     "GaoLaw",
     "SampledPrompt",
     "analyse",

@@ -25,15 +25,7 @@ import numpy as np
 from scipy import stats
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.best_of_n.laws import (
-    FEWEST_POINTS,
-    Floats,
-    curve_sizes,
-    expected_best_of,
-    fit_gao,
-    kl_of_best_of,
-    size_of_kl,
-)
+from treeward.evaluation.best_of_n.laws import Floats, curve_sizes, expected_best_of, kl_of_best_of
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import expanded_tail, resampled
 
@@ -66,18 +58,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedLaw:
-    """Gold over that at n = 1 as d (alpha - beta d), d = sqrt(KL): the law of Gao et al. for best-of-n.
-
-    `peak`: the n at which it is highest; None where it rises without end, and beyond the largest n an extrapolation.
-    """
-
-    alpha: float
-    beta: float
-    peak: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether choosing by the proxy makes gold worse again within the sampled n.
 
@@ -102,7 +82,7 @@ class BestOfN:
     `gold`, `proxy`: of what the proxy chooses, in their own units. `best`: gold of the best by gold. `regret` = best -
     gold. `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random, more is
     worse than that. `gold_gain`, `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt.
-    `law`: None with fewer than 4 n. `correlation`: of proxy and gold within prompts, without an interval for fewer than
+    `correlation`: of proxy and gold within prompts, without an interval for fewer than
     10 of them. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples, and what is left out. `difference`:
     of several proxies, gold of what this one chooses among the largest n less that of what the first chooses.
     """
@@ -110,7 +90,6 @@ class BestOfN:
     sizes: tuple[int, ...]
     kl: tuple[float, ...]
     curves: Mapping[str, Curve]
-    law: FittedLaw | None
     correlation: Metric
     verdict: Verdict
     counts: Mapping[str, int]
@@ -187,7 +166,7 @@ def _summarize(
     num_resamples: int,
     seed: int,
 ) -> BestOfN:
-    num, distances = len(table_CK), np.sqrt(kl_of_best_of(sizes))
+    num = len(table_CK)
     table_CK = np.column_stack([table_CK, np.zeros(num) if beyond_first is None else beyond_first])
     point = _derive(table_CK.mean(axis=0), len(sizes))
     drawn = _derive(resampled(table_CK, num_resamples, seed), len(sizes))
@@ -204,15 +183,12 @@ def _summarize(
         one = curve(name, fewest)
         return Metric(name, one.mean[0], one.low[0], one.high[0], counts["num_prompts"])
 
-    gold_CG = table_CK[:, : len(sizes)]
-    law = _fitted(distances, gold_CG.mean(axis=0)) if len(sizes) > FEWEST_POINTS else None
     return BestOfN(
         sizes=sizes,
-        kl=tuple((distances**2).tolist()),
+        kl=tuple(kl_of_best_of(sizes).tolist()),
         curves={name: curve(name) for name in _CURVES},
-        law=law,
         correlation=metric("correlation", _FEWEST_PROMPTS),
-        verdict=judge(sizes, gold_CG, rise=metric("rise"), expected_peak=None if law is None else law.peak),
+        verdict=judge(sizes, table_CK[:, : len(sizes)], metric("rise")),
         counts=counts,
         difference=None if beyond_first is None else metric("difference"),
     )
@@ -286,17 +262,8 @@ def _divisor(values: Floats, beside: Floats) -> Floats:
     return np.where(values > _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True), values, np.nan)
 
 
-def _fitted(distances: Floats, gold: Floats) -> FittedLaw:
-    law = fit_gao(distances[1:], (gold - gold[0])[1:])
-    peak = math.inf if law.peak_distance is None else size_of_kl(min(law.peak_distance, 1e100) ** 2)
-    return FittedLaw(law.alpha, law.beta, None if math.isinf(peak) else peak)
-
-
-def judge(sizes: Sequence[int], gold_CG: Floats, *, rise: Metric, expected_peak: float | None) -> Verdict:
-    """The verdict on the gold curves (C, G) of prompts.
-
-    `rise`: gold at the largest n less that at n = 1. `expected_peak`: the n at which the fitted law is highest.
-    """
+def judge(sizes: Sequence[int], gold_CG: Floats, rise: Metric) -> Verdict:
+    """The verdict on the gold curves (C, G) of prompts; `rise`: gold at the largest n less that at n = 1."""
     gold_G, end = gold_CG.mean(axis=0), sizes[-1]
     rounding = _ROUNDING * float(np.abs(gold_G).max())
     at = int(np.argmax(gold_G >= gold_G.max() - rounding))  # the first of equal ones
@@ -308,7 +275,7 @@ def judge(sizes: Sequence[int], gold_CG: Floats, *, rise: Metric, expected_peak:
         p_value = min(1.0, len(tested) * float(np.nan_to_num(found.pvalue, nan=1.0).min()))
     highest = f"gold is highest at n = {peak} ({gold_G[at]:.3g}) and lower by {drop:.3g} at n = {end}"
     if drop <= rounding:
-        return Verdict("not seen", peak, 0.0, p_value, _not_seen(end, rise, rounding, expected_peak))
+        return Verdict("not seen", peak, 0.0, p_value, _not_seen(end, rise, rounding))
     if p_value is not None and p_value < 0.05:
         sentence = f"Over-optimisation is seen: {highest}, while the proxy keeps rising; p = {p_value:.2g}."
         return Verdict("seen", peak, drop, p_value, sentence)
@@ -319,14 +286,11 @@ def judge(sizes: Sequence[int], gold_CG: Floats, *, rise: Metric, expected_peak:
     )
 
 
-def _not_seen(end: int, rise: Metric, rounding: float, expected_peak: float | None) -> str:
+def _not_seen(end: int, rise: Metric, rounding: float) -> str:
     start = f"No over-optimisation is seen up to n = {end}"
     assert rise.value is not None
     if rise.value <= rounding:
         return f"{start}, and no gain either: gold is the same at every n."
     span = "" if rise.low is None or rise.high is None else f" ({rise.low:.3g} to {rise.high:.3g})"
     doubt = "" if rise.low is not None and rise.low > 0.0 else ", which may be chance"
-    further = ""
-    if expected_peak is not None and expected_peak > end:
-        further = f" The fitted law, an extrapolation, has its peak at n = {expected_peak:,.3g}."
-    return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}.{further}"
+    return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}."

@@ -7,6 +7,7 @@ write(folder, results, "gold", "samples.jsonl", scores, gold_scores)
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -207,36 +208,29 @@ def examples(
     data: str, scores: Mapping[str, Sequence[Sequence[Score]]], of_gold: Sequence[Sequence[Score]]
 ) -> list[dict[str, Any]]:
     """Rows for the report's examples: the best by gold beside what a proxy chose, largest regret first."""
-    found: list[tuple[float, int, str, int, int]] = []
-    for name, every in scores.items():
-        for number, (proxy, gold) in enumerate(zip(every, of_gold, strict=True)):
-            known = [
-                (p.score, g.score, i)
-                for i, (p, g) in enumerate(zip(proxy, gold, strict=True))
-                if p.score is not None and g.score is not None
-            ]
-            if known:
-                chosen, best = max(known, key=lambda one: one[0]), max(known, key=lambda one: one[1])
-                found.append((best[1] - chosen[1], number, name, best[2], chosen[2]))
-    worst = sorted((one for one in found if one[0] > 0.0), key=lambda one: -one[0])[:_MOST_EXAMPLES]
-    needed = {number for _, number, *_ in worst}
-    rows = {row.number: row for row in sampled_rows(read_rows(data)) if row.number in needed}
-    return [
-        _example(rows[number], scores[name][number], of_gold[number], (best, chosen)) | {"model": name}
-        for _, number, name, best, chosen in worst
-    ]
+
+    def regret(row: dict[str, Any]) -> float:
+        best, chosen = row["suite_data"]["gold"]
+        return float(best - chosen)
+
+    rows = zip(sampled_rows(read_rows(data)), of_gold, *scores.values(), strict=True)
+    found = (
+        _choice(row, proxy, gold) | {"model": name}
+        for row, gold, *every in rows
+        for name, proxy in zip(scores, every, strict=True)
+        if any(p.score is not None and g.score is not None for p, g in zip(proxy, gold, strict=True))
+    )
+    return heapq.nlargest(_MOST_EXAMPLES, (row for row in found if regret(row) > 0.0), key=regret)
 
 
-def _example(row: SampledRow, proxy: Sequence[Score], gold: Sequence[Score], shown: tuple[int, int]) -> dict[str, Any]:
-    completions = tuple(tuple(row.conversations[i][len(row.context) :]) for i in shown)
+def _choice(row: SampledRow, proxy: Sequence[Score], gold: Sequence[Score]) -> dict[str, Any]:
+    """What is best by gold and what the proxy chose of the samples with both scores, as a row of examples."""
+    pairs = [(p.score, g.score, i) for i, (p, g) in enumerate(zip(proxy, gold, strict=True))]
+    known = [(p, g, i) for p, g, i in pairs if p is not None and g is not None]
+    shown = max(known, key=lambda one: one[1]), max(known, key=lambda one: one[0])
+    completions = tuple(tuple(row.conversations[i][len(row.context) :]) for _, _, i in shown)
     example = EvalExample(
-        id=f"row {row.number + 1}",
-        subset="choices",
-        context=tuple(row.context),
-        completions=completions,
-        ranks=(0, 1),
-        suite_data={"gold": [gold[i].score for i in shown]},
-        where=row.where,
+        f"row {row.number + 1}", "choices", tuple(row.context), completions, (0, 1), {"gold": [g for _, g, _ in shown]}
     )
     lengths = tuple(len(str(completion[-1].get("content") or "")) for completion in completions)
-    return to_row(ScoredExample(example, tuple(proxy[i].score for i in shown), lengths, ()))
+    return to_row(ScoredExample(example, tuple(p for p, _, _ in shown), lengths, ()))

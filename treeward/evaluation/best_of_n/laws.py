@@ -1,15 +1,15 @@
-"""The mathematics of choosing the best of n: exact expectations from N samples, the distance in KL, Gao's laws.
+"""The mathematics of choosing the best of n: exact expectations from N samples, the distance in KL, Gao's law.
 
     expected_best_of(proxy, gold, [1, 2, 4])     # the gold of what the proxy chooses among 1, 2 and 4 samples
     kl_of_best_of(4)                             # 0.636 nats: how far that is from plain sampling
-    law = fit_gao(distances, gains)              # gain(d) = d (alpha - beta d), d = sqrt(KL)
+    law = fit_gao(distances, gains)              # gain(d) = d (alpha - beta ln d), d = sqrt(KL)
     law.alpha, law.beta, law.peak_distance
 
 Of N samples sorted by a score, the i-th from below is the best of n drawn without replacement with the probability
 w_i(n) = C(i-1, n-1) / C(N, n). So sum_i w_i(n) gold_(i) is the mean over all subsets of n, an unbiased estimate from
-all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I). The laws of how gold first rises and then falls
-with the distance are those of Gao, Schulman, Hilton 2022, arXiv 2210.10760, section 3.1. Array suffixes: N samples,
-G values of n or points of a curve.
+all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I). The law of how gold first rises and then falls
+with the distance of a policy is that of Gao, Schulman, Hilton 2022, arXiv 2210.10760, section 3.1. Array suffixes: N
+samples, G values of n or points of a curve.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import lambertw
 
 Floats: TypeAlias = NDArray[np.float64]
-GaoForm = Literal["bon", "rl"]
-FEWEST_POINTS = 3
 
 _ALL_SIZES_TO, _SIZES_PER_DOUBLING = 64, 16
 
@@ -75,49 +72,38 @@ def kl_of_best_of(sizes: ArrayLike) -> Floats:
     return np.asarray(np.log(n) - (n - 1.0) / n, dtype=np.float64)
 
 
-def size_of_kl(kl: float) -> float:
-    """The n (a real number, perhaps infinite) with KL(n) = `kl` >= 0: -1 / W(-exp(-KL - 1)), W of Lambert."""
-    inverse = abs(float(np.real(lambertw(-math.exp(-kl - 1.0)))))
-    return 1.0 if math.isnan(inverse) else 1.0 / inverse if inverse else math.inf  # NaN at KL = 0, its branch
-
-
 class GaoLaw(NamedTuple):
-    """gain(d) = d (alpha - beta d) for best-of-n (`bon`), d (alpha - beta ln d) for RL (`rl`); d = sqrt(KL), nats."""
+    """gain(d) = d (alpha - beta ln d), the law of RL; d = sqrt(KL), nats."""
 
-    form: GaoForm
     alpha: float
     beta: float
 
     def gain(self, distances: ArrayLike) -> Floats:
         """The gold above that at d = 0."""
-        gains: Floats = _design(np.asarray(distances, dtype=np.float64), self.form) @ np.array([self.alpha, self.beta])
+        gains: Floats = _design(np.asarray(distances, dtype=np.float64)) @ np.array(self)
         return gains
 
     @property
     def peak_distance(self) -> float | None:
         """The d at which the law is highest; 0 where it only falls, None where it rises without end."""
-        if self.alpha <= 0.0 and (self.beta >= 0.0 if self.form == "bon" else self.beta == 0.0):
-            return 0.0
         if self.beta <= 0.0:
-            return None
-        ratio = self.alpha / self.beta
-        return ratio / 2.0 if self.form == "bon" else math.exp(min(ratio - 1.0, 500.0))
+            return 0.0 if self.beta == 0.0 and self.alpha <= 0.0 else None
+        return math.exp(min(self.alpha / self.beta - 1.0, 500.0))
 
 
-def fit_gao(distances: ArrayLike, gains: ArrayLike, form: GaoForm = "bon") -> GaoLaw:
-    """Fit a law to gains over d = 0, by least squares through the origin.
+def fit_gao(distances: ArrayLike, gains: ArrayLike) -> GaoLaw:
+    """Fit the law to gains over d = 0, by least squares through the origin.
 
     `distances` (G,): d = sqrt(KL) > 0, ascending, 3 or more; `gains` (G,): gold less the gold at d = 0. A point weighs
-    as much of the d axis as it stands for, so that it does not matter which n were computed.
+    as much of the d axis as it stands for, so that it does not matter which were measured.
     """
     d, gain = np.asarray(distances, dtype=np.float64), np.asarray(gains, dtype=np.float64)
-    assert len(d) == len(gain) >= FEWEST_POINTS and d[0] > 0.0
     root = np.sqrt(np.diff(np.concatenate([[0.0], (d[1:] + d[:-1]) / 2.0, d[-1:]])))
-    alpha, beta = np.linalg.lstsq(_design(d, form) * root[:, None], gain * root, rcond=None)[0].tolist()
-    return GaoLaw(form, alpha, beta)
+    alpha, beta = np.linalg.lstsq(_design(d) * root[:, None], gain * root, rcond=None)[0].tolist()
+    return GaoLaw(alpha, beta)
 
 
-def _design(distances: Floats, form: GaoForm) -> Floats:
+def _design(distances: Floats) -> Floats:
     """(..., 2): what alpha and beta are multiplied by."""
-    bent = distances if form == "bon" else np.log(np.where(distances > 0.0, distances, 1.0))
-    return np.stack([distances, -distances * bent], axis=-1)
+    logarithms = np.log(np.where(distances > 0.0, distances, 1.0))
+    return np.stack([distances, -distances * logarithms], axis=-1)

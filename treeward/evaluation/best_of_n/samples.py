@@ -220,10 +220,7 @@ def rate(
 
 
 def _kept_scores(row: Any, where: str) -> list[Score]:
-    try:
-        return [Score(score, error=error) for score, error in zip(row["scores"], row["errors"], strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError("this is no row of scored samples", where=where, got=repr(error)) from error
+    return [Score(score, error=error) for score, error in zip(row["scores"], row["errors"], strict=True)]
 
 
 def _file_name(name: str) -> str:

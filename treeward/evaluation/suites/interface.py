@@ -95,8 +95,7 @@ class Suite(ABC):
     def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
         """The files in which people exchange results of this suite, by relative path; none if there is no such format.
 
-        Each is the value of a JSON file; of a path that ends in `.jsonl` it is the list of the rows. They follow the
-        published code whatever the `tie_policy`.
+        Each is the value of a JSON file. They follow the published code whatever the `tie_policy`.
         """
         return {}
 

@@ -174,7 +174,7 @@ def _law(gold: Block, name: str) -> tuple[Block, str] | None:
     if len(points) < _FEWEST_FOR_A_LAW or gold["x"][0] > _NEAR_THE_START * max(points):
         return None
     d, gains = np.array(sorted(points.items())).T
-    law = fit_gao(d, gains, "rl")
+    law = fit_gao(d, gains)
     spread = float(np.sum((gains - gains.mean()) ** 2))
     r_squared = 1.0 - float(np.sum((gains - law.gain(d)) ** 2)) / spread if spread > 0.0 else 0.0
     if r_squared < _LEAST_R_SQUARED:
