@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import Asked, Loopback
+from served_policy import ServedPolicy
 
 from treeward.errors import CheckpointError, ModelError
 from treeward.rl import grpo as grpo_module
+from treeward.rl.advantages import advantages
+from treeward.rl.generation import GenerationError
 from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.rl.update import PolicyUpdater
 from treeward.training import loop
-from treeward.training.tracking import TrackerGroup
+from treeward.training.tracking import TrackerGroup, read_metrics
 
 Make = Callable[..., Any]
 Result = dict[str, Any]
@@ -71,34 +75,23 @@ def start(tiny_grpo: Make, tmp_path: Path, orders: Callable[..., None]) -> Calla
     return run
 
 
-@pytest.fixture(scope="module")
-def computed() -> dict[str, Result]:
-    return {}
+COMPUTED: dict[str, Result] = {}
 
 
 @pytest.fixture
 def uninterrupted(
-    computed: dict[str, Result],
-    start: Callable[..., GRPOOutcome],
-    tmp_path_factory: pytest.TempPathFactory,
-    result_of: Callable[[Path], Result],
-) -> Result:
-    """What the run comes to when nothing stops it; run once."""
-    if not computed:
-        folder = tmp_path_factory.mktemp("uninterrupted")
-        start(f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
-        computed["tiny"] = result_of(folder)
-        lines = [line for line in computed["tiny"]["metrics"] if "train/reward" in line]
-        assert len(lines) == 6 and "'train/prompts_drawn': 36" in lines[-1]  # it has left groups out
-    return computed["tiny"]
+    start: Callable[..., GRPOOutcome], tmp_path_factory: pytest.TempPathFactory, result_of: Callable[[Path], Result]
+) -> Callable[..., Result]:
+    """What the run with these options comes to when nothing stops it; run once."""
 
+    def result(*options: str) -> Result:
+        if (key := " ".join(options).partition("http")[0]) not in COMPUTED:
+            folder = tmp_path_factory.mktemp("uninterrupted")
+            start(*options, f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+            COMPUTED[key] = result_of(folder)
+        return COMPUTED[key]
 
-def assert_same(got: Result, want: Result) -> None:
-    assert got["metrics"] == want["metrics"]
-    assert got["samples"] == want["samples"]
-    assert got["alarms"] == want["alarms"]
-    assert got["weights"].keys() == want["weights"].keys()
-    assert [name for name, weight in want["weights"].items() if got["weights"][name] != weight] == []
+    return result
 
 
 def _before_step(step: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -146,25 +139,40 @@ MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
-    start: Callable[..., GRPOOutcome], tmp_path: Path, uninterrupted: Result, result_of: Callable[[Path], Result]
+    start: Callable[..., GRPOOutcome],
+    tmp_path: Path,
+    uninterrupted: Callable[..., Result],
+    result_of: Callable[[Path], Result],
 ) -> None:
     for moment in MOMENTS.values():
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             moment(patch)
             start()
     assert start().step == 6
-    assert_same(result_of(tmp_path), uninterrupted)
+    assert result_of(tmp_path) == uninterrupted()
+    lines = [line for line in uninterrupted()["metrics"] if "train/reward" in line]
+    assert len(lines) == 6 and "'train/prompts_drawn': 36" in lines[-1]  # it has left groups out
 
 
-def test_a_signal_in_a_validation_is_made_up_for_and_killed_there_again(
+def test_failures_and_signals_leave_a_saved_state_and_the_run_goes_on_exactly(
     start: Callable[..., GRPOOutcome],
+    orders: Callable[..., None],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    uninterrupted: Result,
+    uninterrupted: Callable[..., Result],
     result_of: Callable[[Path], Result],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The made-up validation writes its lines; killed before it is saved, it writes none of them twice."""
-    with monkeypatch.context() as patch:
+    orders(after=60, fail=0.8)  # in the middle of a step's draws
+    for _ in range(2):  # the second time it was not mended
+        with pytest.raises(ModelError, match="(?s)too many completions have no reward.*told to fail.*max_failed_share"):
+            start()
+    step = int(next(r for r in caplog.messages if "is saved: the same command" in r).split()[1])
+    assert 0 < step < 4 and (tmp_path / "checkpoints" / f"step_{step}").is_dir()
+    orders()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError, match="loss is not finite"):
+        patch.setattr(grpo_module, "advantages", lambda *a: advantages(*a) * float("nan"))
+        start()
+    with pytest.MonkeyPatch.context() as patch:
         collect = grpo_module.collect
 
         def signalled(run: Any, **at: int) -> Any:
@@ -175,60 +183,18 @@ def test_a_signal_in_a_validation_is_made_up_for_and_killed_there_again(
         patch.setattr(grpo_module, "collect", signalled)
         outcome = start()
     assert (outcome.step, outcome.exit_code) == (4, 143)  # it was to be validated
-    for _ in range(2):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
+    for _ in range(2):  # killed before the made-up validation is saved, it writes none of its lines twice
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             _at(loop, "write_state", lambda folder, state: state.validation_step == 4)(patch)
             start()
     assert start().step == 6
-    assert_same(result_of(tmp_path), uninterrupted)
+    assert result_of(tmp_path) == uninterrupted()
 
 
-def test_an_environment_that_fails_stops_at_a_saved_state_and_is_mended(
-    start: Callable[..., GRPOOutcome],
-    orders: Callable[..., None],
-    tmp_path: Path,
-    uninterrupted: Result,
-    result_of: Callable[[Path], Result],
-    caplog: pytest.LogCaptureFixture,
+def test_another_configuration_is_refused_and_what_may_change_may_change(
+    start: Callable[..., GRPOOutcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    orders(after=60, fail=0.8)  # in the middle of a step's draws
-    with pytest.raises(ModelError, match="too many completions have no reward") as caught:
-        start()
-    assert "max_failed_share" in str(caught.value) and "told to fail" in str(caught.value)
-    (said,) = [r.getMessage() for r in caplog.records if "is saved: the same command" in r.getMessage()]
-    step = int(said.split()[1])
-    assert 0 < step < 6 and (tmp_path / "checkpoints" / f"step_{step}").is_dir()
-    with pytest.raises(ModelError, match="too many completions"):
-        start()  # it was not mended
-    orders()
-    assert start().step == 6
-    assert_same(result_of(tmp_path), uninterrupted)
-
-
-def test_a_loss_that_is_not_finite_leaves_the_state_before_the_step(
-    start: Callable[..., GRPOOutcome],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    uninterrupted: Result,
-    result_of: Callable[[Path], Result],
-) -> None:
-    with monkeypatch.context() as patch:
-        advantages = grpo_module.advantages
-        calls: list[int] = []
-        patch.setattr(
-            grpo_module,
-            "advantages",
-            lambda *a: advantages(*a) * (float("nan") if calls.append(1) or len(calls) == 4 else 1),
-        )
-        with pytest.raises(ModelError, match="loss is not finite"):
-            start()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_2", "step_3"]
-    assert start().step == 6
-    assert_same(result_of(tmp_path), uninterrupted)
-
-
-def test_another_configuration_is_refused_and_named(start: Callable[..., GRPOOutcome]) -> None:
-    start("grpo.max_num_steps=2")
+    assert start("grpo.max_num_steps=2").step == 2
     for option, named in (
         ("loss_fn.ratio_clip_max=0.3", "loss_fn.ratio_clip_max: got 0.3, need 0.2"),
         ("grpo.seed=8", "grpo.seed: got 8, need 7"),
@@ -242,12 +208,6 @@ def test_another_configuration_is_refused_and_named(start: Callable[..., GRPOOut
         with pytest.raises(CheckpointError, match="of another run") as caught:
             start("grpo.max_num_steps=2", option)
         assert f"\n  {named}" in str(caught.value)
-
-
-def test_what_may_change_may_change_and_a_longer_run_goes_on(
-    start: Callable[..., GRPOOutcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert start("grpo.max_num_steps=2").step == 2
     free = ("grpo.val_batch_size=4", "grpo.val_period=1", "checkpointing.save_period=1", "grpo.watch.z=2",
             "grpo.environment_timeout_seconds=9", "policy.train_micro_batch_tokens=128")  # fmt: skip
     outcome = start("grpo.max_num_steps=4", *free)
@@ -260,21 +220,65 @@ def test_what_may_change_may_change_and_a_longer_run_goes_on(
 def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(
     start: Callable[..., GRPOOutcome],
     tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Callable[..., Result],
     result_of: Callable[[Path], Result],
 ) -> None:
     lora = ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.optimizer.kwargs.lr=0.03",
             "grpo.val_at_start=true")  # fmt: skip
-    whole = tmp_path_factory.mktemp("uninterrupted")
-    start(*lora, f"checkpointing.checkpoint_dir={whole}/checkpoints", f"logger.log_dir={whole}/logs")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         MOMENTS["between a validation and the save"](patch)
         start(*lora)
     assert start(*lora).step == 6
-    assert_same(result_of(tmp_path), result_of(whole))
+    assert result_of(tmp_path) == uninterrupted(*lora)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     kls = [line["validation/kl"] for line in lines if "validation/kl" in line]
     assert kls[0] == 0.0 and all(kl > 0 for kl in kls[1:])
-    adapters = [one / "checkpoints" / "step_6" / "adapter" / "adapter_model.safetensors" for one in (tmp_path, whole)]
-    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+class Dying(ServedPolicy):
+    """It is dead from its `dies_at`-th request of the path `dies_in` on."""
+
+    dies_at: int | None = None
+    dies_in = ""
+    asked = 0
+
+    def __call__(self, asked: Asked) -> Any:
+        self.asked += asked.path == self.dies_in
+        return None if self.dies_at is not None and self.asked >= self.dies_at else super().__call__(asked)
+
+
+@pytest.mark.parametrize(
+    ("path", "count", "saved"),
+    [
+        ("/v1/completions", 9, 1),
+        ("/collective_rpc", 4, 3),  # after the update of step 3
+        ("/v1/completions", 13, 2),  # in the validation after step 2
+    ],
+)
+def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
+    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, result_of: Callable[[Path], Result],
+    path: str, count: int, saved: int,
+) -> None:  # fmt: skip
+    vllm = Dying(None, tiny_tokenizer)
+    with Loopback(vllm) as loopback:
+
+        def serve(folder: Path) -> GRPOOutcome:
+            generation = f"{{backend: vllm, url: {loopback.url}, model: m, max_new_tokens: 8, max_retries: 1}}"
+            folders = f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"
+            options = ("grpo.max_num_steps=4", "checkpointing.save_period=4", f"policy.generation={generation}")
+            return grpo(tiny_grpo(*options, *folders), show_progress=False)
+
+        if "served" not in COMPUTED:
+            serve(tmp_path / "whole")
+            COMPUTED["served"] = result_of(tmp_path / "whole")
+        vllm.asked, vllm.policy, vllm.dies_in, vllm.dies_at = 0, None, path, count
+        with pytest.raises(GenerationError, match="generator has failed"):
+            serve(tmp_path)
+        assert [folder.name for folder in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{saved}"]
+        vllm.dies_at, vllm.policy = None, None  # a new server, without the weights
+        assert serve(tmp_path).step == 4
+    assert result_of(tmp_path) == COMPUTED["served"]
+    # The trainer finds the same log-probabilities: the weights are those of the step, and not of one before.
+    lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
+    assert len(lines) == 4
+    assert all(line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for line in lines)

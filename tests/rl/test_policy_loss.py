@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treeward.config.grpo import PolicyLossConfig
-from treeward.rl.policy_loss import kl_coefficient, kl_estimate, needs_generator, policy_loss
+from treeward.rl.policy_loss import kl_coefficient, kl_estimate, policy_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 ADVANTAGES = torch.tensor([1.5, -2.0, 3.0, -0.25])
@@ -147,12 +147,6 @@ def test_weights_that_are_not_finite_count_as_zero() -> None:
     assert sums.correction_sum == pytest.approx(rest.correction_sum)
     weights = torch.exp(old - said)[without].clamp_max(2.0)
     assert rest.correction_sum == pytest.approx(float(weights.sum()))
-
-
-def test_what_needs_the_generator() -> None:
-    assert needs_generator(PolicyLossConfig(use_importance_sampling_correction=True))
-    assert needs_generator(PolicyLossConfig(use_on_policy_kl_approximation=True))
-    assert not needs_generator(PolicyLossConfig(use_on_policy_kl_approximation=True, kl_in_reward=True))
 
 
 def test_estimators_of_the_divergence() -> None:

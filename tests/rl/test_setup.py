@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable
@@ -127,41 +126,35 @@ def identity_now(config: Any) -> dict[str, Any]:
         return run.identity
 
 
-def test_a_reward_model_that_was_replaced_is_noticed(tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    section = f"reward_model: {{model_name: {folder}, precision: float32, resources: {{gpus_per_node: 0}}}}"
-    inside = f"mixed: {{type: hybrid, members: {{{section}}}}}"
-    for environment in (section, inside):
-        config = tiny_grpo(f"env={{{environment}}}", f"grpo.environments=[{environment.partition(':')[0]}]")
-        write_signed_model(folder, tiny_tokenizer, seed=3, max_length=256)
-        before = identity_now(config)
-        assert identity_now(config) == before
-        write_signed_model(folder, tiny_tokenizer, seed=4, max_length=256)
-        after = identity_now(config)
-        assert after != before and after | {"env": 0} == before | {"env": 0}
-
-
-def test_the_same_policy_may_be_named_otherwise_or_lie_elsewhere(
+def test_models_are_known_by_their_weights_wherever_they_lie(
     tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    loaded, other = (build_policy({**fields, "num_attention_heads": 4}, tiny_tokenizer, seed=seed) for seed in (1, 2))
-    template = Renderer(tiny_tokenizer).chat_template
-    export_policy(loaded.model, tiny_tokenizer, tmp_path / "policy", chat_template=template)
-
-    def of(name: str) -> Any:
-        config = tiny_grpo("~policy.model_config", "~policy.tokenizer", f"policy.model_name={name}")
-        return identity_now(config)["the policy"]
-
+    """The policy, a reward model, and one in a hybrid: the same under another name, and others in the same folder."""
     monkeypatch.chdir(tmp_path)
-    first = of("./policy")
-    assert of(str(tmp_path / "policy")) == first
-    shutil.copytree("policy", "copy")
-    assert of("./copy") == first
-    config = json.loads(Path("copy/config.json").read_text())
-    Path("copy/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
-    assert of("./copy") != first  # the same weights compute something else
-    export_policy(other.model, tiny_tokenizer, Path("copy"), chat_template=template)
-    assert of("./copy") != first  # other weights in the same folder
-    Path("unknown").mkdir()
-    assert [identity._with_weights(name) for name in ("unknown", "hub/name", None)] == ["unknown", "hub/name", None]
+    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+
+    def write_policy(seed: int) -> None:
+        loaded = build_policy({**fields, "num_attention_heads": 4}, tiny_tokenizer, seed=seed)
+        template = Renderer(tiny_tokenizer).chat_template
+        export_policy(loaded.model, tiny_tokenizer, Path("model"), chat_template=template)
+
+    def write_model(seed: int) -> None:
+        write_signed_model(Path("model"), tiny_tokenizer, seed=seed, max_length=256)
+
+    own = "~policy.model_config ~policy.tokenizer policy.model_name=NAME"
+    section = "reward_model: {model_name: NAME, precision: float32, resources: {gpus_per_node: 0}}"
+    for write, options in (
+        (write_policy, own.split()),
+        (write_model, [f"env={{{section}}}", "grpo.environments=[reward_model]"]),
+        (write_model, [f"env={{mixed: {{type: hybrid, members: {{{section}}}}}}}", "grpo.environments=[mixed]"]),
+    ):
+        shutil.rmtree("model", ignore_errors=True)
+        write(3)
+        first = identity_now(tiny_grpo(*(option.replace("NAME", "./model") for option in options)))
+        shutil.rmtree("copy", ignore_errors=True)
+        shutil.copytree("model", "copy")
+        copied = [option.replace("NAME", str(tmp_path / "copy")) for option in options]
+        assert identity_now(tiny_grpo(*copied)) == first
+        write(4)
+        shutil.copytree("model", "copy", dirs_exist_ok=True)
+        assert identity_now(tiny_grpo(*copied)) != first

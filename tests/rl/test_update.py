@@ -145,16 +145,11 @@ BY_COMPLETION: dict[str, Any] = {"sequence_level_importance_ratios": True, "toke
 SEVERAL = {
     "token": PolicyLossConfig(**PENALTY, ratio_clip_max=0.3),
     "sequence": PolicyLossConfig(**PENALTY, ratio_clip_max=0.3, token_level_loss=False),
-    "truncated": PolicyLossConfig(
-        **CORRECTED,
-        truncated_importance_sampling_ratio=1.1,
-        use_on_policy_kl_approximation=True,
-        token_level_loss=False,
-    ),
-    "gspo": PolicyLossConfig(
-        **BY_COMPLETION, reference_policy_kl_penalty=0.0, ratio_clip_min=0.01, ratio_clip_max=0.01
-    ),
-}
+    "truncated": PolicyLossConfig(**CORRECTED, truncated_importance_sampling_ratio=1.1,
+                                  use_on_policy_kl_approximation=True, token_level_loss=False),
+    "gspo": PolicyLossConfig(**BY_COMPLETION, reference_policy_kl_penalty=0.0, ratio_clip_min=0.01,
+                             ratio_clip_max=0.01),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -165,14 +160,9 @@ def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: in
     reference, other = moved(hf), copy.deepcopy(hf)
     optimizer, plain_optimizer = Recorded(hf), Recorded(other)
     updater = PolicyUpdater(
-        PolicyModel(hf),
-        optimizer,
-        reference=PolicyModel(copy.deepcopy(reference)),
-        loss=settings,
-        micro_batch_tokens=micro_batch_tokens,
-        prompts_per_update=2,
-        updates_per_batch=2,
-    )
+        PolicyModel(hf), optimizer, reference=PolicyModel(copy.deepcopy(reference)), loss=settings,
+        micro_batch_tokens=micro_batch_tokens, prompts_per_update=2, updates_per_batch=2,
+    )  # fmt: skip
     start, clipped = weights(hf), 0.0
     for step in range(3):
         groups, advantages, used = experience(step)
@@ -223,43 +213,23 @@ def test_a_group_larger_than_the_budget_is_split_and_nothing_changes(
         assert float((whole - parts).abs().max()) < 2e-6 * max(float(whole.abs().max()), 1.0)
 
 
-def test_nothing_to_learn_from() -> None:
-    groups, advantages, used = experience()
-    empty = [replace(group, completions=(SampledCompletion((), "", False),) * 2) for group in groups]
-    hf = causal()
-    start = weights(hf)
-    steps: list[int] = []
-    updater = PolicyUpdater(
-        PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal()), on_step=lambda: steps.append(1)
-    )
-    for batch, mask in ((groups, torch.zeros_like(used)), (empty, used[:, :2]), ([], used[:0])):
-        metrics = updater.learn(batch, advantages[: len(batch)], mask)
-        assert metrics.updates == 0 and metrics.means() == {}
-        evaluated = updater.evaluate(batch, for_reward=True)
-        assert evaluated.kl_PG is not None and len(evaluated.kl_PG) == len(batch)
-        assert len(updater.measure(batch).entropy_PG) == len(batch)
-    assert torch.equal(weights(hf), start)
-    assert len(steps) == 2 and updater.steps_begun == 0  # the schedule goes on with every batch that has groups
-
-
-@pytest.mark.parametrize(("num_groups", "unused"), [(3, ()), (3, (0, 1)), (1, ()), (0, ())])
+@pytest.mark.parametrize(("num_groups", "unused"), [(3, ()), (3, (0, 1)), (3, (0, 1, 2)), (1, ()), (0, ())])
 def test_a_schedule_goes_on_by_planned_updates(num_groups: int, unused: tuple[int, ...]) -> None:
     """Whatever the groups of a batch are worth, and however few dynamic sampling has found."""
     groups, advantages, used = experience()
+    groups[0] = replace(groups[0], completions=(SampledCompletion((), "", False),) * COMPLETIONS)
     used[list(unused)] = False
     hf = causal()
-    steps: list[int] = []
+    start, steps = weights(hf), list[int]()
     updater = PolicyUpdater(
-        PolicyModel(hf),
-        Recorded(hf),
-        prompts_per_update=2,
-        updates_per_batch=3,
-        parts_per_batch=2,
-        on_step=lambda: steps.append(updater.steps_begun),
-    )
-    updater.learn(groups[:num_groups], advantages[:num_groups], used[:num_groups])
-    assert len(steps) == 6
-    assert steps[-1] == updater.steps_begun == 3 * (0 if not num_groups else 1 if unused or num_groups == 1 else 2)
+        PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal()), prompts_per_update=2, updates_per_batch=3,
+        parts_per_batch=2, on_step=lambda: steps.append(updater.steps_begun),
+    )  # fmt: skip
+    metrics = updater.learn(groups[:num_groups], advantages[:num_groups], used[:num_groups])
+    parts = [p for p in ((1,), (2,)) if p[0] < num_groups and p[0] not in unused]  # the first group has no tokens
+    assert len(steps) == 6 and steps[-1] == updater.steps_begun == metrics.updates == 3 * len(parts)
+    assert bool(metrics.tokens) == (not torch.equal(weights(hf), start)) == bool(parts)
+    assert len(updater.measure(groups[:num_groups]).entropy_PG) == num_groups
 
 
 def test_activations_are_computed_again_whatever_mode_the_policy_was_left_in() -> None:
@@ -290,24 +260,18 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
     groups, advantages, used = experience()
     hf = causal()
     updater = PolicyUpdater(
-        PolicyModel(hf),
-        torch.optim.SGD(hf.parameters(), lr=0.0),
-        reference=PolicyModel(moved(hf)),
-        loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True),
-        temperature=0.8,
-        micro_batch_tokens=30,
-    )
-    evaluated = updater.evaluate(groups, for_reward=True)
-    measured = updater.measure(groups)
+        PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), reference=PolicyModel(moved(hf)), temperature=0.8,
+        loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True), micro_batch_tokens=30,
+    )  # fmt: skip
+    evaluated, measured = updater.evaluate(groups, for_reward=True), updater.measure(groups)
     assert evaluated.kl_PG is not None and measured.kl_PG is not None
-    sums = []
     with torch.no_grad():
         for p, group in enumerate(groups):
             for g, completion in enumerate(group.completions):
                 x = (row_log_probs(hf, group, g, 0.8) - row_log_probs(moved(hf), group, g, 0.8)).double()
-                sums.append(float({"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[estimator].sum()))
-                assert float(evaluated.kl_PG[p, g]) == pytest.approx(sums[-1], abs=1e-5)
-                assert float(measured.kl_PG[p, g]) == pytest.approx(float(((-x).exp() - 1 + x).sum()), abs=1e-5)
+                k = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}
+                assert float(evaluated.kl_PG[p, g]) == pytest.approx(float(k[estimator].sum()), abs=1e-5)
+                assert float(measured.kl_PG[p, g]) == pytest.approx(float(k["k3"].sum()), abs=1e-5)
                 sequence = torch.tensor([[*group.prompt_ids, *completion.token_ids]])
                 logits = hf(input_ids=sequence, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1] / 0.8
                 own = torch.distributions.Categorical(logits=logits).entropy()
@@ -329,14 +293,8 @@ def test_the_mismatch_with_the_generator_is_measured() -> None:
         assert metrics.means()["token_mult_prob_error"] == pytest.approx(math.exp(0.1), abs=1e-4)
         assert metrics.mismatch_tokens == tokens
     assert "token_mult_prob_error" not in updater.learn(groups, advantages, used).means()
-
-
-def test_what_a_generator_must_say() -> None:
-    groups, advantages, used = experience()
-    hf = causal()
-    updater = PolicyUpdater(PolicyModel(hf), Recorded(hf), loss=SEVERAL["truncated"])
     with pytest.raises(ModelError, match="no log-probabilities of its own"):
-        updater.evaluate(groups)
+        PolicyUpdater(PolicyModel(hf), Recorded(hf), loss=SEVERAL["truncated"]).evaluate(groups)
     with pytest.raises(ValueError, match="1 log-probabilities for 2 tokens"):
         SampledCompletion((5, 6), "", False, log_probs=(-1.0,))
 

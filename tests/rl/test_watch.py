@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from treeward.config.grpo import WatchConfig
-from treeward.errors import DataError
+from treeward.errors import ConfigError, DataError
 from treeward.rl.watch import OverOptimisationWatch, length_correlation, read_alarms, write_alarms
 
 
@@ -21,13 +21,11 @@ def kinds(watch: OverOptimisationWatch) -> list[str]:
     return [alarm.kind for alarm in watch.alarms]
 
 
-def first_alarm(settings: WatchConfig, golds: np.ndarray, proxies: np.ndarray, **more: Any) -> int | None:
+def first_alarm(settings: WatchConfig, golds: np.ndarray, proxies: np.ndarray) -> int | None:
     """The index of the validation that raises gold_falls; golds (T, P) and proxies (T, P) by prompt."""
     watch = OverOptimisationWatch(settings)
-    for t, (gold, proxy) in enumerate(zip(golds, proxies, strict=True)):
-        if watch.observe(t, gold_by_prompt=gold, proxy_by_prompt=proxy, **more):
-            return t
-    return None
+    observed = enumerate(zip(golds, proxies, strict=True))
+    return next((t for t, (g, p) in observed if watch.observe(t, gold_by_prompt=g, proxy_by_prompt=p)), None)
 
 
 def runs(
@@ -45,18 +43,15 @@ def runs(
 
 @pytest.mark.parametrize(("z", "level"), [(3.0, 0.00135), (1.645, 0.05)])
 def test_runs_whose_gold_stays_flat_are_hardly_ever_accused(z: float, level: float) -> None:
-    count = 150
-    settings = WatchConfig(z=z)
-    accused = sum(first_alarm(settings, *run) is not None for run in runs(np.zeros(30), count))
+    count = 100
+    accused = sum(first_alarm(WatchConfig(z=z), *run) is not None for run in runs(np.zeros(30), count))
     # A run is accused with probability `level` at most: more than this many happen once in a thousand such tests.
     assert accused <= stats.binom.ppf(0.999, count, level)
     naive = 0
     for gold, _ in runs(np.zeros(30), 60):
-        means = gold.mean(axis=1)
-        best = int(means.argmax())
+        best = int(gold.mean(axis=1).argmax())
         changes = gold[best:] - gold[best]
-        errors = changes[1:].std(axis=1, ddof=1) / 8
-        naive += bool((changes[1:].mean(axis=1) < -z * errors).any())
+        naive += bool((changes[1:].mean(axis=1) < -z * changes[1:].std(axis=1, ddof=1) / 8).any())
     assert naive > 60 * 4 * level  # what the watch is for: the best of many is lucky
 
 
@@ -70,14 +65,13 @@ def test_a_planted_rise_and_fall_is_reported_soon_after_its_peak() -> None:
     curve = hacking_curve()
     peak = int(curve.argmax())
     assert 3 < peak < 15 and curve[-1] < curve[0]
-    found = [first_alarm(WatchConfig(), *run) for run in runs(curve, 60)]
-    assert all(t is not None and t > peak for t in found)
-    late = [t for t in found if t is not None]
+    late = [t for run in runs(curve, 40) if (t := first_alarm(WatchConfig(), *run)) is not None]
+    assert len(late) == 40 and min(late) > peak
     # Noise of 1 on 64 prompts: paired standard errors of 0.18. About 0.9 must have gone, of a peak of 1.37.
     lost = [curve[peak] - curve[t] for t in late]
     assert np.median(lost) < 1.0 and max(lost) < 1.6
-    fewer = [first_alarm(WatchConfig(), *run) for run in runs(curve, 20, num_prompts=256)]
-    assert np.median([t for t in fewer if t is not None]) < np.median(late)
+    more = [first_alarm(WatchConfig(), *run) for run in runs(curve, 20, num_prompts=256)]
+    assert np.median([t for t in more if t is not None]) < np.median(late)
 
 
 SPREAD = np.tile([-1.0, 1.0], 50)
@@ -95,12 +89,7 @@ def test_the_threshold_is_the_one_that_is_documented() -> None:
         assert kinds(watch) == expected
     alarm = watch.alarms[0]
     assert alarm.step == 40 and watch.metrics()["watch/gold_fall_error"] == pytest.approx(1 / np.sqrt(99))
-    for words in (
-        "from its best, 10 at step 10,",
-        "the proxy rose by 3, from 1 to 4",
-        "standard errors",
-        "validation number 5",
-    ):
+    for words in ("from its best, 10 at step 10,", "the proxy rose by 3, from 1 to 4", "validation number 5"):
         assert words in alarm.sentence
 
 
@@ -112,17 +101,16 @@ def test_gold_that_falls_with_the_proxy_is_no_over_optimisation() -> None:
     assert alarm.kind == "gold_falls"
 
 
-def test_falls_by_one_amount_are_judged_by_the_number_of_prompts() -> None:
-    for num_prompts, expected in ((4, []), (40, ["gold_falls"])):
-        watch = OverOptimisationWatch()
-        for t, gold in enumerate([0.1, 0.7, 0.7, 0.1]):  # 0.1 - 0.7 rounds differently for different summands
-            column = gold + np.arange(num_prompts) * 0.1
-            watch.observe(t, proxy_by_prompt=0 * column + t, gold_by_prompt=column)
-        assert kinds(watch) == expected
-    assert "the same on every prompt" in watch.alarms[0].sentence
-    rising = OverOptimisationWatch()
-    for t in range(5):
-        assert rising.observe(t, proxy_by_prompt=np.full(40, t), gold_by_prompt=np.full(40, 0.5 * t)) == []
+@pytest.mark.parametrize(("num_prompts", "fall", "expected"), [(4, 0.6, []), (40, 0.6, ["gold_falls"]), (40, -0.6, [])])
+def test_falls_by_one_amount_are_judged_by_the_number_of_prompts(
+    num_prompts: int, fall: float, expected: list[str]
+) -> None:
+    watch = OverOptimisationWatch()
+    for t, gold in enumerate([0.1, 0.7, 0.7, 0.7 - fall]):  # 0.1 - 0.7 rounds differently for different summands
+        column = gold + np.arange(num_prompts) * 0.1
+        watch.observe(t, proxy_by_prompt=0 * column + t, gold_by_prompt=column)
+    assert kinds(watch) == expected
+    assert all("the same on every prompt" in alarm.sentence for alarm in watch.alarms)
 
 
 def test_prompts_that_failed_are_left_out_of_both_sides() -> None:
@@ -151,29 +139,20 @@ def test_prompts_that_failed_are_left_out_of_both_sides() -> None:
         ("length_growth", {"length": 199.0}, {"length": 201.0, "gold_by_prompt": [math.nan]}),
     ],
 )
-def test_signs(kind: str, calm: dict[str, Any], trouble: dict[str, Any]) -> None:
-    watch = OverOptimisationWatch(WatchConfig(max_kl=5.0, min_entropy_share=0.2))
-    start: dict[str, Any] = {"proxy_by_prompt": [0.0], "length": 100.0, "entropy": 1.0, "kl": 0.0}
-    assert watch.observe(0, **start) == []
-    assert watch.observe(1, **{"proxy_by_prompt": [1.0], **calm}) == []
-    (alarm,) = watch.observe(2, **{"proxy_by_prompt": [1.0], **trouble})
-    assert alarm.kind == kind and alarm.step == 2 and "a sign, no proof" in alarm.sentence
-    assert watch.active == {kind} and watch.metrics()["watch/alarm"] == 1.0
-    assert watch.observe(3, **{"proxy_by_prompt": [1.0], **trouble}) == []  # each kind once
-    assert watch.active == {kind}
-    assert watch.observe(4, **{"proxy_by_prompt": [1.0], **calm}) == []
-    assert watch.active == frozenset() and watch.metrics()["watch/alarm"] == 0.0
-
-
-def test_a_run_stops_only_where_it_is_asked_to() -> None:
-    for settings, stops in (
-        (WatchConfig(), False),
-        (WatchConfig(stop=True), False),
-        (WatchConfig(stop=True, stop_on=("truncation",)), True),
-        (WatchConfig(stop=False, stop_on=("truncation",)), False),
-    ):
-        (alarm,) = OverOptimisationWatch(settings).observe(1, truncation_rate=0.9)
-        assert alarm.stops is stops
+def test_signs_are_raised_once_and_stop_the_run_only_where_that_is_asked(
+    kind: Any, calm: dict[str, Any], trouble: dict[str, Any]
+) -> None:
+    for stop, stop_on in ((False, (kind,)), (True, ("gold_falls",)), (True, (kind,))):
+        watch = OverOptimisationWatch(WatchConfig(max_kl=5.0, min_entropy_share=0.2, stop=stop, stop_on=stop_on))
+        assert watch.observe(0, proxy_by_prompt=[0.0], length=100.0, entropy=1.0, kl=0.0) == []
+        assert watch.observe(1, **{"proxy_by_prompt": [1.0], **calm}) == []
+        (alarm,) = watch.observe(2, **{"proxy_by_prompt": [1.0], **trouble})
+        assert alarm.kind == kind and alarm.step == 2 and "a sign, no proof" in alarm.sentence
+        assert alarm.stops is (stop and kind in stop_on)
+        assert watch.observe(3, **{"proxy_by_prompt": [1.0], **trouble}) == []
+        assert watch.active == {kind} and watch.metrics()["watch/alarm"] == 1.0
+        assert watch.observe(4, **{"proxy_by_prompt": [1.0], **calm}) == []
+        assert watch.active == frozenset() and watch.metrics()["watch/alarm"] == 0.0
 
 
 def test_what_is_logged_is_paired_with_the_first_and_the_best() -> None:
@@ -181,50 +160,35 @@ def test_what_is_logged_is_paired_with_the_first_and_the_best() -> None:
     watch = OverOptimisationWatch()
     for t, gold in enumerate(golds):
         watch.observe(t, gold_by_prompt=gold, proxy_by_prompt=gold * 2)
-    logged = watch.metrics()
-    assert logged["watch/gold_change"] == pytest.approx(1.0)
-    assert logged["watch/gold_change_error"] == pytest.approx(0.0, abs=1e-12)  # each prompt rose by 1
-    assert logged["watch/proxy_change"] == pytest.approx(2.0)
-    assert logged["watch/gold_fall"] == pytest.approx(1.0)
-    assert logged["watch/gold_fall_error"] == pytest.approx(np.std([1, 2, 0], ddof=1) / np.sqrt(3))
-    assert logged["watch/gold_error"] == pytest.approx(np.std(golds[2], ddof=1) / np.sqrt(3))
+    logged = {name.removeprefix("watch/"): value for name, value in watch.metrics().items()}
+    assert logged["gold_change"] == pytest.approx(1.0) and logged["proxy_change"] == pytest.approx(2.0)
+    assert logged["gold_change_error"] == pytest.approx(0.0, abs=1e-12)  # each prompt rose by 1
+    assert logged["gold_fall"] == pytest.approx(1.0)
+    assert logged["gold_fall_error"] == pytest.approx(np.std([1, 2, 0], ddof=1) / np.sqrt(3))
+    assert logged["gold_error"] == pytest.approx(np.std(golds[2], ddof=1) / np.sqrt(3))
 
 
-def test_a_resumed_watch_goes_on_as_if_never_stopped() -> None:
+def test_a_resumed_watch_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     gold, proxy = next(runs(hacking_curve(), 1, seed=5))
     gold[3, 5] = np.nan
     whole, saved = OverOptimisationWatch(), OverOptimisationWatch()
-
-    def see(watch: OverOptimisationWatch, t: int) -> None:
-        watch.observe(
-            t,
-            gold_by_prompt=gold[t],
-            proxy_by_prompt=proxy[t],
-            length=10.0,
-            entropy=2.0 - t / 15,
-            kl=t,
-            truncation_rate=t / 30,
-        )
-
     for t in range(30):
-        see(whole, t)
-        see(saved, t)
+        for watch in (whole, saved):
+            watch.observe(t, gold_by_prompt=gold[t], proxy_by_prompt=proxy[t], length=10.0, entropy=2.0 - t / 15, kl=t,
+                          truncation_rate=t / 30)  # fmt: skip
         state = json.loads(json.dumps(saved.state_dict()))
         saved = OverOptimisationWatch()
         saved.load_state_dict(state)
     assert {"gold_falls", "truncation", "entropy_collapse"} <= set(kinds(whole))
     assert repr(saved.state_dict()) == repr(whole.state_dict()) and saved.metrics() == whole.metrics()  # NaN equals NaN
-
-
-def test_alarms_are_written_and_read(tmp_path: Path) -> None:
-    watch = OverOptimisationWatch(WatchConfig(max_kl=1.0))
-    watch.observe(7, kl=2.0, truncation_rate=0.9)
     path = tmp_path / "alarms.json"
-    write_alarms(path, watch.alarms)
-    assert read_alarms(path) == watch.alarms and len(watch.alarms) == 2
+    write_alarms(path, whole.alarms)
+    assert read_alarms(path) == whole.alarms
     path.write_text('[{"kind": "gold_falls"}]')
     with pytest.raises(DataError, match="no file of alarms"):
         read_alarms(path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_alarms(tmp_path / "absent" / "alarms.json", [])
 
 
 def test_length_correlation_is_within_groups() -> None:
