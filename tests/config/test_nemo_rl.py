@@ -52,7 +52,7 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert (config.grpo.estimator, config.grpo.divides_by_std) == ("leave_one_out", True)
     assert config.policy.micro_batch_tokens == 4 * 512
     assert (config.max_new_tokens, config.max_prompt_length) == (512, 511)
-    assert config.policy.generated_at_once == 32
+    assert (config.policy.generation.batch_size, config.policy.generation_batch_size) == (None, 32)
     assert config.ranking_metric == "reward"
     assert config.used_environments == ("reward_model",)
     assert config.default_environments == {"reward_model": 1.0}

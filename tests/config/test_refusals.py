@@ -107,7 +107,7 @@ SECTIONS = [
      "dtensor_cfg.lora_cfg.target_modules"),
     (GRPOPolicyConfig, "model_name: m, generation: {backend: openai}", "generation.url"),
     (GRPOPolicyConfig, "model_name: m, generation: {vllm_cfg: {precision: fp8, gpu_memory_utilization: 0.6}}",
-     "generation.vllm_cfg.precision"),
+     "generation.vllm_cfg"),
     (GRPOPolicyConfig, "model_name: m, generation: {url: 'http://h/v1'}", "generation.url"),
     (GRPOPolicyConfig, "model_name: m, generation: {backend: openai, url: 'http://h/v1', top_k: 4}",
      "generation.top_k"),

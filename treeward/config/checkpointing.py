@@ -136,8 +136,7 @@ class CheckpointingConfig(Strict):
     `rejected_rewards`, `length_controlled_accuracy`, `accuracy_longer_right`, `accuracy_shorter_right`, `accuracy_gap`,
     `ece`, `brier`, `auroc`, `kendall_tau`, `worst_subset` or `robust_accuracy`. None: the latest are kept."""
     higher_is_better: bool | None = None
-    """Direction of the metric. None: decided by the metric. Metrics without a direction of their own need it:
-    `accuracy_gap`, `chosen_rewards`, `rejected_rewards`; of GRPO `entropy`, `mean_gen_tokens_per_sample`."""
+    """Direction of the metric. None: decided by the metric, if it has a direction of its own."""
     keep_top_k: PositiveInt | None = 3
     """Number of best checkpoints that stay, beside the latest. None: all."""
     save_optimizer: bool = True
@@ -181,9 +180,8 @@ class GRPOCheckpointingConfig(CheckpointingConfig):
     save_period: PositiveInt | None = 10
     """Steps from one save to the next. None: only at the end, on a signal, and at the deadline."""
     metric_name: str | None = None
-    """The validation metric that ranks checkpoints, as `val:<metric>`, `val_<metric>` or `validation/<metric>`:
-    `reward` (also `accuracy`), `raw_reward`, `proxy` (the reward on a fixed scale, where running statistics change
-    it), `gold_reward`, `kl`, `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
+    """The validation metric that ranks checkpoints: `reward` (also `accuracy`), `raw_reward`, `proxy` (of fixed scale),
+    `gold_reward`, `kl`, `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
 
     @classmethod
     def _direction(cls, name: str) -> bool | None:

@@ -73,11 +73,9 @@ class DatasetConfig(SetConfig):
     """One set of comparisons: its format, where it lies, and how to read it."""
 
     dataset_name: str = "PreferenceDataset"
-    """A registered format (`PreferenceDataset`, `BinaryPreferenceDataset`, `HelpSteer3`, `Tulu3Preference`,
-    `Bundled`, ...) or the dotted path of a class, as `my.module.MyDataset`."""
+    """A format, as `BinaryPreferenceDataset`, a set, as `HelpSteer3`, or the dotted path of a class."""
     non_contextual_answer: bool = False
-    """Training only: add to each comparison a good completion of another prompt, ranked below its own completions, so
-    that length, tone and format do not help a completion off the subject (Liu et al. 2024, arXiv 2409.13156)."""
+    """Training only: add a good completion of another prompt to each comparison, as the worst (Liu et al. 2024)."""
     prompt_key: str = "prompt"
     """`BinaryPreferenceDataset`: the key of the prompt (a string or messages)."""
     chosen_key: str = "chosen"
@@ -132,11 +130,9 @@ class DataConfig(_Sets[DatasetConfig]):
     other_forms: ClassVar[tuple[str, ...]] = keys_of_forms([*DatasetConfig.model_fields])
 
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
-    """Comparisons that are too long are left out and counted (`drop`), their contexts are cut from the left
-    (`truncate_left`), or they are an error (`error`)."""
+    """Too long comparisons are left out and counted (`drop`), cut from the left (`truncate_left`), or an `error`."""
     ties: Literal["drop", "half", "error"] = "drop"
-    """Pairs of completions of equal rank are left out and counted (`drop`), count as half a win for each side (`half`),
-    or are an error (`error`)."""
+    """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), or an error (`error`)."""
     cache_dir: str | None = None
     """Where tokenized data is kept. None: `.treeward_cache` in the working folder."""
 
@@ -150,26 +146,21 @@ class PromptSetConfig(SetConfig):
     """One set of prompts: its format, where it lies, how to read it, and which environment rewards completions."""
 
     dataset_name: str = "ResponseDataset"
-    """`ResponseDataset` (rows with a question and its answer), `PromptDataset` (rows with messages), `Bundled`,
-    `OpenMathInstruct-2`, `DeepScaler`, `AIME2024`, or the dotted path of a class, as `my.module.MyPrompts`."""
+    """A format, as `ResponseDataset`, a set, as `OpenMathInstruct-2`, or the dotted path of a class."""
     input_key: str | None = None
     """The key of the question (a string or messages). None: that of the format, `input` of a `ResponseDataset`."""
     output_key: str | None = None
-    """The key of the answer, which becomes the `ground_truth` that environments read. None: that of the format,
-    `output` of a `ResponseDataset`."""
+    """The key of the answer, the `ground_truth` of environments. None: that of the format, as `output`."""
     processor: Literal["math_hf_data_processor", "math_data_processor"] | None = None
     """Accepted for NeMo RL's files: the format of the set decides how its rows are read."""
     env_name: str | dict[str, FiniteFloat] | None = None
-    """The environment of rows that name none: a key of `env`, or several with weights, as `{math: 1.0, format: 0.2}`.
-    None: as `grpo.environments` says."""
+    """Environment of rows that name none, or several with weights, as `{math: 1.0}`. None: see `grpo.environments`."""
     max_samples: PositiveInt | None = None
     """Read only this number of rows, the first ones. None: all."""
     split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the rows, drawn with `seed`, that is held out for validation. A training set that holds rows out also
-    becomes a validation set. 0: none."""
+    """Share of the rows, drawn with `seed`, that is held out and becomes a validation set. 0: none."""
     part: Literal["train", "validation"] | None = None
-    """Rows of a set with `split_validation_size`: the held-out ones (`validation`) or the others (`train`). None:
-    `train` in `data.train`, `validation` in `data.validation`."""
+    """Rows of `split_validation_size`: held out (`validation`) or not (`train`). None: as the set is used."""
     seed: NonNegativeInt = 42
     """Determines which rows `split_validation_size` holds out."""
 

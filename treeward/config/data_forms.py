@@ -62,7 +62,8 @@ PROMPT_SETS: Mapping[str, Splits] = {
 
 def keys_of_forms(block_keys: Sequence[str]) -> tuple[str, ...]:
     """The keys of `data` that only these forms have, for sets whose blocks have `block_keys`."""
-    return (*(key for key in (*_FLAT_KEYS, _TRAINING_KEY) if key in block_keys), "dataset_type", *_PATH_KEYS)
+    older = ("dataset_type", _TRAINING_KEY) if "chosen_key" in block_keys else ()
+    return (*(key for key in _FLAT_KEYS if key in block_keys), *older, *_PATH_KEYS)
 
 
 def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[str, Any]:
@@ -72,52 +73,46 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
     `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for validation sets that
     cannot be told apart.
     """
-    data = dict(raw)
-    shared = _shared_values(data, block_keys)
-    is_training_key = _TRAINING_KEY in block_keys and _TRAINING_KEY in data
-    for_training = {_TRAINING_KEY: data.pop(_TRAINING_KEY)} if is_training_key else {}
-    has_train_block, val_split = data.get("train") is not None, data.pop("val_split", None)
-    train = _train_blocks(data, shared)
-    validation = _validation_blocks(data, shared, block_keys, val_split)
-    own_splits = COMPARISON_SETS if "chosen_key" in block_keys else PROMPT_SETS
-    name = shared.get("dataset_name", "")
+    names, own_splits = keys_of_forms(block_keys), COMPARISON_SETS if "chosen_key" in block_keys else PROMPT_SETS
+    given = {key: value for key, value in raw.items() if key in names and value is not None}
+    shared = _shared_values(given, block_keys)
+    train = _blocks(raw.get("train"), "train", shared)
+    flat = {key: given[f"train_{key}"] for key in ("data_path", "split") if f"train_{key}" in given}
+    if flat and len(train) > 1:
+        got, need = next(iter(flat.values())), "only the list data.train"
+        raise ConfigError("training data is given in two forms", field="train_data_path", got=got, need=need)
+    train = [_joined(train[0] if train else shared, flat, "train_")] if flat else train
+    validation = _validation_blocks(raw.get("validation"), given, shared, block_keys)
+    name, val_split = shared.get("dataset_name", ""), given.get("val_split")
     own = own_splits.get(name, {})
     if not train and (own or "." in name):
         train = [dict(shared)]
-    if own and not has_train_block and not validation and train[0].get("data_path") is None:
-        named = {key: split for key, split in own.items() if key is not None}
-        validation = [{**shared, "name": key, "split": val_split or split} for key, split in named.items()]
+    if own and raw.get("train") is None and not validation and train[0].get("data_path") is None:
+        splits = {key: val_split or split for key, split in own.items() if key is not None}
+        validation = [{**shared, "name": key, "split": split} for key, split in splits.items()]
     if val_split is not None and not validation:
         need = "data.val_data_path too, or no val_split"
         raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
+    for_training = {_TRAINING_KEY: given[_TRAINING_KEY]} if _TRAINING_KEY in given else {}
     train = [{**for_training, **_with_own_split(block, own_splits, is_train=True)} for block in train]
     validation = [_with_own_split(block, own_splits, is_train=False) for block in validation]
-    return {**data, "train": train, "validation": _with_names(validation)}
+    rest = {key: value for key, value in raw.items() if key not in names}
+    return {**rest, "train": train, "validation": _with_names(validation)}
 
 
-def _shared_values(data: Block, block_keys: Sequence[str]) -> Block:
-    """Pop the flat keys and the `default` block: the values of every block that does not give its own."""
-    given = {key: data.pop(key) for key in _FLAT_KEYS if key in block_keys and key in data}
-    shared = {key: value for key, value in given.items() if value is not None}
-    kind = data.pop("dataset_type", None) if "chosen_key" in block_keys else None
-    if kind is not None:
+def _shared_values(given: Block, block_keys: Sequence[str]) -> Block:
+    """The flat keys and those of the `default` block: the values of every block that does not give its own."""
+    shared = {key: given[key] for key in _FLAT_KEYS if key in given}
+    if (kind := given.get("dataset_type")) is not None:
         if kind not in _DATASET_TYPES:
             raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
-        _set_once(shared, "dataset_name", _DATASET_TYPES[kind], "dataset_type", "dataset_name")
-    for key, value in _mapping(data.pop("default", None), "default", "{dataset_name: ...}").items():
-        if key not in block_keys:
-            near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
-            fix = f"did you mean data.default.{near}?" if near else None
-            raise ConfigError("there is no such key", field=f"default.{key}", got=value, need=need, fix=fix)
-        if value is not None:
-            _set_once(shared, key, value, f"default.{key}", key)
-    return shared
-
-
-def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:
-    if not isinstance(value or {}, Mapping):
-        raise ConfigError(f"{field} is not a mapping", field=field, got=value, need=need)
-    return value or {}
+        shared = _joined(shared, {"dataset_name": _DATASET_TYPES[kind]}, "")
+    default = _mapping(given.get("default"), "default", "{dataset_name: ...}")
+    for key in default.keys() - set(block_keys):
+        near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
+        fix = f"did you mean data.default.{near}?" if near else None
+        raise ConfigError("there is no such key", field=f"default.{key}", got=default[key], need=need, fix=fix)
+    return _joined(shared, {key: value for key, value in default.items() if value is not None}, "default.")
 
 
 def _blocks(value: Any, where: str, shared: Block) -> list[Block]:
@@ -127,36 +122,20 @@ def _blocks(value: Any, where: str, shared: Block) -> list[Block]:
     return [{**shared, **_mapping(item, where, "{data_path: ..., ...} or a list of blocks")} for item in items]
 
 
-def _train_blocks(data: Block, shared: Block) -> list[Block]:
-    train = _blocks(data.pop("train", None), "train", shared)
-    for flat, key in (("train_data_path", "data_path"), ("train_split", "split")):
-        value = data.pop(flat, None)
-        if value is None:
-            continue
-        train = train or [dict(shared)]
-        if len(train) > 1:
-            need = "only the list data.train"
-            raise ConfigError("training data is given in two forms", field=flat, got=value, need=need)
-        _set_once(train[0], key, value, flat, f"train.{key}")
-    return train
-
-
-def _validation_blocks(data: Block, shared: Block, block_keys: Sequence[str], val_split: str | None) -> list[Block]:
+def _validation_blocks(value: Any, given: Block, shared: Block, block_keys: Sequence[str]) -> list[Block]:
     """The validation sets; `val_split` is that of the flat ones, or of the only block."""
-    value = data.pop("validation", None)
     are_named = isinstance(value, Mapping) and all(isinstance(block, Mapping) for block in value.values())
     if value and are_named and not set(value) & set(block_keys):
         value = [{"name": str(name), **block} for name, block in value.items()]
     validation = _blocks(value, "validation", shared)
-    path = data.pop("val_data_path", None)
-    flat: list[Block] = [] if path is None else [{**shared, "data_path": path}]
+    flat: list[Block] = [{**shared, "data_path": given["val_data_path"]}] if "val_data_path" in given else []
     need = "{name: path, ...}; for one unnamed set use data.val_data_path"
-    named_paths = _mapping(data.pop("val_data_paths", None), "val_data_paths", need)
-    flat += [{**shared, "data_path": each, "name": str(name)} for name, each in named_paths.items()]
-    for block in flat or (validation if len(validation) == 1 else []):
-        if val_split is not None:
-            _set_once(block, "split", val_split, "val_split", "validation.split")
-    return validation + flat
+    for name, path in _mapping(given.get("val_data_paths"), "val_data_paths", need).items():
+        flat.append({**shared, "data_path": path, "name": str(name)})
+    split = {"split": given["val_split"]} if "val_split" in given else {}
+    if not flat and len(validation) == 1:
+        return [_joined(validation[0], split, "val_")]
+    return validation + [_joined(block, split, "val_") for block in flat]
 
 
 def _with_own_split(block: Block, own_splits: Mapping[str, Splits], *, is_train: bool) -> Block:
@@ -182,9 +161,16 @@ def _with_names(validation: list[Block]) -> list[Block]:
     return [{**block, "name": "default"} if i in unnamed else block for i, block in enumerate(validation)]
 
 
-def _set_once(block: Block, key: str, value: Any, spelling: str, other_spelling: str) -> None:
-    """Set `key` unless another spelling of it has another value."""
-    if block.get(key) not in (None, value):
-        summary = f"data.{spelling} and data.{other_spelling} contradict each other"
-        raise ConfigError(summary, field=spelling, got=f"{value!r} and {block[key]!r}", need="one of the two")
-    block[key] = value
+def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:
+    if not isinstance(value or {}, Mapping):
+        raise ConfigError(f"{field} is not a mapping", field=field, got=value, need=need)
+    return value or {}
+
+
+def _joined(block: Block, values: Block, prefix: str) -> Block:
+    """The block with further values; `prefix` and a key are the name under which they were given."""
+    for key, value in values.items():
+        if block.get(key) not in (None, value):
+            summary, got = f"data has two values of {key}", f"{value!r} and {block[key]!r}"
+            raise ConfigError(summary, field=f"{prefix}{key}", got=got, need="one of them")
+    return {**block, **values}

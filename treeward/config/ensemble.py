@@ -24,15 +24,13 @@ class EnsembleConfig(Strict):
     """How the members of an ensemble are combined (Coste et al. 2023, arXiv 2310.02743)."""
 
     method: EnsembleMethod = "mean"
-    """`mean` of the members; `worst`, the smallest of them; `uncertainty`, the mean less `uncertainty_coefficient`
-    times their variance."""
+    """`mean`, `worst` (the smallest), or `uncertainty` (the mean less `uncertainty_coefficient` times the variance)."""
     uncertainty_coefficient: NonNegativeFloat = 0.5
     """Deduction for a unit of variance between members, with `method: uncertainty`."""
     over: Literal["models", "heads"] = "models"
     """The members: several models, or the heads of one model."""
     standardize: bool = True
-    """Bring each member to mean 0 and standard deviation 1 before they are combined, with the constants of its own
-    calibration (`treeward calibrate`) or those below; never with those of the batch."""
+    """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward calibrate`) or as below."""
     means: tuple[float, ...] | None = None
     """The mean of each member's scores, in the members' order. None: those of the models' calibrations."""
     stds: tuple[PositiveFloat, ...] | None = None

@@ -15,7 +15,6 @@ A step samples `num_prompts_per_step` groups of completions, and learns from eac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,6 +30,7 @@ from pydantic import (
 )
 
 from treeward.config.base import Limit, Period, Strict
+from treeward.config.run import ScheduleConfig
 
 __all__ = ["AlarmKind", "GRPOConfig", "PolicyLossConfig", "WatchConfig"]
 
@@ -101,8 +101,7 @@ class AdvantageEstimatorConfig(Strict):
     less the mean of the other completions (Ahmadian et al. 2024); `reinforce_plus_plus`: less the group's mean, over
     the standard deviation of the whole batch (Hu et al. 2025)."""
     normalize_rewards: bool | None = None
-    """Divide by the standard deviation. None: as `grpo.normalize_rewards` for `grpo`, false for `leave_one_out`.
-    `reinforce_plus_plus` always divides."""
+    """Divide by the standard deviation. None: as `grpo.normalize_rewards` for `grpo`, false for `leave_one_out`."""
     use_leave_one_out_baseline: bool | None = None
     """With `grpo`: subtract the mean of the other completions. None: as `grpo.use_leave_one_out_baseline`."""
     minus_baseline: bool = True
@@ -124,8 +123,7 @@ class OverlongShapingConfig(Strict):
     overlong_buffer_penalty: NonNegativeFloat = 1.0
     """The maximum penalty, at `max_response_length` and beyond."""
     max_response_length: PositiveInt | None = None
-    """Tokens of a completion at which the penalty reaches its maximum, or all that the prompt leaves room for. None:
-    `policy.generation.max_new_tokens`, or that room."""
+    """Tokens of a completion at which the penalty reaches its maximum. None: as many as a completion may have."""
 
 
 class RewardScalingConfig(Strict):
@@ -181,7 +179,7 @@ def _with_weights(value: Any) -> Any:
     return dict.fromkeys(value, 1.0) if isinstance(value, list | tuple) else value
 
 
-class GRPOConfig(Strict):
+class GRPOConfig(ScheduleConfig):
     """The length of the run, its groups, their rewards and advantages, and its validations."""
 
     other_names: ClassVar[Mapping[str, str]] = {"val_num_generations_per_prompt": "num_val_generations"}
@@ -192,15 +190,8 @@ class GRPOConfig(Strict):
     """Completions of each prompt, at least 2: the advantage of a completion is relative to its group."""
     max_rollout_turns: Literal[1] = 1
     """Must be 1: rollouts of several turns are not supported."""
-    max_num_epochs: PositiveInt = 1
-    """Passes over the training prompts: the run ends with the step that draws the last prompt."""
-    max_num_steps: Limit = None
-    """Most steps, whatever the number of epochs. None (or -1): no limit."""
     updates_per_batch: PositiveInt = 1
     """Passes over the completions of a step."""
-    seed: NonNegativeInt = 42
-    """Determines the order of the prompts, the sampling and every other draw."""
-
     normalize_rewards: bool = True
     """Divide advantages by the group's standard deviation."""
     use_leave_one_out_baseline: bool = False
@@ -211,11 +202,9 @@ class GRPOConfig(Strict):
     """Added to the standard deviation before the division."""
 
     environments: Annotated[dict[str, FiniteFloat] | None, BeforeValidator(_with_weights)] = None
-    """The environments that reward completions of prompts without an environment of their own, with weights or as a
-    list of names. None: `reward_model` if `env` has it, otherwise its only one."""
+    """Environments of prompts that name none, with weights or as a list. None: `reward_model`, or the only one."""
     missing_rewards: Literal["mask", "renormalise"] = "mask"
-    """With several environments: a completion that one of them could not reward has no reward (`mask`), or the weights
-    of the others are scaled up to the sum of all (`renormalise`)."""
+    """Where one of several rewards is missing: no reward (`mask`), or scale up the other weights (`renormalise`)."""
     environments_on_ray: tuple[str, ...] = ()
     """Environments that run in Ray actors, on the GPUs of their `resources`, as several replicas always do."""
     gold_environment: str | None = None
@@ -232,8 +221,7 @@ class GRPOConfig(Strict):
     overlong_filtering: bool = False
     """NeMo RL's name of `truncated: mask`."""
     truncated: Literal["keep", "mask", "penalty"] = "keep"
-    """Truncated completions are learnt from like the others (`keep`), left out of the loss (`mask`), or
-    `truncation_penalty` is subtracted from their reward (`penalty`)."""
+    """Truncated completions are learnt from (`keep`), left out (`mask`), or lose `truncation_penalty` (`penalty`)."""
     truncation_penalty: PositiveFloat = 1.0
     """Penalty of `truncated: penalty`. It is subtracted: a factor would raise negative rewards."""
     use_dynamic_sampling: bool = False
@@ -247,10 +235,6 @@ class GRPOConfig(Strict):
 
     val_period: Period = 10
     """Steps from one validation to the next. None (or 0): no validation before the end."""
-    val_at_start: bool = False
-    """Validate before the first step too."""
-    val_at_end: bool = True
-    """Validate after the last step too."""
     max_val_samples: Limit = 256
     """Most prompts to validate on, always the same ones. None: all."""
     val_batch_size: PositiveInt | None = 256
@@ -259,8 +243,6 @@ class GRPOConfig(Strict):
     """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
     """When the run raises an alarm because the policy exploits its reward."""
-    log_period: PositiveInt = 1
-    """Steps from one log of the training metrics to the next."""
     num_logged_samples: NonNegativeInt = 8
     """Prompts of each validation whose completions are kept for the report, in `samples.jsonl`."""
 
@@ -282,16 +264,6 @@ class GRPOConfig(Strict):
     def completions_per_step(self) -> int:
         """Completions that a step learns from."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
-
-    @property
-    def prompts_per_draw(self) -> int:
-        """Prompts that are completed at a time; dynamic sampling keeps some of them."""
-        return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
-
-    @property
-    def validates(self) -> bool:
-        """Whether there is ever a validation."""
-        return self.val_period is not None or self.val_at_start or self.val_at_end
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Period, Strict, TextOrTexts
 from treeward.config.policy import ShardingConfig, TrainedModelConfig
@@ -34,8 +34,7 @@ class LoraConfig(Strict):
     match_all_linear: bool = True
     """Adapt every linear layer but the output layer and those of `exclude_modules`."""
     target_modules: tuple[str, ...] = ()
-    """With `match_all_linear: false`: the layers to adapt, by the last part of their names (`q_proj`) or by patterns
-    with `*` (`*.mlp.*`)."""
+    """With `match_all_linear: false`: the layers, by the last part of a name (`q_proj`) or patterns (`*.mlp.*`)."""
     exclude_modules: tuple[str, ...] = ()
     """Layers that are not adapted, in the same form."""
     lora_A_init: Literal["xavier", "uniform"] = "xavier"
@@ -57,25 +56,11 @@ class ColocatedConfig(Strict):
     """Generation and training take turns on the same GPU. False: a server at `url` generates on GPUs of its own."""
 
 
-class VllmConfig(Strict):
-    """NeMo RL's settings of vLLM. A server has its own; only the precision is checked, the other keys have no
-    effect."""
-
-    model_config = ConfigDict(extra="allow")
-
-    precision: str | None = None
-    """Number format of the generator's weights. Eight bits (`fp8`) are not supported."""
-
-    def check(self) -> None:
-        self.refuse("8" in (self.precision or ""), "precision", "bfloat16, float32 or null")
-
-
 class GenerationConfig(Strict):
     """How completions are sampled, and by what."""
 
     backend: Literal["hf", "vllm", "sglang", "openai"] = "hf"
-    """`hf`: the policy itself, in this process. `vllm`, `sglang`, `openai`: the server at `url`. Without a `url`, as in
-    NeMo RL's files, the policy itself samples, and the log says so."""
+    """`hf`, and any without a `url`: the policy itself samples. `vllm`, `sglang`, `openai`: the server at `url`."""
     url: str | None = Field(default=None, pattern="^https?://.+")
     """Address of the server, as `http://127.0.0.1:8000/v1`, with or without the version."""
     model: str | None = None
@@ -83,8 +68,7 @@ class GenerationConfig(Strict):
     api_key_env: str | None = None
     """Environment variable that holds the key of the server; the key itself never stands in a configuration."""
     max_new_tokens: PositiveInt | None = None
-    """Longest completion, in tokens. The room that the prompt leaves in `policy.max_total_sequence_length` limits it in
-    any case, and is the only limit where this is None."""
+    """Longest completion, in tokens, where the prompt leaves that much room. None: all the room."""
     temperature: PositiveFloat = 1.0
     """Temperature of the sampling; log-probabilities are taken at this temperature too."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -106,15 +90,13 @@ class GenerationConfig(Strict):
     retokenize: bool = False
     """Accept completions without token ids, whose text is tokenized again, which may give other tokens."""
     probe_tolerance: PositiveFloat | None = 0.1
-    """Largest mean difference, in nats, between the log-probabilities of the server and of the policy after the server
-    got new weights; beyond it the run stops. None: they are not compared."""
+    """Largest mean difference, in nats, of log-probabilities of server and policy after an update. None: any."""
     weight_sync: str | None = Field(default=None, pattern=r"^(none|folder|.+\..+)$")
-    """How the server gets the policy's weights: `folder`, which both see under one path; `none`; or the dotted path of
-    a function of the policy and its version. None: `folder` for `vllm` and `sglang`, `none` for `openai`."""
+    """How the server gets weights: `folder`, `none`, or a function's path. None: `folder`, for `openai` `none`."""
     weight_folder: str | None = None
     """That folder. None: `weights` in `checkpointing.checkpoint_dir`."""
-    vllm_cfg: VllmConfig = VllmConfig()
-    """NeMo RL's settings of vLLM; only the precision is checked."""
+    vllm_cfg: dict[str, Any] = {}
+    """NeMo RL's settings of vLLM: a server has its own. Only `precision` is checked, which cannot be eight bits."""
     colocated: ColocatedConfig = ColocatedConfig()
     """Whether generation shares the GPUs of training."""
 
@@ -134,6 +116,7 @@ class GenerationConfig(Strict):
         needs_server = self.backend == "openai" or not self.colocated.enabled
         need = "a url, as http://127.0.0.1:8000/v1; or backend: hf and colocated.enabled: true"
         self.refuse(self.url is None and needs_server, "url backend colocated.enabled", need)
+        self.refuse("8" in str(self.vllm_cfg.get("precision")), "vllm_cfg", "precision: bfloat16, float32 or null")
         is_openai = self.backend == "openai"
         self.refuse(is_openai and self.top_k is not None, "top_k backend", "no top_k with backend openai")
         self.refuse(is_openai and self.stop_token_ids, "stop_token_ids backend", "stop_strings with backend openai")
@@ -152,20 +135,13 @@ class GRPOPolicyConfig(TrainedModelConfig):
     """The policy, its batches, its numerics, its optimiser and its generation."""
 
     train_global_batch_size: PositiveInt | None = None
-    """Completions per optimiser step: a multiple of `grpo.num_generations_per_prompt` that divides the completions of
-    a step. None: all of them."""
-    train_micro_batch_size: PositiveInt | None = None
-    """Sets `train_micro_batch_tokens`, where that is null, to this many times `max_total_sequence_length`."""
-    max_total_sequence_length: PositiveInt = 4096
-    """Longest prompt with its completion, in tokens."""
-
+    """Completions per optimiser step, in whole groups that divide a step. None: all of a step."""
     generation_batch_size: PositiveInt = 64
     """Most completions that are sampled at once, where `generation.batch_size` is null."""
     logprob_chunk_size: PositiveInt | None = None
     """Predicted tokens whose logits are in memory at a time. None: 1024."""
     hf_config_overrides: dict[str, Any] = {}
-    """Keys of the configuration of `model_name` that are changed when it is loaded, as
-    `{rope_parameters: {rope_type: default, rope_theta: 500000.0}}`. A `model_config` has its own keys."""
+    """Keys of the loaded model's configuration to change, as `{rope_parameters: {rope_theta: 500000.0}}`."""
     generation: GenerationConfig = GenerationConfig()
     """How completions are sampled, and by what."""
     dtensor_cfg: PolicyDTensorConfig = PolicyDTensorConfig()
@@ -176,11 +152,6 @@ class GRPOPolicyConfig(TrainedModelConfig):
         """The token budget of one forward pass."""
         of_a_size = (self.train_micro_batch_size or 0) * self.max_total_sequence_length
         return super().micro_batch_tokens or of_a_size
-
-    @property
-    def generated_at_once(self) -> int:
-        """Most completions that are sampled at once."""
-        return self.generation.batch_size or self.generation_batch_size
 
     def check(self) -> None:
         super().check()

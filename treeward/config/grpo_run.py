@@ -15,12 +15,12 @@ from pydantic import Field, field_validator
 
 from treeward.config.base import Strict, nearest_name
 from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
-from treeward.config.cluster import ClusterConfig
 from treeward.config.data import PromptDataConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.logger import GRPOLoggerConfig
 from treeward.config.reward_environments import check_environments, is_enabled
+from treeward.config.run import ClusterConfig
 from treeward.errors import ConfigError
 
 __all__ = ["GRPORunConfig"]
@@ -38,8 +38,7 @@ class GRPORunConfig(Strict):
     data: PromptDataConfig
     """The prompts to train on and to validate on."""
     env: dict[str, Any] = Field(min_length=1)
-    """The environments by name, each a section of its kind (below). The kind is the name unless the section has
-    `type`. An environment that nothing uses is checked and not started."""
+    """The environments by name, each a section of its kind, which is the name unless the section has `type`."""
     checkpointing: GRPOCheckpointingConfig = GRPOCheckpointingConfig()
     """When the run is saved, and which checkpoints stay."""
     logger: GRPOLoggerConfig = GRPOLoggerConfig()

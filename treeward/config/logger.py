@@ -1,10 +1,6 @@
 """`LoggerConfig`: where the metrics go. A `metrics.jsonl` in `log_dir` is always written; the others are switched on.
 
-logger:
-  log_dir: logs/rm
-  tensorboard_enabled: true
-  wandb_enabled: true
-  wandb: {project: reward-models, name: first}
+logger: {log_dir: logs/rm, wandb_enabled: true, wandb: {project: reward-models, name: first}}
 """
 
 from __future__ import annotations

@@ -43,15 +43,13 @@ class NemoGymConfig(HostedModelConfig):
     ensemble: _Ensemble | None = None
     """How the scores of several models are combined: mean, worst, uncertainty, or a section. None: mean."""
     batch_size: PositiveInt | None = None
-    """Conversations of `max_length` tokens (2048 if that is null) in one forward pass; more if they are shorter or
-    share a prompt. None: the server's `batch_tokens`."""
+    """Conversations of `max_length` tokens (or 2048) in one forward pass. None: the server's `batch_tokens`."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """The port to listen on."""
     server: dict[str, Any] = Field(default_factory=dict)
-    """Other keys of the server's configuration, as `{max_queued: 1000}`; `deadline_seconds` is 600 by default, because
-    NeMo Gym itself has no time limit."""
+    """Other keys of the server's configuration, as `{max_queued: 1000}`; `deadline_seconds` is 600 by default."""
 
     @model_validator(mode="before")
     @classmethod

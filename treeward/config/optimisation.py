@@ -49,8 +49,7 @@ class NamedScheduleConfig(Strict):
     """A schedule over the whole run: warm up linearly, then stay or fall."""
 
     name: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up the rate stays (`constant`), or falls to `min_lr_ratio` by the last step, in a line or half a
-    cosine."""
+    """After the warm-up the rate is `constant`, or falls to `min_lr_ratio` by the last step (`linear`, `cosine`)."""
     warmup_steps: NonNegativeInt | None = None
     """Optimiser steps of linear warm-up from zero. None: by `warmup_ratio`."""
     warmup_ratio: float | None = Field(default=None, ge=0.0, lt=1.0)

@@ -41,7 +41,7 @@ class ShardingConfig(Strict):
     enabled: bool = True
     """Has no effect in one process, which is all that is supported yet."""
     activation_checkpointing: bool = False
-    """Keep one activation per layer and compute the others again in the backward pass: slower, with far less memory."""
+    """Compute activations again in the backward pass: slower, with far less memory. Scoring keeps none anyway."""
     cpu_offload: bool = False
     """Not supported yet: must be false."""
     tensor_parallel_size: PositiveInt = 1
@@ -99,8 +99,7 @@ class TokenizerConfig(ScoringTokenizerConfig):
     """The tokenizer, and how conversations are rendered."""
 
     name: str | None = None
-    """Hub name or folder. None: that of `policy.model_name`; for a bare `model_config`, a tokenizer is trained on the
-    training data."""
+    """Hub name or folder. None: that of `policy.model_name`; for a bare `model_config` one is trained on the data."""
     vocab_size: PositiveInt | None = None
     """Size of a tokenizer that is trained. None: the `vocab_size` of `model_config`, otherwise 4096."""
 
@@ -120,8 +119,7 @@ class TrainedModelConfig(Strict):
     model_name: str | None = None
     """Hub name or folder of a causal language model or a sequence classifier."""
     architecture: dict[str, Any] | None = Field(default=None, alias="model_config")
-    """Instead of `model_name`: a bare transformers configuration, as `{model_type: qwen3, hidden_size: 128, ...}`,
-    initialised from the seed."""
+    """Instead of `model_name`: a bare transformers configuration, as `{model_type: qwen3, hidden_size: 128, ...}`."""
     trust_remote_code: bool = False
     """Execute Python code that the model's repository brings. Off: nothing that is downloaded is executed."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -130,12 +128,11 @@ class TrainedModelConfig(Strict):
     train_global_batch_size: PositiveInt | None = None
     """How much one optimiser step learns from."""
     train_micro_batch_size: PositiveInt | None = None
-    """Most comparisons in one forward pass. None: only `train_micro_batch_tokens` limits it."""
+    """Most comparisons in one forward pass; GRPO multiplies it by `max_total_sequence_length` for a budget."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """Most tokens in one forward pass, counted after sharing prefixes; one conversation alone may exceed it.
-    None: 4096, unless `train_micro_batch_size` is given."""
+    """Most tokens in one forward pass, after sharing prefixes. None: 4096, unless `train_micro_batch_size` is given."""
     max_total_sequence_length: PositiveInt = 4096
-    """Longest conversation, in tokens."""
+    """Longest conversation, in tokens; of GRPO, the longest prompt with its completion."""
 
     precision: Precision = "float32"
     """`float32` or `bfloat16` (also `fp32`, `bf16`). The score head is float32 in any case."""

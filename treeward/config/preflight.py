@@ -14,7 +14,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ from treeward.errors import ConfigError
 __all__ = ["check_inputs", "check_packages"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
+
+_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "BinaryPreferenceDataset": {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
+    "ResponseDataset": {"input_key": "input", "output_key": "output"},
+}
+"""Format -> the keys of a set that name columns, with their defaults."""
 
 
 def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
@@ -83,18 +89,12 @@ def _check_set(dataset: SetConfig, field: str) -> None:
         fix, summary = f"did you mean {near}?" if near else None, "there is no dataset of this name"
         raise ConfigError(summary, field=f"{field}.dataset_name", got=name, need=need, fix=fix)
     for key in ("prompt_file", "system_prompt_file"):
-        path = getattr(dataset, key)
-        if path is not None and not Path(path).is_file():
-            raise _no_such(path, f"{field}.{key}", "a text file")
+        _check_path(getattr(dataset, key), f"{field}.{key}", "a text file")
     path = dataset.data_path
     if path is None or "." in name or glob.has_magic(path) or (_HUB_NAME.fullmatch(path) and not Path(path).exists()):
         return
-    if not Path(path).exists():
-        raise _no_such(path, f"{field}.data_path", "a file, a folder or a hub name, as org/name")
-    keys: dict[str, str] = {
-        "BinaryPreferenceDataset": {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
-        "ResponseDataset": {"input_key": "input", "output_key": "output"},
-    }.get(name, {})
+    _check_path(path, f"{field}.data_path", "a file, a folder or a hub name, as org/name")
+    keys = _COLUMNS.get(name, {})
     columns = _columns(path) if keys else None
     for key, default in keys.items():
         column = str(getattr(dataset, key) or default)
@@ -107,34 +107,34 @@ def _check_set(dataset: SetConfig, field: str) -> None:
 
 def _columns(path: str) -> list[str] | None:
     """The keys of the first row of a jsonl file; None where they are not known at once."""
-    if not path.lower().removesuffix(".gz").endswith(".jsonl"):
+    if not path.endswith((".jsonl", ".jsonl.gz")):
         return None
     try:
-        with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
-            row = json.loads(file.readline(1 << 24).decode("utf-8-sig"))
-    except (OSError, ValueError):
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            return list(json.loads(file.readline(1 << 24).decode("utf-8-sig")).keys())
+    except (OSError, ValueError, AttributeError):
         return None  # the reader of the rows reports it with its line
-    return list(row) if isinstance(row, dict) else None
 
 
 def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
     """Refuse folders that do not exist. A run that may resume needs no folder of its first weights."""
-    names: list[tuple[str, Any]] = []
+    names: list[tuple[str, str | None]] = []
     if not Path(config.checkpointing.checkpoint_dir).exists():
         names += [("policy.model_name", config.policy.model_name)]
         names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
-    if isinstance(config, GRPORunConfig):
-        for name, kind, keys in _used_environments(config):
-            models = keys["model_name"] if kind == "reward_model" else []
-            names += [(f"env.{name}.model_name", each) for each in ([models] if isinstance(models, str) else models)]
+    for name, kind, keys in _used_environments(config) if isinstance(config, GRPORunConfig) else ():
+        models = RewardModelEnvironmentConfig.model_validate(keys).model_names if kind == "reward_model" else ()
+        names += [(f"env.{name}.model_name", model) for model in models]
     for field, model in names:
-        is_path = isinstance(model, str) and (model.startswith((".", "/", "~")) or model.count("/") > 1)
-        if is_path and not os.path.exists(os.path.expanduser(model)):
-            raise _no_such(model, field, "the folder of a model, or a hub name, as org/name")
+        if model is not None and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+            _check_path(os.path.expanduser(model), field, "the folder of a model, or a hub name, as org/name")
 
 
-def _no_such(path: str, field: str, need: str) -> ConfigError:
+def _check_path(path: str | None, field: str, need: str) -> None:
+    """Raise `ConfigError`, with the nearest name in the folder, for a file or folder that does not exist."""
+    if path is None or Path(path).exists():
+        return
     folder = Path(path).parent
     near = nearest_name(Path(path).name, os.listdir(folder)) if folder.is_dir() else None
     fix = f"did you mean {folder / near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}"
-    return ConfigError("there is no such file or folder", field=field, got=path, need=need, fix=fix)
+    raise ConfigError("there is no such file or folder", field=field, got=path, need=need, fix=fix)

@@ -49,12 +49,8 @@ class ScoringDTensorConfig(ShardingConfig):
     _can_offload: ClassVar[bool] = True
     _saves_memory: ClassVar[str] = "save memory with precision: bfloat16, cpu_offload, or a smaller batch_size"
 
-    enabled: bool = True
-    """Has no effect while `tensor_parallel_size` is 1."""
     cpu_offload: bool = False
     """Keep the weights in the CPU's memory and move them to the GPU for each step only."""
-    activation_checkpointing: bool = False
-    """Has no effect: scoring keeps no activations."""
 
 
 class RewardModelEnvironmentConfig(Strict):
@@ -84,8 +80,7 @@ class RewardModelEnvironmentConfig(Strict):
     max_model_len: PositiveInt | None = None
     """Longest conversation, in tokens. None: as in the model's scoring contract, otherwise all of its positions."""
     truncation: Literal["drop", "truncate_left", "error"] | None = None
-    """Longer conversations have no reward (`drop`), lose the oldest tokens of their context (`truncate_left`), or are
-    an error (`error`). None: as in the model's scoring contract."""
+    """Longer conversations: no reward (`drop`), oldest tokens cut (`truncate_left`), `error`. None: as in training."""
 
     reward_shaping: ShapingOrContract | None = None
     """How scores become rewards; `contract`: as the model's scoring contract says. None: a reward is the score."""
@@ -152,14 +147,11 @@ class RuleEnvironmentConfig(Strict):
     the same."""
 
     rule: Literal["exact_match", "regex", "math"]
-    """`exact_match`: the answer is the text of a ground truth; `regex`: the answer has the pattern; `math`: the answer
-    is mathematically equal (needs `treeward[math]`)."""
+    """The answer is a ground truth (`exact_match`), has a pattern (`regex`), or is mathematically equal (`math`)."""
     answer_key: Annotated[TextOrTexts, Field(min_length=1)] = ("ground_truth", "expected_answer")
-    """The key of `env_infos` with the ground truth, or with accepted ones; of several keys, the first that a sample
-    has. For `regex` without `pattern` it holds the patterns."""
+    """The keys of `env_infos` with the ground truth (for `regex`, patterns); the first that a sample has counts."""
     extract: str | None = None
-    """A regular expression that finds the answer in a completion: the first group of its last match, or the match. A
-    completion without a match is wrong. None: the whole completion is the answer."""
+    """A regular expression that finds the answer; without a match it is wrong. None: the whole completion."""
     pattern: str | None = None
     """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`; needs no ground truth."""
     ignore_case: bool = False
@@ -204,8 +196,7 @@ class JudgeEnvironmentConfig(Strict):
     api_key_env: str | None = "OPENAI_API_KEY"
     """The environment variable that holds the key; the key itself never stands in a configuration. None: no key."""
     mode: Literal["rating", "pairwise"] = "rating"
-    """`rating`: a number from `lowest_rating` to `highest_rating`, as a reward from 0 to 1. `pairwise`: compared with a
-    reference completion, twice with positions swapped; the mean of win 1, tie 0.5, loss 0."""
+    """`rating`: a number, scaled to 0 to 1. `pairwise`: against a reference, in both orders; win 1, tie 0.5, loss 0."""
     reference_key: str = "reference_answers"
     """With `pairwise`: the key of `env_infos` with the reference completion, or with a list of them for an average."""
     template: str | None = None
@@ -284,14 +275,11 @@ class HybridEnvironmentConfig(Strict):
     members: dict[str, HybridMember] = Field(min_length=1)
     """The environments by name, in order."""
     mode: Literal["weighted", "fallback"] = "weighted"
-    """`weighted`: the sum of weight times reward. `fallback`: the reward of the first member that has a valid one;
-    later members get the other samples only."""
+    """The sum of weight times reward (`weighted`), or the reward of the first member with a valid one (`fallback`)."""
     missing: Literal["mask", "renormalise"] = "mask"
-    """With `weighted`: a sample that a member could not reward has no reward (`mask`), or the weights of the others are
-    scaled up to the sum of all (`renormalise`)."""
+    """With `weighted`, where a reward is missing: none (`mask`), or scale up the other weights (`renormalise`)."""
     fallback_on: tuple[Literal["failed", "wrong"], ...] = ("failed", "wrong")
-    """With `fallback`: the next member gets the samples without a reward (`failed`), and those with a wrong answer
-    (`wrong`: the component `correct` is 0)."""
+    """With `fallback`: the next member gets samples without a reward (`failed`), and with a wrong answer (`wrong`)."""
 
     def check(self) -> None:
         weights = {name: member.weight for name, member in self.members.items() if member.weight is not None}

@@ -49,12 +49,10 @@ class RewardShapingConfig(Strict):
     length_penalty: LengthPenaltyConfig | None = None
     """A deduction for long completions. None: no deduction."""
     temperature: _Temperature | None = None
-    """Divide scores by this number, or by the one that `treeward calibrate` has fitted (`calibrated`); it has no effect
-    on rewards that are normalised by constants of scores. None: scores are not divided."""
+    """Divide scores by this, or by what `treeward calibrate` has fitted (`calibrated`). None: they are not divided."""
 
     reference: Literal["log_sigmoid", "par"] | None = None
-    """Rewards relative to reference completions of the same prompt: the mean over references of log sigmoid(r - r_ref)
-    (`log_sigmoid`) or of sigmoid(r - r_ref) (`par`). A sample without a reference has no reward. None: no reference."""
+    """Rewards relative to references: mean of log sigmoid(r - r_ref) (`log_sigmoid`), or without the log (`par`)."""
     reference_key: str = "reference_answers"
     """The key of `env_infos` with the reference completions of a sample: a text, or a list of texts and messages."""
 

@@ -9,13 +9,13 @@ is a whole configuration: every other key has a default, written once, on its fi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from treeward.config.base import Limit, Period, Strict, TextOrTexts, at_field, nearest_name
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
-from treeward.config.cluster import ClusterConfig
 from treeward.config.data import DataConfig
 from treeward.config.logger import LoggerConfig
 from treeward.config.policy import PolicyConfig
@@ -23,29 +23,35 @@ from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.errors import ConfigError
 
 __all__ = ["EvaluationConfig", "HubConfig", "LossConfig", "RMConfig", "RewardModelRunConfig"]
+__all__ += ["ClusterConfig", "ScheduleConfig"]
 
 _PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
 
 
-def _known_loss(name: Any) -> Any:
-    if name != "bradley_terry":
-        fix = "add a function to treeward/losses.py, and its name to LOSSES there and to LossConfig in config/run.py"
-        raise ConfigError("there is no such loss", got=name, need="bradley_terry, the only loss yet", fix=fix)
-    return name
+LossName = Literal["bradley_terry"]
 
 
 class LossConfig(Strict):
-    """The loss of a comparison's pairs, and its options. A name alone is a loss with its default options."""
+    """The loss of a comparison's pairs, and its options."""
 
-    name: Annotated[Literal["bradley_terry"], BeforeValidator(_known_loss)] = "bradley_terry"
-    """A function of `treeward.losses`; `bradley_terry` is softplus(-(score(chosen) - score(rejected) - margin)).
-    (`policy.reward_model_cfg.reward_model_type` of NeMo RL is the kind of model, not its loss.)"""
+    name: LossName = "bradley_terry"
+    """A function of `treeward.losses`: `bradley_terry` is softplus(-(score(chosen) - score(rejected) - margin))."""
     margin: bool = True
-    """Whether rows with a number `margin` ask for scores that differ by at least that much. False: it is ignored."""
+    """Subtract the number `margin` of a row, where it has one, from the difference of its scores. False: ignore it."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """The assumed probability that a label is wrong."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, raw: Any) -> Any:
+        name = raw.get("name") if isinstance(raw, Mapping) else raw
+        if isinstance(name, str) and name not in get_args(LossName):
+            fix = "add a function to treeward/losses.py, and its name to LOSSES there and to LossName in config/run.py"
+            need = f"one of {', '.join(get_args(LossName))}"
+            raise ConfigError("there is no such loss", field="name", got=name, need=need, fix=fix)
+        return {"name": raw} if isinstance(raw, str) else raw
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,38 +59,45 @@ class LossConfig(Strict):
         return self.model_dump(exclude={"name", "margin"})
 
 
-class RMConfig(Strict):
-    """The length of the run, its validations, its seed and its loss."""
+class ScheduleConfig(Strict):
+    """What the length of a run, its validations and its seed have in common in both kinds of run."""
 
     max_num_epochs: PositiveInt = 1
-    """Passes over the training data."""
+    """Passes over the training data; a run of GRPO ends with the step that draws the last prompt."""
     max_num_steps: Limit = None
-    """Most optimiser steps, whatever the number of epochs. None (or -1): no limit."""
+    """Most optimiser steps, or steps of GRPO, whatever the number of epochs. None (or -1): no limit."""
     val_period: Period = 100
-    """Optimiser steps from one validation to the next. None (or 0): no validation before the end."""
-    val_batches: Limit = None
-    """Most batches of `val_global_batch_size` to validate on, per set. None (or -1): the whole set."""
-    val_global_batch_size: PositiveInt | None = None
-    """Comparisons in a validation batch. None: `policy.train_global_batch_size`."""
-    val_perturbations: PositiveInt | None = None
-    """Most comparisons of each validation set whose completions are rewritten to measure `robust_accuracy`. None: 100
-    where `checkpointing.metric_name` is that, otherwise none."""
-    val_micro_batch_size: PositiveInt | None = None
-    """Most comparisons in one forward pass of validation. None: as many as in training."""
+    """Steps from one validation to the next. None (or 0): no validation before the end."""
     val_at_start: bool = False
     """Validate before the first step too."""
     val_at_end: bool = True
     """Validate after the last step too."""
     log_period: PositiveInt = 1
-    """Optimiser steps from one log of the training metrics to the next."""
+    """Steps from one log of the training metrics to the next."""
     seed: NonNegativeInt = 42
-    """Determines the initial weights of the head, the order of the data and every other draw."""
+    """Determines the order of the data, the initial weights, the sampling and every other draw."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is ever a validation."""
+        return self.val_period is not None or self.val_at_start or self.val_at_end
+
+
+class RMConfig(ScheduleConfig):
+    """The length of the run, its validations, its seed and its loss."""
+
+    val_batches: Limit = None
+    """Most batches of `val_global_batch_size` to validate on, per set. None (or -1): the whole set."""
+    val_global_batch_size: PositiveInt | None = None
+    """Comparisons in a validation batch. None: `policy.train_global_batch_size`."""
+    val_perturbations: PositiveInt | None = None
+    """Most comparisons of a set that are rewritten for `robust_accuracy`. None: 100 where that ranks checkpoints."""
+    val_micro_batch_size: PositiveInt | None = None
+    """Most comparisons in one forward pass of validation. None: as many as in training."""
     head_init_std: NonNegativeFloat | None = None
     """Standard deviation of the head's initial weights. None: 1 / sqrt(hidden size + 1) (Stiennon et al. 2020)."""
-    loss: Annotated[LossConfig, BeforeValidator(lambda raw: {"name": raw} if isinstance(raw, str) else raw)] = (
-        LossConfig()
-    )
-    """The loss."""
+    loss: LossConfig = LossConfig()
+    """The loss; a name alone is a loss with its default options."""
 
 
 class EvaluationConfig(Strict):
@@ -93,11 +106,9 @@ class EvaluationConfig(Strict):
     enabled: bool = False
     """Evaluate the exported model on the validation sets and `suites`, and write a report."""
     suites: TextOrTexts = ()
-    """Suites beside the validation sets: `rewardbench`, `rewardbench2`, `rmbench`, `judgebench`, `llmbar`, from the hub
-    or, as `llmbar=FOLDER`, from a copy. A single suite needs no list."""
+    """Suites, as `rewardbench` or `llmbar`, from the hub, or as `llmbar=FOLDER` from a copy; one needs no list."""
     perturbations: PositiveInt | None = None
-    """Examples of each set and suite whose completions are rewritten, to measure how much the score changes.
-    None: none."""
+    """Examples of each set and suite whose completions are rewritten, to measure how scores change. None: none."""
     limit: PositiveInt | None = None
     """Evaluate only the first examples of each set and suite, this many. None: all that a validation measures."""
     look_for_training_data: bool = True
@@ -136,6 +147,20 @@ class HubConfig(Strict):
         self.refuse(self.push_to_hub and self.repo_id is None, "repo_id push_to_hub", "organisation/name to push to")
 
 
+class ClusterConfig(Strict):
+    """The machines of the run."""
+
+    gpus_per_node: NonNegativeInt = 1
+    """Processes on each node, each with its GPU where the machine has any. Must be 0 or 1: one process trains."""
+    num_nodes: PositiveInt = 1
+    """Nodes. Must be 1."""
+
+    def check(self) -> None:
+        for key, number in (("num_nodes", self.num_nodes), ("gpus_per_node", self.gpus_per_node)):
+            need = "1: training on more than one process is not supported yet"
+            self.refuse(number > 1, key, need, fix=f"set cluster.{key}=1")
+
+
 class RewardModelRunConfig(Strict):
     """What `treeward train` reads."""
 
@@ -146,8 +171,7 @@ class RewardModelRunConfig(Strict):
     data: DataConfig
     """The training and validation sets."""
     reward_shaping: RewardShapingConfig | None = None
-    """How scores become rewards, kept in the scoring contract of the exported model; missing constants are fitted on
-    the validation sets then."""
+    """How scores become rewards, for the scoring contract; missing constants are fitted on the validation sets."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     """When the run is saved, and which checkpoints stay."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -222,7 +246,7 @@ class RewardModelRunConfig(Strict):
         self.refuse(
             not names, field, "a set in data.validation, to measure it on", f"give data.val_data_path, or {fix}"
         )
-        is_never, need = self.rm.val_period is None and not self.rm.val_at_end, "a validation, to measure it"
+        is_never, need = not self.rm.validates, "a validation, to measure it"
         self.refuse(is_never, f"{field} rm.val_period rm.val_at_end", need, f"set rm.val_at_end=true, or {fix}")
         try:
             validation, metric = parse_metric_name(given, names)

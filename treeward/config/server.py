@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 from pathlib import Path
@@ -48,8 +49,7 @@ class HostedModelConfig(Strict):
     check_contract: bool = True
     """Refuse to serve a model that does not reproduce the tokens and scores of its contract's golden conversations."""
     reward_class: str | None = None
-    """A class of your own, as `my_module:MyReward`, that is constructed with the path of the model and has `score` or
-    `score_batch`. None: the path is a reward model."""
+    """A class of your own, as `my_module:MyReward`, made with the path of the model. None: it is a reward model."""
 
 
 class ServedModelConfig(HostedModelConfig):
@@ -124,8 +124,7 @@ class ServerConfig(Strict):
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the server, as https://example.org; none by default."""
     allowed_hosts: HostNames | None = None
-    """Names that requests may have in their header Host beside localhost, in lower case and without port; others get
-    400. None: no other where `host` is a loopback address, and any elsewhere. "*" is any name."""
+    """Names besides localhost that `Host` may have; `*` is any. None: no other where `host` is a loopback address."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object a line, with the id of the request."""
     access_log: bool = True
@@ -136,9 +135,11 @@ class ServerConfig(Strict):
     @property
     def hosts_that_may_be_named(self) -> tuple[str, ...] | None:
         """The names besides loopback's that the header Host may have; None where it may have any."""
-        if self.allowed_hosts is None:
-            return () if _is_loopback(self.host) else None
-        return None if "*" in self.allowed_hosts else self.allowed_hosts
+        if self.allowed_hosts is not None:
+            return None if "*" in self.allowed_hosts else self.allowed_hosts
+        with contextlib.suppress(ValueError):  # a name
+            return () if ipaddress.ip_address(self.host.strip("[]")).is_loopback else None
+        return () if self.host.lower() == "localhost" else None
 
     def check(self) -> None:
         self.check_pair("tls_certificate", "tls_key")
@@ -146,14 +147,6 @@ class ServerConfig(Strict):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             need = "models[i].name, another for each"
             raise ConfigError("two served models have one name", field="models", got=", ".join(twice), need=need)
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a name or address, or one in brackets, means this machine alone."""
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def _name_of(model: str) -> str:

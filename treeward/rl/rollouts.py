@@ -62,7 +62,8 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     """
     grpo = run.config.grpo
     wanted, is_dynamic = grpo.num_prompts_per_step, grpo.use_dynamic_sampling
-    count, most_draws = (grpo.prompts_per_draw, grpo.dynamic_sampling_max_gen_batches) if is_dynamic else (wanted, 1)
+    count = math.ceil(wanted * grpo.batch_multiplier)
+    most_draws = grpo.dynamic_sampling_max_gen_batches if is_dynamic else 1
     generation = rewarding = 0.0
     groups: list[CompletionGroup] = []
     found: list[GroupRewards] = []

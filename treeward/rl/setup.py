@@ -188,7 +188,7 @@ def _make_generator(
 ) -> Generator:
     section = config.policy.generation
     changes = {
-        "batch_size": config.policy.generated_at_once,
+        "batch_size": section.batch_size or config.policy.generation_batch_size,
         "model": section.model or config.policy.model_name,
         "weight_folder": section.weight_folder or f"{config.checkpointing.checkpoint_dir}/weights",
     }
