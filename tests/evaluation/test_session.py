@@ -324,10 +324,10 @@ def test_drift_is_of_the_checkpoints_and_reaches_the_files(tmp_path: Path) -> No
     models = [candidate(name, Model(rule), in_drift=name != "other") for name, rule in rules.items()]
     done = run_evaluation(models, [(Questions("a"), "20"), (Questions("b"), "6")], tmp_path, drift=True)
     assert [one.suite for one in done.drift] == ["a", "b"]
-    first, second = done.drift[0].steps
-    assert (first.before, first.after) == ("step_9", "step_10")
-    assert first.drift.scale_ratio.value == pytest.approx(2) and first.drift.order_agreement.value == 1
-    assert second.drift.order_agreement.value is None and second.drift.num_left_out == 40
+    _, first, second = done.drift[0].checkpoints
+    assert (first.before, first.model) == ("step_9", "step_10")
+    assert first.numbers["scale_ratio"].value == pytest.approx(2) and first.numbers["order_agreement"].value == 1
+    assert second.numbers["order_agreement"].value is None
     titles = [block.get("title") for block in json.loads((tmp_path / "report.json").read_text())["blocks"]]
     assert "Drift between checkpoints: Questions" in titles and "Questions: accuracy by checkpoint" in titles
-    assert [len(one["steps"]) for one in results_of(tmp_path)["drift"]] == [2, 2]
+    assert [len(one["checkpoints"]) for one in results_of(tmp_path)["drift"]] == [3, 3]

@@ -48,7 +48,7 @@ def write_results(
         "results": [_plain(summary) for summary in summaries],
     }
     content |= {"notes": subtitle} if subtitle else {}
-    content |= {"drift": [one.plain() for one in drift]} if drift else {}
+    content |= {"drift": list(map(dataclasses.asdict, drift))} if drift else {}
     path = output / "results.json"
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,10 @@ from scipy import stats
 
 from treeward.evaluation.diagnostics.biases import stratify
 from treeward.evaluation.diagnostics.completions import (
-    Completions,
     Pairs,
-    collect_completions,
     collect_pairs,
     completion_text,
-    slope_within_prompts,
+    slopes_within_prompts,
 )
 
 
@@ -29,6 +27,10 @@ def clustered(seed: int, num_prompts: int = 25, slope: float = 0.7) -> tuple[Any
     own_slopes = slope + rng.normal(size=num_prompts)[prompts]
     scores = 5 * rng.normal(size=num_prompts)[prompts] + own_slopes * features[:, 0] - 0.3 * features[:, 1]
     return scores + 0.2 * rng.normal(size=len(prompts)), features, prompts
+
+
+def slope_within_prompts(*columns: Any) -> Any:
+    return slopes_within_prompts(("a", "relative"), *columns)["a"]
 
 
 def ends(metric: Any) -> Any:
@@ -46,12 +48,12 @@ def test_the_slope_and_its_interval_are_those_of_the_formula() -> None:
         changes.append(slope - np.linalg.lstsq(design[kept], scores[kept], rcond=None)[0][0])
     reach = stats.t.ppf(0.975, g - 1) * np.sqrt((g - 1) / g * np.sum(np.square(changes)))
     shuffled = np.random.default_rng(0).permutation(len(scores))
-    got = slope_within_prompts("a", scores[shuffled], features[shuffled], prompts[shuffled])
+    got = slope_within_prompts(scores[shuffled], features[shuffled], prompts[shuffled])
     assert (slope, slope - reach, slope + reach) == ends(got) and got.count == len(scores)
     # What a prompt adds to all its completions changes nothing, and neither do lone ones.
     shifted = np.append(scores + np.random.default_rng(0).normal(size=100)[prompts] * 50, [9.0, -9.0])
     more = np.vstack([features, [[99, 1], [-99, 1]]])
-    again = slope_within_prompts("a", shifted, more, np.append(prompts, [77, 78]))
+    again = slope_within_prompts(shifted, more, np.append(prompts, [77, 78]))
     assert (again.value, again.low, again.high) == ends(got) and again.count == got.count
 
 
@@ -59,10 +61,10 @@ def test_intervals_hold_the_slope_in_95_of_100_samples_and_nearly_where_lengths_
     """Skewed: a few long completions carry the slope and have the largest errors; CR1 holds it in 79 of 100."""
     hits, rng = {"normal": 0, "skewed": 0}, np.random.default_rng(3)
     for seed in range(200):
-        normal = slope_within_prompts("a", *clustered(seed, num_prompts=40))
+        normal = slope_within_prompts(*clustered(seed, num_prompts=40))
         prompts, lengths = np.repeat(np.arange(30), 2), rng.lognormal(0, 0.7, size=60)
         scores = 0.5 * lengths + rng.normal(size=30)[prompts] + rng.normal(size=60) * (0.3 + lengths)
-        skewed = slope_within_prompts("slope", scores, lengths[:, None], prompts)
+        skewed = slope_within_prompts(scores, lengths[:, None], prompts)
         for name, metric, truth in (("normal", normal, 0.7), ("skewed", skewed, 0.5)):
             assert metric.low is not None and metric.high is not None
             hits[name] += metric.low <= truth <= metric.high
@@ -72,14 +74,14 @@ def test_intervals_hold_the_slope_in_95_of_100_samples_and_nearly_where_lengths_
 def test_a_slope_that_the_data_do_not_determine_has_no_value() -> None:
     scores, features, prompts = clustered(3)
     constant = np.column_stack([features[:, 0], prompts.astype(float)])
-    alone = slope_within_prompts("a", scores, features[:, :1], prompts)
-    assert slope_within_prompts("a", scores, constant, prompts).value == pytest.approx(alone.value)
+    alone = slope_within_prompts(scores, features[:, :1], prompts)
+    assert slope_within_prompts(scores, constant, prompts).value == pytest.approx(alone.value)
     twice = np.column_stack([features[:, 0], 2 * features[:, 0]])
     for undetermined in (constant[:, ::-1], twice):
-        found = slope_within_prompts("a", scores, undetermined, prompts)
+        found = slope_within_prompts(scores, undetermined, prompts)
         assert found.value is None and "does not vary" in str(found.note)
     decided, lengths = np.array([0, 0, 1, 1, 2, 2]), np.array([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
-    by_one = slope_within_prompts("a", np.array([0.0, 1.0, 2.0, 1.0, 1.0, 3.0]), lengths[:, None], decided)
+    by_one = slope_within_prompts(np.array([0.0, 1.0, 2.0, 1.0, 1.0, 3.0]), lengths[:, None], decided)
     assert by_one.value == pytest.approx(0.5) and by_one.low is None and by_one.high is None
 
 
@@ -87,22 +89,20 @@ def test_a_slope_that_the_data_do_not_determine_has_no_value() -> None:
 def test_few_prompts_have_no_interval_and_the_note_says_so(num_prompts: int) -> None:
     rng = np.random.default_rng(3)
     prompts, x = np.repeat(np.arange(num_prompts), 3), rng.normal(size=3 * num_prompts)
-    slope = slope_within_prompts("slope", x + rng.normal(size=3 * num_prompts), x[:, None], prompts)
+    slope = slope_within_prompts(x + rng.normal(size=3 * num_prompts), x[:, None], prompts)
     assert slope.value is not None and (slope.low is None) is (num_prompts < 10)
     assert ("too few for an interval" in str(slope.note)) is (num_prompts < 10)
 
 
-def test_completions_and_pairs_of_examples(make_example: Any, score_with: Any) -> None:
+def test_pairs_of_examples(make_example: Any, score_with: Any) -> None:
     examples = [
         make_example("a", "one", ["x", "yyyy", "zz"], ranks=[2, 0, 2]),
         make_example("b", "two", ["same", "rank"], ranks=[1, 1]),
         make_example("c", "one", ["w", "vv"]),
     ]
     scored = score_with(examples, lambda context, text: None if text == "w" else float(len(text)))
-    found, pairs = collect_completions(scored), collect_pairs(scored)
-    assert found.places.tolist() == [1, 0, 1, 0.5, 0.5, 1]
-    assert found.prompts.tolist() == [0, 0, 0, 1, 1, 0]  # "c" asks what "a" does
-    assert (found.examples.tolist(), found.completions.tolist()) == ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 1])
+    pairs = collect_pairs(scored)
+    assert pairs.prompts.tolist() == [0, 0, 0]  # "c" asks what "a" does
     assert pairs.sides.tolist() == [[1, 0], [1, 2], [0, 1]]
     assert pairs.margins.tolist()[:2] == [3, 2] and np.isnan(pairs.margins[2])
     assert pairs.outcomes.tolist() == [1, 1, 0] and pairs.with_scores.examples.tolist() == [0, 0]
@@ -110,12 +110,12 @@ def test_completions_and_pairs_of_examples(make_example: Any, score_with: Any) -
     assert completion_text(({"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},)) == "Hi"
 
 
-def test_the_spread_is_pooled_within_prompts() -> None:
-    scores, _, prompts = clustered(4)
-    whole = np.arange(len(scores))
+def test_a_relative_slope_is_in_pooled_standard_deviations_within_prompts() -> None:
+    scores, features, prompts = clustered(4)
     spread = np.concatenate([scores[prompts == p] - scores[prompts == p].mean() for p in np.unique(prompts)])
     std = np.sqrt((spread**2).sum() / (len(scores) - len(np.unique(prompts))))
-    assert Completions(scores, scores, scores, prompts, whole, whole).spread == pytest.approx(std)
+    slope, relative = slopes_within_prompts(("slope", "relative"), scores, features, prompts).values()
+    assert (slope.value / std, slope.low / std, slope.high / std) == ends(relative)
 
 
 def test_a_shared_prompt_does_not_make_a_stratum_that_is_all_right_certain() -> None:

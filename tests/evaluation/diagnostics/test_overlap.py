@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,45 +32,38 @@ def flag_of(example: EvalExample, *training: Preference, **settings: Any) -> Any
     return find_overlap([example], training, **settings).flags[0]
 
 
-def test_exact_duplicates_are_told_by_kind(make_example: Any) -> None:
+def found(example: EvalExample, *training: Preference, **settings: Any) -> tuple[float, float, bool, bool]:
+    flag = flag_of(example, *training, **settings)
+    return flag.prompt, flag.completion, flag.is_exact, flag.is_flagged
+
+
+def test_exact_duplicates_are_whole_prompts_and_long_completions(make_example: Any) -> None:
     example = make_example("a", "Why is the sky blue?", [LONG, "No idea."])
-    assert flag_of(example, trained("Why is it so?", OTHER, "Another.")).kinds == ()
-    assert flag_of(example, trained("why is the SKY - blue", OTHER, "Another.")).kinds == ("prompt",)
-    assert flag_of(example, trained("Why is it so?", LONG.title(), "x")).kinds == ("completion",)
-    assert flag_of(example, trained("Why is it so?", "No idea.", "x")).kinds == ()  # too short to tell anything
-    assert flag_of(example, trained("Why is the sky blue?", "No idea.", "x")).kinds == ("prompt", "conversation")
-    whole = flag_of(example, trained("Why is the sky blue?", "x", LONG))
-    assert whole.kinds == ("prompt", "conversation", "completion")
-    assert (whole.prompt_coverage, whole.completion_coverage) == (1, 1)
+    assert found(example, trained("Why is it so?", OTHER, "No idea.")) == (0, 0, False, False)  # too short to tell
+    assert found(example, trained("why is the SKY - blue", OTHER, "Another.")) == (1, 0, True, True)
+    assert found(example, trained("Why is it so?", LONG.title(), "x")) == (0, 1, True, True)
+    # The same question after another system message is a near duplicate; a system message alone tells nothing.
+    system = {"role": "system", "content": LONG}
+    with_system = EvalExample("a", "s", (system, *example.context), example.completions, (0, 1))
+    assert not flag_of(with_system, trained("How?", "u", "v", system=LONG)).is_flagged
+    assert found(with_system, trained("Why is the sky blue?", "x", "v")) == (1, 0, False, True)
+    assert found(with_system, trained("Why is the sky blue?", "x", "v", system=LONG)) == (1, 0, True, True)
 
 
 def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_example: Any) -> None:
     words = LONG.split()
     assert len(words) == 22
     example = make_example("a", "Why?", [LONG, "x"])
-    first_16 = flag_of(example, trained("p", " ".join(words[:16]) + " and then something else", "y"))
-    assert first_16.completion_coverage == pytest.approx(16 / 22) and first_16.kinds == ("near_completion",)
-    first_13 = flag_of(example, trained("p", " ".join(words[:13]) + " and then something else", "y"))
-    assert first_13.completion_coverage == pytest.approx(13 / 22) and first_13.kinds == ()
-    first_12 = flag_of(example, trained("p", " ".join(words[:12]), "y"))
-    assert first_12.completion_coverage == 0
-    assert flag_of(example, trained("p", " ".join(words[:12]), "y"), num_words=12).completion_coverage == 12 / 22
+    first_16 = trained("p", " ".join(words[:16]) + " and then something else", "y")
+    assert found(example, first_16) == (0, pytest.approx(16 / 22), False, True)
+    first_13 = trained("p", " ".join(words[:13]) + " and then something else", "y")
+    assert found(example, first_13) == (0, pytest.approx(13 / 22), False, False)
+    first_12 = trained("p", " ".join(words[:12]), "y")
+    assert [flag_of(example, first_12, num_words=n).completion for n in (13, 12)] == [0, 12 / 22]
     # One word changed in the middle leaves 10 and 11 words, shorter than a run; runs of 8 see it.
-    edited = " ".join([*words[:10], "EDITED", *words[11:]])
-    assert flag_of(example, trained("p", edited, "y")).completion_coverage == 0
-    assert flag_of(example, trained("p", edited, "y"), num_words=8).completion_coverage == pytest.approx(21 / 22)
-    reversed_words = " ".join(reversed(words))
-    assert flag_of(example, trained("p", reversed_words, "y"), num_words=2).completion_coverage == 0
-
-
-def test_the_same_question_after_another_system_message_is_a_near_duplicate(make_example: Any) -> None:
-    example = make_example("a", "Why?", ["x", "y"])
-    with_system = EvalExample(
-        "a", "s", ({"role": "system", "content": LONG}, *example.context), example.completions, (0, 1)
-    )
-    assert not flag_of(with_system, trained("How?", "u", "v", system=LONG)).kinds
-    assert flag_of(with_system, trained("Why?", "x", "v")).kinds == ("near_prompt",)
-    assert flag_of(with_system, trained("Why?", "x", "v", system=LONG)).kinds == ("prompt", "conversation")
+    edited = trained("p", " ".join([*words[:10], "EDITED", *words[11:]]), "y")
+    assert [flag_of(example, edited, num_words=n).completion for n in (13, 8)] == [0, pytest.approx(21 / 22)]
+    assert flag_of(example, trained("p", " ".join(reversed(words)), "y"), num_words=2).completion == 0
 
 
 def brute_force(text: list[str], training: list[list[str]], n: int) -> float:
@@ -89,8 +83,8 @@ def test_shares_are_those_of_a_plain_count(text: list[str], training: list[list[
     rows = [trained("yy", " ".join(words)) for words in training]
     got = flag_of(example, *rows, num_words=n)
     whole = len(text) >= n and text in training
-    assert got.completion_coverage == pytest.approx(1.0 if whole else brute_force(text, training, n))
-    assert ("completion" in got.kinds) == whole
+    assert got.completion == pytest.approx(1.0 if whole else brute_force(text, training, n))
+    assert got.is_exact == whole
 
 
 def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: Any) -> None:
@@ -115,9 +109,8 @@ def test_the_held_out_bundled_data_is_held_out(bundled: Any) -> None:
     training = open_dataset(DatasetConfig(dataset_name="Bundled", split="train"))
     taught = list(preference for preference, _ in training)
     held_out = find_overlap(bundled("validation"), taught)
-    assert not any({"prompt", "conversation"} & set(flag.kinds) for flag in held_out.flags)
-    seen = find_overlap(bundled("train")[:50], taught)
-    assert all("conversation" in flag.kinds for flag in seen.flags)
+    assert np.mean([flag.is_exact for flag in held_out.flags]) < 0.05
+    assert all(flag.is_exact for flag in find_overlap(bundled("train")[:50], taught).flags)
 
 
 def test_words_are_without_case_and_punctuation_and_chinese_without_spaces(make_example: Any) -> None:
@@ -125,5 +118,5 @@ def test_words_are_without_case_and_punctuation_and_chinese_without_spaces(make_
         ("Don't STOP_now: 3.5 Straße!", "don t stop now 3,5 STRASSE"),
         ("你好,ab世界", "你 好 AB 世 界"),
     ):
-        assert flag_of(make_example("a", text, ["x"], ranks=[0]), trained(trained_on, "y")).kinds == ("prompt",)
-        assert flag_of(make_example("a", text, ["x"], ranks=[0]), trained(trained_on + "z", "y")).kinds == ()
+        assert flag_of(make_example("a", text, ["x"], ranks=[0]), trained(trained_on, "y")).is_exact
+        assert not flag_of(make_example("a", text, ["x"], ranks=[0]), trained(trained_on + "z", "y")).is_exact

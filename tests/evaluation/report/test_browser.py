@@ -261,23 +261,6 @@ def test_empty_and_odd_blocks_are_drawn(visit: Visit, tmp_path: Path) -> None:
     assert page.locator("td.detail").is_visible()
 
 
-def sometimes(n: int, text: str) -> float | None:
-    """Right where n is even, without a score where it is 4."""
-    return None if n == 4 else float(("right" in text) == (n % 2 == 0))
-
-
-def test_examples_on_which_models_disagree(visit: Visit, tmp_path: Path) -> None:
-    page = visit(write_results(tmp_path, [summary(perfect, "a", count=12), summary(sometimes, "b", count=12)]))
-    assert "24 entries" in shown(page)
-    # b is wrong in the six odd ones; it has not scored the fourth, which is no opinion.
-    assert page.locator("[data-key=models] option[value=disagree]").inner_text() == "models disagree (6)"
-    page.select_option("[data-key=models]", "disagree")
-    ids = page.locator("table.examples tbody td.id").all_inner_texts()
-    assert ids == [id for n in ("1", "3", "5", "7", "9", "11") for id in (n, n)]  # one model's below the other's
-    same = visit(write_results(tmp_path / "same", [summary(perfect, "a", count=12), summary(perfect, "b", count=12)]))
-    assert same.locator("[data-key=models]").count() == 0
-
-
 @pytest.mark.parametrize("width", [390, 1280])
 def test_explanations_stand_below_the_names_where_there_is_no_room(visit: Visit, tmp_path: Path, width: int) -> None:
     page = visit(write_results(tmp_path, [summary(perfect, name, count=12) for name in ("one", "two")]), width=width)

@@ -125,9 +125,8 @@ def test_every_number_has_a_name_in_words() -> None:
 
 
 def overlap(near: int, exact: int, count: int = 80) -> Overlap:
-    kinds = [("completion",)] * exact + [("near_completion",)] * near + [()] * (count - near - exact)
-    flags = tuple(OverlapFlag(str(n), "s", 0.0, float(bool(own)), own) for n, own in enumerate(kinds))
-    return Overlap(flags, 3500)
+    flags = [OverlapFlag(str(n), "s", 0.0, float(n < exact + near), n < exact) for n in range(count)]
+    return Overlap(tuple(flags), 3500)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +204,7 @@ def many(scores: list[tuple[float | None, ...]]) -> Summary:
         completions = tuple(({"role": "assistant", "content": text},) for text in texts)
         example = EvalExample(str(n), "s", ({"role": "user", "content": f"{n}?"},), completions, (0, 1, 2))
         found.append(ScoredExample(example, own, tuple(map(len, texts)), (1, 1, 1)))
-    flags = tuple(OverlapFlag(str(n), "s", 1.0, 1.0, ("prompt",) if n < 2 else ()) for n in range(len(scores)))
+    flags = tuple(OverlapFlag(str(n), "s", float(n < 2), 0.0, n < 2) for n in range(len(scores)))
     suite = PreferenceSuite("mine", DatasetConfig(data_path="x"))
     return summarize(ScoredSuite("m", suite, tuple(found), None), overlap=Overlap(flags, 5))
 

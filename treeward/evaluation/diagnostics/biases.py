@@ -28,14 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treeward.evaluation.diagnostics.completions import (
-    Completions,
     Floats,
     Pairs,
-    collect_completions,
     collect_pairs,
     completion_text,
-    divided,
-    slope_within_prompts,
+    prompt_numbers,
+    slopes_within_prompts,
 )
 from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
@@ -61,11 +59,10 @@ _MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Trait:
-    """What a model may like beyond quality. `slopes`: names of the slope per `unit` and of the same in standard
-    deviations; `strata`: names of the numbers of `stratify`; `title` and `note`: of their figure."""
+    """What a model may like beyond quality. `slopes`: names of the slope and of the same in standard deviations;
+    `strata`: names of the numbers of `stratify`; `title` and `note`: of their figure."""
 
     slopes: tuple[str, str]
-    unit: float
     strata: tuple[str, ...]
     title: str
     note: str
@@ -75,7 +72,6 @@ _FAIR = "Without a bias the first two are alike; a model that only likes {} has 
 _COUNTS = "Each n counts pairs of completions that both have a score."
 LENGTH = Trait(
     ("slope_given_rank", "relative_slope"),
-    100.0,
     ("longer_is_right", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length", "accuracy_gap",
      "length_controlled_accuracy"),
     "Accuracy by which completion is longer",
@@ -83,7 +79,6 @@ LENGTH = Trait(
 )  # fmt: skip
 STYLE = Trait(
     ("density_effect", "relative_density_effect"),
-    1.0,
     ("more_markdown_is_right", "accuracy_more_markdown_right", "accuracy_less_markdown_right",
      "accuracy_similar_markdown", "markdown_gap", "style_controlled_accuracy"),
     "Accuracy by which completion has more markdown",
@@ -95,8 +90,8 @@ STYLE = Trait(
 
 def diagnose_length(scored: Sequence[ScoredExample], model: str = "model") -> Diagnostic:
     """The length bias of scored examples, and its figures."""
-    found = _diagnose(scored, model, LENGTH, [one.lengths for one in scored])
-    return replace(found, figures=(*found.figures, *_score_by_length(collect_completions(scored), model)))
+    found = _diagnose(scored, model, LENGTH, [[length / 100 for length in one.lengths] for one in scored])
+    return replace(found, figures=(*found.figures, *_score_by_length(scored, model)))
 
 
 def diagnose_style(scored: Sequence[ScoredExample], model: str = "model") -> Diagnostic:
@@ -115,12 +110,17 @@ def _diagnose(
     scored: Sequence[ScoredExample], model: str, trait: Trait, amounts: Sequence[Sequence[float]]
 ) -> Diagnostic:
     """`amounts`: of the trait, by example and completion."""
-    completions, pairs = collect_completions(scored), collect_pairs(scored)
-    own = np.array([amounts[i][j] for i, j in zip(completions.examples, completions.completions, strict=True)])
-    features = [own / trait.unit, completions.places, *([] if trait is LENGTH else [completions.lengths / 100])]
-    name, relative = trait.slopes
-    slope = slope_within_prompts(name, completions.scores, np.column_stack(features), completions.prompts)
-    numbers = {name: slope, relative: divided(slope, completions.spread, relative)}
+    rows = []
+    for one, own, prompt in zip(scored, amounts, prompt_numbers(scored), strict=True):
+        distinct = sorted(set(one.example.ranks))
+        for score, amount, length, rank in zip(one.scores, own, one.lengths, one.example.ranks, strict=True):
+            # The place among the ranks of the example: 0 for the best, 1 for the worst.
+            place = distinct.index(rank) / (len(distinct) - 1) if len(distinct) > 1 else 0.5
+            rows += [] if score is None else [(score, prompt, amount, place, length / 100)]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 5)
+    features = table[:, 2:4] if trait is LENGTH else table[:, 2:]
+    numbers = slopes_within_prompts(trait.slopes, table[:, 0], features, table[:, 1].astype(np.int64))
+    pairs = collect_pairs(scored)
     numbers |= stratify(pairs, *_amounts_of_pairs(pairs, amounts), trait.strata)
     _, more, less, similar, _, mean = trait.strata
     items = [bar_item(LABELS[one][0], numbers[one]) for one in (more, less, similar, mean)]
@@ -188,22 +188,21 @@ def _part(pairs: Pairs, inside: NDArray[np.bool_], name: str, *, flipped: bool =
     return Part.of(name, (1 - own.outcomes if flipped else own.outcomes).tolist(), own.prompts.tolist(), "pairs")
 
 
-def _score_by_length(completions: Completions, model: str) -> list[Block]:
+def _score_by_length(scored: Sequence[ScoredExample], model: str) -> list[Block]:
     """The mean score of each tenth of the completions by length; nothing where lengths or scores are all the same."""
-    lengths, scores = completions.lengths, completions.scores
+    known = [(length, score) for one in scored for length, score in zip(one.lengths, one.scores, strict=True)
+             if score is not None]  # fmt: skip
+    lengths, scores = np.array(sorted(known, key=lambda pair: pair[0]), dtype=np.float64).reshape(-1, 2).T
     if len(scores) < _LENGTH_BINS or np.ptp(lengths) == 0 or np.ptp(scores) == 0:
         return []
-    bins = np.array_split(np.argsort(lengths, kind="stable"), _LENGTH_BINS)
-    standard = (scores - scores.mean()) / scores.std()
-    points = {"x": [float(lengths[one].mean()) for one in bins], "y": [float(standard[one].mean()) for one in bins]}
-    return [
-        {
-            "kind": "curves",
-            "title": "Score by length",
-            "note": "A point is a tenth of all completions, from the shortest to the longest. A rising line may be a "
-            "liking for length, or better completions that are longer: the figure above tells them apart.",
-            "x_label": "characters of the completion",
-            "y_label": "mean score, in standard deviations",
-            "series": [{"name": model, **points}],
-        }
-    ]
+    x, y = ([float(part.mean()) for part in np.array_split(column, _LENGTH_BINS)]
+            for column in (lengths, (scores - scores.mean()) / scores.std()))  # fmt: skip
+    block: Block = {
+        "kind": "curves",
+        "title": "Score by length",
+        "note": "A point is a tenth of all completions, from the shortest to the longest. A rising line may be a "
+        "liking for length, or better completions that are longer: the figure above tells them apart.",
+        "x_label": "characters of the completion",
+        "y_label": "mean score, in standard deviations",
+    }
+    return [block | {"series": [{"name": model, "x": x, "y": y}]}]

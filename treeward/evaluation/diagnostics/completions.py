@@ -1,8 +1,7 @@
-"""`Completions` and `Pairs`: scored examples as arrays, and the regression within prompts.
+"""`Pairs`: scored examples as arrays; `slopes_within_prompts`: the regression within prompts.
 
-    completions = collect_completions(scored)
-    features = np.column_stack([completions.lengths / 100, completions.places])
-    slope_within_prompts("slope_given_rank", completions.scores, features, completions.prompts)     # a Metric
+    pairs = collect_pairs(scored)
+    slopes_within_prompts(("slope", "relative"), scores, np.column_stack([lengths / 100, places]), prompts)
 
 Biases are looked for among the completions of one prompt: a score that rises with length across prompts may only say
 that long completions go with prompts that the model likes.
@@ -25,15 +24,7 @@ from treeward.data.preference import Message
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric
 
-__all__ = [
-    "Completions",
-    "Pairs",
-    "collect_completions",
-    "collect_pairs",
-    "completion_text",
-    "divided",
-    "slope_within_prompts",
-]
+__all__ = ["Pairs", "collect_pairs", "completion_text", "prompt_numbers", "slopes_within_prompts"]
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -43,35 +34,12 @@ FEWEST_PROMPTS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Completions:
-    """Every completion that has a score, in order.
-
-    `scores`, `lengths` (characters), `places` (N,) float64: the place of a completion is 0 for the best rank of its
-    example and 1 for the worst, 0.5 where all are equal. `prompts` (N,): one number for each different context.
-    `examples`, `completions` (N,): indices of the example and of its completion.
-    """
-
-    scores: Floats
-    lengths: Floats
-    places: Floats
-    prompts: Integers
-    examples: Integers
-    completions: Integers
-
-    @property
-    def spread(self) -> float:
-        """The pooled standard deviation of scores within prompts: sqrt(sum (s_ij - mean_i)^2 / (N - G))."""
-        residuals = _demeaned(self.scores[:, None], self.prompts)[:, 0]
-        freedom = len(residuals) - len(np.unique(self.prompts))
-        return math.sqrt(float(residuals @ residuals) / freedom) if freedom > 0 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Pairs:
     """Every pair of completions of an example with different ranks.
 
-    `margins` (P,): the better one's score less the other's, NaN where one has none. `prompts` (P,) as in `Completions`;
-    `examples` (P,): index of the example; `sides` (P, 2): indices of its completions, the better first.
+    `margins` (P,): the better one's score less the other's, NaN where one has none. `prompts` (P,): one number for each
+    different context; `examples` (P,): index of the example; `sides` (P, 2): indices of its completions, the better
+    first.
     """
 
     margins: Floats
@@ -94,38 +62,30 @@ class Pairs:
         return Pairs(*(getattr(self, field.name)[mask] for field in fields(self)))
 
 
-def collect_completions(scored: Sequence[ScoredExample]) -> Completions:
-    """The completions of scored examples."""
-    prompts, rows = _prompt_numbers(scored), []
-    for i, one in enumerate(scored):
-        distinct = sorted(set(one.example.ranks))
-        for j, (score, rank) in enumerate(zip(one.scores, one.example.ranks, strict=True)):
-            place = distinct.index(rank) / (len(distinct) - 1) if len(distinct) > 1 else 0.5
-            if score is not None:
-                rows.append((score, one.lengths[j], place, prompts[i], i, j))
-    table = np.asarray(rows, dtype=np.float64).reshape(-1, 6)
-    return Completions(*table[:, :3].T, *table[:, 3:].astype(np.int64).T)
-
-
 def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
     """The ordered pairs of scored examples; those without a score are among them."""
-    prompts, rows = _prompt_numbers(scored), []
-    for i, one in enumerate(scored):
+    rows = []
+    for i, (one, prompt) in enumerate(zip(scored, prompt_numbers(scored), strict=True)):
         scores = np.array(one.scores, dtype=np.float64)  # None becomes NaN
-        rows += [(scores[a] - scores[b], prompts[i], i, a, b) for a, b in one.pairs()]
+        rows += [(scores[a] - scores[b], prompt, i, a, b) for a, b in one.pairs()]
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 5)
     whole = table[:, 1:].astype(np.int64)
     return Pairs(table[:, 0], whole[:, 0], whole[:, 1], whole[:, 2:])
 
 
-def _prompt_numbers(scored: Sequence[ScoredExample]) -> list[int]:
+def prompt_numbers(scored: Sequence[ScoredExample]) -> list[int]:
     """A number for each example, the same for those with the same context."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(one.example.prompt_key, len(numbers)) for one in scored]
 
 
-def slope_within_prompts(name: str, scores: Floats, features_NF: Floats, prompts: Integers) -> Metric:
+def slopes_within_prompts(
+    names: tuple[str, str], scores: Floats, features_NF: Floats, prompts: Integers
+) -> dict[str, Metric]:
     """The coefficient b_1 of the first feature in s_ij = a_i + x_ij b + e_ij, with an intercept a_i for each prompt i.
+
+    By the first of `names`; by the second the same in standard deviations of scores within prompts, pooled and taken as
+    known: sqrt(sum (s_ij - mean_i)^2 / (N - G)).
 
     Least squares on scores and features less the mean of their prompt. The interval is 95 %, of Student's t with G - 1
     degrees of freedom for G prompts, and robust to errors that go together within a prompt (the jackknife over prompts,
@@ -143,14 +103,17 @@ def slope_within_prompts(name: str, scores: Floats, features_NF: Floats, prompts
     scaled = x[:, varies] / sizes[varies]
     note = f"{num_prompts} prompts"
     if not varies[0] or np.linalg.matrix_rank(scaled) < scaled.shape[1] or count <= scaled.shape[1]:
-        return Metric(name, None, count=count, note=f"{note}: it does not vary within them, or only with the others")
+        note += ": it does not vary within them, or only with the others"
+        return {name: Metric(name, None, count=count, note=note) for name in names}
     value, error = (float(found[0] / sizes[0]) for found in _jackknifed(y, scaled, groups))
-    if num_prompts < FEWEST_PROMPTS:
-        return Metric(name, value, count=count, note=f"{note}: too few for an interval")
-    if not math.isfinite(error):
-        return Metric(name, value, count=count, note=note)
+    note += ": too few for an interval" if num_prompts < FEWEST_PROMPTS else ""
+    known = math.isfinite(error) and num_prompts >= FEWEST_PROMPTS
     half = float(special.stdtrit(num_prompts - 1, 0.975)) * error
-    return Metric(name, value, value - half, value + half, count, note)
+    low, high = (value - half, value + half) if known else (None, None)
+    spread = math.sqrt(float(y @ y) / (count - num_prompts))
+    metrics = {names[0]: Metric(names[0], value, low, high, count, note)}
+    low, high, relative = (None if not spread or end is None else end / spread for end in (low, high, value))
+    return metrics | {names[1]: Metric(names[1], relative, low, high, count, note)}
 
 
 def _jackknifed(y: Floats, x_NF: Floats, groups: Integers) -> tuple[Floats, Floats]:
@@ -177,14 +140,6 @@ def _demeaned(values_NF: Floats, groups: Integers) -> Floats:
     counts = np.maximum(np.bincount(groups, minlength=1), 1)
     means = np.stack([np.bincount(groups, weights=column, minlength=1) / counts for column in values_NF.T], axis=1)
     return np.asarray(values_NF - means[groups])
-
-
-def divided(metric: Metric, size: float, name: str) -> Metric:
-    """A metric and its interval in units of `size`, which is taken as known; no value where `size` is 0."""
-    if metric.value is None or size == 0:
-        return Metric(name, None, count=metric.count, note=metric.note)
-    low, high = (None if bound is None else bound / size for bound in (metric.low, metric.high))
-    return Metric(name, metric.value / size, low, high, metric.count, metric.note)
 
 
 def completion_text(completion: Sequence[Message]) -> str:

@@ -54,6 +54,12 @@ _REFUSAL = re.compile(
     r"i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|am unable|do not|don['’]?t))",
     re.IGNORECASE,
 )
+_DAMAGES = ", ".join(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
+_OF_SHIFT = (
+    "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ. Changes of style "
+    f"should be near 0, damage ({_DAMAGES}) below it."
+)
+_OF_FLIPS = "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +115,10 @@ def sample_examples(examples: Sequence[EvalExample], num_examples: int) -> list[
     They are the first by a hash of their ids, so a smaller sample lies within a larger one, and examples that the data
     gain or lose change no other's place.
     """
-    usable = [example for example in examples if _pair(example) is not None]
-    hashes = [hashlib.sha256(f"0/{example.id}".encode()).digest() for example in usable]
-    drawn = sorted(range(len(usable)), key=lambda i: hashes[i])[:num_examples]
-    return [usable[i] for i in sorted(drawn)]
+    usable = [example for example in examples if _pair(example)]
+    drawn = sorted(usable, key=lambda example: hashlib.sha256(f"0/{example.id}".encode()).digest())[:num_examples]
+    ids = {example.id for example in drawn}
+    return [example for example in usable if example.id in ids]
 
 
 def perturb(example: EvalExample) -> dict[str, tuple[str | None, str | None]]:
@@ -121,16 +127,13 @@ def perturb(example: EvalExample) -> dict[str, tuple[str | None, str | None]]:
     None where a rewrite has nothing to change. An example whose better completion is a refusal has no rewrite
     "refusal". The example must have a better and a worse completion of text.
     """
-    pair = _pair(example)
-    assert pair is not None, "sample_examples leaves such examples out"
     prompt = completion_text([message for message in example.context if message.get("role") == "user"])
-    originals = [completion_text(example.completions[i]) for i in pair]
+    originals = [completion_text(example.completions[i]) for i in _pair(example)]
     texts: dict[str, tuple[str | None, str | None]] = {}
     for name, rewrite in REWRITES.items():
         # The same generator for both, so that a rewrite with a choice of phrases takes the same one.
         first, second = (rewrite.apply(prompt, text, random.Random(f"0/{example.id}/{name}")) for text in originals)
-        is_refused = name == "refusal" and _REFUSAL.match(originals[0])
-        texts[name] = (None, None) if is_refused else (first, second)
+        texts[name] = (None, None) if name == "refusal" and _REFUSAL.match(originals[0]) else (first, second)
     return texts
 
 
@@ -152,6 +155,26 @@ def score_perturbed(scorer: ConversationScorer, examples: Sequence[EvalExample])
             )
 
 
+def _pair(example: EvalExample) -> tuple[int, ...]:
+    """Indices of a better and a worse completion of text; none where there are no such completions."""
+    texts = [completion[-1].get("content") if completion else None for completion in example.completions]
+    usable = [i for i, text in enumerate(texts) if isinstance(text, str) and text.strip()]
+    pairs = [(i, j) for i in usable for j in usable if example.ranks[i] < example.ranks[j]]
+    return random.Random(f"0/{example.id}").choice(pairs) if pairs else ()
+
+
+def _conversations(example: EvalExample) -> dict[tuple[str, int], list[Message]]:
+    """By rewrite ("" for none) and side; only the last message of a completion is rewritten."""
+    rewritten = perturb(example)
+    found: dict[tuple[str, int], list[Message]] = {}
+    for side, index in enumerate(_pair(example)):
+        *before, last = [*example.context, *example.completions[index]]
+        found["", side] = [*before, last]
+        found |= {(name, side): [*before, {**last, "content": texts[side]}]
+                  for name, texts in rewritten.items() if texts[side] is not None}  # fmt: skip
+    return found
+
+
 def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "model") -> Diagnostic:
     """The diagnostics of scores (E).
 
@@ -164,7 +187,8 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
     prompts = np.array([one.prompt for one in scores], dtype=object)
     before = _table([one.original for one in scores])
     right = before[:, 0] > before[:, 1]
-    size = float(np.nanmean(np.abs(before[:, 0] - before[:, 1]))) if np.isfinite(before).all(axis=1).any() else 0.0
+    margins = np.abs(before[:, 0] - before[:, 1])
+    size = float(margins[np.isfinite(margins)].sum()) / max(1, int(np.isfinite(margins).sum()))
     stays = right.copy()
 
     def share(name: str, hits: Any, where: Any) -> Metric:
@@ -176,7 +200,10 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
         there, shifts = np.isfinite(after - before), after - before
         # A rewrite that does not apply, or a text without a score, says nothing against a pair.
         lost = {"chosen": after[:, 0] <= before[:, 1], "rejected": before[:, 0] <= after[:, 1]}
-        numbers.append(_shift(f"{name}_relative_shift", shifts[there], size, prompts[np.nonzero(there)[0]].tolist()))
+        moves, owners = shifts[there] / (size or np.nan), prompts[np.nonzero(there)[0]].tolist()
+        value = float(moves.mean()) if len(moves) and size else None
+        ends = (None, None) if value is None else cluster_bootstrap(moves, owners)
+        numbers.append(Metric(f"{name}_relative_shift", value, *ends, count=len(moves)))
         numbers += [share(f"{name}_{which}_flips", lost[which], right & np.isfinite(after[:, side]))
                     for side, which in enumerate(lost)]  # fmt: skip
         if rewrite.kind == "style":
@@ -186,51 +213,17 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
     if num_failed:
         robust = replace(robust, note=f"{num_failed:,} texts without a score are left out.")
     by_name = {metric.name: metric for metric in (robust, share("accuracy", right, every), *numbers)}
-    damages = ", ".join(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
-    of_shift = (
-        "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ. Changes of style "
-        f"should be near 0, damage ({damages}) below it."
-    )
-    of_flips = "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model."
     moved, turned = (
         [bar_item(one.label, by_name[f"{name}_{what}"], one.summary) for name, one in REWRITES.items()]
         for what in ("relative_shift", "rejected_flips")
     )
     reach = max((abs(one[end]) for one in moved for end in ("value", "low", "high") if one[end]), default=1.0)
-    title = "Right pairs lost when the worse completion is rewritten"
     figures = (
-        bars_block("Score shift by rewrite", model, moved, of_shift, format="signed", reference=0,
+        bars_block("Score shift by rewrite", model, moved, _OF_SHIFT, format="signed", reference=0,
                    x_range=[-reach, reach]),
-        bars_block(title, model, turned, of_flips, reference=0),
+        bars_block("Right pairs lost when the worse completion is rewritten", model, turned, _OF_FLIPS, reference=0),
     )  # fmt: skip
     return Diagnostic(by_name, figures, num_failed)
-
-
-def _shift(name: str, shifts: Floats, size: float, prompts: Sequence[str]) -> Metric:
-    if not len(shifts) or size == 0:
-        return Metric(name, None, count=len(shifts))
-    return Metric(name, float(shifts.mean() / size), *cluster_bootstrap(shifts / size, prompts), count=len(shifts))
-
-
-def _pair(example: EvalExample) -> tuple[int, int] | None:
-    ranks = example.ranks
-    is_text = [bool(c) and isinstance(c[-1].get("content"), str) and bool(c[-1]["content"].strip())
-               for c in example.completions]  # fmt: skip
-    pairs = [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b and is_text[i] and is_text[j]]
-    return random.Random(f"0/{example.id}").choice(pairs) if pairs else None
-
-
-def _conversations(example: EvalExample) -> dict[tuple[str, int], list[Message]]:
-    """By rewrite ("" for none) and side; only the last message of a completion is rewritten."""
-    rewritten = perturb(example)
-    found: dict[tuple[str, int], list[Message]] = {}
-    for side, index in enumerate(_pair(example) or ()):
-        completion = example.completions[index]
-        found["", side] = [*example.context, *completion]
-        for name, texts in rewritten.items():
-            if (text := texts[side]) is not None:
-                found[name, side] = [*example.context, *completion[:-1], {**completion[-1], "content": text}]
-    return found
 
 
 def _table(pairs: Sequence[Sequence[float | None]]) -> Floats:

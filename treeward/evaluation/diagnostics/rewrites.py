@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["REWRITES", "Rewrite", "RewriteKind"]
-
-RewriteKind = Literal["style", "damage"]
+__all__ = ["REWRITES", "Rewrite"]
 
 _Change = Callable[[str, str, random.Random], str | None]
 
@@ -49,9 +47,8 @@ _LONGEST_RESTATEMENT = 400  # characters of the prompt
 class Rewrite:
     """One way to change a completion. `label` and `summary`: for a report; `kind`: what it does to the quality."""
 
-    name: str
     label: str
-    kind: RewriteKind
+    kind: Literal["style", "damage"]
     summary: str
     change: _Change
 
@@ -104,22 +101,18 @@ def _truncated(share: float) -> _Change:
 
 
 REWRITES: Mapping[str, Rewrite] = {
-    rewrite.name: rewrite
-    for rewrite in (
-        Rewrite("markdown", "markdown", "style", "a heading, list items and bold words added", _markdown),
-        Rewrite("white_space", "white space", "style", "empty lines and double spaces added",
-                lambda prompt, text, rng: "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"),
-        Rewrite("flattery", "flattery", "style", "praise of the question put before",
-                lambda prompt, text, rng: f"{rng.choice(_FLATTERY)} {text}"),
-        Rewrite("padding", "padding", "style", "phrases that say nothing put behind, half as much again", _padded),
-        Rewrite("prompt_restated", "question restated", "style", "the question repeated first", _restated),
-        Rewrite("capitals", "capitals", "style", "ALL LETTERS MADE CAPITAL",
-                lambda prompt, text, rng: text.upper()),
-        Rewrite("refusal", "refusal", "damage", "replaced by a refusal",
-                lambda prompt, text, rng: rng.choice(_REFUSALS)),
-        Rewrite("truncated_80", "cut at 80 %", "damage", "cut off after 80 % of its words", _truncated(0.8)),
-        Rewrite("truncated_50", "cut at 50 %", "damage", "cut off after half of its words", _truncated(0.5)),
-        Rewrite("repeated", "said twice", "damage", "said twice", lambda prompt, text, rng: f"{text}\n\n{text}"),
-    )
+    "markdown": Rewrite("markdown", "style", "a heading, list items and bold words added", _markdown),
+    "white_space": Rewrite("white space", "style", "empty lines and double spaces added",
+        lambda prompt, text, rng: "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"),
+    "flattery": Rewrite("flattery", "style", "praise of the question put before",
+        lambda prompt, text, rng: f"{rng.choice(_FLATTERY)} {text}"),
+    "padding": Rewrite("padding", "style", "phrases that say nothing put behind, half as much again", _padded),
+    "prompt_restated": Rewrite("question restated", "style", "the question repeated first", _restated),
+    "capitals": Rewrite("capitals", "style", "ALL LETTERS MADE CAPITAL", lambda prompt, text, rng: text.upper()),
+    "refusal": Rewrite("refusal", "damage", "replaced by a refusal",
+        lambda prompt, text, rng: rng.choice(_REFUSALS)),
+    "truncated_80": Rewrite("cut at 80 %", "damage", "cut off after 80 % of its words", _truncated(0.8)),
+    "truncated_50": Rewrite("cut at 50 %", "damage", "cut off after half of its words", _truncated(0.5)),
+    "repeated": Rewrite("said twice", "damage", "said twice", lambda prompt, text, rng: f"{text}\n\n{text}"),
 }  # fmt: skip
 """All rewrites by name, in the order of a report."""

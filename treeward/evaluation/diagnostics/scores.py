@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from treeward.evaluation.diagnostics.completions import collect_completions, collect_pairs
+from treeward.evaluation.diagnostics.completions import collect_pairs
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Block, Diagnostic, Metric, SuiteResult
 from treeward.evaluation.statistics import (
@@ -44,7 +44,7 @@ def statistics_of(
     `score_std`: over all completions. The others are those of `orders_and_confidences`. `name`: for the log.
     """
     pairs = collect_pairs(scored)
-    known, scores = pairs.with_scores, collect_completions(scored).scores
+    known, scores = pairs.with_scores, np.array([s for one in scored for s in one.scores if s is not None])
     margins, prompts, count = known.margins, known.prompts.tolist(), len(known.margins)
     fitted = fit_temperature(margins, name=name) if count else None
     scale, found = (None if fitted is None else fitted.value), orders_and_confidences(scored)
