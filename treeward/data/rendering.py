@@ -453,10 +453,10 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None)
         if not own:
             logger.warning("the tokenizer has no chat template: using treeward's default, <|role|> headers and EOS")
             return DEFAULT_CHAT_TEMPLATE, "the default chat template"
-        if isinstance(own, dict) and "default" not in own:
-            summary = "the tokenizer has several chat templates and no default"
-            raise ConfigError(summary, field=SETTING, need=f"one of {sorted(own)}")
-        return tokenizer.get_chat_template(), "the tokenizer's chat template"
+        try:
+            return tokenizer.get_chat_template(), "the tokenizer's chat template"
+        except ValueError as error:  # several, and no default
+            raise ConfigError(str(error), field=SETTING, need=f"one of {sorted(own)}") from error
     if isinstance(own, dict) and chat_template in own:
         return own[chat_template], f"the tokenizer's chat template {chat_template!r}"
     if any(mark in chat_template for mark in ("{{", "{%", "\n")):

@@ -33,43 +33,44 @@ def conversation_of(
     `developer`: the role for messages of the developer; most chat templates know `system` only, and some leave out
     silently the roles that they do not know. Raises `DataError` for items that are no messages.
     """
-    messages = messages_of_input(params, developer=developer)
-    _add_items(messages, output, "response.output", developer)
-    return messages
+    return [*messages_of_input(params, developer=developer), *_messages(output, "response.output", developer)]
 
 
 def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -> list[Message]:
     """The messages of `input`, which is a text of the user or a list of items, after the `instructions`."""
-    messages: list[Message] = []
-    if isinstance(params.get("instructions"), str) and params["instructions"]:
-        messages.append({"role": "system", "content": params["instructions"]})
-    given = params.get("input")
+    instructions, given = params.get("instructions"), params.get("input")
+    first: list[Message] = []
+    if isinstance(instructions, str) and instructions:
+        first.append({"role": "system", "content": instructions})
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, Sequence):
-        raise DataError("input is neither text nor a list of items", field="input", got=given, need="a text, or a list")
-    _add_items(messages, given, "input", developer)
-    return messages
+        return [*first, {"role": "user", "content": given}]
+    return [*first, *_messages(_checked(given, Sequence, "input", "a text, or a list of items"), "input", developer)]
 
 
-def _add_items(messages: list[Message], items: Sequence[Any], field: str, developer: str) -> None:
-    first = len(messages)  # messages of another list are not added to
+def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]:
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for i, item in enumerate(items):
         where = f"{field}[{i}]"
         match _checked(item, Mapping, where, '{"type": "message", ...}').get("type") or "message":
             case "message":
                 messages.append(_message(item, where, developer))
             case "function_call":
-                if len(messages) == first or messages[-1]["role"] != "assistant":
+                if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
-                messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", ()), _call(item, where)]}
+                call = _call(item, where)
+                messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+                names[call["id"]] = call["function"]["name"]
             case "function_call_output":
-                messages.append(_call_output(item, where, messages))
+                told = {"tool_call_id": item.get("call_id"), "name": names.get(str(item.get("call_id")))}
+                content = _text(item.get("output"), f"{where}.output")
+                messages.append({"role": "tool", "content": content} | {k: v for k, v in told.items() if v})
             case "reasoning":
                 pass
             case other:
                 summary, need = f"an item of the type {other!r} cannot be scored", "a message or a call of a function"
                 raise DataError(summary, field=where, got=other, need=need)
+    return messages
 
 
 def _checked(value: Any, kind: Any, field: str, need: str) -> Any:
@@ -81,17 +82,18 @@ def _checked(value: Any, kind: Any, field: str, need: str) -> Any:
 
 def _message(item: Mapping[str, Any], where: str, developer: str) -> Message:
     role = _checked(item.get("role"), str, f"{where}.role", "a name such as user")
-    message: Message = {
-        "role": developer if role == "developer" else role,
-        "content": _text(item.get("content"), f"{where}.content"),
-    }
+    content = _text(item.get("content"), f"{where}.content")
+    message: Message = {"role": developer if role == "developer" else role, "content": content}
     # Rows in the form of chat completions have their calls in the messages themselves.
-    if calls := item.get("tool_calls"):
-        message["tool_calls"] = []
-        for i, call in enumerate(_checked(calls, list | tuple, f"{where}.tool_calls", "a list of calls")):
-            field, need = f"{where}.tool_calls[{i}]", '{"id": ..., "function": {...}}'
-            function = _checked(_checked(call, Mapping, field, need).get("function"), Mapping, field, need)
-            message["tool_calls"].append(_call({**function, "call_id": call.get("id")}, field))
+    calls = [
+        _checked(call, Mapping, f"{where}.tool_calls[{i}]", '{"id": ..., "function": {...}}')
+        for i, call in enumerate(_checked(item.get("tool_calls") or [], list, f"{where}.tool_calls", "a list"))
+    ]
+    if calls:
+        message["tool_calls"] = [
+            _call({**(call.get("function") or {}), "call_id": call.get("id")}, f"{where}.tool_calls[{i}]")
+            for i, call in enumerate(calls)
+        ]
     return message | {key: item[key] for key in ("tool_call_id", "name") if isinstance(item.get(key), str)}
 
 
@@ -125,13 +127,3 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         "type": "function",
         "function": {"name": name, "arguments": {} if arguments is None else arguments},
     }
-
-
-def _call_output(item: Mapping[str, Any], where: str, messages: Sequence[Message]) -> Message:
-    call_id = item.get("call_id")
-    message: Message = {"role": "tool", "content": _text(item.get("output"), f"{where}.output")}
-    if isinstance(call_id, str):
-        message["tool_call_id"] = call_id
-        names = {call["id"]: call["function"]["name"] for each in messages for call in each.get("tool_calls", ())}
-        message |= {"name": names[call_id]} if call_id in names else {}
-    return message

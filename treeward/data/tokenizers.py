@@ -26,12 +26,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     """Train on texts, which are read once. Raises `ConfigError` if `vocab_size` does not even hold the bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + len(_SPECIAL):
-        raise ConfigError(
-            "the vocabulary is too small",
-            where="policy.tokenizer.vocab_size",
-            got=vocab_size,
-            need=f"at least {len(alphabet) + len(_SPECIAL)}: the bytes and the special tokens",
-        )
+        need = f"at least {len(alphabet) + len(_SPECIAL)}: the bytes and the special tokens"
+        raise ConfigError("the vocabulary is too small", where="policy.tokenizer.vocab_size", got=vocab_size, need=need)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
