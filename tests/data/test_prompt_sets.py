@@ -8,8 +8,6 @@ from typing import Any
 
 import datasets
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from messages import assistant, user, write_jsonl
 
 from treeward.config.data import PromptSetConfig
@@ -18,7 +16,6 @@ from treeward.data.prompt_sets import (
     Prompt,
     PromptSet,
     RowPrompts,
-    _held_out,
     from_response_row,
     open_prompts,
     register_prompt_dataset,
@@ -177,20 +174,10 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
     assert len(asked[1]) == 10
     assert (train.counts.read, train.counts.kept, train.counts.held_out) == (100, len(train), len(validation))
     assert f"left out: {len(validation)} of the other part" in train.counts.summary()
-
-
-@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=30), st.floats(0.05, 0.95), st.integers(0, 2**32 - 1))
-def test_a_prompt_is_never_in_both_parts(texts: list[str], share: float, seed: int) -> None:
-    prompts = [Prompt((user(text),)) for text in texts]
-    num_different = len(set(texts))
-    if not 0 < round(share * num_different) < num_different:
-        with pytest.raises(ConfigError, match="leaves one part without a prompt"):
-            _held_out(prompts, share, seed, "set")
-        return
-    is_out = _held_out(prompts, share, seed, "set")
-    out = {text for text, one in zip(texts, is_out, strict=True) if one}
-    assert len(out) == round(share * num_different)
-    assert all((text in out) == one for text, one in zip(texts, is_out, strict=True))
+    other = opened(tmp_path, "PromptDataset", *rows, part="validation", split_validation_size=0.25, seed=4)
+    assert [p.where for p in other] != [p.where for p in validation]
+    with pytest.raises(ConfigError, match="leaves one part without a prompt"):
+        opened(tmp_path, "PromptDataset", *rows[:1], part="train", **share)
 
 
 @pytest.mark.parametrize(

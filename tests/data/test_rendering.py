@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import assistant, user
 from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_source
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from treeward.data import rendering
@@ -26,9 +26,7 @@ LAST_OTHER = {"llava_next", "llava_next_training", "glm4moe", "glm4moe_training"
 NEWLINE_LAST = ("gemma", "diffusion_gemma", "qwen", "nemotron", "lfm2", "smolvlm", "idefics3")
 LLAMA2_TEMPLATE = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] | trim + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{{ m['content'] }}{% endfor %}"
 )
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
 
@@ -39,19 +37,6 @@ CHAT = [
     user("And of Ünïland?"),
     assistant("数字 🙂, then?"),
 ]
-
-
-def llama2_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Metaspace()
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    tokenizer.train_from_iterator(
-        SENTENCES, trainers.BpeTrainer(vocab_size=600, special_tokens=special[:3], show_progress=False)
-    )
-    tokenizer.add_tokens(special[3:])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def bert_tokenizer() -> PreTrainedTokenizerFast:
@@ -163,7 +148,7 @@ def test_the_clock_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_refused_conversation_names_row_roles_and_reason() -> None:
-    renderer = Renderer(llama2_tokenizer(), chat_template=LLAMA2_TEMPLATE)
+    renderer = Renderer(byte_bpe(), chat_template=LLAMA2_TEMPLATE)
     with pytest.raises(DataError) as caught:
         renderer.encode([user("Hello"), user("Again"), assistant("Yes?")], where="train.jsonl:17")
     message = str(caught.value)
@@ -220,15 +205,6 @@ def test_oldest_messages_go_first_whole(kept: list[dict[str, Any]]) -> None:
         assert fit_all(fitting(limit, "truncate_left"), LONG, ANSWERS) == shortened
         fitted = fitting(limit, "truncate_left").fit([*LONG, *ANSWERS[0]])
         assert fitted is not None and fitted.truncated
-
-
-def test_tokens_are_cut_when_the_question_alone_is_too_long() -> None:
-    renderer = fitting(60, "truncate_left")
-    context = [user("flour " * 100)]
-    whole = renderer.encode_many([[*context, *answer] for answer in ANSWERS])
-    for full, cut in zip(whole, fit_all(renderer, context, ANSWERS), strict=True):
-        assert cut is not None and 60 - 60 // 8 < len(cut) <= 60 and (len(full) - len(cut)) % (60 // 8) == 0
-        assert cut[0] == renderer.tokenizer.bos_token_id and cut[1:] == full[-len(cut) + 1 :]
 
 
 @settings(max_examples=60)

@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from treeward.config.data import DatasetConfig
-from treeward.data.datasets import open_dataset
-from treeward.data.tokenizers import texts_of, train_tokenizer
+from treeward.data.tokenizers import train_tokenizer
 from treeward.errors import ConfigError
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "a cat and a dog"] * 3
@@ -34,11 +32,3 @@ def test_training_is_deterministic_and_survives_a_folder(tmp_path: Path) -> None
 def test_a_vocabulary_without_the_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 261"):
         train_tokenizer(TEXTS, vocab_size=260)
-
-
-def test_the_texts_are_those_of_every_message() -> None:
-    stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="validation"))
-    texts = list(texts_of([stream]))
-    preference, _ = next(iter(stream))
-    first = [*preference.context, *(m for completion in preference.completions for m in completion.messages)]
-    assert texts[: len(first)] == [message["content"] for message in first]
