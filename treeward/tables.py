@@ -42,31 +42,25 @@ class Column:
     format: str | None = None
 
 
-def results_table(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column], *, ascii_only: bool = False
-) -> str:
-    """An aligned plain-text table; columns of numbers align right, all others left.
-
-    `ascii_only` draws the rule with hyphens and a missing value as a hyphen, for streams that cannot encode more.
-    """
-    rule, absent = ("-", "-") if ascii_only else ("─", _ABSENT)
-    titles, cells, right = _layout(rows, columns, absent)
+def results_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column]) -> str:
+    """An aligned plain-text table; columns of numbers align right, all others left."""
+    titles, cells, right = _layout(rows, columns)
     widths = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
-    lines = [titles, [rule * width for width in widths], *cells]
+    lines = [titles, ["─" * width for width in widths], *cells]
     padded = [map(_pad, line, widths, right) for line in lines]
     return "\n".join(_GAP.join(line).rstrip() for line in padded)
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column]) -> str:
     """The same table in GitHub's Markdown, with bars inside cells escaped."""
-    titles, cells, right = _layout(rows, columns, _ABSENT)
+    titles, cells, right = _layout(rows, columns)
     rule = ["---:" if at_right else ":---" for at_right in right]
     escaped = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line] for line in (titles, *cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (escaped[0], rule, *escaped[1:]))
 
 
 def _layout(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column], absent: str
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column]
 ) -> tuple[list[str], list[list[str]], list[bool]]:
     """Headings, cells row by row, and for each column whether it aligns right."""
     if not columns:
@@ -79,16 +73,16 @@ def _layout(
         values = [row.get(column.key) for row in rows]
         present = [value for value in values if value is not None]
         right.append(bool(present) and all(map(_is_number, present)))
-        by_column.append(_cells(values, column.format, absent))
+        by_column.append(_cells(values, column.format))
     return titles, [list(line) for line in zip(*by_column, strict=True)], right
 
 
-def _cells(values: Sequence[Any], specification: str | None, absent: str) -> list[str]:
+def _cells(values: Sequence[Any], specification: str | None) -> list[str]:
     shared = _shared_format([float(value) for value in values if _is_number(value) and not _is_whole(value)])
     cells = []
     for value in values:
         if value is None:
-            cells.append(absent)
+            cells.append(_ABSENT)
         elif isinstance(value, bool):
             cells.append("yes" if value else "no")
         elif not _is_number(value):

@@ -3,7 +3,6 @@ r"""`treeward bon`: what best-of-n by one or several proxies does to gold, from 
 examples:
   treeward bon --proxy results/quickstart/final --gold other/model --data samples.jsonl --output results/bon
   treeward bon --proxy MODEL --gold "{type: rules, rule: math}" --data samples.jsonl
-  treeward bon --proxy MODEL --gold gold_scores --data samples.jsonl
   treeward bon --proxy scores --gold rank --data comparisons.jsonl
   treeward bon --proxy A --proxy "{model: A, shaping: contract}" --proxy "{models: [A, B], ensemble: worst}" \
       --gold OTHER --data samples.jsonl --output results/bon
@@ -27,19 +26,13 @@ from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import (
-    ModelOptions,
-    check_shaping,
-    load_rewards,
-    parse_yaml,
-    with_model_options,
-    write_table,
-)
+from treeward.cli.options import ModelOptions, check_device, check_shaping, load_rewards, parse_yaml, with_model_options
 from treeward.config.base import nearest_name
 from treeward.config.load import load_section
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
+from treeward.tables import results_table
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +56,9 @@ def run(
     from treeward.evaluation.best_of_n.blocks import legend, sentences, table, write
     from treeward.evaluation.best_of_n.samples import by_field, fields_of, rate, sampled_rows
 
-    first = next(sampled_rows(read_rows(data)))
-    fields = fields_of(first)
-    proxies = [_rater(text, "--proxy", fields, first.where, options) for text in proxy]
-    right = _rater(gold, "--gold", fields, first.where, options)
+    fields = fields_of(next(sampled_rows(read_rows(data))))
+    proxies = [_rater(text, "--proxy", fields, options) for text in proxy]
+    right = _rater(gold, "--gold", fields, options)
     names = [one.name for one in proxies]
     if len({*names, right.name}) <= len(names):
         got, need = [*names, right.name], "different ones: {name: ..., model: ...} gives a model a name of its own"
@@ -92,7 +84,7 @@ def run(
         for name, own in scores.items()
     }
     results = analyse_several(samples, max_n=max_n)
-    write_table(*table(results))
+    sys.stdout.write(results_table(*table(results)) + "\n")
     sys.stdout.write("\n".join(["", legend(right.name), "", *sentences(results)]) + "\n")
     first_result = next(iter(results.values()))
     if fewer := first_result.counts["num_prompts_with_fewer_samples"]:
@@ -102,7 +94,7 @@ def run(
     return 1 if failed else 0
 
 
-def _rater(text: str, option: str, fields: Sequence[str], where: str, options: ModelOptions) -> Any:
+def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions) -> Any:
     """What a proxy or gold is: a field of the rows, a model, an environment, or the bundled world's gold quality."""
     from treeward.evaluation.best_of_n.samples import Rater, by_field, by_gold_quality, by_scorer
 
@@ -118,20 +110,18 @@ def _rater(text: str, option: str, fields: Sequence[str], where: str, options: M
     else:
         if not Path(text).expanduser().exists() and ("/" not in text or text.startswith((".", "/", "~"))):
             near = nearest_name(text, [*fields, _SYNTHETIC, *_RULES])
-            raise ConfigError(
-                "this is no model, no environment and no field of the rows",
-                where=option,
-                got=text,
-                need="a folder or hub name; {type: rules, rule: math}; synthetic; or a field with a number for each "
-                f"completion ({where} has {', '.join(fields) or 'none'})",
-                fix=f"did you mean {near}?" if near else None,
+            need = (
+                f"a folder or hub name; {{type: ...}}; synthetic; or one of the fields {', '.join(fields) or '(none)'}"
             )
+            summary, fix = "this is no model, no environment and no field of the rows", near and f"did you mean {near}?"
+            raise ConfigError(summary, where=option, got=text, need=need, fix=fix)
         section = {"model": text, "name": text}
     if "type" in section:
         return Rater(text.strip(), lambda stack: (_by_environment(section, option, stack), {"section": section}))
     if isinstance(section.get("ensemble"), str):
         section["ensemble"] = {"method": section["ensemble"]}
     model = load_section(ServedModelConfig, {**options.keys, "name": text.strip(), **section}, where=option)
+    check_device(model.device)
     check_shaping(model, alone=True)
 
     def by_model(stack: ExitStack) -> Any:

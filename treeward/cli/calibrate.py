@@ -2,8 +2,6 @@
 
 examples:
   treeward calibrate results/quickstart/final --data held_out.jsonl
-  treeward calibrate results/quickstart/final --dataset-name Bundled --split length_controlled
-  treeward calibrate results/quickstart/final --data held_out.jsonl --data-option prompt_key=question
   treeward calibrate results/quickstart/final --data held_out.jsonl --shaping "{length_calibration: true}"
   treeward calibrate org/reward-model --data held_out.jsonl --output calibration.json
 
@@ -15,18 +13,20 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
-from treeward.cli.options import Model, ModelOptions, load, one_model, parse_yaml, with_model_options, write_table
+from treeward.cli.options import Model, ModelOptions, load, one_model, parse_yaml, with_model_options
 from treeward.config.load import load_section
 from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.storage import write_text
+from treeward.tables import results_table
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def run(
         raise ConfigError("the constants cannot be kept with the model", where=model, need=need, fix=fix)
     stream = open_dataset(config)
     logger.info("Loading %s.", model)
-    scorer, _ = load(one_model([model], None, None, options.keys), options.batch_tokens)
+    scorer, _ = load(one_model([model], None, None, options), options.batch_tokens)
     name = f"{config.data_path or config.dataset_name}{f'[{config.split}]' if config.split else ''}"
     num_scored = 0
     with ShownProgress(unit="comparisons") as progress:
@@ -78,7 +78,7 @@ def run(
 
         preferences = (preference for preference, _ in stream)
         found = calibrate(scorer, preferences, name=name, length_unit=length_unit, on_progress=advance)
-    write_table(_rows(found), ["constant", "value"])
+    sys.stdout.write(results_table(_rows(found), ["constant", "value"]) + "\n")
     if output is not None:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         write_text(Path(output), found.model_dump_json(indent=2) + "\n")

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treeward.cli.options import write_table
 from treeward.errors import ConfigError
-from treeward.tables import Column
+from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
     from treeward.evaluation.comparison import Comparison
@@ -82,7 +81,7 @@ def _write_table(comparison: Comparison) -> None:
         low, high = one.difference.low, one.difference.high
         interval = None if low is None or high is None else f"{low:+.1%} to {high:+.1%}"
         rows.append(row | {"difference": one.difference.value, "interval": interval})
-    write_table(rows, columns)
+    sys.stdout.write(results_table(rows, columns) + "\n")
 
 
 def _disagreements(comparison: Comparison) -> list[str]:

@@ -65,11 +65,7 @@ def _format_of(values: Mapping[str, Any], where: str) -> str:
     if {"chosen", "rejected"} <= keys:  # whole conversations, as messages or as a transcript
         is_transcript = isinstance(values["chosen"], str) and not values["chosen"].lstrip().startswith("[")
         return "HHTranscripts" if is_transcript else "Tulu3Preference"
-    raise DataError(
-        "the row is a comparison in no known format",
-        where=where,
-        got=f"keys {sorted(map(str, values))}",
-        need="context and completions with ranks; or prompt, chosen and rejected; or chosen and rejected conversations",
-        fix="name the keys, as --data-option prompt_key=question; or the dataset that reads it, as --dataset-name "
-        "HelpSteer3; the file of a suite is named as --suite llmbar=FILE",
-    )
+    need = "context and completions with ranks; or prompt, chosen and rejected; or chosen and rejected conversations"
+    fix = "name the keys, as --data-option prompt_key=question; or the dataset that reads it, as --dataset-name HelpSteer3"
+    got = f"keys {sorted(map(str, values))}"
+    raise DataError("the row is a comparison in no known format", where=where, got=got, need=need, fix=fix)

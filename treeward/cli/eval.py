@@ -2,22 +2,16 @@
 
 examples:
   treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
-  treeward eval results/quickstart/final --dataset-name Bundled --split length_controlled --output results/eval
-  treeward eval MODEL --data held_out.jsonl --data-option prompt_key=question --output results/eval
-  treeward eval MODEL OTHER_MODEL --suite rewardbench,rewardbench2 --output results/eval
   treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
   treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
   treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
-  treeward eval MODEL --shaping contract --data held_out.jsonl --output results/eval-shaped
 
-Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or, as
-NAME=FOLDER, from a copy. The same command goes on where it was interrupted. An example
-without a score counts as wrong, and the exit code is 1.
+Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
+An example without a score counts as wrong, and the exit code is 1.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from functools import partial
@@ -27,23 +21,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
-from treeward.cli.options import (
-    Ensemble,
-    ModelOptions,
-    Shaping,
-    check_device,
-    check_shaping,
-    load_rewards,
-    reward_models,
-    with_model_options,
-    write_table,
-)
+from treeward.cli.options import Ensemble, ModelOptions, Shaping, checked_models, load_rewards, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
-from treeward.tables import Column
+from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
     from treeward.evaluation.session import Candidate
+
+_COLUMNS = [
+    *(Column(key) for key in ("model", "suite", "part")),
+    *(Column("value", format=".3f"), Column("low", "95 % from", ".3f"), Column("high", "to", ".3f")),
+    Column("count", "of"),
+]
 
 
 @with_model_options
@@ -87,7 +77,7 @@ def run(
             drift=checkpoints is not None,
             on_progress=progress.show,
         )
-    _print(done.summaries)
+    sys.stdout.write(results_table(_rows(done.summaries), _COLUMNS) + "\n")
     if done.path is not None:
         sys.stdout.write(f"\nThe report is {done.path}\n")
     return 1 if any(one.result.num_failed for one in done.summaries) else 0
@@ -131,20 +121,18 @@ def _candidates(
     names = folder_names(models) | checkpoints
     ordered = [*checkpoints, *(model for model in models if model not in checkpoints)]
     candidates = []
-    for section in reward_models(ordered, ensemble, shaping, options.keys):
+    for section in checked_models(ordered, ensemble, shaping, options, alone=True):
         if section.models is not None and checkpoints:
             need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
             raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
-        name, notes, shaper = "-".join(names[one] for one in section.members), [], check_shaping(section, alone=True)
+        first, name, notes = section.members[0], "-".join(names[one] for one in section.members), []
         if section.ensemble is not None:
             heads = section.ensemble.over == "heads"
             name = name if len(name) <= 100 else f"{len(section.members)}-models"
             name = f"{section.ensemble.method}-of-{'heads-of-' if heads else ''}{name}"
             notes.append(f"{section.ensemble.method} of {'its heads' if heads else ', '.join(section.members)}")
-        if shaper is not None:
-            text = json.dumps(shaper.config.model_dump(mode="json", exclude_defaults=True)).replace('"', "")
-            name, notes = f"{name}-shaped", [*notes, f"rewards, shaped by {text}, in the place of scores"]
-        first = section.members[0]
+        if section.shaping is not None:
+            name, notes = f"{name}-shaped", [*notes, f"rewards, shaped by {shaping}, in the place of scores"]
         candidates.append(
             Candidate(
                 name,
@@ -154,7 +142,6 @@ def _candidates(
                 in_drift=first in checkpoints,
             )
         )
-    check_device(options.device)
     return candidates
 
 
@@ -164,16 +151,13 @@ def _checkpoints(folder: Path) -> dict[str, str]:
     found = {str(path / "model"): path.name for _, path in sorted(steps.items())}
     if (folder / "final").is_dir():
         found[str(folder / "final")] = "final"
-    if not found:
-        need = "a run's checkpoint_dir, with folders step_N"
-        raise ConfigError("the folder has no checkpoints", where="--checkpoints", got=str(folder), need=need)
     return found
 
 
-def _print(summaries: list[Any]) -> None:
-    rows = [
-        {"model": one.model, "suite": one.suite, "part": part, "value": metric.value}
-        | {"low": metric.low, "high": metric.high, "count": metric.count}
+def _rows(summaries: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {"model": one.model, "suite": one.suite, "part": part}
+        | {"value": metric.value, "low": metric.low, "high": metric.high, "count": metric.count}
         for one in summaries
         for part, metric in (
             ("", one.result.headline),
@@ -181,11 +165,3 @@ def _print(summaries: list[Any]) -> None:
             ("length-controlled", one.length.length_controlled_accuracy),
         )
     ]
-    columns = [
-        *(Column(key) for key in ("model", "suite", "part")),
-        Column("value", format=".3f"),
-        Column("low", title="95 % from", format=".3f"),
-        Column("high", title="to", format=".3f"),
-        Column("count", title="of"),
-    ]
-    write_table(rows, columns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import logging
 import os
 import sys
@@ -71,6 +72,8 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 done in part, 2 a mistake to mend, 128 + n signal n."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show the line below a heading
     if words == ["--version"]:
         sys.stdout.write(f"treeward {VERSION}\n")
         return 0

@@ -2,7 +2,7 @@
 
 @with_model_options                                   # adds --device, --dtype, --max-length, ...
 def run(models: Models, ensemble: Ensemble = None, shaping: Shaping = None, *, options: ModelOptions) -> int:
-    for section in reward_models(models, ensemble, shaping, options.keys):
+    for section in checked_models(models, ensemble, shaping, options):
         scorer, shaper = load(section, options.batch_tokens)
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -100,11 +99,22 @@ def reward_models(
     return [load_section(ServedModelConfig, one | keys, where="MODEL, --shaping, --ensemble") for one in named]
 
 
+def checked_models(
+    models: Sequence[str], ensemble: str | None, shaping: str | None, options: ModelOptions, *, alone: bool = False
+) -> list[ServedModelConfig]:
+    """As `reward_models`; a device or a shaping that cannot be is an error before any weights are loaded."""
+    sections = reward_models(models, ensemble, shaping, options.keys)
+    check_device(options.device)
+    for section in sections:
+        check_shaping(section, alone=alone)
+    return sections
+
+
 def one_model(
-    models: Sequence[str], ensemble: str | None, shaping: str | None, options: Mapping[str, Any]
+    models: Sequence[str], ensemble: str | None, shaping: str | None, options: ModelOptions
 ) -> ServedModelConfig:
-    """As `reward_models`, of models that must score as one."""
-    sections = reward_models(models, ensemble, shaping, options)
+    """As `checked_models`, of models that must score as one."""
+    sections = checked_models(models, ensemble, shaping, options)
     if len(sections) > 1:
         need = "one model, or several with --ensemble mean, worst or uncertainty"
         raise ConfigError("nothing says how several models score as one", where="MODEL", got=list(models), need=need)
@@ -112,17 +122,12 @@ def one_model(
 
 
 def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer | EnsembleScorer, Shaper | None]:
-    """The scorer of a section, and the `Shaper` of its scores; None without shaping.
-
-    Raises `ConfigError` for a device that is not there, and as `check_shaping`.
-    """
+    """The scorer of a section, and the `Shaper` of its scores; None without shaping."""
     from treeward.serving.models import ServedModel
 
-    check_device(section.device)
     need = "a reward model; `treeward serve` serves a reward class"
     section.refuse(section.reward_class is not None, "reward_class", need)
     given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-    check_shaping(section)
     model = ServedModel.load(section, ServerConfig(models=(section,), prefix_cache_bytes=0, **given))
     return model.scorer, model.shaper
 
@@ -137,26 +142,17 @@ def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[
     return rewards, scorer_identity(rewards, section.members[0])
 
 
-def check_shaping(section: ServedModelConfig, *, alone: bool = False, tokenizer: Any = None) -> Shaper | None:
-    """The shaper alone, without the weights: its errors come before they are loaded.
+def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
+    """Raise `ConfigError` for rewards that cannot be made without those before them, or lack their constants.
 
-    Raises `ConfigError` for rewards that depend on those before them; with `alone` also for those that are compared
-    with reference completions.
+    With `alone` also for those that are compared with reference completions.
     """
-    if section.shaping is None:
-        return None
-    from treeward.scoring.rewarding import check_fixed, load_shaper
+    if section.shaping is not None:
+        from treeward.scoring.rewarding import check_fixed, load_shaper
 
-    shaper = load_shaper(
-        section.shaping,
-        section.members[0],
-        is_ensemble=section.ensemble is not None,
-        tokenizer=tokenizer,
-        trust_remote_code=section.trust_remote_code,
-    )
-    assert shaper is not None
-    check_fixed(shaper.config, "--shaping", alone=alone)
-    return shaper
+        shaper = load_shaper(section.shaping, section.members[0], is_ensemble=section.ensemble is not None)
+        assert shaper is not None
+        check_fixed(shaper.config, "--shaping", alone=alone)
 
 
 def check_device(device: str | None) -> None:
@@ -181,11 +177,3 @@ def parse_yaml(text: str, option: str) -> Any:
     if not isinstance(value, str | dict):
         raise ConfigError("the option is no section", where=option, got=text, need="YAML, as {key: value}, or a name")
     return value
-
-
-def write_table(rows: Any, columns: Any) -> None:
-    """Write a results table to standard output, in ASCII where it cannot draw lines."""
-    from treeward.tables import results_table
-
-    can_draw = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    sys.stdout.write(results_table(rows, columns, ascii_only=not can_draw) + "\n")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from treeward.cli.options import Ensemble, ModelOptions, Shaping, check_shaping, one_model, with_model_options
+from treeward.cli.options import Ensemble, ModelOptions, Shaping, one_model, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 
@@ -66,12 +66,10 @@ def run(
         raise ConfigError("the output is no .jsonl", where="--output", got=output, need="a name as rollouts.jsonl")
     if reward_model and rewards_url is not None:
         raise ConfigError("rewards come from one place", where="--reward-model, --rewards-url", need="one of them")
-    if not reward_model and (shaping or ensemble or options != ModelOptions()):
-        summary = "--shaping, --ensemble and the options of models are for a reward model in this process"
-        raise ConfigError(summary, need="--reward-model, or the same for the server behind --rewards-url")
-    if rewards_url is None and (rewards_model or rewards_token_env):
-        where = "--rewards-model, --rewards-token-env"
-        raise ConfigError("the option is for a server", where=where, need="--rewards-url")
+    for_model, for_server = shaping or ensemble or options != ModelOptions(), rewards_model or rewards_token_env
+    if (for_model and not reward_model) or (for_server and rewards_url is None):
+        summary = "an option is for a reward model in this process, or for a server of one, and there is none"
+        raise ConfigError(summary, need="--reward-model or --rewards-url")
 
     from treeward.client.rewards import AsyncRewardClient
     from treeward.http import checked_url
@@ -93,16 +91,14 @@ def run(
     policy = Policy(openai_client(base_url, api_key=key_from(model_token_env), **common), model, api, settings)
     token, client, service = key_from(rewards_token_env), None, None
     if reward_model:
-        section = one_model(reward_model, ensemble, shaping, options.keys)
-        check_shaping(section)  # rollouts that are made again must have the same rewards
-        service = _service(section, options.batch_tokens, deadline_seconds=timeout)
-        client = _client_of(service, timeout_seconds=timeout, max_concurrency=concurrency)
+        section = one_model(reward_model, ensemble, shaping, options)  # made again, a reward must be the same
+        service, client = _hosted(section, options.batch_tokens, timeout, concurrency)
     elif rewards_url is not None:
         url = checked_url(rewards_url).removesuffix("/v1")
         client = AsyncRewardClient(url, token=token, model=rewards_model, max_concurrency=concurrency, **common)
-    sizes = {"num_repeats": num_repeats, "concurrency": concurrency}
     try:
-        found = asyncio.run(_collected(tasks, policy, client, Path(output), resume=resume, **sizes))
+        how = {"resume": resume, "concurrency": concurrency}
+        found = asyncio.run(_collected(tasks, policy, client, output, num_repeats, **how))
     finally:
         if service is not None:
             service.close()
@@ -118,13 +114,7 @@ def run(
 
 
 async def _collected(
-    tasks: Sequence[Task],
-    policy: Policy,
-    client: AsyncRewardClient | None,
-    output: Path,
-    *,
-    num_repeats: int,
-    **how: Any,
+    tasks: Sequence[Task], policy: Policy, client: AsyncRewardClient | None, output: str, num_repeats: int, **how: Any
 ) -> Collected:
     """Collect under a line of progress; the clients of the policy and of the rewards are closed at the end."""
     from treeward.serving.rollouts.collect import Rewards, collect
@@ -137,23 +127,24 @@ async def _collected(
         def advance(now: Collected) -> None:
             shown.show("rollouts", now.num_kept + now.num_done + now.num_failed, total)
 
-        return await collect(tasks, policy, rewards, output, num_repeats=num_repeats, advance=advance, **how)
+        return await collect(tasks, policy, rewards, Path(output), num_repeats=num_repeats, advance=advance, **how)
 
 
-def _service(section: ServedModelConfig, batch_tokens: int | None, *, deadline_seconds: float) -> Service:
-    """The reward model in this process, behind the batcher of a server."""
-    from treeward.config.server import ServerConfig
-    from treeward.serving.run import make_service
-
-    given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-    return make_service(ServerConfig(models=(section,), deadline_seconds=deadline_seconds, access_log=False, **given))
-
-
-def _client_of(service: Service, **options: Any) -> AsyncRewardClient:
-    """A client of the server of this process, which listens nowhere."""
+def _hosted(
+    section: ServedModelConfig, batch_tokens: int | None, timeout: float, concurrency: int
+) -> tuple[Service, AsyncRewardClient]:
+    """The reward model in this process behind the batcher of a server, and a client of it; it listens nowhere."""
     from httpx import ASGITransport
 
     from treeward.client.rewards import AsyncRewardClient
+    from treeward.config.server import ServerConfig
     from treeward.serving.app import create_app
+    from treeward.serving.run import make_service
 
-    return AsyncRewardClient("http://localhost", transport=ASGITransport(create_app(service)), **options)
+    given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
+    service = make_service(ServerConfig(models=(section,), deadline_seconds=timeout, access_log=False, **given))
+    transport = ASGITransport(create_app(service))
+    client = AsyncRewardClient(
+        "http://localhost", transport=transport, timeout_seconds=timeout, max_concurrency=concurrency
+    )
+    return service, client

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import Ensemble, ModelOptions, Shaping, check_shaping, load, one_model, with_model_options
+from treeward.cli.options import Ensemble, ModelOptions, Shaping, load, one_model, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, resumable_rows
@@ -42,7 +42,7 @@ def run(
     *,
     options: ModelOptions,
 ) -> int:
-    section = one_model(models, ensemble, shaping, options.keys)
+    section = one_model(models, ensemble, shaping, options)
 
     from treeward.data.sources import fingerprint, read_jsonl_stream, read_rows
     from treeward.evaluation.session import scorer_identity
@@ -51,9 +51,8 @@ def run(
     if output != "-" and Path(output).exists() and Path(data).exists() and Path(output).samefile(data):
         raise ConfigError("the output is the input", where="--output", got=output, need="another file than --data")
     rows = read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data)
-    # A missing file, a bad first line or a shaping that cannot be is an error before the model is loaded.
+    # A missing file or a bad first line is an error before the model is loaded.
     rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
-    check_shaping(section)
     logger.info("Loading %s.", ", ".join(models))
     scorer, shaper = load(section, options.batch_tokens)
     identity = {

@@ -5,7 +5,6 @@ examples:
   treeward serve MODEL OTHER_MODEL --host 0.0.0.0 --port 8000 token_env=TREEWARD_TOKEN
   treeward serve MODEL OTHER_MODEL --ensemble worst --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward serve --config server.yaml --port 8001 deadline_seconds=30
-  treeward serve MODEL allowed_hosts=rm.example.org
 
 Then, from another terminal:
   curl localhost:8000/v1/rewards -H 'content-type: application/json' \

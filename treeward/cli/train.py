@@ -14,10 +14,11 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from treeward.cli.options import ConfigFile, Overrides, write_table
+from treeward.cli.options import ConfigFile, Overrides
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.load import load_config
 from treeward.config.preflight import check_inputs
+from treeward.tables import results_table
 
 if TYPE_CHECKING:
     from treeward.training.loop import Outcome
@@ -36,7 +37,9 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         return outcome.exit_code
     if outcome.validation:
         sys.stdout.write("\n")
-        write_table(result_rows(outcome.validation_sizes, outcome.validation), result_columns(loaded))
+        sys.stdout.write(
+            results_table(result_rows(outcome.validation_sizes, outcome.validation), result_columns(loaded)) + "\n"
+        )
     lines, caveats = [], [f"{name}: {caveat}" for name, caveat in outcome.caveats.items()]
     if outcome.model_folder is not None:
         folder = shlex.quote(str(outcome.model_folder))

@@ -3,9 +3,7 @@
 examples:
   treeward verify results/quickstart/final
   treeward verify results/quickstart/final --device cuda --dtype bfloat16 --quick
-  treeward verify downloaded/model --write
   treeward verify downloaded/model --write --head-weights helpfulness=1,verbosity=-0.2
-  treeward verify results/quickstart/final --against http://localhost:8000
   treeward verify results/quickstart/final --against http://gpu7:8001 --dialect vllm --dtype bfloat16
 
 The first part that differs is the cause. The exit code is 0 where everything is equal,
@@ -26,8 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from treeward.cli.options import Device, Dtype, Model, TrustRemoteCode, check_device, write_table
+from treeward.cli.options import Device, Dtype, Model, TrustRemoteCode, check_device
 from treeward.errors import ConfigError, ModelError
+from treeward.tables import results_table
 
 if TYPE_CHECKING:
     from treeward.client.verification import ServerVerification
@@ -92,11 +91,7 @@ def run(
         _write(Path(model).expanduser(), head_weights, force, device, trust_remote_code)
     found = verify(model, quick=quick, device=device, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     _show(found, found.model, as_json=as_json)
-    if found.equal and not found.num_tensors and not as_json:
-        sys.stdout.write("The other tensors are not hashed: of them only what moves a golden score is seen.\n")
-    if not found.could_compare:
-        return 2
-    return 0 if found.first_difference is None else 1
+    return 2 if not found.could_compare else 0 if found.first_difference is None else 1
 
 
 def _show(result: Verification | ServerVerification, name: str, *, as_json: bool) -> None:
@@ -107,7 +102,7 @@ def _show(result: Verification | ServerVerification, name: str, *, as_json: bool
         sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         return
     rows = [{"part": check.part, "state": check.state, "finding": check.summary} for check in result.checks]
-    write_table(rows, ["part", "state", "finding"])
+    sys.stdout.write(results_table(rows, ["part", "state", "finding"]) + "\n")
     if first is not None:
         details = {"got": first.got, "need": first.need, "fix": first.fix}
         lines = [f"{name}: what differs first is the {first.part}: {first.summary}"]
