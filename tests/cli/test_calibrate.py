@@ -113,7 +113,6 @@ def test_where_the_constants_cannot_be_kept_is_told_first(
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"text": "hello"}], "no known format"),
         ([*BINARY, {"prompt": "?", "chosen": "Yes."}], "in.jsonl:13"),
         ([BINARY[0], *[row | {"chosen": "and so on " * 99} for row in BINARY]], "1 with two scored"),
     ],

@@ -7,16 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from treeward import __version__
 from treeward.cli import main as entry
 from treeward.cli.main import VERBS, configure_logging, main
-from treeward.scoring.scorer import Scorer
 
 
 @pytest.fixture
@@ -82,24 +79,6 @@ def test_options_may_stand_between_overrides_and_debug_anywhere(capsys: pytest.C
         assert "Traceback" in text and "no_such.yaml" in text
     assert main(words) == 2
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_an_interrupted_command_ends_with_130_and_replaces_nothing(
-    model_folder: Path,
-    write_rows: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    data, output = write_rows("rows.jsonl", [{"prompt": "2 + 2?", "responses": ["4", "5"]}]), tmp_path / "scores.jsonl"
-    output.write_text("the scores of before\n")
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Scorer, "score", interrupted)
-    assert main(["score", str(model_folder), "--data", str(data), "--output", str(output), "--device", "cpu"]) == 130
-    assert "interrupted" in capsys.readouterr().err and output.read_text() == "the scores of before\n"
 
 
 def test_the_log_has_one_handler_and_names_levels(restored_logging: None, capsys: pytest.CaptureFixture[str]) -> None:

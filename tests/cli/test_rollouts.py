@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import subprocess
@@ -13,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 from fake_policy import FakePolicy
-from loopback import Loopback, serving_on_loopback
+from loopback import Loopback
 
 from treeward.cli.main import main
 from treeward.client.rewards import AsyncRewardClient
 from treeward.config.server import ServerConfig
-from treeward.errors import ConfigError, DataError
+from treeward.errors import DataError
 from treeward.scoring.scorer import Scorer
 from treeward.serving.app import create_app
 from treeward.serving.rollouts.collect import Rewards
@@ -97,8 +98,8 @@ def client_of(service: Any) -> AsyncRewardClient:
 PLAIN: dict[str, Any] = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.1}
 
 
-def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
-    """Also the reasons without a reward, and the identities: --resume may go on with the same model elsewhere."""
+def test_rollouts_know_what_their_rewards_depend_on(model_folder: Path) -> None:
+    """`--resume` may go on with the same model under another name, and not with another shaping or ensemble."""
     one = {"model": str(model_folder), "device": "cpu"}
     ensemble = {"models": [str(model_folder)] * 2, "device": "cpu"}
     sections: list[dict[str, Any]] = [
@@ -107,41 +108,23 @@ def test_a_server_gives_the_rewards_of_this_process(model_folder: Path) -> None:
         {**one, "name": "par", "shaping": {"reference": "par", "reference_key": "gold"}},
         {**ensemble, "name": "mean", "ensemble": {"method": "mean", "standardize": False}},
         {**ensemble, "name": "worst", "ensemble": {"method": "worst", "standardize": False}},
+        {**one, "name": "renamed"},
     ]
     output = [{"type": "message", "role": "assistant", "content": "The Amazon."}]
     params = {"input": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Why?"}]}
-    row = {"reward_threshold": 0.0, "gold": "The Nile."}
 
-    async def compare(url: str) -> list[Mapping[str, Any]]:
-        identities = []
-        for section in sections:
-            client = AsyncRewardClient(url, model=section["name"])
-            remote = await Rewards.of(client)
-            service = make_service(ServerConfig.model_validate({"models": [section]}))
-            local = await Rewards.of(client_of(service))
-            found = await remote.judge(params, output, row)
-            assert found == await local.judge(params, output, row)
+    async def identity_of(section: dict[str, Any]) -> Mapping[str, Any]:
+        with contextlib.closing(make_service(ServerConfig.model_validate({"models": [section]}))) as service:
+            rewards = await Rewards.of(client_of(service))
+            found = await rewards.judge(params, output, {"reward_threshold": 0.0, "gold": "The Nile."})
             assert found.keys() >= {"reward", "reward_num_tokens", "reward_passed"}
-            assert local.identity == remote.identity
-            for source in (remote, local):
-                with pytest.raises(DataError, match="too long to score"):
-                    await source.judge({"input": "word " * 200}, output, row)
-                if section["name"] == "par":
-                    with pytest.raises(DataError, match="gold"):
-                        await source.judge(params, output, {})
-            identities.append(local.identity)
-            service.close()
-            await client.aclose()
-        with pytest.raises(ConfigError, match="no such reward model"):
-            await Rewards.of(AsyncRewardClient(url, model="other"))
-        return identities
+            if section["name"] == "par":
+                with pytest.raises(DataError, match="gold"):
+                    await rewards.judge(params, output, {})
+            return rewards.identity
 
-    with serving_on_loopback(make_service(ServerConfig.model_validate({"models": sections}))) as url:
-        identities = asyncio.run(compare(url))
-    assert all(identities.count(identity) == 1 for identity in identities)
-    renamed = make_service(ServerConfig.model_validate({"models": [one]}))
-    assert asyncio.run(Rewards.of(client_of(renamed))).identity == identities[0]
-    renamed.close()
+    *different, renamed = [asyncio.run(identity_of(section)) for section in sections]
+    assert all(different.count(identity) == 1 for identity in different) and renamed == different[0]
 
 
 def test_all_forms_of_rows(
@@ -207,13 +190,6 @@ class TestChatAnswers:
 
 
 class TestFailures:
-    def test_what_passes_is_tried_again(
-        self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy
-    ) -> None:
-        policy.failures.update({"Why?": [503], "Who?": [429]})
-        assert collect(rows) == 0
-        assert len(read(tmp_path)) == 3 and len(policy.requests) == 5
-
     def test_what_does_not_pass_is_in_the_failures_and_tried_on_resume(
         self, collect: Callable[..., int], rows: Path, tmp_path: Path, policy: FakePolicy, model_folder: Path
     ) -> None:
@@ -302,14 +278,9 @@ class TestResume:
         assert "there are rollouts already" in capsys.readouterr().err
         assert len(policy.requests) == 3
 
-    @pytest.mark.parametrize(
-        "change", [("--temperature", "0.5"), ("--model", "other"), ("--reward-model", "MODEL", "--device", "cpu")]
-    )
-    def test_other_settings_do_not_mix(
-        self, change: tuple[str, ...], collect: Callable[..., int], rows: Path, policy: FakePolicy, model_folder: Path
-    ) -> None:
+    def test_other_settings_do_not_mix(self, collect: Callable[..., int], rows: Path, policy: FakePolicy) -> None:
         assert collect(rows) == 0
-        assert collect(rows, "--resume", *(str(model_folder) if one == "MODEL" else one for one in change)) == 2
+        assert collect(rows, "--resume", "--temperature", "0.5") == 2
         assert len(policy.requests) == 3
 
 
@@ -328,7 +299,6 @@ def test_a_row_that_cannot_be_asked_is_told_before_the_first_request(
     [
         ("--output", "rollouts.json"),
         ("--model-url", "localhost:8001"),
-        ("--model-url", "http://[::1"),
         ("--shaping", "{normalize_rewards: true}"),
         ("--rewards-model", "rm"),
         ("--reward-model", "a", "b"),

@@ -180,21 +180,12 @@ def test_rewards_beside_the_scores(score: Callable[..., Any], write_rows: Write)
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
 
 
-def test_an_ensemble_of_two_models(score: Callable[..., Any], write_rows: Write, model_folder: Path) -> None:
-    data = write_rows("in.jsonl", [SHAPES["messages"]])
-    _, (alone,) = score(data)
-    code, (both,) = score(data, str(model_folder), "--ensemble", "{method: worst, standardize: false}")
-    assert code == 0 and both["score"] == pytest.approx(alone["score"], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--shaping", "{length_calibration: true}"], "treeward calibrate"),
         (["--shaping", "{normalize_rewards: true, running: true}"], "order of the rows"),
         (["--shaping", "{lenght_penalty: {}}"], "did you mean shaping.length_penalty"),
         (["--shaping", "{"], "no section"),
-        (["--ensemble", "worst"], "one model is no ensemble"),
         (["MORE"], "nothing says how"),
     ],
 )

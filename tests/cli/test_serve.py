@@ -36,29 +36,18 @@ class Loading(Exception):
     pass
 
 
-def test_several_models_and_settings() -> None:
+def test_words_are_models_and_settings() -> None:
     config = config_of("x/a/final", "--port", "0", "org/b", "--host", "0.0.0.0", "max_queued=5", "token_env=TOKEN")
     assert [model.served_name for model in config.models] == ["a", "org/b"]
     assert (config.host, config.port, config.max_queued, config.token_env) == ("0.0.0.0", 0, 5, "TOKEN")
-
-
-@pytest.mark.parametrize(
-    ("words", "members", "over"),
-    [
-        (["a", "b", "--ensemble", "worst"], ("a", "b"), "models"),
-        (["a", "--ensemble", "{method: mean, over: heads}"], ("a",), "heads"),
-    ],
-)
-def test_an_ensemble_is_one_model(words: list[str], members: tuple[str, ...], over: str) -> None:
-    [model] = config_of(*words).models
-    assert model.members == members and model.ensemble is not None and model.ensemble.over == over
-
-
-def test_options_of_the_models() -> None:
     words = ["a", "b", "--shaping", "contract", "--dtype", "bfloat16", "--device", "cpu", "--unchecked"]
     for model in config_of(*words, "--trust-remote-code").models:
         assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", "cpu")
         assert model.trust_remote_code and not model.check_contract
+    [model] = config_of("a", "b", "--ensemble", "worst").models
+    assert model.members == ("a", "b") and model.ensemble is not None and model.ensemble.over == "models"
+    [model] = config_of("a", "--ensemble", "{method: mean, over: heads}").models
+    assert model.members == ("a",) and model.ensemble is not None and model.ensemble.over == "heads"
 
 
 def test_a_file_and_the_command_line(tmp_path: Path) -> None:
@@ -67,6 +56,8 @@ def test_a_file_and_the_command_line(tmp_path: Path) -> None:
     config = config_of("--config", str(file), "--port", "7001", "max_queued=4")
     assert (config.models[0].served_name, config.port, config.max_queued) == ("first", 7001, 4)
     assert config_of("--config", str(file), "b").models[0].served_name == "b"
+    with pytest.raises(ConfigError, match="named on the command line"):
+        call(serve.run, "--config", file, "--shaping=contract")
 
 
 @pytest.mark.parametrize(
@@ -83,14 +74,6 @@ def test_wrong_words(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         call(serve.run, *words)
     assert says in str(wrong.value)
-
-
-@pytest.mark.parametrize("option", ["--shaping=contract", "--dtype=bfloat16"])
-def test_options_without_a_model_are_not_lost(tmp_path: Path, option: str) -> None:
-    file = tmp_path / "server.yaml"
-    file.write_text("models: [{model: a}]\n")
-    with pytest.raises(ConfigError, match="named on the command line"):
-        call(serve.run, "--config", file, option)
 
 
 def test_without_the_packages_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -132,11 +115,6 @@ def test_what_is_told_before_anything_is_loaded(
     """A model that is not there would be the first error, if it were looked at."""
     monkeypatch.setenv("EMPTY_TOKEN", " ")
     assert says in refused("/nowhere/model", "--port", "0", word)
-
-
-def test_a_device_that_is_not_there(refused: Any, model_folder: Path) -> None:
-    said = refused(str(model_folder), "--port", "0", "--device", "cuda:77")
-    assert "the device cannot be used" in said and "cuda:77" in said
 
 
 def test_a_model_that_does_not_keep_its_contract(refused: Any, model_folder: Path, tmp_path: Path) -> None:

@@ -85,14 +85,6 @@ def test_what_ctrl_c_has_saved_is_told(
         assert command() == 0
 
 
-def test_ctrl_c_while_a_run_is_prepared_leaves_at_once(
-    command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train_module, "set_up", lambda *_, **__: signal.raise_signal(signal.SIGINT))
-    assert command() == 130
-    assert capsys.readouterr().err.strip() == "treeward train: interrupted"
-
-
 def test_every_set_of_the_report_and_how_the_model_was_chosen_are_said(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

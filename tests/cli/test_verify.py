@@ -50,15 +50,7 @@ def test_a_whole_folder(folder: Path, verify: Verify) -> None:
     assert [line.split("  ")[0] for line in text.splitlines()[2:10]] == [
         "contract", "files", "template", "tokens", "read position", "precision", "activation", "weights",
     ]  # fmt: skip
-    assert verify(folder, "--dtype", "bfloat16")[0] == 0
-
-
-def test_a_quick_verification(folder: Path, verify: Verify) -> None:
-    code, text = verify(folder, "--quick")
-    assert code == 0 and "8 golden scores" in text and "not hashed" in text
-    code, text = verify(folder, "--quick", "--json")
-    assert json.loads(text)["num_tensors"] == 0
-    assert json.loads(verify(folder, "--json")[1])["num_tensors"] == 21
+    assert verify(folder, "--dtype", "bfloat16", "--quick")[0] == 0
 
 
 @pytest.fixture
@@ -87,12 +79,7 @@ def test_several_labels_need_weights(labelled: Path, verify: Verify) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ("polite=1", "labels helpful, brief"),
-        ("helpful=0", "not all of them zero"),
-        ("helpful=1,2", "cannot be read"),
-    ],
+    ("weights", "message"), [("polite=1", "labels helpful, brief"), ("helpful=1,2", "cannot be read")]
 )
 def test_weights_that_do_not_fit(weights: str, message: str, labelled: Path, verify: Verify) -> None:
     code, text = verify(labelled, "--write", f"--head-weights={weights}")

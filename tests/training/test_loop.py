@@ -24,11 +24,8 @@ def test_more_than_one_process_is_refused_in_one_sentence(
 ) -> None:
     config = request.getfixturevalue(make)()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(ConfigError, match="more than one process is not supported yet") as caught:
-            run(config, show_progress=False)
-        assert "without torchrun" in str(caught.value)
+    with pytest.raises(ConfigError, match="more than one process is not supported yet(?s:.*)without torchrun"):
+        run(config, show_progress=False)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -78,8 +75,3 @@ def test_called_from_python_a_run_shows_lines_where_nobody_configured_logging(
     shown = capsys.readouterr().err
     assert "training: 1 of 2 steps" in shown and "training: 2 of 2 steps" in shown and "after step 2" in shown
     assert logging.getLogger("treeward").handlers == []
-    run(
-        request.getfixturevalue(make)(f"{section}.max_num_steps=2", "checkpointing.metric_name=null"),
-        show_progress=False,
-    )
-    assert "training:" not in capsys.readouterr().err

@@ -66,6 +66,6 @@ def _format_of(values: Mapping[str, Any], where: str) -> str:
         is_transcript = isinstance(values["chosen"], str) and not values["chosen"].lstrip().startswith("[")
         return "HHTranscripts" if is_transcript else "Tulu3Preference"
     need = "context and completions with ranks; or prompt, chosen and rejected; or chosen and rejected conversations"
-    fix = "name the keys, as --data-option prompt_key=question; or the dataset that reads it, as --dataset-name HelpSteer3"
+    fix = "name the keys, as --data-option prompt_key=question; or the dataset, as --dataset-name HelpSteer3"
     got = f"keys {sorted(map(str, values))}"
     raise DataError("the row is a comparison in no known format", where=where, got=got, need=need, fix=fix)
