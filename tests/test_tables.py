@@ -39,10 +39,6 @@ def test_an_absent_value_and_none_are_dashes_and_keep_the_column_numeric():
     ]
 
 
-def test_ascii_only_is_ascii():
-    assert results_table([{"a": None, "b": 1.5}], ["a", "b"], ascii_only=True).isascii()
-
-
 @pytest.mark.parametrize(
     ("values", "cells"),
     [

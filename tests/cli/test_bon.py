@@ -106,20 +106,16 @@ def test_what_has_no_score_is_counted_and_never_a_number(
 def test_several_proxies_on_the_same_samples(
     model_folder: Path, samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, alone = tmp_path / "out", tmp_path / "alone"
+    output = tmp_path / "out"
     worst = json.dumps({"name": "worst", "models": [str(model_folder)] * 2,
                         "ensemble": {"method": "worst", "standardize": False}})  # fmt: skip
     proxies = ("--proxy", model_folder, "--proxy", penalised(model_folder, 0.5), "--proxy", worst)
     assert run(*proxies, "--data", samples, "--output", output) == 0
-    assert run("--proxy", model_folder, "--data", samples, "--output", alone) == 0
     printed, content = capsys.readouterr().out, result_of(output)
     assert set(content) == {"gold", "data", "proxies"}
     found = {one["proxy"]: one for one in content["proxies"]}
     own = str(model_folder)
     assert list(found) == [own, "penalised", "worst"]
-    for name in ("gold", "regret", "proxy_gain"):
-        expected = result_of(alone)["curves"][name]["mean"]
-        assert found[own]["curves"][name]["mean"] == pytest.approx(expected, abs=1e-5)
     # What the shaping takes off is in the kept scores, and a model that stands twice in an ensemble is itself.
     (plain,) = (
         path for path in (output / "scores").glob("*.jsonl") if path.stem[:5] not in ("penal", "worst", "gold_")
@@ -130,17 +126,10 @@ def test_several_proxies_on_the_same_samples(
     ):  # fmt: skip
         expected = [(p or 0) - 0.5 * len(text) for p, text in zip(before, row["responses"], strict=True)]
         assert less == pytest.approx(expected, abs=1e-4) and both == pytest.approx(before, abs=1e-5)
-    assert found[own]["difference"] is None
-    last = [found[name]["curves"]["gold"]["mean"][-1] for name in (own, "penalised")]
     difference = found["penalised"]["difference"]
-    assert difference["value"] == pytest.approx(last[1] - last[0], abs=1e-9)
-    assert difference["low"] <= difference["value"] <= difference["high"]
+    assert found[own]["difference"] is None and difference["low"] <= difference["value"] <= difference["high"]
     for name in found:
         assert f"{name}: {found[name]['verdict']['sentence']}" in printed
-    report = json.loads((output / "report.json").read_text(encoding="utf-8"))
-    series = {b["title"]: [s["name"] for s in b["series"]] for b in report["blocks"] if b["kind"] == "curves"}
-    assert series["Over-optimisation"][::2] == [*(f"{name}: gold" for name in found), "best possible gold"]
-    assert series["Regret"] == list(found)
 
 
 def test_an_interrupted_run_goes_on_and_nothing_is_scored_twice(

@@ -12,20 +12,15 @@ import pytest
 from treeward.cli.main import main
 from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
-from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 
 Write = Callable[..., Path]
 
-QUESTIONS = [f"{n} + {n + 1}?" for n in range(12)]
 BINARY = [
-    {
-        "prompt": text,
-        "chosen": f"It is {2 * n + 1}." + " Really." * (n % 4 + 1),
-        "rejected": "I do not know that." * (n % 3),
-    }
-    for n, text in enumerate(QUESTIONS)
+    {"prompt": f"{n} + {n + 1}?", "chosen": f"It is {2 * n + 1}." + " Really." * (n % 4 + 1)}
+    | {"rejected": "I do not know that." * (n % 3)}
+    for n in range(12)
 ]
 
 
@@ -33,18 +28,10 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-@pytest.fixture(scope="module")
-def signed_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("signed") / "model"
-    shutil.copytree(model_folder, folder)
-    sign_folder(folder, renderer=Scorer.load(folder, device="cpu", max_length=96).renderer)
-    return folder
-
-
 @pytest.fixture
-def model(signed_folder: Path, tmp_path: Path) -> Path:
+def model(model_folder: Path, tmp_path: Path) -> Path:
     """A model folder with its contract, to write in."""
-    return Path(shutil.copytree(signed_folder, tmp_path / "model"))
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 def contract_of(folder: Path) -> ScoringContract:

@@ -78,17 +78,3 @@ def test_mistakes(models: tuple[Path, Path], tmp_path: Path) -> None:
         run(models[0], models[0])
     with pytest.raises(DataError, match="no evaluation here"):
         run(models[0], tmp_path / "absent")
-
-
-def test_what_cannot_be_placed_is_counted_and_texts_are_as_long_as_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    long = "word " * 60
-    rows = [row(n, 1.0) | {"completions": [[{"role": "assistant", "content": long}]] * 2} for n in range(12)]
-    others = [one | {"scores": [None, None] if n < 4 else [-1.0, 0.0]} for n, one in enumerate(rows)]
-    first, second = write(tmp_path / "a" / "suite", rows), write(tmp_path / "b" / "suite", others)
-    assert run(first, second, "--disagreements", "2") == 0
-    text = capsys.readouterr().out
-    assert "The 2 of 8 examples furthest apart" in text
-    assert long[:97] + "..." in text and long[:99] not in text
-    assert text.count("only a is right") == 2

@@ -185,8 +185,3 @@ def test_what_cannot_be_is_told_before_a_suite_is_read(
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert "Reading" not in caplog.text and "Loading" not in caplog.text
-
-
-def test_options_of_comparisons_need_comparisons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "MODEL", "--suite", "llmbar", "--data-option", "prompt_key=question"]) == 2
-    assert "no comparisons for the option" in capsys.readouterr().err

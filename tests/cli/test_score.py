@@ -20,16 +20,8 @@ USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "con
 OTHER = {"role": "assistant", "content": "It is 5."}
 SHAPES: dict[str, dict[str, Any]] = {
     "messages": {"messages": [USER, ANSWER], "id": 1},
-    "completions": {
-        "context": [USER],
-        "completions": [{"rank": 0, "completion": [ANSWER]}, {"rank": 1, "completion": [OTHER]}],
-    },
     "binary": {"prompt": "2 + 2?", "chosen": "4.", "rejected": "It is 5."},
     "responses": {"prompt": "2 + 2?", "responses": ["4.", "It is 5.", "4."]},
-    "transcripts": {
-        "chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4.",
-        "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: It is 5.",
-    },
 }
 LONG = {"messages": [USER, {"role": "assistant", "content": "and so on " * 60}]}
 
@@ -73,14 +65,9 @@ def test_every_shape_of_row_is_scored_in_order_as_transformers_does(
     assert code == 0
     good, bad = plain_scores(model_folder, [[USER, ANSWER], [USER, OTHER]])
     assert abs(good - bad) > 1e-3
-    messages, completions, binary, responses, transcripts = rows
+    messages, binary, responses = rows
     assert messages.pop("score") == pytest.approx(good, abs=1e-5)
-    for row, expected in [
-        (completions, [good, bad]),
-        (binary, [good, bad]),
-        (responses, [good, bad, good]),
-        (transcripts, [good, bad]),
-    ]:
+    for row, expected in [(binary, [good, bad]), (responses, [good, bad, good])]:
         assert row.pop("scores") == pytest.approx(expected, abs=1e-5)
     assert rows == list(SHAPES.values())  # each row is written as it came
 
@@ -108,15 +95,6 @@ def test_a_malformed_line_is_named_and_what_was_written_stays(
     error = capsys.readouterr().err
     assert f"{data}:301" in error and "Traceback" not in error
     assert 256 <= len(rows) <= 300 and all("score" in row for row in rows)
-
-
-def test_what_is_too_long_has_no_score_and_says_so(score: Callable[..., Any], write_rows: Write) -> None:
-    mixed = {"prompt": "2 + 2?", "responses": ["4.", "and so on " * 60]}
-    code, (long, both, fine) = score(write_rows("in.jsonl", [LONG, mixed, SHAPES["messages"]]))
-    assert code == 1
-    assert long["score"] is None and "too long" in long["error"]
-    assert both["scores"][0] is not None and both["scores"][1] is None and "too long" in both["error"]
-    assert fine["score"] is not None and "error" not in fine
 
 
 def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
@@ -172,10 +150,12 @@ def test_a_reader_that_has_enough_is_no_error(
     assert "Traceback" not in error and "BrokenPipe" not in error
 
 
-def test_rewards_beside_the_scores(score: Callable[..., Any], write_rows: Write) -> None:
-    rows = [SHAPES["messages"], {"prompt": "2 + 2?", "responses": ["4.", "Four is what it is."]}]
-    code, (one, both) = score(write_rows("in.jsonl", rows), "--shaping", "{length_penalty: {threshold: 3}}")
-    assert code == 0
+def test_rewards_beside_the_scores_and_reasons_where_there_are_none(
+    score: Callable[..., Any], write_rows: Write
+) -> None:
+    rows = [SHAPES["messages"], {"prompt": "2 + 2?", "responses": ["4.", "Four is what it is."]}, LONG]
+    code, (one, both, long) = score(write_rows("in.jsonl", rows), "--shaping", "{length_penalty: {threshold: 3}}")
+    assert code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
     assert one["reward"] == one["score"]  # "4." is short enough
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
 
