@@ -18,7 +18,6 @@ from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
 from treeward.evaluation.parts import Part, by_subset
 from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.running import ScoredSuite
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
@@ -238,7 +237,7 @@ def scored(score: Scoring, count: int = 80, subsets: Sequence[str] = ("hard", "e
 
 
 def summary(score: Scoring, model: str = "m", suite: Suite | None = None, **options: Any) -> Summary:
-    return summarize(ScoredSuite(model, suite or BestOf(), tuple(scored(score, **options)), None))
+    return summarize(suite or BestOf(), tuple(scored(score, **options)), model)
 
 
 def perfect(n: int, text: str) -> float:
@@ -258,7 +257,7 @@ EMPTY: dict[str, Callable[[], Summary]] = {
     "two examples": lambda: summary(perfect, count=2),
     "all failed": lambda: summary(lambda n, text: None),
     "all tied": lambda: summary(lambda n, text: 0.0),
-    "no pairs": lambda: summarize(ScoredSuite("m", BestOf(), tuple(map(_unordered, scored(perfect))), None)),
+    "no pairs": lambda: summarize(BestOf(), tuple(map(_unordered, scored(perfect))), "m"),
 }
 
 

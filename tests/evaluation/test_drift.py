@@ -15,7 +15,6 @@ from report_sample import BestOf, by_length, perfect, scored
 
 from treeward.evaluation.drift import compare_checkpoints, find_drift
 from treeward.evaluation.examples import ScoredExample
-from treeward.evaluation.running import ScoredSuite
 from treeward.evaluation.summary import Summary, summarize
 from treeward.evaluation.writing import report_blocks, write_results
 
@@ -31,7 +30,7 @@ STEPS: dict[str, Scoring] = {
 def run(**scorings: Scoring) -> list[Summary]:
     """Checkpoints on two suites, models in order."""
     return [
-        summarize(ScoredSuite(model, suite, tuple(scored(scoring, 30)), None))
+        summarize(suite, tuple(scored(scoring, 30)), model)
         for model, scoring in scorings.items()
         for suite in (BestOf(), Other())
     ]

@@ -20,8 +20,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.running import folder_names
-from treeward.evaluation.session import Candidate, run_evaluation, scorer_identity
+from treeward.evaluation.session import Candidate, folder_names, run_evaluation, scorer_identity
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites import get_suite
 from treeward.evaluation.suites.interface import Suite

@@ -149,7 +149,7 @@ def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -
 
 def _tell_failures(scores: Mapping[str, Sequence[Sequence[Any]]]) -> int:
     """How many scores are missing, told by their reasons."""
-    from treeward.evaluation.running import common_reasons
+    from treeward.evaluation.session import common_reasons
 
     num_failed = 0
     for name, rows in scores.items():

@@ -108,8 +108,7 @@ def _candidates(
     models: list[str], run_dir: str | None, ensemble: str | None, shaping: str | None, options: ModelOptions
 ) -> list[Candidate]:
     """The checkpoints in order, then the models; with an ensemble of models they are one."""
-    from treeward.evaluation.running import folder_names
-    from treeward.evaluation.session import Candidate
+    from treeward.evaluation.session import Candidate, folder_names
     from treeward.model.pretrained import check_local
 
     checkpoints = {} if run_dir is None else _checkpoints(Path(run_dir))

@@ -70,21 +70,19 @@ class Diagnostic:
         length.metrics()                   # all of them, in order
 
     `numbers`: by their names in `results.json`. `figures`: blocks of a report. `num_left_out`: pairs without a score,
-    which the accuracies leave out. `details`: further values, JSON.
+    which the accuracies leave out.
     """
 
     numbers: Mapping[str, Metric]
     figures: tuple[Block, ...] = ()
     num_left_out: int = 0
-    details: Mapping[str, Any] = field(default_factory=dict)
 
     def metrics(self) -> tuple[Metric, ...]:
         """All numbers, in order."""
         return tuple(self.numbers.values())
 
     def __getattr__(self, name: str) -> Metric:
-        numbers = self.__dict__.get("numbers", {})
+        numbers: Mapping[str, Metric] = self.__dict__.get("numbers", {})
         if name not in numbers:
             raise AttributeError(f"the diagnostic has no number {name}; it has {', '.join(numbers)}")
-        number: Metric = numbers[name]
-        return number
+        return numbers[name]

@@ -14,11 +14,16 @@ everything that its folder holds: an evaluation that would drop earlier results 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +33,25 @@ from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
 from treeward.evaluation.drift import SuiteDrift, find_drift
-from treeward.evaluation.running import LoadedSuite, Progress, load_suite, score_suite
+from treeward.evaluation.examples import EvalExample, ScoredExample, scored_from_row, to_row
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
 from treeward.evaluation.writing import write_results
+from treeward.resumable import resumable_rows
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import Scorer
+from treeward.scoring.shaping import completion_length
 from treeward.storage import write_text
 
 logger = logging.getLogger(__name__)
 
 Identity = Mapping[str, Any]
+Progress = Callable[[str, int, int], None]
+"""Receives the task, how much of it is done, and how much there is; 0 where that is not known."""
+
+_EXAMPLES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,15 @@ class Candidate:
     published_name: str | None = None
     note: str | None = None
     in_drift: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedSuite:
+    """A suite with its examples; `digest` identifies all that it has, whatever the limit, in their order."""
+
+    suite: Suite
+    examples: tuple[EvalExample, ...]
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +162,7 @@ def run_evaluation(
 
 def _evaluate(
     candidate: Candidate,
-    suites: Sequence[LoadedSuite],
+    suites: Sequence[_LoadedSuite],
     output: Path | None,
     num_perturbations: int | None,
     overlaps: Mapping[str, Overlap],
@@ -153,11 +173,13 @@ def _evaluate(
     scorer, identity = candidate.load()
     summaries = []
     for one in suites:
-        scored = score_suite(scorer, one, candidate.name, output, identity, on_progress)
-        if scored.folder is not None:
-            files = one.suite.published_files(scored.examples, candidate.published_name or candidate.name)
+        what, own = f"{candidate.name} on {one.suite.name}", {**identity, "examples": one.digest}
+        folder = None if output is None else output / candidate.name / one.suite.name
+        scored = _score_suite(scorer, one, what, folder, own, on_progress)
+        if folder is not None:
+            files = one.suite.published_files(scored, candidate.published_name or candidate.name)
             for name, content in files.items():
-                path = scored.folder / "published" / name
+                path = folder / "published" / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
         perturbations = None
@@ -167,15 +189,16 @@ def _evaluate(
                 one.examples,
                 candidate.name,
                 num_examples=num_perturbations,
-                folder=scored.folder,
-                identity={**identity, "examples": one.digest},
-                on_progress=partial(on_progress, f"{candidate.name} on {one.suite.name}, rewritten"),
+                folder=folder,
+                identity=own,
+                on_progress=partial(on_progress, f"{what}, rewritten"),
             )
             if perturbations is None:  # an evaluation of hours goes on
                 logger.warning("%s: no example has a better and a worse completion of text, so none is rewritten.",
                                one.suite.name)  # fmt: skip
-        logger.info("Computing the numbers of %s on %s.", candidate.name, one.suite.name)
-        summaries.append(summarize(scored, perturbations=perturbations, overlap=overlaps.get(one.suite.name)))
+        logger.info("Computing the numbers of %s.", what)
+        overlap = overlaps.get(one.suite.name)
+        summaries.append(summarize(one.suite, scored, candidate.name, perturbations=perturbations, overlap=overlap))
     return summaries
 
 
@@ -236,13 +259,13 @@ def _check_earlier_results(output: Path, own: set[tuple[str, str]]) -> None:
 
 def _load_suites(
     suites: Sequence[tuple[Suite, str | None]], limit: int | None, skip_unreadable: bool
-) -> tuple[list[LoadedSuite], dict[str, str]]:
+) -> tuple[list[_LoadedSuite], dict[str, str]]:
     """The suites that can be read, and why others cannot, by name. Raises the first error if none can."""
-    loaded: list[LoadedSuite] = []
+    loaded: list[_LoadedSuite] = []
     errors: dict[str, DataError] = {}
     for suite, source in suites:
         try:
-            loaded.append(load_suite(suite, source, limit))
+            loaded.append(_load_suite(suite, source, limit))
         except DataError as error:
             if not skip_unreadable:
                 raise
@@ -250,3 +273,107 @@ def _load_suites(
     if errors and not loaded:
         raise next(iter(errors.values()))
     return loaded, {name: " ".join(str(error).split()) for name, error in errors.items()}
+
+
+def _load_suite(suite: Suite, source: str | None, limit: int | None = None) -> _LoadedSuite:
+    """Read a suite from a source, None for the hub, and keep its first `limit` examples.
+
+    The second example of an id becomes `id#2`, and so on. Raises `DataError` for a suite that cannot be read or is
+    empty.
+    """
+    logger.info("Reading %s.", suite.name if source is None else f"{suite.name} from {source}")
+    try:
+        examples = list(suite.load(source))
+    except DataError as error:
+        if source is not None or suite.hub_path is None or not str(error.where).startswith(suite.hub_path):
+            raise
+        raise DataError(
+            f"the suite {suite.name} cannot be read from the hub",
+            where=suite.hub_path,
+            got=error.got or error.summary,
+            need="the hub, or a copy of the suite",
+            fix=f"check the network; a copy is named as {suite.name}=FOLDER (--suite, or evaluation.suites)",
+        ) from error
+    if not examples:
+        raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
+    seen: Counter[str] = Counter()
+    digest = hashlib.sha256()
+    for i, example in enumerate(examples):
+        seen[example.id] += 1
+        if seen[example.id] > 1:
+            examples[i] = replace(example, id=f"{example.id}#{seen[example.id]}")
+        parts = [examples[i].id, example.context, example.completions, example.ranks]
+        digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
+    # The digest is of all examples: the rows of one limit are of use to another.
+    return _LoadedSuite(suite, tuple(examples[:limit]), digest.hexdigest())
+
+
+def _score_suite(
+    scorer: ConversationScorer,
+    loaded: _LoadedSuite,
+    what: str,
+    folder: Path | None,
+    identity: Identity,
+    on_progress: Progress,
+) -> tuple[ScoredExample, ...]:
+    """The examples as a model scores them, in the suite's order; those that `folder` keeps are not scored again."""
+    total, ids = len(loaded.examples), {example.id for example in loaded.examples}
+    path = None if folder is None else folder / "examples.jsonl"
+    with resumable_rows(path, identity, scored_from_row) as rows:
+        done = {one.example.id: one for one in rows.kept if one.example.id in ids}  # a larger limit kept more
+        if done:
+            logger.info("%s: %d of %d examples were scored before.", what, len(done), total)
+        on_progress(what, len(done), total)
+        remaining = iter([example for example in loaded.examples if example.id not in done])
+        while chunk := list(islice(remaining, _EXAMPLES_AT_ONCE)):
+            for scored in _score(scorer, chunk):
+                rows.add(to_row(scored))
+                done[scored.example.id] = scored
+            on_progress(what, len(done), total)
+    found = tuple(done[example.id] for example in loaded.examples)
+    missing = Counter(next(filter(None, one.errors), "no reason is known") for one in found if one.failed)
+    if reasons := common_reasons(missing):
+        logger.warning("%s: %d of %d examples have no score and count as wrong (%s).",
+                       what, missing.total(), total, "; ".join(reason for reason, _ in reasons[:3]))  # fmt: skip
+    return found
+
+
+def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Iterator[ScoredExample]:
+    scores = iter(scorer.score([one for example in examples for one in example.conversations], on_error="mask"))
+    for example in examples:
+        own = [next(scores) for _ in example.completions]
+        yield ScoredExample(
+            example,
+            scores=tuple(score.score for score in own),
+            lengths=tuple(completion_length(one, "characters", None) for one in example.conversations),
+            num_tokens=tuple(score.num_tokens for score in own),
+            errors=tuple(score.error for score in own),
+        )
+
+
+def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Reasons with how often each occurs, the most frequent first; reasons that differ only in numbers count as one,
+    and are told as the first of them."""
+    counts: Counter[str] = Counter()
+    firsts: dict[str, str] = {}
+    for reason, count in errors.items():
+        kind = re.sub(r"(?<!\w)\d[\d,.]*", "0", reason)
+        counts[firsts.setdefault(kind, reason)] += count
+    return counts.most_common()
+
+
+def folder_names(models: Sequence[str]) -> dict[str, str]:
+    """A folder name for each model: as many of the last parts of its path as make it unlike the others.
+
+    Raises `ConfigError` for a model that is named twice.
+    """
+    paths = [os.path.normpath(model) for model in models]
+    if len(set(paths)) < len(paths):
+        raise ConfigError("a model is named twice", where="MODEL", got=", ".join(models), need="every model once")
+    parts = {model: [part for part in re.split(r"[\\/]+", model) if part not in ("", ".", "..")] for model in models}
+    for count in range(1, 1 + max((len(one) for one in parts.values()), default=0)):
+        names = {model: "-".join(one[-count:]) or "model" for model, one in parts.items()}
+        # `final` says nothing of a model: the run's folder is part of its name.
+        if len(set(names.values())) == len(models) and not {"final", "model"} & set(names.values()):
+            return names
+    return {model: f"{i}-{'-'.join(one) or 'model'}" for i, (model, one) in enumerate(parts.items())}

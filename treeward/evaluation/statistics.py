@@ -29,13 +29,8 @@ _FEWEST_CLUSTERS = 10
 
 
 class ReliabilityBin(TypedDict):
-    """Predictions with a probability in (low, high]: how many, their mean probability, how often the event happened.
+    """Predictions of like probability: how many, their mean, how often the event happened, with Wilson's interval."""
 
-    `interval`: Wilson's, of the frequency.
-    """
-
-    low: float
-    high: float
     count: int
     mean_probability: float
     frequency: float
@@ -265,16 +260,13 @@ def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[Rel
     DeGroot and Fienberg 1983; bins as in Guo et al. 2017 (arXiv 1706.04599), section 2.
     """
     p, o = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
-    edges = np.linspace(0.0, 1.0, 11)
-    places = np.searchsorted(edges[1:-1], p, side="left")
+    places = np.searchsorted(np.linspace(0.0, 1.0, 11)[1:-1], p, side="left")
     bins: list[ReliabilityBin] = []
     for place in np.unique(places):
         inside = places == place
         count, happened = int(inside.sum()), float(o[inside].sum())
         bins.append(
             ReliabilityBin(
-                low=float(edges[place]),
-                high=float(edges[place + 1]),
                 count=count,
                 mean_probability=float(p[inside].mean()),
                 frequency=happened / count,

@@ -1,6 +1,6 @@
 """`summarize`: from the scored examples of one model in one suite to every number of an evaluation.
 
-summary = summarize(scored_suite)
+summary = summarize(suite, scored, "my-model")
 summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
 """
 
@@ -14,7 +14,7 @@ from treeward.evaluation.diagnostics.overlap import Overlap, diagnose_overlap
 from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Diagnostic, SuiteResult
-from treeward.evaluation.running import ScoredSuite
+from treeward.evaluation.suites.interface import Suite
 
 __all__ = ["Summary", "summarize"]
 
@@ -49,10 +49,14 @@ class Summary:
 
 
 def summarize(
-    scored: ScoredSuite, *, perturbations: Diagnostic | None = None, overlap: Overlap | None = None
+    suite: Suite,
+    examples: tuple[ScoredExample, ...],
+    model: str,
+    *,
+    perturbations: Diagnostic | None = None,
+    overlap: Overlap | None = None,
 ) -> Summary:
     """The numbers of one model in one suite."""
-    suite, examples, model = scored.suite, scored.examples, scored.model
     result = suite.summarize(examples)
     return Summary(
         model=model,

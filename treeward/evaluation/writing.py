@@ -1,6 +1,6 @@
 """`write_results`: from summaries to results.json, report.json and report.html.
 
-    write_results(Path("results/eval"), [summarize(scored_suite) for scored_suite in scored_suites])
+    write_results(Path("results/eval"), [summarize(suite, scored, "my-model")])
 
 `results.json` holds for each model and suite the suite's own numbers (headline, sections, subsets), the statistics of
 any comparisons, and the diagnostics, each with its interval and its number of examples.

@@ -29,8 +29,7 @@ from treeward.errors import CheckpointError, ConfigError, DataError, TreewardErr
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.findings import length_finding
 from treeward.evaluation.results import Metric
-from treeward.evaluation.running import folder_names
-from treeward.evaluation.session import Candidate, Evaluated, run_evaluation, scorer_identity
+from treeward.evaluation.session import Candidate, Evaluated, folder_names, run_evaluation, scorer_identity
 from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
 from treeward.model.contract import read_contract
 from treeward.progress import ShownProgress

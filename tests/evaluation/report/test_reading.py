@@ -18,7 +18,6 @@ from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.findings import findings, length_finding, standing, verdict
 from treeward.evaluation.results import Metric
-from treeward.evaluation.running import ScoredSuite
 from treeward.evaluation.statistics import wilson
 from treeward.evaluation.suites import PreferenceSuite
 from treeward.evaluation.summary import Summary, summarize
@@ -110,7 +109,9 @@ def test_several_models_stand_side_by_side() -> None:
 def test_every_number_has_a_name_in_words() -> None:
     examples = scored(by_length)
     made = summarize(
-        ScoredSuite("m", BestOf(), tuple(examples), None),
+        BestOf(),
+        tuple(examples),
+        "m",
         perturbations=diagnose_perturbations(Lengths(), [one.example for one in examples], num_examples=20),
         overlap=overlap(near=3, exact=1),
     )
@@ -139,7 +140,7 @@ def overlap(near: int, exact: int, count: int = 80) -> Overlap:
     ],
 )
 def test_overlap_is_said_in_words(near: int, exact: int, words: str, others: str) -> None:
-    made = summarize(ScoredSuite("m", BestOf(), tuple(scored(perfect)), None), overlap=overlap(near, exact))
+    made = summarize(BestOf(), tuple(scored(perfect)), "m", overlap=overlap(near, exact))
     assert made.overlap is not None
     said = made.overlap.figures[0]["note"]
     assert words in said and others in said and len(made.overlap.figures) == (2 if near + exact else 1)
@@ -206,7 +207,7 @@ def many(scores: list[tuple[float | None, ...]]) -> Summary:
         found.append(ScoredExample(example, own, tuple(map(len, texts)), (1, 1, 1)))
     flags = tuple(OverlapFlag(str(n), "s", float(n < 2), 0.0, n < 2) for n in range(len(scores)))
     suite = PreferenceSuite("mine", DatasetConfig(data_path="x"))
-    return summarize(ScoredSuite("m", suite, tuple(found), None), overlap=Overlap(flags, 5))
+    return summarize(suite, tuple(found), "m", overlap=Overlap(flags, 5))
 
 
 def test_pairs_and_examples_are_told_apart_where_both_are_counted() -> None:
@@ -239,7 +240,7 @@ def test_one_number_has_one_interval() -> None:
         example = EvalExample(str(n), "s", context, one.example.completions[:2], (0, 1))
         found.append(ScoredExample(example, one.scores[:2], one.lengths[:2], one.num_tokens[:2]))
     suite = PreferenceSuite("mine", DatasetConfig(data_path="x"))
-    even = summarize(ScoredSuite("m", suite, tuple(found), None))
+    even = summarize(suite, tuple(found), "m")
     headline, controlled = even.result.headline, even.length.length_controlled_accuracy
     assert (controlled.value, controlled.low, controlled.high) == (headline.value, headline.low, headline.high)
     assert even.statistics.pair_accuracy.low == headline.low and controlled.count == headline.count == 60

@@ -133,7 +133,7 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
     assert [(e.id, e.subset) for e in examples] == [
         ("hep-go/7", "hep-go"),
         ("math-prm/7", "math-prm"),
-        ("math-prm/7#2", "math-prm"),
+        ("math-prm/7", "math-prm"),
     ]
     assert examples[1].context == ({"role": "user", "content": "p1"},)
     assert examples[1].completions == (

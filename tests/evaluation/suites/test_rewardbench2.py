@@ -11,7 +11,7 @@ import pytest
 
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.rewardbench2 import RewardBench2
+from treeward.evaluation.suites.rewardbench import RewardBench2
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 Row = tuple[str, int, list[float]]

@@ -16,7 +16,7 @@ from treeward.evaluation.parts import Part, combined
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import wilson
 from treeward.evaluation.suites import SUITES, get_suite
-from treeward.evaluation.suites.rows import suite_rows, with_distinct_ids
+from treeward.evaluation.suites.rows import suite_rows
 
 
 def test_names() -> None:
@@ -47,14 +47,6 @@ def test_the_data_of_another_suite_and_no_data_are_refused(name: str, tmp_path: 
     with pytest.raises(DataError, match="does not fit the suite") as caught:
         get_suite(name).load(str(file))
     assert caught.value.where == f"{file}:1"
-
-
-def test_ids_become_distinct() -> None:
-    def example(identity: str) -> EvalExample:
-        return EvalExample(identity, "s", (), ((),), (0,))
-
-    ids = [e.id for e in with_distinct_ids([example(i) for i in ("a", "a", "b", "a")])]
-    assert ids == ["a", "a#2", "b", "a#3"]
 
 
 def test_shards_are_read_in_order_and_only_of_the_split(tmp_path: Path, write_parquet: Any) -> None:

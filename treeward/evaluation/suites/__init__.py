@@ -15,8 +15,7 @@ from treeward.evaluation.suites.interface import Suite, TiePolicy
 from treeward.evaluation.suites.judgebench import JudgeBench
 from treeward.evaluation.suites.llmbar import LLMBar
 from treeward.evaluation.suites.preferences import PreferenceSuite
-from treeward.evaluation.suites.rewardbench import RewardBench
-from treeward.evaluation.suites.rewardbench2 import RewardBench2
+from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
 from treeward.evaluation.suites.rmbench import RMBench
 
 __all__ = ["SUITES", "PreferenceSuite", "Suite", "TiePolicy", "get_suite"]

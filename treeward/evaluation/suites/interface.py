@@ -48,7 +48,7 @@ class Suite(ABC):
 
     @abstractmethod
     def load(self, source: str | None = None) -> list[EvalExample]:
-        """The examples in the order of the data, with ids that are unique in the suite.
+        """The examples in the order of the data; `load_suite` makes ids that come twice distinct.
 
         `source`: a file or folder in the published schema, the name of a copy on the hub, or None for `hub_path`.
         Raises `DataError` naming file, row and field for data that is not there or not in the schema.

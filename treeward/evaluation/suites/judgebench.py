@@ -29,7 +29,7 @@ from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import by_subset
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, suite_rows, with_distinct_ids
+from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, suite_rows
 
 CATEGORIES: Mapping[str, str] = MappingProxyType(
     {
@@ -70,7 +70,7 @@ class JudgeBench(Suite):
 
         See `Suite.load`.
         """
-        return with_distinct_ids([_example(row) for row in _rows(source, self.hub_path)])
+        return [_example(row) for row in _rows(source, self.hub_path)]
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         main = [one for one in scored if one.example.suite_data["writer"] == "gpt"] or scored

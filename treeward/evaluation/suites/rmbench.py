@@ -26,7 +26,7 @@ from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.parts import Part, by_subset, combined
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, suite_rows, with_distinct_ids
+from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, suite_rows
 
 STYLES = ("concise", "detailed", "markdown")
 """From plain to fancy, the order of the completions in the data."""
@@ -68,7 +68,7 @@ class RMBench(Suite):
         """
         total = next(Path(source or "").rglob("total_dataset*.json*"), None) if source is not None else None
         rows = suite_rows(source if total is None else str(total), self.hub_path, split=None)
-        return with_distinct_ids([_example(row) for row in rows])
+        return [_example(row) for row in rows]
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups, cells = by_subset(scored), {one.example.id: self._cells(one) for one in scored}

@@ -15,9 +15,7 @@ A copy is what the hub's download gives (`data/filtered-00000-of-00001.parquet` 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
@@ -85,13 +83,3 @@ def example(
     """An example whose completions are one message each; `id`: the published one."""
     completions = tuple(({"role": "assistant", "content": text},) for text in texts)
     return EvalExample(f"{subset}/{id}", subset, prompt, completions, tuple(ranks), {"id": id, **suite_data}, where)
-
-
-def with_distinct_ids(examples: Sequence[EvalExample]) -> list[EvalExample]:
-    """The same examples; the second of an id becomes `id#2`, and so on. The published id is in `suite_data`."""
-    seen: Counter[str] = Counter()
-    distinct = []
-    for one in examples:
-        seen[one.id] += 1
-        distinct.append(one if seen[one.id] == 1 else replace(one, id=f"{one.id}#{seen[one.id]}"))
-    return distinct
