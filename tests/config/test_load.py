@@ -139,7 +139,7 @@ def test_overrides(write, override, result):
         ("rm.seed", "not understood"),
         ("rm seed=1", "not understood"),
         ("+rm.seed=1", "there already(?s:.*)write rm.seed=1"),
-        ("~rm.sed", "not there(?s:.*)did you mean seed"),
+        ("~rm.sed", "cannot be applied(?s:.*)sed"),
         ("rm.seed=[1", "cannot be applied"),
         ("rm.list.2=1", "cannot be applied"),
     ],

@@ -107,7 +107,6 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
         ("policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.cpu_offload"),
         ("policy.draft.enabled=true", "policy.draft.enabled"),
         ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),
-        ("data.train.processor=sft_processor", "data.train[0].processor"),
         ("reward_penalties.penalize_unwanted_tokens=true", "reward_penalties"),
         ("data_plane.enabled=true", "data_plane.enabled"),
     ],

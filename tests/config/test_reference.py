@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from treeward.config.base import Strict, sections
+from treeward.config.base import Strict, meaning, sections
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reference import config_reference
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
@@ -30,7 +30,7 @@ def test_every_key_and_section_is_documented():
     for section in found:
         assert section.__doc__, section
         for name, field in section.model_fields.items():
-            assert field.description, f"{section.__name__}.{name}"
+            assert meaning(field), f"{section.__name__}.{name}"
 
 
 def test_what_only_grpo_has_stands_in_its_own_part():

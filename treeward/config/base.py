@@ -22,6 +22,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from treeward.config.foreign import COMMANDS, FOREIGN_KEYS, KEYS_ELSEWHERE, VALUES_ELSEWHERE
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
-__all__ = ["Limit", "Location", "Period", "Strict", "TextOrTexts", "at_field", "config_error", "nearest_name"]
-__all__ += ["sections", "without_numbers"]
+__all__ = ["Limit", "Location", "Period", "Strict", "TextOrTexts", "at_field", "config_error", "meaning"]
+__all__ += ["nearest_name", "sections", "without_numbers"]
 
 Location = tuple[str, ...]
 """The keys that lead to a value, as ("policy", "optimizer", "kwargs")."""
@@ -153,6 +154,11 @@ def sections(annotation: Any) -> Iterator[type[Strict]]:
             yield from sections(argument)
 
 
+def meaning(field: FieldInfo) -> str:
+    """The documentation of a key: the docstring under it, or that of its section."""
+    return " ".join((field.description or next(sections(field.annotation)).__doc__ or "").split())
+
+
 def config_error(
     error: ValidationError, root: type[Strict], *, where: str, origin: Callable[[Location], str] | None = None
 ) -> ConfigError:
@@ -223,7 +229,7 @@ def _keys(section: type[Strict]) -> Iterator[tuple[Location, str]]:
     """Every key that a file may have, with its documentation; keys of a list's elements have the path of the list."""
     for name, field in section.model_fields.items():
         key = field.alias or name
-        yield (key,), " ".join((field.description or "").split())
+        yield (key,), meaning(field)
         for inner in sections(field.annotation):
             yield from (((key, *path), doc) for path, doc in _keys(inner))
     for other in (*section.other_forms, *section.other_names):

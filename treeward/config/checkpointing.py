@@ -1,10 +1,6 @@
 """`CheckpointingConfig`: when a run is saved, which checkpoints stay, and by which metric they are ranked.
 
-    checkpointing:
-      checkpoint_dir: results/rm
-      metric_name: val:validation-plain_length_controlled_accuracy
-      keep_top_k: 3
-      save_period: 100       # optimiser steps
+    checkpointing: {metric_name: val:validation-plain_length_controlled_accuracy, keep_top_k: 3, save_period: 100}
 
 A metric of one validation set is spelt `val:validation-<name>_<metric>`, `validation-<name>_<metric>` or
 `validation-<name>/<metric>`; a metric over all sets `val_<metric>`, `val:val_<metric>` or `eval/rm/<metric>`. A run of
@@ -47,7 +43,7 @@ GRPO_METRICS: Mapping[str, bool | None] = {
 """The validation metrics of GRPO -> whether higher is better; None where neither direction is."""
 
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
-_SPELLINGS = "val:validation-<name>_<metric>, validation-<name>/<metric>, val_<metric> or eval/rm/<metric>"
+_SPELLINGS = "val_<metric>, or of one set val:validation-<name>_<metric> or validation-<name>/<metric>"
 
 
 class MetricKey(NamedTuple):
@@ -57,7 +53,7 @@ class MetricKey(NamedTuple):
     metric: str
 
 
-def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
+def parse_metric_name(name: str, sets: Sequence[str] = (), metrics: Mapping[str, Any] = METRICS) -> MetricKey:
     """Read a metric's name in any accepted spelling.
 
     `sets`: the names of the validation sets. With underscores `validation-a_robust_accuracy` is the metric
@@ -65,21 +61,24 @@ def parse_metric_name(name: str, sets: Sequence[str] = ()) -> MetricKey:
     metric. Raises `ConfigError` for any other name, and where both sets exist.
     """
     spelling = name.removeprefix("val:")
-    if (of_all := re.fullmatch(r"(?:val_|eval/rm/)(.*)", spelling)) is not None:
-        key = MetricKey(None, of_all[1])
-    elif (of_one := re.fullmatch(r"validation-(.+)/([^/]*)", spelling)) is not None:
-        key = MetricKey(*of_one.groups())
-    elif spelling.startswith("validation-"):
-        key = _split_at_underscore(spelling.removeprefix("validation-"), sets, name)
+    if spelling.startswith("validation-"):
+        key = _key_of_one_set(spelling.removeprefix("validation-"), sets, name)
     else:
-        raise _unknown_metric(name, spelling, METRICS, _SPELLINGS, "val_")
-    if key.metric not in METRICS or key.validation == "":
-        raise _unknown_metric(name, key.metric, METRICS, _SPELLINGS, name.removesuffix(key.metric))
+        metric = re.sub("^(val_|eval/rm/|validation/)", "", spelling)
+        key = MetricKey(None, metric if metric != name else "")
+    if key.metric not in metrics or key.validation == "":
+        near, need = nearest_name(key.metric or name, metrics), f"{_SPELLINGS}; <metric> is one of {', '.join(metrics)}"
+        prefix = name.removesuffix(key.metric) if key.metric else "val_"
+        fix = f"did you mean {prefix}{near}?" if near else None
+        raise ConfigError("a metric is not known", got=name, need=need, fix=fix)
     return key
 
 
-def _split_at_underscore(spelling: str, sets: Sequence[str], name: str) -> MetricKey:
-    """The set and the metric of a spelling in underscores; the longest metric unless `sets` says otherwise."""
+def _key_of_one_set(spelling: str, sets: Sequence[str], name: str) -> MetricKey:
+    """The set and the metric of `set/metric` or `set_metric`; the longest metric unless `sets` says otherwise."""
+    if "/" in spelling:
+        validation, _, metric = spelling.rpartition("/")
+        return MetricKey(validation, metric)
     named = [MetricKey(one, spelling.removeprefix(f"{one}_")) for one in sets if spelling.startswith(f"{one}_")]
     meant = [key for key in named if key.metric in METRICS]
     if len(meant) > 1:
@@ -96,18 +95,7 @@ def parse_grpo_metric_name(name: str) -> str:
 
     Raises `ConfigError` for any other name.
     """
-    match = re.fullmatch(r"(?:val:|(?=val))(?:val_|validation/)?(\w+)", name)
-    metric = match[1] if match else name
-    metric = "reward" if match and metric == "accuracy" else metric
-    if match is None or metric not in GRPO_METRICS:
-        raise _unknown_metric(name, metric, GRPO_METRICS, "val:<metric>, val_<metric> or validation/<metric>", "val:")
-    return metric
-
-
-def _unknown_metric(name: str, metric: str, metrics: Mapping[str, Any], spellings: str, prefix: str) -> ConfigError:
-    near, need = nearest_name(metric, metrics), f"{spellings}; <metric> is one of {', '.join(metrics)}"
-    fix = f"did you mean {prefix}{near}?" if near else None
-    return ConfigError("a metric is not known", got=name, need=need, fix=fix)
+    return parse_metric_name(name.replace("accuracy", "reward"), metrics=GRPO_METRICS).metric
 
 
 def _seconds(value: Any) -> Any:

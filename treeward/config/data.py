@@ -1,15 +1,10 @@
 """`DataConfig` and `PromptDataConfig`: the sets of a run, comparisons for a reward model and prompts for a policy.
 
     data:
-      train:
-        - {dataset_name: BinaryPreferenceDataset, data_path: train.jsonl, prompt_key: question}
-      validation:
-        - {data_path: plain.jsonl, name: plain}
-        - {data_path: hard.jsonl, name: hard}
+      train: [{dataset_name: BinaryPreferenceDataset, data_path: train.jsonl, prompt_key: question}]
+      validation: [{data_path: plain.jsonl, name: plain}, {data_path: hard.jsonl, name: hard}]
 
-Two more forms are accepted and mean the same (see `treeward.config.data_forms`): flat keys, as `dataset_name`,
-`train_data_path`, `val_data_path`, `val_data_paths: {name: path}`, `train_split`, `val_split`; and blocks with shared
-values, as `train: {...}`, `validation: {...}`, `default: {...}`.
+`treeward.config.data_forms` has two more forms: flat keys, and blocks with shared values.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from treeward.config.base import Strict
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS, keys_of_forms, normalise_data
@@ -50,13 +45,6 @@ class SetConfig(Strict):
     """A text file whose content becomes the system message of conversations that have none."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for the constructor of a class that is given by its dotted path."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
-        return {key: value for key, value in raw.items() if value is not None or key not in cls.model_fields}
 
     def check(self) -> None:
         self.refuse(
@@ -112,17 +100,6 @@ class _Sets(Strict, Generic[_Set]):
                     need = "no such key: each row of a validation set counts once, as it is"
                     raise ConfigError(f"a validation set has a {key}", field=f"{field}.{key}", got=value, need=need)
 
-    def check_longest_input(self, limit: int) -> None:
-        """Raise `ConfigError` for a longest input above `policy.max_total_sequence_length`, in tokens."""
-        if self.max_input_seq_length is not None and self.max_input_seq_length > limit:
-            raise ConfigError(
-                "data.max_input_seq_length is larger than policy.max_total_sequence_length",
-                field="data.max_input_seq_length",
-                got=self.max_input_seq_length,
-                need=f"at most {limit}, policy.max_total_sequence_length",
-                fix="set data.max_input_seq_length=null to follow policy.max_total_sequence_length",
-            )
-
 
 class DataConfig(_Sets[DatasetConfig]):
     """The training and validation sets, and what happens to rows that do not fit."""
@@ -151,9 +128,7 @@ class PromptSetConfig(SetConfig):
     """The key of the question (a string or messages). None: that of the format, `input` of a `ResponseDataset`."""
     output_key: str | None = None
     """The key of the answer, the `ground_truth` of environments. None: that of the format, as `output`."""
-    processor: Literal["math_hf_data_processor", "math_data_processor"] | None = None
-    """Accepted for NeMo RL's files: the format of the set decides how its rows are read."""
-    env_name: str | dict[str, FiniteFloat] | None = None
+    env_name: str | dict[str, float] | None = None
     """Environment of rows that name none, or several with weights, as `{math: 1.0}`. None: see `grpo.environments`."""
     max_samples: PositiveInt | None = None
     """Read only this number of rows, the first ones. None: all."""

@@ -1,18 +1,10 @@
 """The accepted forms of the `data` section, turned into lists of blocks, the form of `DataConfig`.
 
-Flat, as in NeMo RL's reward-model guide:
+    {dataset_name: PreferenceDataset, train_data_path: train.jsonl, val_data_paths: {plain: plain.jsonl}}
+    {train: {data_path: train.jsonl}, validation: {plain: {data_path: plain.jsonl}}, default: {prompt_key: context}}
 
-    dataset_name: PreferenceDataset          # or, older, dataset_type: rank | binary
-    train_data_path: train.jsonl
-    val_data_paths: {plain: plain.jsonl, hard: hard.jsonl}
-
-Blocks, as in its newer guides; `default` holds the keys that the other blocks leave out:
-
-    train: {data_path: train.jsonl}          # or a list of blocks
-    validation: {data_path: val.jsonl}       # or a list, or a mapping of names to blocks
-    default: {dataset_name: BinaryPreferenceDataset, prompt_key: context}
-
-A set that brings its own data needs no paths: `dataset_name: HelpSteer3` gives the training and the validation sets.
+The first is NeMo RL's flat form (with `dataset_type: rank | binary` in older files), the second that of its newer
+guides. A set that brings its own data needs no paths: `dataset_name: HelpSteer3` gives training and validation sets.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """`EnsembleConfig`: how the scores of several reward models, or of several heads of one model, are combined.
 
-    ensemble:
-      method: uncertainty           # disagreement between members lowers the score
-      uncertainty_coefficient: 0.5
-
-Members of different scales are z-scored first, with constants that are fixed before anything is scored.
+ensemble: {method: uncertainty, uncertainty_coefficient: 0.5}     # disagreement lowers the score
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "truncated_importance_sampling_ratio_min": "set it to null: only large weights are cut, as tis does",
     },
     "PromptDataConfig": _without_effect("num_workers use_multiple_dataloader"),
-    "PromptSetConfig": _without_effect("repeat download_dir"),
+    "PromptSetConfig": _without_effect("repeat download_dir processor"),
     "RewardModelEnvironmentConfig": _without_effect(
         "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
         "make_sequence_length_divisible_by processor env_name"
@@ -98,25 +98,26 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
 or changes no result. A text, the remedy: only while the key is off (null, false, 0, -1, empty, or a section in which
 nothing is on)."""
 
-_KL, _BOTH_CLIPS = ("loss_fn.reference_policy_kl_penalty",), ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max")
-KEYS_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), _KL),
-    **dict.fromkeys(("clip_ratio", "epsilon"), _BOTH_CLIPS),
-    **dict.fromkeys(("clip_ratio_c", "delta"), ("loss_fn.ratio_clip_c",)),
-    **dict.fromkeys(("clip_ratio_high", "epsilon_high"), _BOTH_CLIPS[1:]),
-    "clip_ratio_low": _BOTH_CLIPS[:1],
-    "kl_loss_type": ("loss_fn.reference_policy_kl_type",),
-    **dict.fromkeys(("learning_rate", "lr"), ("policy.optimizer.kwargs.lr",)),
-    "max_completion_length": ("policy.generation.max_new_tokens",),
-    "max_prompt_length": ("data.max_input_seq_length",),
-    "max_steps": ("grpo.max_num_steps", "rm.max_num_steps"),
-    "norm_adv_by_std_in_grpo": ("grpo.normalize_rewards",),
-    "num_generations": ("grpo.num_generations_per_prompt",),
-    "num_generations_eval": ("grpo.num_val_generations",),
-    "num_train_epochs": ("grpo.max_num_epochs", "rm.max_num_epochs"),
-    **dict.fromkeys(("num_iterations", "ppo_epochs"), ("grpo.updates_per_batch",)),
-    "ppo_mini_batch_size": ("policy.train_global_batch_size",),
-}
+_TABLE = """
+beta kl_coef kl_loss_coef: loss_fn.reference_policy_kl_penalty
+clip_ratio epsilon: loss_fn.ratio_clip_min loss_fn.ratio_clip_max
+clip_ratio_c delta: loss_fn.ratio_clip_c
+clip_ratio_high epsilon_high: loss_fn.ratio_clip_max
+clip_ratio_low: loss_fn.ratio_clip_min
+kl_loss_type: loss_fn.reference_policy_kl_type
+learning_rate lr: policy.optimizer.kwargs.lr
+max_completion_length: policy.generation.max_new_tokens
+max_prompt_length: data.max_input_seq_length
+max_steps: grpo.max_num_steps rm.max_num_steps
+norm_adv_by_std_in_grpo: grpo.normalize_rewards
+num_generations: grpo.num_generations_per_prompt
+num_generations_eval: grpo.num_val_generations
+num_iterations ppo_epochs: grpo.updates_per_batch
+num_train_epochs: grpo.max_num_epochs rm.max_num_epochs
+ppo_mini_batch_size: policy.train_global_batch_size
+"""
+_ROWS = [row.split(": ") for row in _TABLE.strip().splitlines()]
+KEYS_ELSEWHERE: Mapping[str, list[str]] = {key: ours.split() for theirs, ours in _ROWS for key in theirs.split()}
 """A key of TRL or verl -> its full names here; those whose section a run has count."""
 
 VALUES_ELSEWHERE: Mapping[str, str] = {"rloo": "leave_one_out", "low_var_kl": "k3", "mse": "k2", "kl": "k1"}

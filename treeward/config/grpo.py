@@ -1,14 +1,7 @@
 """`GRPOConfig` and `PolicyLossConfig`: group-relative policy optimisation, from sampling to the loss.
 
-    grpo:
-      num_prompts_per_step: 32
-      num_generations_per_prompt: 16
-      val_period: 10                 # steps
-      gold_environment: judge        # watched, never trained on
-    loss_fn:
-      reference_policy_kl_penalty: 0.01
-      ratio_clip_min: 0.2
-      ratio_clip_max: 0.28           # clip-higher, Yu et al. 2025 (arXiv 2503.14476)
+    grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, val_period: 10, gold_environment: judge}
+    loss_fn: {reference_policy_kl_penalty: 0.01, ratio_clip_min: 0.2, ratio_clip_max: 0.28}
 
 A step samples `num_prompts_per_step` groups of completions, and learns from each group `updates_per_batch` times.
 """
@@ -21,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -94,7 +86,7 @@ class PolicyLossConfig(Strict):
 
 
 class AdvantageEstimatorConfig(Strict):
-    """How rewards become advantages, in the form of NeMo RL's newer files."""
+    """How rewards become advantages; its keys take precedence over those of `grpo` itself."""
 
     name: Estimator = "grpo"
     """`grpo`: reward less the group's mean, over the group's standard deviation (Shao et al. 2024); `leave_one_out`:
@@ -131,13 +123,13 @@ class RewardScalingConfig(Strict):
 
     enabled: bool = False
     """Scale rewards, before any penalty."""
-    source_min: FiniteFloat = 0.0
+    source_min: float = 0.0
     """Smaller rewards are raised to this."""
-    source_max: FiniteFloat = 1.0
+    source_max: float = 1.0
     """Larger rewards are cut to this."""
-    target_min: FiniteFloat = 0.0
+    target_min: float = 0.0
     """The reward that `source_min` becomes."""
-    target_max: FiniteFloat = 1.0
+    target_max: float = 1.0
     """The reward that `source_max` becomes."""
 
     def check(self) -> None:
@@ -197,11 +189,10 @@ class GRPOConfig(ScheduleConfig):
     use_leave_one_out_baseline: bool = False
     """Subtract the mean reward of the other completions of the group instead of the mean of all."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
-    """How rewards become advantages; its keys take precedence over the two above."""
     advantage_std_floor: PositiveFloat = 1e-6
     """Added to the standard deviation before the division."""
 
-    environments: Annotated[dict[str, FiniteFloat] | None, BeforeValidator(_with_weights)] = None
+    environments: Annotated[dict[str, float] | None, BeforeValidator(_with_weights)] = None
     """Environments of prompts that name none, with weights or as a list. None: `reward_model`, or the only one."""
     missing_rewards: Literal["mask", "renormalise"] = "mask"
     """Where one of several rewards is missing: no reward (`mask`), or scale up the other weights (`renormalise`)."""
@@ -214,9 +205,7 @@ class GRPOConfig(ScheduleConfig):
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
     """The run stops at a saved state if a larger share of the completions of a batch has no reward."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
-    """Rewards are clipped to a range, and mapped to another."""
     reward_shaping: OverlongShapingConfig = OverlongShapingConfig()
-    """A penalty for completions that come near the limit of their length."""
 
     overlong_filtering: bool = False
     """NeMo RL's name of `truncated: mask`."""
@@ -242,7 +231,6 @@ class GRPOConfig(ScheduleConfig):
     num_val_generations: PositiveInt = 1
     """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
-    """When the run raises an alarm because the policy exploits its reward."""
     num_logged_samples: NonNegativeInt = 8
     """Prompts of each validation whose completions are kept for the report, in `samples.jsonl`."""
 

@@ -1,10 +1,6 @@
 """`GRPOPolicyConfig`: the policy that GRPO trains, its low-rank adapters, and how completions are sampled.
 
-    policy:
-      model_name: Qwen/Qwen2.5-1.5B
-      train_global_batch_size: 512          # completions per optimiser step
-      max_total_sequence_length: 1024       # tokens of prompt and completion
-      generation: {backend: hf, max_new_tokens: 512, temperature: 1.0}
+    policy: {model_name: Qwen/Qwen2.5-1.5B, generation: {backend: hf, max_new_tokens: 512, temperature: 1.0}}
 
 With `backend: vllm`, `sglang` or `openai` and a `url`, a server samples, and gets the weights of the policy.
 """
@@ -98,7 +94,6 @@ class GenerationConfig(Strict):
     vllm_cfg: dict[str, Any] = {}
     """NeMo RL's settings of vLLM: a server has its own. Only `precision` is checked, which cannot be eight bits."""
     colocated: ColocatedConfig = ColocatedConfig()
-    """Whether generation shares the GPUs of training."""
 
     @property
     def weight_sync_method(self) -> str:
@@ -128,7 +123,6 @@ class PolicyDTensorConfig(ShardingConfig):
     """How the policy is sharded over processes, what is recomputed to save memory, and its adapters."""
 
     lora_cfg: LoraConfig = LoraConfig()
-    """Low-rank adapters."""
 
 
 class GRPOPolicyConfig(TrainedModelConfig):
@@ -143,9 +137,7 @@ class GRPOPolicyConfig(TrainedModelConfig):
     hf_config_overrides: dict[str, Any] = {}
     """Keys of the loaded model's configuration to change, as `{rope_parameters: {rope_theta: 500000.0}}`."""
     generation: GenerationConfig = GenerationConfig()
-    """How completions are sampled, and by what."""
     dtensor_cfg: PolicyDTensorConfig = PolicyDTensorConfig()
-    """How the policy is sharded, and its low-rank adapters."""
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -30,21 +30,15 @@ class GRPORunConfig(Strict):
     """What `treeward grpo` reads."""
 
     grpo: GRPOConfig = GRPOConfig()
-    """The length of the run, its groups, their rewards and advantages, and its validations."""
     loss_fn: PolicyLossConfig = PolicyLossConfig()
-    """The loss."""
     policy: GRPOPolicyConfig
     """The policy, its batches, its numerics, its optimiser and its generation."""
     data: PromptDataConfig
-    """The prompts to train on and to validate on."""
     env: dict[str, Any] = Field(min_length=1)
     """The environments by name, each a section of its kind, which is the name unless the section has `type`."""
     checkpointing: GRPOCheckpointingConfig = GRPOCheckpointingConfig()
-    """When the run is saved, and which checkpoints stay."""
     logger: GRPOLoggerConfig = GRPOLoggerConfig()
-    """Where the metrics go."""
     cluster: ClusterConfig = ClusterConfig()
-    """How many processes train."""
 
     @property
     def environments(self) -> tuple[str, ...]:
@@ -177,7 +171,9 @@ class GRPORunConfig(Strict):
         for key, is_on in (("loss_fn.reference_policy_kl_penalty", penalty), ("grpo.watch.max_kl", budget)):
             need, fix = f"the reference policy for {key}", f"set {skip}=false"
             self.refuse(is_on and not self.needs_reference, f"{skip} {key}", need, fix)
-        self.data.check_longest_input(self.policy.max_total_sequence_length)
+        is_longer = (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length
+        keys, fix = "data.max_input_seq_length policy.max_total_sequence_length", "set data.max_input_seq_length=null"
+        self.refuse(is_longer, keys, "at most policy.max_total_sequence_length", fix)
         shaping = self.grpo.reward_shaping
         self.refuse(
             shaping.enabled and shaping.overlong_buffer_length > self.max_response_length,

@@ -2,18 +2,10 @@
 
     config = load_config("rm.yaml", ["policy.model_name=Qwen/Qwen2.5-0.5B-Instruct", "rm.seed=7"])
     save_config(config, "resolved.yaml")       # loading that gives an equal configuration
-    config = load_grpo_config("grpo.yaml")     # what `treeward grpo` reads
 
-OmegaConf reads the file, lays it over those that its `defaults:` names, applies the overrides and resolves `${...}`
-references, to other keys or to the functions `mul`, `div`, `max`, `min` and `int`; pydantic checks the result. Every
-mistake is a `ConfigError`. An override is one of these:
-
-    rm.seed=7            set the key; ++rm.seed=7 does the same
-    +rm.seed=7           add the key; an error if the configuration has it
-    ~logger.wandb        remove the key; an error if the configuration does not have it
-
-A value is YAML, as in the file: `3`, `1e-5`, `true`, `null`, `[a, b]`, `{lr: 1e-5}`, `'quoted text'`. A mapping is
-merged into the one that is there. `data.train.0.weight` and `data.train[0].weight` reach into a list.
+OmegaConf reads the file, lays it over those that its `defaults:` names, applies the overrides (`key=value`,
+`+key=value`, `~key`) and resolves `${...}` references, to other keys or to the functions `mul`, `div`, `max`, `min` and
+`int`; pydantic checks the result. Every mistake is a `ConfigError`. docs/config.md has the rules.
 """
 
 from __future__ import annotations
@@ -30,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, config_error, nearest_name, sections, without_numbers
+from treeward.config.base import Location, Strict, config_error, sections, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS, environment_sections
 from treeward.config.run import RewardModelRunConfig
@@ -40,6 +32,7 @@ __all__ = ["load_config", "load_file", "load_grpo_config", "load_section", "read
 
 logger = logging.getLogger(__name__)
 
+_ABSENT = object()
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL)
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,
@@ -130,20 +123,18 @@ def _apply_override(config: DictConfig, text: str) -> Location:
         need = "key=value, +key=value, ++key=value or ~key, as policy.optimizer.kwargs.lr=1e-5; null for no value"
         raise ConfigError("an override is not understood", where="command line", got=text, need=need)
     sign, path = match["sign"], tuple(re.sub(r"\[(\d+)\]", r".\1", match["key"]).split("."))
+    key = ".".join(path)
     try:
-        parent = OmegaConf.select(config, ".".join(path[:-1])) if len(path) > 1 else config
-        keys = [*map(str, range(len(parent)) if isinstance(parent, ListConfig) else parent or ())]
-        if sign in ("+", "~") and (path[-1] in keys) != (sign == "~"):
-            near = nearest_name(path[-1], keys) if sign == "~" else None
-            summary = "a key to be removed is not there" if sign == "~" else "+ adds a key, and it is there already"
-            fix = f"did you mean {near}?" if near else f"write {text[1:]}" if sign == "+" else None
-            raise ConfigError(summary, where="command line", got=text, fix=fix)
         if sign == "~":
+            parent = OmegaConf.select(config, ".".join(path[:-1])) if path[1:] else config
             del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
             return path
+        old = OmegaConf.select(config, key, default=_ABSENT)
+        if sign == "+" and old is not _ABSENT:
+            summary, fix = "+ adds a key, and it is there already", f"write {text[1:]}"
+            raise ConfigError(summary, where="command line", got=text, fix=fix)
         value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))["value"]  # type: ignore[call-overload, index]
-        both = isinstance(value, dict) and isinstance(OmegaConf.select(config, ".".join(path)), DictConfig)
-        OmegaConf.update(config, ".".join(path), value, merge=both)
+        OmegaConf.update(config, key, value, merge=isinstance(value, dict) and isinstance(old, DictConfig))
     except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError) as error:
         summary = f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}"
         fix = "put a value with special characters in single quotes, and in double quotes for the shell"

@@ -51,15 +51,12 @@ class LoggerConfig(Strict):
     tensorboard_enabled: bool = False
     """Write TensorBoard event files."""
     tensorboard: TensorboardConfig = TensorboardConfig()
-    """TensorBoard."""
     wandb_enabled: bool = False
     """Log to Weights & Biases."""
     wandb: WandbConfig = WandbConfig()
-    """Weights & Biases."""
     mlflow_enabled: bool = False
     """Log to MLflow."""
     mlflow: MlflowConfig = MlflowConfig()
-    """MLflow."""
 
 
 class GRPOLoggerConfig(LoggerConfig):

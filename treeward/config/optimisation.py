@@ -3,12 +3,8 @@
     optimizer: {name: torch.optim.AdamW, kwargs: {lr: 3.0e-6}}
     scheduler: {name: cosine, warmup_ratio: 0.03}
 
-A schedule may also be spelt as a list of PyTorch schedulers with the steps at which one follows another:
-
-    scheduler:
-      - {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 10}}
-      - {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}
-      - milestones: [10]
+A schedule may also be a list of PyTorch schedulers, with the steps at which one follows another as its last entry:
+`[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {...}}, {name: ...}, {milestones: [10]}]`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""`PolicyConfig`: the model that is trained, and how.
+"""`PolicyConfig`: the model that is trained, and how. In a run of `treeward train` that is the reward model.
 
-    policy:
-      model_name: meta-llama/Llama-3.2-1B-Instruct
-      train_global_batch_size: 128          # comparisons per optimiser step
-      max_total_sequence_length: 4096       # tokens
+    policy: {model_name: meta-llama/Llama-3.2-1B-Instruct, train_global_batch_size: 128}
 
-The section is called `policy` as in the configs of RL toolkits. In a run of `treeward train` it holds the reward model.
-`TrainedModelConfig` is what that has in common with the policy of GRPO (`treeward.config.grpo_policy`).
+`TrainedModelConfig` is what it has in common with the policy of GRPO (`treeward.config.grpo_policy`).
 """
 
 from __future__ import annotations
@@ -123,7 +119,6 @@ class TrainedModelConfig(Strict):
     trust_remote_code: bool = False
     """Execute Python code that the model's repository brings. Off: nothing that is downloaded is executed."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """The tokenizer, and how conversations are rendered."""
 
     train_global_batch_size: PositiveInt | None = None
     """How much one optimiser step learns from."""
@@ -146,16 +141,12 @@ class TrainedModelConfig(Strict):
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this norm. None: never."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimiser."""
     scheduler: SchedulerConfig = NamedScheduleConfig()
     """The learning-rate schedule; null is constant."""
 
     dtensor_cfg: ShardingConfig = ShardingConfig()
-    """How the model is sharded."""
     dynamic_batching: BatchingConfig = BatchingConfig()
-    """Accepted in either state: micro-batches are always filled to a token budget."""
     sequence_packing: BatchingConfig = BatchingConfig()
-    """Accepted in either state: trees are always packed."""
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -208,4 +199,3 @@ class PolicyConfig(TrainedModelConfig):
     train_global_batch_size: PositiveInt = 128
     """Comparisons per optimiser step."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
-    """What kind of reward model is trained."""

@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from treeward.config.base import Strict, sections
+from treeward.config.base import Strict, meaning, sections
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
 from treeward.config.run import RewardModelRunConfig
@@ -27,21 +26,14 @@ __all__ = ["config_reference"]
 def config_reference(page: str) -> str:
     """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated anew."""
     train, grpo = list(_tables(RewardModelRunConfig, "")), list(_tables(GRPORunConfig, ""))
-    known = {path for path, _ in train}
-    parts = {
-        "train": [(path, "", section) for path, section in train],
-        "grpo": [(path, " of GRPO" if path in known else "", one) for path, one in grpo if (path, one) not in train],
-        "environments": [
-            (path, "", section)
-            for kind, schema in ENVIRONMENT_SECTIONS.items()
-            for path, section in _tables(schema, f"env.{kind}")
-        ],
-    }
-    for name, tables in parts.items():
-        text = "\n".join(line for table in tables for line in _section(*table))
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    kinds = [table for kind, section in ENVIRONMENT_SECTIONS.items() for table in _tables(section, f"env.{kind}")]
+    parts = {"train": train, "grpo": [table for table in grpo if table not in train], "environments": kinds}
+    for part, tables in parts.items():
+        known = {path for path, _ in train} if part == "grpo" else set()
+        text = "".join(_section(path, " of GRPO" if path in known else "", section) for path, section in tables)
+        begin, end = f"<!-- begin {part} -->", f"<!-- end {part} -->"
         head, rest = page.split(begin, 1)
-        page = f"{head}{begin}\n\n{text}\n{end}{rest.split(end, 1)[1]}"
+        page = f"{head}{begin}\n\n{text}{end}{rest.split(end, 1)[1]}"
     return page
 
 
@@ -49,28 +41,24 @@ def _tables(section: type[Strict], path: str) -> Iterator[tuple[str, type[Strict
     """A section and those inside it, each with its path."""
     yield path, section
     for name, field in section.model_fields.items():
-        for child in sections(field.annotation):
-            suffix = "[]" if get_origin(field.annotation) is tuple else ""
-            if path == "data" and name == "validation":
-                continue  # the same class as train
+        suffix = "[]" if get_origin(field.annotation) is tuple else ""
+        for child in sections(field.annotation) if (path, name) != ("data", "validation") else ():  # the same as train
             yield from _tables(child, f"{path}.{field.alias or name}".lstrip(".") + suffix)
 
 
-def _section(path: str, of: str, section: type[Strict]) -> Iterator[str]:
-    if path:
-        yield f"## `{path}`{of}\n"
-        yield f"{' '.join((section.__doc__ or '').split())}\n"
-    yield "| Key | Type | Default | Meaning |\n|---|---|---|---|"
+def _section(path: str, of: str, section: type[Strict]) -> str:
+    lines = [f"## `{path}`{of}\n", f"{' '.join((section.__doc__ or '').split())}\n"] if path else []
+    lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        key = field.alias or name
-        doc = re.sub(r"\bNone\b", "`null`", " ".join((field.description or "").split()))
-        yield f"| `{key}` | {_cell(_type_name(field.annotation))} | {_cell(_default(field))} | {_cell(doc)} |"
-    yield ""
+        doc = re.sub(r"\bNone\b", "`null`", meaning(field))
+        cells = (f"`{field.alias or name}`", _type_name(field.annotation), _default(field), doc)
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     foreign = section.foreign_keys()
     if keys := [f"`{key}`" for key, fix in foreign.items() if fix is None]:
-        yield f"Accepted, without effect: {', '.join(keys)}.\n"
+        lines.append(f"\nAccepted, without effect: {', '.join(keys)}.")
     if keys := [f"`{key}` ({fix})" for key, fix in foreign.items() if fix is not None]:
-        yield f"Accepted while switched off: {'; '.join(keys)}.\n"
+        lines.append(f"\nAccepted while switched off: {'; '.join(keys)}.")
+    return "\n".join([*lines, "", ""])
 
 
 def _type_name(annotation: Any) -> str:
@@ -92,19 +80,14 @@ def _type_name(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
-    if value is PydanticUndefined:
+    if field.is_required():
         return "required"
+    value = field.get_default(call_default_factory=True)
     if isinstance(value, Strict):
         return "below"
-    if isinstance(value, tuple):
-        value = list(value)
+    value = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
     return f"`{text}`"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from treeward.config.base import Strict, TextOrTexts, at_field, config_error, nearest_name
 from treeward.config.ensemble import EnsembleConfig
@@ -63,11 +63,9 @@ class RewardModelEnvironmentConfig(Strict):
     model_names: TextOrTexts = Field(alias="model_name", min_length=1)
     """Folder or hub name of a reward model; several of them need `ensemble`."""
     tokenizer: ScoringTokenizerConfig = ScoringTokenizerConfig()
-    """The tokenizer, and how conversations are rendered."""
     trust_remote_code: bool = False
     """Execute Python code that the model's repository brings."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
-    """What kind of reward model it is."""
     head_weights: tuple[float, ...] | None = None
     """Weight of each head in the score, for a model with several heads. None: as in its scoring contract."""
 
@@ -85,10 +83,8 @@ class RewardModelEnvironmentConfig(Strict):
     reward_shaping: ShapingOrContract | None = None
     """How scores become rewards; `contract`: as the model's scoring contract says. None: a reward is the score."""
     ensemble: EnsembleConfig | None = None
-    """How the scores of several models or heads become one."""
 
     resources: ResourcesConfig = ResourcesConfig()
-    """The GPUs that replicas of the model run on."""
     num_replicas: PositiveInt | None = None
     """Replicas of the model, which share the load. None: one for each GPU of `resources`, otherwise one."""
     cpus_per_replica: PositiveFloat = 1.0
@@ -103,11 +99,8 @@ class RewardModelEnvironmentConfig(Strict):
     """Samples without a reward are NaN, with the reason in the metadata (`mask`), or the step fails (`raise`)."""
 
     dtensor_cfg: ScoringDTensorConfig = ScoringDTensorConfig()
-    """How the model is sharded, and what is moved to save memory."""
     dynamic_batching: BatchingConfig = BatchingConfig()
-    """Accepted in either state: a forward pass is always filled up to a limit."""
     sequence_packing: BatchingConfig = BatchingConfig()
-    """Accepted in either state: conversations are always packed."""
 
     @property
     def num_workers(self) -> int:
@@ -158,9 +151,9 @@ class RuleEnvironmentConfig(Strict):
     """Ignore case in `exact_match` and `regex`."""
     strip: bool = True
     """Ignore white space around answer and ground truth in `exact_match`."""
-    correct: FiniteFloat = 1.0
+    correct: float = 1.0
     """The reward of a right answer."""
-    wrong: FiniteFloat = 0.0
+    wrong: float = 0.0
     """The reward of any other answer."""
     timeout_seconds: PositiveFloat = 5.0
     """Time limit of a pattern or of algebra for one sample; beyond it the sample has no reward."""
@@ -204,11 +197,11 @@ class JudgeEnvironmentConfig(Strict):
     `{completion_b}`. Each text is put between tags with a random number. None: the built-in prompt."""
     system_prompt: str | None = None
     """The system prompt of the judge. None: the built-in one, which forbids to obey the text between the tags."""
-    lowest_rating: FiniteFloat = 1.0
+    lowest_rating: float = 1.0
     """A lower rating is not a verdict."""
-    highest_rating: FiniteFloat = 10.0
+    highest_rating: float = 10.0
     """A higher rating is not a verdict."""
-    temperature: FiniteFloat | None = 0.0
+    temperature: float | None = 0.0
     """Temperature of the judge. None: not sent, for models that refuse it."""
     max_tokens: PositiveInt | None = 1024
     """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent."""
@@ -252,7 +245,7 @@ class CustomEnvironmentConfig(Strict):
 class HybridMember(Strict):
     """One member of a hybrid: its weight, and its own keys beside it."""
 
-    weight: FiniteFloat | None = None
+    weight: float | None = None
     """With `weighted`: factor of its reward. None: 1."""
     type: str | None = None
     """The kind of environment. None: the name of the member."""

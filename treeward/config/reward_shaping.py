@@ -165,10 +165,6 @@ class RewardCalibration(Strict):
     """The constants that `treeward calibrate` has fitted for one model; None where a fit was not possible."""
 
     normalization: NormalizationConstants | None = None
-    """Mean and standard deviation of scores."""
     length_curve: LengthCurve | None = None
-    """The score that length alone predicts."""
     temperature: CalibratedTemperature | None = None
-    """Scores divided by this temperature are log-odds."""
     provenance: CalibrationProvenance | None = None
-    """The data that they were fitted on."""

@@ -97,7 +97,6 @@ class RMConfig(ScheduleConfig):
     head_init_std: NonNegativeFloat | None = None
     """Standard deviation of the head's initial weights. None: 1 / sqrt(hidden size + 1) (Stiennon et al. 2020)."""
     loss: LossConfig = LossConfig()
-    """The loss; a name alone is a loss with its default options."""
 
 
 class EvaluationConfig(Strict):
@@ -165,23 +164,16 @@ class RewardModelRunConfig(Strict):
     """What `treeward train` reads."""
 
     rm: RMConfig = RMConfig()
-    """The length of the run, its validations, its seed and its loss."""
     policy: PolicyConfig
     """The model, its batches, its numerics and its optimiser."""
     data: DataConfig
-    """The training and validation sets."""
     reward_shaping: RewardShapingConfig | None = None
     """How scores become rewards, for the scoring contract; missing constants are fitted on the validation sets."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
-    """When the run is saved, and which checkpoints stay."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """The report at the end of the run."""
     logger: LoggerConfig = LoggerConfig()
-    """Where the metrics go."""
     cluster: ClusterConfig = ClusterConfig()
-    """How many processes train."""
     hub: HubConfig = HubConfig()
-    """The upload of the exported model."""
 
     @property
     def max_sequence_length(self) -> int:
@@ -218,7 +210,9 @@ class RewardModelRunConfig(Strict):
         return self.rm.val_perturbations or (_PERTURBATIONS if ranks else None)
 
     def check(self) -> None:
-        self.data.check_longest_input(self.policy.max_total_sequence_length)
+        is_longer = (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length
+        keys, fix = "data.max_input_seq_length policy.max_total_sequence_length", "set data.max_input_seq_length=null"
+        self.refuse(is_longer, keys, "at most policy.max_total_sequence_length", fix)
         for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
             need, fix = (
                 "checkpointing.enabled: true, to export the model",

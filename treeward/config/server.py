@@ -1,12 +1,9 @@
 """`ServerConfig`: the models of `treeward serve`, the address, and the limits on requests.
 
-    models:
-      - model: results/rm/final
-      - {name: careful, models: [results/a/final, results/b/final], ensemble: {method: worst}}
-    port: 8000
-    token_env: TREEWARD_TOKEN        # the environment variable that holds the bearer token
-
-`treeward serve MODEL --port 8000` is the same for one model.
+models:
+  - model: results/rm/final
+  - {name: careful, models: [results/a/final, results/b/final], ensemble: {method: worst}}
+port: 8000
 """
 
 from __future__ import annotations
@@ -62,7 +59,6 @@ class ServedModelConfig(HostedModelConfig):
     name: str | None = None
     """Name of the model in requests. None: the hub name, or that of the folder (`results/rm/final` is `rm`)."""
     ensemble: EnsembleConfig | None = None
-    """How the scores of the members, or of the heads of one model, are combined."""
 
     @property
     def members(self) -> tuple[str, ...]:
