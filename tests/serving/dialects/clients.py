@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,68 +26,38 @@ class Client:
     at_once: bool = True
 
 
-def _probs(answer: Any) -> list[float]:
-    return [row["probs"][0] for row in sorted(answer["data"], key=lambda row: row["index"])]
-
-
 def _decoded(text: str, order: str = "<") -> float:
     (value,) = struct.unpack(f"{order}f", base64.b64decode(text))
     return float(value)
 
 
-def _user_and_reply(chat: Sequence[dict[str, str]]) -> dict[str, Any]:
-    return {"prompt": list(chat[:-1]), "response": chat[-1]["content"], "label": "42"}
+def _probs(got: Any) -> list[float]:
+    return [row["probs"][0] for row in sorted(got["data"], key=lambda row: row["index"])]
 
+
+def _pooled(got: Any) -> list[float]:
+    return [row["data"][0] for row in got["data"]]
+
+
+def _embedded(got: Any) -> list[float]:
+    rows = got["data"] if isinstance(got, dict) else got
+    return [row["embedding"][0] for row in rows]
+
+
+_RAW = {"model": "rm", "use_activation": False}
+_BASE64 = {"encoding_format": "base64", "embed_dtype": "float32", "endianness": "little"}
+_ONE: dict[str, Any] = {"at_once": False}
 
 CLIENTS = [
-    Client(
-        "vllm_example",
-        "/classify",
-        "texts",
-        lambda texts: {"model": "rm", "input": texts, "use_activation": False},
-        _probs,
-    ),
-    Client(
-        "vllm_without_special_tokens",
-        "/classify",
-        "texts",
-        lambda texts: {"model": "rm", "input": texts, "use_activation": False, "add_special_tokens": False},
-        _probs,
-    ),
-    Client(
-        "vllm_token_ids",
-        "/classify",
-        "ids",
-        lambda ids: {"model": "rm", "input": ids, "truncate_prompt_tokens": -1, "user": "u", "priority": 0},
-        _probs,
-    ),
-    Client(
-        "vllm_messages",
-        "/classify",
-        "messages",
-        lambda chats: {
-            "model": "rm",
-            "messages": chats[0],
-            "add_generation_prompt": False,
-            "add_special_tokens": False,
-        },
-        _probs,
-        at_once=False,
-    ),
-    Client(
-        "verl_vllm_2025",
-        "/classify",
-        "texts",
-        lambda texts: {"model": "models/rm", "input": texts[0], "activation": False},
-        lambda answer: [answer["data"][-1]["probs"][-1]],
-        at_once=False,
-    ),
+    Client("vllm_example", "/classify", "texts", lambda texts: {**_RAW, "input": texts}, _probs),
+    Client("vllm_token_ids", "/classify", "ids", lambda ids: {"input": ids, "truncate_prompt_tokens": -1}, _probs),
+    Client("vllm_messages", "/classify", "messages", lambda chats: {"messages": chats[0]}, _probs, **_ONE),
     Client(
         "verl_vllm",
         "/classify",
         "texts_without_bos",
         lambda texts: {"model": "models/rm", "input": texts[0], "use_activation": False},
-        lambda answer: [answer["data"][-1]["probs"][-1]],
+        lambda got: [got["data"][-1]["probs"][-1]],
         at_once=False,
     ),
     Client(
@@ -95,102 +65,59 @@ CLIENTS = [
         "/v1/embeddings",
         "texts_without_bos",
         lambda texts: {"model": "models/rm", "input": texts[0]},
-        lambda answer: [answer["data"][-1]["embedding"][-1]],
+        lambda got: [got["data"][-1]["embedding"][-1]],
         at_once=False,
     ),
-    Client(
-        "vllm_pooling",
-        "/pooling",
-        "texts",
-        lambda texts: {"model": "rm", "input": texts, "task": "classify", "use_activation": False},
-        lambda answer: [row["data"][0] for row in answer["data"]],
-    ),
-    Client(
-        "vllm_pooling_messages",
-        "/pooling",
-        "messages",
-        lambda chats: {"model": "rm", "messages": chats[0]},
-        lambda answer: [row["data"][0] for row in answer["data"]],
-        at_once=False,
-    ),
+    Client("vllm_pooling", "/pooling", "texts", lambda texts: {**_RAW, "input": texts, "task": "classify"}, _pooled),
+    Client("vllm_pooling_messages", "/pooling", "messages", lambda chats: {"messages": chats[0]}, _pooled, **_ONE),
     Client(
         "vllm_pooling_base64",
         "/pooling",
         "ids",
-        lambda ids: {"input": ids, "encoding_format": "base64", "embed_dtype": "float32", "endianness": "little"},
-        lambda answer: [_decoded(row["data"]) for row in answer["data"]],
+        lambda ids: {"input": ids, **_BASE64},
+        lambda got: [_decoded(row["data"]) for row in got["data"]],
     ),
     Client(
         "vllm_pooling_big_endian",
         "/pooling",
         "texts",
         lambda texts: {"input": texts, "encoding_format": "base64", "endianness": "big"},
-        lambda answer: [_decoded(row["data"], ">") for row in answer["data"]],
+        lambda got: [_decoded(row["data"], ">") for row in got["data"]],
     ),
+    Client("sglang_texts", "/classify", "texts", lambda texts: {"model": "rm", "text": texts}, _embedded),
     Client(
-        "sglang_texts",
-        "/classify",
-        "texts",
-        lambda texts: {"model": "rm", "text": texts},
-        lambda answer: [row["embedding"][0] for row in answer],
+        "sglang_one_text", "/classify", "texts", lambda texts: {"text": texts[0]}, lambda got: got["embedding"], **_ONE
     ),
-    Client(
-        "sglang_one_text",
-        "/classify",
-        "texts",
-        lambda texts: {"text": texts[0]},
-        lambda answer: [answer["embedding"][0]],
-        at_once=False,
-    ),
-    Client(
-        "sglang_token_ids",
-        "/classify",
-        "ids",
-        lambda ids: {"input_ids": ids},
-        lambda answer: [row["embedding"][0] for row in answer],
-    ),
-    Client(
-        "sglang_embeddings",
-        "/v1/embeddings",
-        "texts",
-        lambda texts: {"model": "default", "input": texts, "encoding_format": "float"},
-        lambda answer: [row["embedding"][0] for row in answer["data"]],
-    ),
+    Client("sglang_token_ids", "/classify", "ids", lambda ids: {"input_ids": ids}, _embedded),
+    Client("sglang_embeddings", "/v1/embeddings", "texts", lambda texts: {"input": texts}, _embedded),
     Client(
         "sglang_embeddings_base64",
         "/v1/embeddings",
         "ids",
         lambda ids: {"model": "rm", "input": ids, "encoding_format": "base64"},
-        lambda answer: [_decoded(row["embedding"]) for row in answer["data"]],
-    ),
-    Client(
-        "openrlhf_2024",
-        "/get_reward",
-        "texts",
-        lambda texts: {"query": texts},
-        lambda answer: answer["rewards"],
+        lambda got: [_decoded(row["embedding"]) for row in got["data"]],
     ),
     Client(
         "openrlhf",
         "/get_reward",
         "texts",
         lambda texts: {"query": texts, "prompts": [text[:9] for text in texts], "labels": ["" for _ in texts]},
-        lambda answer: answer["scores"] if answer["scores"] == answer["rewards"] else [],
+        lambda got: got["scores"] if got["scores"] == got["rewards"] else [],
     ),
     Client(
         "slime",
         "/slime",
         "texts",
         lambda texts: {"prompt": texts[0][:12], "response": texts[0][12:], "label": "42"},
-        lambda answer: [answer],
+        lambda got: [got],
         at_once=False,
     ),
     Client(
         "slime_messages",
         "/slime",
         "messages",
-        lambda chats: _user_and_reply(chats[0]),
-        lambda answer: [answer],
+        lambda chats: {"prompt": list(chats[0][:-1]), "response": chats[0][-1]["content"], "label": "42"},
+        lambda got: [got],
         at_once=False,
     ),
     Client(
@@ -198,29 +125,14 @@ CLIENTS = [
         "/predict",
         "texts",
         lambda texts: {"inputs": [[text] for text in texts], "raw_scores": True, "truncate": False},
-        lambda answer: [row[0]["score"] for row in answer],
+        lambda got: [row[0]["score"] for row in got],
     ),
-    Client(
-        "tei_one",
-        "/predict",
-        "texts",
-        lambda texts: {"inputs": texts[0]},
-        lambda answer: [answer[0]["score"]],
-        at_once=False,
-    ),
-    Client(
-        "tei_one_in_a_list",
-        "/predict",
-        "texts",
-        lambda texts: {"inputs": texts[:1], "raw_scores": True},
-        lambda answer: [answer[0]["score"]],
-        at_once=False,
-    ),
+    Client("tei_one", "/predict", "texts", lambda texts: {"inputs": texts[0]}, lambda got: [got[0]["score"]], **_ONE),
     Client(
         "ours",
         "/v1/rewards",
         "messages",
         lambda chats: {"model": "rm", "conversations": chats},
-        lambda answer: [row["reward"] for row in answer["data"]],
+        lambda got: [row["reward"] for row in got["data"]],
     ),
 ]
