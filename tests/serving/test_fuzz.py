@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,6 +21,7 @@ from schemathesis.specs.openapi import checks as openapi_checks
 
 ROUTES = {  # with what a client might send, and where in it something else may stand
     "/v1/rewards": {"conversations": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]},
+    "/v1/rewards/trace": {"context": [{"role": "user", "content": "a"}], "completion": "b", "max_points": 3},
     "/classify": {"model": "tiny", "input": ["a"], "use_activation": False, "truncate_prompt_tokens": 9},
     "/pooling": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     "/v1/embeddings": {"model": "tiny", "input": [[3, 4], [5]], "encoding_format": "base64"},
@@ -146,9 +148,15 @@ def test_whatever_is_sent_gets_a_documented_answer(route: str, client: Any) -> N
     assert client.post(route, json=ROUTES[route]).status_code == 200
 
 
-def test_every_status_has_its_schema(app: Any) -> None:
+def test_every_route_is_tried_and_documented(app: Any) -> None:
+    document = app.openapi()["paths"]
+    assert {path for path, routes in document.items() if "post" in routes and "{" not in path} == set(ROUTES)
+    pages = [Path(__file__).parents[2] / "docs" / name for name in ("serving.md", "nemo-gym.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for route in ROUTES:
-        responses = app.openapi()["paths"][route]["post"]["responses"]
+        assert route in text, f"{route} is not in docs/serving.md or docs/nemo-gym.md"
+        responses = document[route]["post"]["responses"]
+        assert responses["200"]["content"]["application/json"]["schema"], f"{route} has no response schema"
         assert responses.keys() >= {"200", "400", "401", "404", "408", "413", "422", "429", "500", "503", "504"}
         for status, response in responses.items():
             assert "application/json" in response["content"], (route, status)

@@ -113,11 +113,9 @@ def test_heads_and_truncation_are_shown(visit: Visits) -> None:
     write(page, COMPLETIONS[:2])
     score(page)
     first, second = page.locator(".card").all_inner_texts()
-    for words in ("helpful: 2.000", "brief: \u22121.500", "9 of 160", "cut at its beginning"):
-        assert words in first
+    assert all(words in first for words in ("helpful: 2.000", "brief: \u22121.500", "9 of 160", "cut at its beginning"))
     assert "No score: not finite" in second
     expect(page.locator("#verdict")).to_contain_text("One score alone says little")
-    expect(page.locator("#status")).to_contain_text("completion 1 1.250, completion 2 has no score.")
 
 
 def test_the_reward_decides_and_the_score_is_named_beside_it(visit: Visits) -> None:
@@ -146,7 +144,6 @@ def test_the_reward_decides_and_the_score_is_named_beside_it(visit: Visits) -> N
     ("rows", "shaped", "verdict"),
     [
         ([(1.2, 0.9), (0.4, 0.3)], True, r"Completion 1 .* by score it is preferred over completion 2 .* 69\.0%\."),
-        ([(3.0, 1.0), (2.0, 1.0), (5.0, 0.5)], True, "Completion 1 and Completion 2 have the same reward: none .*"),
         ([(1.0, 1.0), (1.0, 1.0)], False, "Completion 1 and Completion 2 have the same score: none is preferred."),
     ],
 )
@@ -213,11 +210,9 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 PARTS = {"role": "assistant", "content": [{"type": "text", "text": "4"}], "name": "me"}
 PASTED: dict[str, tuple[Any, int, list[str]]] = {
     "messages": ([*MESSAGES, FOUR], 2, ["4"]),
-    "object": ({"messages": MESSAGES}, 2, ["", ""]),
     "body": ({"context": MESSAGES, "completions": ["4", [FIVE]]}, 2, ["4", "5"]),
     "preference": ({"prompt": "2?", "chosen": "4", "rejected": [FIVE]}, 1, ["4", "5"]),
     "whole": ({"chosen": [*MESSAGES, FOUR], "rejected": [*MESSAGES, FIVE]}, 2, ["4", "5"]),
-    "ranked": ({"context": MESSAGES, "completions": [{"rank": 0, "completion": [FOUR]}]}, 2, ["4"]),
     "parts": ([MESSAGES[1], PARTS], 1, ["4"]),
 }
 
@@ -250,13 +245,16 @@ def test_a_pasted_conversation_is_read_and_other_text_is_not(visit: Visits) -> N
     expect(page.get_by_label("Text of turn 1")).to_have_value(PROMPT)
 
 
-def test_json_is_a_body_that_the_server_reads(visit: Visits) -> None:
-    page = visit(permissions=["clipboard-read", "clipboard-write"])
+def test_json_is_a_body_that_the_server_reads_and_a_reload_keeps_the_text(visit: Visits) -> None:
+    page = visit(permissions=["clipboard-read", "clipboard-write"], color_scheme="dark")
     write(page)
     page.get_by_role("button", name="Copy JSON").click()
     expect(page.locator("#status")).to_contain_text("Copied as JSON")
     body = json.loads(page.evaluate("navigator.clipboard.readText()"))
     assert body == {"context": [{"role": "user", "content": PROMPT}], "completions": COMPLETIONS}
+    page.reload()
+    expect(page.get_by_label("Text of completion 3")).to_have_value(COMPLETIONS[2])
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
 
 
 def test_completions_without_a_score_or_text(visit: Visits, url: str) -> None:
@@ -313,14 +311,6 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, loaded_model: Se
         visit.contexts[0].close()
 
 
-def test_a_reload_keeps_the_text_and_the_page_follows_the_system(visit: Visits) -> None:
-    page = visit(color_scheme="dark")
-    write(page)
-    page.reload()
-    expect(page.get_by_label("Text of completion 3")).to_have_value(COMPLETIONS[2])
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
-
-
 def test_a_keyboard_is_enough(visit: Visits) -> None:
     page = visit()
     reached: list[str] = []
@@ -348,13 +338,12 @@ def test_a_keyboard_is_enough(visit: Visits) -> None:
     expect(page.get_by_label("Role of turn 2")).to_have_value("assistant")
 
 
-@pytest.mark.parametrize("width", [640, 320])  # 640: of a window of 1280, at 200 %
-def test_a_phone_shows_all_of_it(visit: Visits, width: int) -> None:
-    page = visit(width=width, height=800, has_touch=True)
+def test_a_phone_shows_all_of_it(visit: Visits) -> None:
+    page = visit(width=320, height=800, has_touch=True)
     write(page, [COMPLETIONS[0], "a" * 120, COMPLETIONS[2]])
     score(page)
     expect(page.locator("#chart path.line")).to_have_count(3)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
     page.set_viewport_size({"width": 900, "height": 800})
     expect(page.locator("#chart svg")).to_have_attribute("width", re.compile("[78]\\d\\d"))
 

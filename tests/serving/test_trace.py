@@ -1,4 +1,4 @@
-"""`/v1/rewards/trace`: each point is the score that `/v1/rewards` gives the answer that stops there."""
+"""`/v1/rewards/trace`: each point is the score that `/v1/rewards` gives the completion that stops there."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 
 from treeward.config.ensemble import EnsembleConfig
-from treeward.config.server import ServerConfig
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
 CONTEXT = [{"role": "user", "content": "How do I boil an egg so that the yolk stays soft?"}]
-ANSWER = "Boil it for six minutes, then cool it in cold water. \U0001f642 Yes!"
+COMPLETION = "Boil it for six minutes, then cool it in cold water. \U0001f642 Yes!"
 
 
 def trace(client: Any, **body: Any) -> Any:
-    got = client.post("/v1/rewards/trace", json={"context": CONTEXT, "completion": ANSWER, **body})
+    got = client.post("/v1/rewards/trace", json={"context": CONTEXT, "completion": COMPLETION, **body})
     assert got.status_code == 200, got.text
     return got.json()
 
@@ -29,12 +28,12 @@ def scores(client: Any, completions: list[str], **body: Any) -> list[float]:
     return [row["score"] for row in got.json()["data"]]
 
 
-def test_points_are_the_scores_of_answers_that_stop_there(client: Any) -> None:
+def test_points_are_the_scores_of_completions_that_stop_there(client: Any) -> None:
     got = trace(client)
-    assert got["text"] == ANSWER and "".join(token["text"] for token in got["tokens"]) == ANSWER
-    assert [ANSWER[token["start"] : token["end"]] for token in got["tokens"]] == [t["text"] for t in got["tokens"]]
+    assert got["text"] == COMPLETION and "".join(token["text"] for token in got["tokens"]) == COMPLETION
+    assert [COMPLETION[token["start"] : token["end"]] for token in got["tokens"]] == [t["text"] for t in got["tokens"]]
     assert [point["tokens"] for point in got["points"]] == list(range(1, len(got["tokens"]) + 1))
-    cut = [ANSWER[: token["end"]] for token in got["tokens"]]
+    cut = [COMPLETION[: token["end"]] for token in got["tokens"]]
     assert [point["score"] for point in got["points"]] == pytest.approx(scores(client, cut), abs=1e-5)
     assert len({round(point["score"], 4) for point in got["points"]}) > 10
     assert got["object"] == "reward.trace" and got["model"] == "tiny" and got["contract"]
@@ -51,7 +50,7 @@ def test_the_last_of_few_points_is_the_score(client: Any) -> None:
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_an_answer_is_computed_once(client: Any, loaded_model: ServedModel) -> None:
+def test_a_completion_is_computed_once(client: Any, loaded_model: ServedModel) -> None:
     before = loaded_model.num_computed_tokens
     got = trace(client, context=[{"role": "user", "content": "A question that no other test asks, of a few words?"}])
     computed = loaded_model.num_computed_tokens - before
@@ -64,14 +63,11 @@ def test_an_answer_is_computed_once(client: Any, loaded_model: ServedModel) -> N
     ("body", "status", "words"),
     [
         ({"completion": ""}, 422, "no text"),
-        ({"completion": [{"role": "user", "content": "Hi"}]}, 422, "no completion to score"),
         ({"completion": []}, 422, "no completion to score"),
         ({"completion": "word " * 200}, 422, "too long to score"),
         ({"completion": 3}, 422, "completion"),
         ({"completion": "Yes", "max_points": 0}, 422, "max_points"),
-        ({"completion": "Yes", "max_points": 100_000}, 422, "max_points"),
         ({"completion": "Yes", "model": "other"}, 404, "other"),
-        ({"context": CONTEXT}, 422, "completion"),
     ],
 )
 def test_what_has_no_trace_is_refused_in_words(client: Any, body: dict[str, Any], status: int, words: str) -> None:
@@ -80,24 +76,23 @@ def test_what_has_no_trace_is_refused_in_words(client: Any, body: dict[str, Any]
 
 
 def test_ensembles_and_models_of_other_tokens(
-    loaded_model: ServedModel, served_folder: Any, asgi_client: Callable[..., Any], close_later: Callable[..., Service]
+    loaded_model: ServedModel, make_service: Callable[..., Service], asgi_client: Callable[..., Any]
 ) -> None:
     scorer: Any = loaded_model.scorer
     pair = EnsembleScorer([scorer, scorer], EnsembleConfig(method="mean", standardize=False))
-    alike = ServedModel("pair", pair, members=["a", "b"])
-    other = ServedModel("other", pair, members=["a", "b"])
-    other.scorer = _Unlike(pair)  # type: ignore[assignment]
-    without = ServedModel("words", scorer)
+    service = make_service()
+    other, without = ServedModel("other", _Unlike(pair), members=["a", "b"]), ServedModel("words", scorer)
     without.__class__ = _OfWords
-    client = asgi_client(close_later([alike, other, without]))
-    assert [p["score"] for p in trace(client)["points"]] == pytest.approx(
-        [s.score for s in scorer.score_completions(CONTEXT, [ANSWER[: t["end"]] for t in trace(client)["tokens"]])],
-        abs=1e-5,
-    )
+    service.models = {one.name: one for one in (ServedModel("pair", pair, members=["a", "b"]), other, without)}
+    client = asgi_client(service)
+    got = trace(client)
+    cut = [COMPLETION[: token["end"]] for token in got["tokens"]]
+    want = [one.score for one in scorer.score_completions(CONTEXT, cut)]
+    assert [point["score"] for point in got["points"]] == pytest.approx(want, abs=1e-5)
     for name, code in (("other", "no_common_tokens"), ("words", "no_tokens")):
-        body = {"context": CONTEXT, "completion": ANSWER, "model": name}
-        got = client.post("/v1/rewards/trace", json=body)
-        assert got.status_code == 422 and got.json()["error"]["code"] == code
+        body = {"context": CONTEXT, "completion": COMPLETION, "model": name}
+        refused = client.post("/v1/rewards/trace", json=body)
+        assert refused.status_code == 422 and refused.json()["error"]["code"] == code
 
 
 class _Unlike(EnsembleScorer):
@@ -113,20 +108,3 @@ class _OfWords(ServedModel):
     @property
     def scorers(self) -> tuple[()]:
         return ()
-
-
-@pytest.fixture
-def close_later(make_service: Callable[..., Service]) -> Any:
-    """A function that makes a service of loaded models; its engine ends with the test."""
-    from treeward.serving.run import make_service as load_service
-
-    made: list[Service] = []
-
-    def make(models: list[ServedModel]) -> Service:
-        config = ServerConfig.model_validate({"models": [{"model": "x", "name": model.name} for model in models]})
-        made.append(load_service(config, models=models))
-        return made[-1]
-
-    yield make
-    for service in made:
-        service.close()
