@@ -211,7 +211,7 @@ def test_names_and_references_belong_to_conversations() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [{"url": "localhost:8000"}, {"token": "two words"}, {"timeout_seconds": 0}, {"timeout_seconds": math.inf},
-     {"max_conversations": 0}, {"max_concurrency": -2}, {"verify_tls": "no/such/file.pem"}],
+     {"max_conversations": 0}, {"max_concurrency": -2}],
 )  # fmt: skip
 def test_impossible_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:

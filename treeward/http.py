@@ -87,8 +87,8 @@ class Reply:
 class Connection:
     """Requests to the server at `url`, which may have a path (`https://host/rm`).
 
-    `token`: sent as a bearer token. `verify_tls`: as in `tls_context`. `transport`: takes the requests in place of the
-    network, as `httpx.ASGITransport`. Raises `ConfigError` for a URL, token or file that cannot be used.
+    `token`: sent as a bearer token. `transport`: takes the requests in place of the network, as
+    `httpx.ASGITransport`. Raises `ConfigError` for a URL or token that cannot be used.
     """
 
     def __init__(
@@ -97,7 +97,6 @@ class Connection:
         *,
         token: str | None = None,
         max_retries: int = 5,
-        verify_tls: Any = True,
         max_connections: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -109,7 +108,7 @@ class Connection:
         self.url, self.max_retries = checked_url(url), max_retries
         self._options: dict[str, Any] = {
             "headers": headers,
-            "verify": tls_context(verify_tls),
+            "verify": ssl.create_default_context(),  # the system's certificates, or those of SSL_CERT_FILE
             "limits": httpx.Limits(max_connections=max_connections),
             "timeout": httpx.Timeout(None, connect=10.0),
             "transport": transport,
@@ -160,7 +159,7 @@ class Connection:
                 is_temporary=True,
                 where=url,
                 got=str(error) or type(error).__name__,
-                need="a server that listens there; over https, a trusted certificate (verify_tls, SSL_CERT_FILE)",
+                need="a server that listens there; over https, a trusted certificate (SSL_CERT_FILE)",
             ) from error
         request_id = response.headers.get("x-request-id")
         try:
@@ -194,24 +193,6 @@ def checked_url(url: str) -> str:
     if not is_address:
         raise ConfigError("this is no address of a server", field="url", got=url, need="http://host:port, or https://")
     return url.strip().rstrip("/")
-
-
-def tls_context(verify_tls: Any) -> Any:
-    """How certificates are verified: by the system's, by those of a PEM file, or (False) not; a context stays itself.
-
-    Raises `ConfigError`.
-    """
-    if verify_tls is False or isinstance(verify_tls, ssl.SSLContext):
-        return verify_tls
-    try:
-        return ssl.create_default_context(cafile=None if verify_tls is True else verify_tls)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            "the certificates cannot be read",
-            field="verify_tls",
-            got=f"{verify_tls}: {error}",
-            need="True, False, or a PEM file with the certificates to trust",
-        ) from error
 
 
 def _pause(state: tenacity.RetryCallState) -> float:

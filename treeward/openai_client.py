@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from treeward.errors import ConfigError
-from treeward.http import ServerError, checked_url, tls_context
+from treeward.http import ServerError, checked_url
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -51,9 +52,8 @@ def openai_client(
     api_key: str | None = None,
     timeout_seconds: float = 600.0,
     max_retries: int = 5,
-    verify_tls: bool | str = True,
 ) -> AsyncOpenAI:
-    """A client of one event loop. `timeout_seconds`: for one attempt. `verify_tls`: as in `Connection`."""
+    """A client of one event loop. `timeout_seconds`: for one attempt."""
     import openai
 
     return openai.AsyncOpenAI(
@@ -61,7 +61,7 @@ def openai_client(
         api_key=api_key or "none",
         timeout=openai.Timeout(timeout_seconds, connect=min(timeout_seconds, 10.0)),
         max_retries=max_retries,
-        http_client=openai.DefaultAsyncHttpxClient(verify=tls_context(verify_tls)),
+        http_client=openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context()),
     )
 
 

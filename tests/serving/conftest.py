@@ -6,7 +6,6 @@ makes such a client of another service: `make_service` builds one with other set
 
 from __future__ import annotations
 
-import datetime
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -131,37 +130,3 @@ def held_model(loaded_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(loaded_model, "score", wait_and_score)
     yield gate
     gate.set()
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that it signed itself, and its key."""
-    from ipaddress import IPv4Address
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "here")])
-    now = datetime.datetime.now(datetime.UTC)
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    chain, secret = tmp_path / "chain.pem", tmp_path / "key.pem"
-    chain.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    no_password = serialization.NoEncryption()
-    private_form = serialization.PrivateFormat.PKCS8
-    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, private_form, no_password))
-    locked = serialization.BestAvailableEncryption(b"password")
-    (tmp_path / "locked.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, private_form, locked))
-    return chain, secret

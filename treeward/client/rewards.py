@@ -43,7 +43,6 @@ class _Client:
         model: str | None = None,
         timeout_seconds: float = 120.0,
         max_retries: int = 5,
-        verify_tls: Any = True,
         max_conversations: int = 256,
         max_concurrency: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
@@ -62,7 +61,6 @@ class _Client:
             url,
             token=token,
             max_retries=max_retries,
-            verify_tls=verify_tls,
             max_connections=max_concurrency,
             transport=transport,
         )
@@ -125,8 +123,8 @@ class AsyncRewardClient(_Client):
     """A client for coroutines; `RewardClient` has the same methods for synchronous code.
 
     `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for. `model`: one of its
-    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. `verify_tls` and
-    `transport`: as in `Connection`. A call with more than `max_conversations` makes several requests, `max_concurrency`
+    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. `transport`:
+    as in `Connection`. A call with more than `max_conversations` makes several requests, `max_concurrency`
     at a time.
 
     Raises `ConfigError` for impossible arguments; methods raise `RewardServerError` for a server that fails.

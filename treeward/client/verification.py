@@ -55,7 +55,6 @@ def verify_server(
     token: str | None = None,
     extra: Mapping[str, Any] | None = None,
     timeout_seconds: float = 60.0,
-    verify_tls: bool | str = True,
     trust_remote_code: bool = False,
 ) -> ServerVerification:
     """Replay the contract of the model `name` (a folder, or a hub name) on the server at `url`.
@@ -63,7 +62,7 @@ def verify_server(
     `dialect`: one of `DIALECTS`. `model`: what the server calls the model; None takes its first. `form`: what is sent,
     one of the dialect's forms; None is what its clients send, for encoders without CLS and SEP. `dtype`: what the
     server computes in; scores in bfloat16 are compared to the contract's tolerance for bfloat16. `extra`: keys to add
-    to each request. `timeout_seconds`: of one request. `verify_tls`: as in `Connection`.
+    to each request. `timeout_seconds`: of one request.
 
     Raises `RewardServerError` for a server that gives no scores, `ModelError` for a model without a contract or whose
     tokenizer does not give the contract's tokens, `ConfigError` for impossible arguments.
@@ -80,7 +79,7 @@ def verify_server(
     contract, renderer = _contract_and_renderer(name, trust_remote_code)
     examples, conversations = _rendered(str(name), contract, renderer)
     own = forms[0] if renderer.kind == "decoder" or "bare" not in forms else "bare"
-    connection = Connection(url.rstrip("/").removesuffix(path), token=token, max_retries=3, verify_tls=verify_tls)
+    connection = Connection(url.rstrip("/").removesuffix(path), token=token, max_retries=3)
     server = _Server(connection, dialect, form or own, model, extra or {}, timeout_seconds, contract, dtype)
     return run_async(server.replay(str(name), examples, conversations))
 

@@ -42,6 +42,8 @@ _WINDOW = 512
 """Requests that are looked at for one batch, so its cost does not grow with the queue."""
 _TOKENIZED_AT_ONCE = 64
 """Conversations of one request that are tokenized before those of the next."""
+_MOST_FAILED = 8
+"""Batches in a row without any score after which the server says that it is not alive."""
 _BATCHES_AHEAD = 64
 """A request with conversations that are ready goes on for about so many batches ahead, and others for twice as many:
 tokens need more memory than text.
@@ -81,16 +83,15 @@ class Batcher:
         self._ready_tokens, self._most_ready_tokens = 0, _BATCHES_AHEAD * config.batch_tokens
         self._closed = False
         self._per_second = 0.0
-        self._last_good: dict[str, Item] = {}
-        self._broken: set[str] = set()
+        self._failed_in_a_row = 0
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="treeward-tokenize")
         self._scoring = threading.Thread(target=self._run, name="treeward-score", daemon=True)
         self._scoring.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the scoring thread runs, and no model fails at what it has scored before."""
-        return not self._broken and self._scoring.is_alive()
+        """Whether the scoring thread runs, and the last batches were not all failures of the server."""
+        return self._failed_in_a_row < _MOST_FAILED and self._scoring.is_alive()
 
     @property
     def seconds_of_queue(self) -> float:
@@ -208,7 +209,8 @@ class Batcher:
         self._per_second = rate if not self._per_second else 0.9 * self._per_second + 0.1 * rate
         self._settle([(request, i, score) for (request, i, _), score in zip(batch, scores, strict=True)])
         self.metrics.batch(model.name, sum(item.num_tokens for item in items), computed, seconds)
-        self._check_model(model, items, scores)
+        has_failed = all(isinstance(score, FailedScore) for score in scores)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if has_failed else 0
 
     def _take_batch(self) -> list[tuple[_Request, int, Item]]:
         """What one forward pass holds: of the model whose turn it is, a few conversations of each request."""
@@ -237,19 +239,6 @@ class Batcher:
                 self._ready.move_to_end(request)
         self._lock.notify_all()  # there is room for more tokens
         return batch
-
-    def _check_model(self, model: ServedModel, items: Sequence[Item], scores: Sequence[Score]) -> None:
-        """If nothing of a batch could be scored, see whether the model still scores what it has scored before."""
-        good = next((item for item, one in zip(items, scores, strict=True) if one.score is not None), None)
-        if good is not None:
-            self._last_good[model.name] = good
-        elif model.name not in self._last_good:
-            return
-        elif _isolated(model.score, [self._last_good[model.name]])[0].score is None:
-            logger.error("%s fails at what it has scored before: it is broken.", model.name)
-            self._broken.add(model.name)
-            return
-        self._broken.discard(model.name)
 
     def _settle(self, scored: Sequence[tuple[_Request, int, Score]]) -> None:
         """Hand scores to their requests; those that are complete wake up."""
