@@ -140,22 +140,6 @@ def test_the_reward_decides_and_the_score_is_named_beside_it(visit: Visits) -> N
     expect(page.locator(".portion").first).to_contain_text("by score")
 
 
-@pytest.mark.parametrize(
-    ("rows", "shaped", "verdict"),
-    [
-        ([(1.2, 0.9), (0.4, 0.3)], True, r"Completion 1 .* by score it is preferred over completion 2 .* 69\.0%\."),
-        ([(1.0, 1.0), (1.0, 1.0)], False, "Completion 1 and Completion 2 have the same score: none is preferred."),
-    ],
-)
-def test_verdicts(visit: Visits, rows: Any, shaped: bool, verdict: str) -> None:
-    page = visit()
-    answered(page, [{"score": value, "reward": reward} for value, reward in rows], shaped=shaped)
-    write(page, COMPLETIONS[: len(rows)])
-    score(page)
-    expect(page.locator("#verdict")).to_have_text(re.compile(verdict))
-    expect(page.locator(".badge")).to_have_count(0 if "none" in verdict else 1)
-
-
 def test_the_chart_and_its_cursor_are_the_trace(visit: Visits, url: str) -> None:
     page = visit()
     write(page)

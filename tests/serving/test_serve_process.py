@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,6 @@ import httpx
 import pytest
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-BODY = {"conversations": [CHAT]}
 
 # In place of `treeward`: a model that scores nothing until a file is there.
 HELD = """
@@ -102,8 +100,7 @@ def server(served_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_under_load(server: ServerProcess, tmp_path: Path, number: int) -> None:
+def test_a_signal_under_load(server: ServerProcess, tmp_path: Path) -> None:
     """30 requests wait when it comes: all are answered, nothing new is accepted, and the exit code is 0."""
 
     def ask() -> int:
@@ -112,34 +109,9 @@ def test_a_signal_under_load(server: ServerProcess, tmp_path: Path, number: int)
     with ThreadPoolExecutor(30) as threads:
         accepted = [threads.submit(ask) for _ in range(30)]
         wait_until(lambda: server.num_queued == 120)
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not server.listens)
         (tmp_path / "gate").touch()
         assert [one.result() for one in accepted] == [200] * 30
     assert server.wait() == 0
     assert server.lines[-1]["message"] == "Shut down."
-
-
-@pytest.mark.slow
-def test_it_listens_only_when_the_model_is_there(served_folder: Path) -> None:
-    """Whoever waits for the port to answer finds a server that scores."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "treeward.cli.main", "serve", str(served_folder), "--port", str(port)],
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        end = time.monotonic() + 60
-        while True:
-            assert time.monotonic() < end
-            try:
-                response = httpx.post(f"http://127.0.0.1:{port}/v1/rewards", json=BODY)
-                break
-            except httpx.ConnectError:
-                time.sleep(0.02)
-        assert response.status_code == 200
-    finally:
-        process.terminate()
-        assert process.wait(30) == 0

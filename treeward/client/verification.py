@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from treeward.scoring.verification import Verification
 
 _REFUSED = frozenset({400, 413, 422, 500})
 """A conversation that a server refuses alone has no score; other refusals are of the whole replay."""
+_SECONDS = 60.0
+"""The time for a request."""
 _PADDING_IS_READ = "alone every conversation has its score, and beside others it has not: padding is read"
 _MEND_PADDING = "pad with a token that ends no conversation, and read each score by its conversation's length"
 
@@ -53,16 +55,13 @@ def verify_server(
     form: Form | None = None,
     dtype: Dtype = "float32",
     token: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    timeout_seconds: float = 60.0,
     trust_remote_code: bool = False,
 ) -> ServerVerification:
     """Replay the contract of the model `name` (a folder, or a hub name) on the server at `url`.
 
     `dialect`: one of `DIALECTS`. `model`: what the server calls the model; None takes its first. `form`: what is sent,
     one of the dialect's forms; None is what its clients send, for encoders without CLS and SEP. `dtype`: what the
-    server computes in; scores in bfloat16 are compared to the contract's tolerance for bfloat16. `extra`: keys to add
-    to each request. `timeout_seconds`: of one request.
+    server computes in; scores in bfloat16 are compared to the contract's tolerance for bfloat16.
 
     Raises `RewardServerError` for a server that gives no scores, `ModelError` for a model without a contract or whose
     tokenizer does not give the contract's tokens, `ConfigError` for impossible arguments.
@@ -80,7 +79,7 @@ def verify_server(
     examples, conversations = _rendered(str(name), contract, renderer)
     own = forms[0] if renderer.kind == "decoder" or "bare" not in forms else "bare"
     connection = Connection(url.rstrip("/").removesuffix(path), token=token, max_retries=3)
-    server = _Server(connection, dialect, form or own, model, extra or {}, timeout_seconds, contract, dtype)
+    server = _Server(connection, dialect, form or own, model, contract, dtype)
     return run_async(server.replay(str(name), examples, conversations))
 
 
@@ -138,8 +137,6 @@ class _Server:
     dialect: str
     form: Form
     model: str | None
-    extra: Mapping[str, Any]
-    timeout_seconds: float
     contract: ScoringContract
     dtype: Dtype
 
@@ -176,7 +173,7 @@ class _Server:
 
     async def _first_model(self) -> str | None:
         """What the server calls its first model; None for a server without /v1/models."""
-        until = time.monotonic() + self.timeout_seconds
+        until = time.monotonic() + _SECONDS
         try:
             reply = await self.connection.request("/v1/models", until=until, max_retries=0)
             return str(reply.json["data"][0]["id"])
@@ -186,8 +183,8 @@ class _Server:
     async def _scores(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
         """The server's numbers for the conversations of one request. Raises `RewardServerError`."""
         dialect, named = DIALECTS[self.dialect], {} if self.model is None else {"model": self.model}
-        content = json.dumps({**named, **dialect.body(self.form, conversations), **self.extra}).encode()
-        reply = await self.connection.request(dialect.path, content, until=time.monotonic() + self.timeout_seconds)
+        content = json.dumps({**named, **dialect.body(self.form, conversations)}).encode()
+        reply = await self.connection.request(dialect.path, content, until=time.monotonic() + _SECONDS)
         try:
             scores = dialect.read(reply.json)
             if len(scores) != len(conversations):

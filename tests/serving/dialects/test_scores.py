@@ -54,8 +54,8 @@ def test_texts_have_exactly_one_bos(kind: str, shared: Any) -> None:
     assert served.texts[0].startswith(first)
     texts = [served.texts[0], served.texts[0].removeprefix(first), first + served.texts[0]]
     for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
-        answer = served.client.post("/classify", json={"input": texts, **options}).json()
-        assert [row["probs"][0] for row in answer["data"]] == pytest.approx([served.scores[0]] * 3, abs=CLOSE)
+        got = served.client.post("/classify", json={"input": texts, **options}).json()
+        assert [row["probs"][0] for row in got["data"]] == pytest.approx([served.scores[0]] * 3, abs=CLOSE)
     other = served.client.post("/classify", json={"input": [served.ids[0][:1] + served.ids[0]]})
     assert abs(other.json()["data"][0]["probs"][0] - served.scores[0]) > 1e-3
 
@@ -63,23 +63,22 @@ def test_texts_have_exactly_one_bos(kind: str, shared: Any) -> None:
 @pytest.mark.parametrize(
     ("route", "asked", "read"),
     [
-        ("/classify", {"use_activation": True}, lambda answer: answer["data"][0]["probs"][0]),
-        ("/classify", {"activation": True}, lambda answer: answer["data"][0]["probs"][0]),
-        ("/classify", {"softmax": True, "activation": None}, lambda answer: answer["data"][0]["probs"][0]),
-        ("/pooling", {"use_activation": True}, lambda answer: answer["data"][0]["data"][0]),
-        ("/predict", {"raw_scores": False}, lambda answer: answer[0]["score"]),
+        ("/classify", {"use_activation": True}, lambda got: got["data"][0]["probs"][0]),
+        ("/classify", {"softmax": True, "activation": None}, lambda got: got["data"][0]["probs"][0]),
+        ("/pooling", {"use_activation": True}, lambda got: got["data"][0]["data"][0]),
+        ("/predict", {"raw_scores": False}, lambda got: got[0]["score"]),
     ],
 )
 def test_sigmoids_are_given_where_they_are_asked_for(route: str, asked: Any, read: Any, shared: Any) -> None:
     served = shared("chatml")
     key = "inputs" if route == "/predict" else "input"
     text = served.texts[2]
-    answer = served.client.post(route, json={key: text, **asked}).json()
-    assert read(answer) == pytest.approx(1 / (1 + math.exp(-served.scores[2])), abs=CLOSE)
+    got = served.client.post(route, json={key: text, **asked}).json()
+    assert read(got) == pytest.approx(1 / (1 + math.exp(-served.scores[2])), abs=CLOSE)
     negated = {name: None if value is None else not value for name, value in asked.items()}
     for raw in ({}, negated):
-        answer = served.client.post(route, json={key: text, **raw}).json()
-        assert read(answer) == pytest.approx(served.scores[2], abs=CLOSE)
+        got = served.client.post(route, json={key: text, **raw}).json()
+        assert read(got) == pytest.approx(served.scores[2], abs=CLOSE)
 
 
 def test_the_hubs_client_asks_for_a_function(shared: Any) -> None:
@@ -92,10 +91,8 @@ def test_the_hubs_client_asks_for_a_function(shared: Any) -> None:
 
     probability = 1 / (1 + math.exp(-served.scores[2]))
     for function, more, want in (
-        ("sigmoid", {}, probability),
         ("sigmoid", {"raw_scores": True}, probability),
         ("none", {"raw_scores": False}, served.scores[2]),
-        (None, {}, served.scores[2]),
         (None, {"raw_scores": False}, probability),
     ):
         assert ask(function, **more).json()[0]["score"] == pytest.approx(want, abs=CLOSE), (function, more)
@@ -112,11 +109,11 @@ def test_a_cut_end_is_scored_and_told(kind: str, shared: Any) -> None:
     sep = "[SEP]" if kind == "encoder" else ""
     cut = whole.removesuffix(sep).removesuffix(end)
     assert cut + end + sep == whole
-    answer = served.client.post("/classify", json={"input": [whole, cut, whole, cut]})
+    got = served.client.post("/classify", json={"input": [whole, cut, whole, cut]})
     want = [row.score for row in served.scorer.score_prepared(served.scorer.prepare_texts([whole, cut]))]
-    assert [row["probs"][0] for row in answer.json()["data"]] == pytest.approx(want * 2, abs=CLOSE)
+    assert [row["probs"][0] for row in got.json()["data"]] == pytest.approx(want * 2, abs=CLOSE)
     assert abs(want[0] - want[1]) > 1e-3
-    assert answer.headers["X-Treeward-Warning"].startswith("2 of 4 texts do not end with ")
+    assert got.headers["X-Treeward-Warning"].startswith("2 of 4 texts do not end with ")
     token_ids = served.client.post("/classify", json={"input_ids": [ids, ids[: -2 if sep else -1]]})
     assert token_ids.headers["X-Treeward-Warning"].startswith("1 of 2 texts do not end with ")
     for route, key in (
@@ -136,22 +133,22 @@ def test_generated_texts_get_what_a_policy_never_writes(kind: str, shared: Any) 
     padding = served.scorer.renderer.tokenizer.pad_token
     padded = stopped if padding is None else padding * 3 + stopped + padding * 2
     for text in (stopped, padded):
-        answer = served.client.post("/get_reward", json={"query": [text]})
-        assert answer.json()["rewards"] == pytest.approx(served.scores[2:3], abs=CLOSE)
-        answer = served.client.post("/slime", json={"prompt": text[:30], "response": text[30:], "label": None})
-        assert answer.json() == pytest.approx(served.scores[2], abs=CLOSE)
-        assert "X-Treeward-Warning" not in answer.headers
+        got = served.client.post("/get_reward", json={"query": [text]})
+        assert got.json()["rewards"] == pytest.approx(served.scores[2:3], abs=CLOSE)
+        got = served.client.post("/slime", json={"prompt": text[:30], "response": text[30:], "label": None})
+        assert got.json() == pytest.approx(served.scores[2], abs=CLOSE)
+        assert "X-Treeward-Warning" not in got.headers
     end = served.scorer.renderer.tokenizer.eos_token
     messages = {"prompt": CHATS[2][:-1], "response": CHATS[2][-1]["content"] + end}
     assert served.client.post("/slime", json=messages).json() == pytest.approx(served.scores[2], abs=CLOSE)
     unfinished = served.texts[2][:-20]
-    answer = served.client.post("/get_reward", json={"query": [unfinished, stopped]})
-    assert answer.headers["X-Treeward-Warning"].startswith("1 of 2 texts do not end with ")
+    got = served.client.post("/get_reward", json={"query": [unfinished, stopped]})
+    assert got.headers["X-Treeward-Warning"].startswith("1 of 2 texts do not end with ")
     want = served.scorer.score_prepared(served.scorer.prepare_texts([unfinished]))[0].score
-    assert answer.json()["rewards"] == pytest.approx([want, served.scores[2]], abs=CLOSE)
+    assert got.json()["rewards"] == pytest.approx([want, served.scores[2]], abs=CLOSE)
 
 
-def test_shaping_reads_the_reply_beside_the_prompt(serve: Any) -> None:
+def test_shaping_reads_the_completion_beside_the_prompt(serve: Any) -> None:
     penalty = {"length_penalty": {"coefficient": 0.5, "threshold": 5}}
     served = serve(shaper=Shaper(RewardShapingConfig.model_validate(penalty)))
     texts = [text.rstrip("\n") for text in served.texts]
@@ -160,9 +157,9 @@ def test_shaping_reads_the_reply_beside_the_prompt(serve: Any) -> None:
     want = served.client.post("/v1/rewards", json={"conversations": CHATS}).json()["data"]
     rewards = [row["reward"] for row in want]
     assert rewards != pytest.approx(served.scores, abs=0.1)
-    answer = served.client.post("/get_reward", json={"query": texts, "prompts": prompts}).json()
-    assert answer["rewards"] == pytest.approx(rewards, abs=CLOSE)
-    assert answer["extra_logs"]["raw_score"] == pytest.approx(served.scores, abs=CLOSE)
+    got = served.client.post("/get_reward", json={"query": texts, "prompts": prompts}).json()
+    assert got["rewards"] == pytest.approx(rewards, abs=CLOSE)
+    assert got["extra_logs"]["raw_score"] == pytest.approx(served.scores, abs=CLOSE)
     for text, prompt, reward in zip(texts, prompts, rewards, strict=True):
         body = {"prompt": prompt, "response": text.removeprefix(prompt)}
         assert served.client.post("/slime", json=body).json() == pytest.approx(reward, abs=CLOSE)
