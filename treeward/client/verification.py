@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from treeward.client.dialects import DIALECTS, Form, RenderedConversation, ServerScore
 from treeward.data.preference import last_text
