@@ -30,8 +30,8 @@ from typing import Any
 from treeward.data.preference import Message
 from treeward.data.synthetic.gold import Question, grade, parse_question
 from treeward.data.synthetic.world import (
-    ALL_FORMATS,
     FILLERS,
+    FORMATS,
     KINDS,
     LEAD_INS,
     POLITE_CLOSERS,
@@ -51,7 +51,6 @@ _FILLERS_TO_THE_BETTER = (50, 30, 13, 5, 2)  # weights of 0, 1, 2, ... fillers
 _FILLERS_TO_THE_WORSE = (42, 29, 16, 8, 5)
 _SAME_WORDING = 0.6  # comparisons whose completions share their sentences, except for the differences of their plans
 _WIDE_GAP = 50  # characters
-_REQUESTS = {fmt.name: fmt.requests for fmt in ALL_FORMATS}
 _KIND = {kind.name: kind for kind in KINDS}
 
 
@@ -218,7 +217,7 @@ def _style(rng: random.Random, ask: _Ask, *, kept: bool) -> str | None:
 def _context(rng: random.Random, ask: _Ask) -> list[Message]:
     kind, fact = _KIND[ask.fact.kind], ask.fact
     messages: list[Message] = []
-    request = f" {rng.choice(_REQUESTS[ask.format])}" if ask.format else ""
+    request = f" {rng.choice(FORMATS[ask.format])}" if ask.format else ""
     lead_in = f"{rng.choice(LEAD_INS)} " if rng.random() < 0.4 else ""
     earlier_turn = ask.phrasing == kind.follow_up
     place = rng.choices(("turn", "system", "earlier"), (65, 20, 15 if earlier_turn else 0))[0] if request else "turn"

@@ -148,7 +148,7 @@ def test_too_long(encode: Any) -> None:
 
 
 def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_CHUNK_ROWS", 16)
+    monkeypatch.setattr(encoding, "_ROWS_AT_ONCE", 16)
     rows, renderer = varied(150), renderer_of(120)
     dataset = encode(*rows, renderer=renderer)
     counts = dataset.counts
@@ -158,7 +158,7 @@ def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest
     assert counts.tokens == sum(c.num_tokens for c in dataset)
     assert counts.tree_tokens == sum(c.tree_tokens for c in dataset)
     assert all(c.tree_tokens == count_tree_tokens(c.token_ids) for c in dataset)
-    assert counts.as_metrics()["kept"] == len(dataset)
+    assert counts.kept == len(dataset)
     assert dataset.highest_token == max(int(ids.max()) for c in dataset for ids in c.token_ids)
     for comparison in dataset:
         row = [*rows, OTHER][int(comparison.where.partition(":")[2]) - 1]

@@ -16,8 +16,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -45,8 +45,7 @@ Ties = Literal["drop", "half", "error"]
 half a win for either side), or it is an error, as any two equal ranks are then."""
 
 _FORMAT_VERSION = 6  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
-_CHUNK_ROWS = 1000
-_CHUNK_CHARACTERS = 4_000_000
+_ROWS_AT_ONCE = 128  # enough for a fast tokenizer to use all cores, and few enough for long conversations
 
 _SUMMED = ("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "non_contextual")
 _SCHEMA = pa.schema(
@@ -137,10 +136,6 @@ class EncodingCounts:
         before = ", before any was left out or cut" if self.dropped_too_long or self.truncated else ""
         parts.append(f"longest conversation {self.longest:,} tokens{before}")
         return "; ".join(parts)
-
-    def as_metrics(self) -> dict[str, float]:
-        """The counts by name, for trackers."""
-        return {name: float(value) for name, value in asdict(self).items()}
 
 
 class EncodedDataset(Sequence[Comparison]):
@@ -253,7 +248,8 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, ties: Ties, progr
             atomic_file(path, "wb") as file,
             pa.ipc.new_file(file, _SCHEMA) as writer,
         ):
-            for rows in _chunks(stream):
+            preferences = iter(stream)
+            while rows := list(itertools.islice(preferences, _ROWS_AT_ONCE)):
                 records = list(_encode_rows(rows, renderer, ties))
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
                 done += len(rows)
@@ -265,21 +261,6 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, ties: Ties, progr
 
 
 # --- from preferences to rows of the file ----------------------------------------------------------------------------
-
-
-def _chunks(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Preference, str]]]:
-    """Rows in bounded portions: few rows where they are long."""
-    chunk: list[tuple[Preference, str]] = []
-    characters = 0
-    for preference, where in stream:
-        chunk.append((preference, where))
-        characters += sum(len(str(m.get("content"))) for c in preference.completions for m in c.messages)
-        characters += len(preference.completions) * sum(len(str(m.get("content"))) for m in preference.context)
-        if len(chunk) == _CHUNK_ROWS or characters > _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
 
 
 def _encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, ties: Ties) -> Iterator[dict[str, Any]]:

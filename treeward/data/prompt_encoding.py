@@ -79,11 +79,7 @@ class EncodedPrompts:
 
 
 def encode_prompts(
-    sets: Sequence[PromptSet],
-    renderer: Renderer,
-    *,
-    max_length: int | None = None,
-    progress: bool = False,
+    sets: Sequence[PromptSet], renderer: Renderer, *, max_length: int | None = None, progress: bool = False
 ) -> EncodedPrompts:
     """Render and tokenize the prompts for a policy: see `Renderer.encode_prompt`.
 
@@ -122,7 +118,7 @@ def _encoded(
 ) -> Iterator[tuple[Prompt, list[int] | None, int]]:
     with ShownProgress(unit="prompts", enabled=progress) as shown:
         for start in range(0, len(one), _PROMPTS_AT_ONCE):
-            some = one.prompts[start : start + _PROMPTS_AT_ONCE]
+            some = one[start : start + _PROMPTS_AT_ONCE]
             texts = [renderer.render(p.messages, where=p.where, generation_prompt=True) for p in some]
             encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in some])
             yield from ((prompt, *ids) for prompt, ids in zip(some, encoded, strict=True))

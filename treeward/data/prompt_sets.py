@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -90,23 +90,12 @@ class PromptCounts:
         return f"{self.kept:,} of {self.read:,} prompts kept" + (f" (left out: {reasons})" if reasons else "")
 
 
-@dataclass(frozen=True)
-class PromptSet:
+class PromptSet(list[Prompt]):
     """The prompts of one set, in the order of the data. `name`: for messages. `weight`: passes over it per epoch."""
 
-    name: str
-    prompts: tuple[Prompt, ...]
-    counts: PromptCounts
-    weight: float = 1.0
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self.prompts[index]
+    def __init__(self, name: str, prompts: Iterable[Prompt], counts: PromptCounts, weight: float = 1.0) -> None:
+        super().__init__(prompts)
+        self.name, self.counts, self.weight = name, counts, weight
 
 
 def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
@@ -142,7 +131,7 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
         wants = config.part == "validation"
         kept = [prompt for prompt, is_out in zip(prompts, held_out, strict=True) if is_out == wants]
     counts = PromptCounts(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
-    return PromptSet(source.name, tuple(kept), counts, config.weight)
+    return PromptSet(source.name, kept, counts, config.weight)
 
 
 # --- datasets by name ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -103,7 +103,7 @@ class RewardModelRun(Run):
             return
         for role, sets in (("train", self.setup.training_sets), ("validation", self.setup.validation_sets)):
             for name, dataset in sets.items():
-                counts = dataset.counts.as_metrics()
+                counts = asdict(dataset.counts)
                 trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
 
     def weights_changed(self) -> bool:

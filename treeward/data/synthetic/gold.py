@@ -28,8 +28,8 @@ from typing import Any
 
 from treeward.data.preference import Message, last_text
 from treeward.data.synthetic.world import (
-    ALL_FORMATS,
     FACTS,
+    FORMATS,
     KINDS,
     POLITE_CLOSERS,
     POLITE_OPENERS,
@@ -145,7 +145,7 @@ def _followed_up(asking: Sequence[str]) -> Fact | None:
 
 def _requested(text: str) -> str | None:
     lowered = text.lower()
-    found = [(lowered.rfind(request.lower()), fmt.name) for fmt in ALL_FORMATS for request in fmt.requests]
+    found = [(lowered.rfind(request.lower()), name) for name, requests in FORMATS.items() for request in requests]
     position, name = max(found)
     return name if position >= 0 else None
 

@@ -2,10 +2,9 @@
 
     FACTS["France"]        # Fact("capital", "France", ("Paris",))
 
-A `Fact` is one thing that can be asked, a `Kind` a family of facts with its phrasings, a `Format` a request about the
-shape of a completion that code can check. All of them are spelt out in `bundled/world.json`, in a fixed order: the
-generator draws from these tables and `gold` reads questions back with the same tables. No two sentences share three
-words in a row, and no dressing contains a word that could be an answer; a test holds that.
+A `Fact` is one thing that can be asked, a `Kind` a family of facts with its phrasings. All of them are spelt out in
+`bundled/world.json`, in a fixed order: the generator drew from these tables, and `gold` reads questions back with them.
+No two sentences share three words in a row, and no dressing contains a word that could be an answer.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from re import findall
 
-__all__ = ["ALL_FORMATS", "FACTS", "FILLERS", "KINDS", "LEAD_INS", "POLITE_CLOSERS", "POLITE_OPENERS"]
-__all__ += ["RUDE_CLOSERS", "RUDE_OPENERS", "Fact", "Format", "Kind", "known_words", "words_of"]
+__all__ = ["FACTS", "FILLERS", "FORMATS", "KINDS", "LEAD_INS", "POLITE_CLOSERS", "POLITE_OPENERS"]
+__all__ += ["RUDE_CLOSERS", "RUDE_OPENERS", "Fact", "Kind", "known_words", "words_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +57,9 @@ class Kind:
         return frozenset(word.lower() for word in (*answers, *self.decoys))
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A checkable request about the shape of a completion, and the ways to make it."""
-
-    name: str
-    requests: tuple[str, ...]
-
-
 _WORLD = json.loads((Path(__file__).parents[1] / "bundled" / "world.json").read_text("utf-8"))
-ALL_FORMATS = tuple(Format(name, tuple(requests)) for name, requests in _WORLD["formats"].items())
+FORMATS: dict[str, tuple[str, ...]] = {name: tuple(requests) for name, requests in _WORLD["formats"].items()}
+"""Checkable requests about the shape of a completion: name -> the ways to make it."""
 KINDS = tuple(
     Kind(
         name,
@@ -97,7 +89,7 @@ def words_of(text: str) -> list[str]:
 def known_words() -> frozenset[str]:
     """Every word that the world uses, in lower case."""
     texts = [*LEAD_INS, *POLITE_OPENERS, *POLITE_CLOSERS, *RUDE_OPENERS, *RUDE_CLOSERS, *FILLERS, *_NUMBERS]
-    texts += [request for fmt in ALL_FORMATS for request in fmt.requests]
+    texts += [request for requests in FORMATS.values() for request in requests]
     for kind in KINDS:
         texts += [template.replace("{x}", " ").replace("{a}", " ") for template in kind.phrasings + kind.statements]
         texts += [f"{fact.subject} {' '.join(fact.answers)}" for fact in kind.facts]
