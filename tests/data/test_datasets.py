@@ -366,6 +366,7 @@ def test_custom_classes(custom: str) -> None:
         ("Old", {"split": "test"}, "train, validation"),
         ("NoRows", {}, "offers no rows"),
         ("OneShot", {}, "again and again"),
+        ("Closed", {"split": "held"}, "no rows for held"),
     ],
 )
 def test_bad_custom_classes(custom: str, name: str, more: dict[str, Any], words: str) -> None:

@@ -252,7 +252,10 @@ def test_classes_by_dotted_path(tmp_path: Path) -> None:
     assert texts("Contract", name="own", kwargs={"data_path": "p"}) == ["held out"]
     assert texts("Rows", data_path=write_jsonl(tmp_path / "x.jsonl", {"x": "9?"})) == ["9?"]
     (ready,) = open_prompts(PromptSetConfig(dataset_name="prompts_of_mine.Ready", env_name="math"))
-    assert (ready.info, ready.where) == ({"ground_truth": "2", "environment": "math"}, "prompts_of_mine.Ready:row 1")
+    assert (ready.info, ready.where) == (
+        {"ground_truth": "2", "environment": "math"},
+        "prompts_of_mine.Ready[train]:row 1",
+    )
     with pytest.raises(DataError, match="a row is not an object"):
         texts("Texts")
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import random
 import re
 from collections import deque
@@ -49,8 +48,6 @@ from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError
 
 __all__ = ["RowDataset", "TaskDataSpec", "open_dataset", "register_dataset"]
-
-logger = logging.getLogger(__name__)
 
 _DATASETS = Registry("datasets", example="my_module.MyDataset")
 _Class = TypeVar("_Class", bound=type[Any])
@@ -120,20 +117,9 @@ class RowDataset(RowSource):
         return _with_non_contextual(self._completed()) if self.config.non_contextual_answer else self._completed()
 
     def _completed(self) -> Iterator[tuple[Preference, str]]:
-        """Apply the prompt files, and count at the end the completions whose last message is not the assistant's."""
-        total, others, first = 0, 0, ""
         for row in self.rows():
-            preference, where = self.to_preference(row), row.where
-            total += 1
-            if any(completion.messages[-1]["role"] != "assistant" for completion in preference.completions):
-                others, first = others + 1, first or where
-            yield replace(preference, context=self.files.complete(preference.context, where)), where
-        if others:
-            logger.warning(
-                "%s: in %d of %d comparisons a completion does not end with an assistant message (the first is %s); "
-                "its score is read after that other message",
-                *(self.name, others, total, first),
-            )
+            preference = self.to_preference(row)
+            yield replace(preference, context=self.files.complete(preference.context, row.where)), row.where
 
 
 @register_dataset("PreferenceDataset")

@@ -220,31 +220,23 @@ def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path of its own, else
     "train".
     """
-    name = label = config.dataset_name
-    signature = inspect.signature(type(dataset))
+    name, signature = config.dataset_name, inspect.signature(type(dataset))
     reads_split = _takes_any(signature) or bool({"split", "train_split"} & signature.parameters.keys())
-    rows: Any = getattr(dataset, "formatted_ds", None)
-    if isinstance(rows, Mapping):
-        # A class that was given a path has read that one, as its training data.
-        # Prompts that are held out of the training data are read from there too.
-        is_part = getattr(config, "part", None) is not None
-        key = "validation" if config.name is not None and config.data_path is None and not is_part else "train"
-        if config.split is not None and (config.split in rows or not reads_split):
-            key = config.split
-        splits = [str(each) for each in rows if rows[each] is not None]
-        rows, label = rows.get(key), f"{name}[{key}]"
-        if rows is None:
-            got, need = f"formatted_ds with {', '.join(splits)}", f"{key}, or split: a key of formatted_ds"
-            raise ConfigError(f"{name} has no rows for {key}", field="split", got=got, need=need)
-    else:
-        rows = getattr(dataset, "dataset", None)
-        if config.split is not None and not reads_split:
-            need = "a parameter split of the class, or no split"
-            raise ConfigError(f"{name} takes no split", field="split", got=config.split, need=need)
+    formatted = getattr(dataset, "formatted_ds", None)
+    splits = formatted if isinstance(formatted, Mapping) else {"train": getattr(dataset, "dataset", None)}
+    # A class that was given a path has read that one, as its training data.
+    # Prompts that are held out of the training data are read from there too.
+    is_part = getattr(config, "part", None) is not None
+    is_validation = config.name is not None and config.data_path is None and not is_part
+    key = "validation" if is_validation and splits is formatted else "train"
+    if config.split is not None and (config.split in splits or not reads_split):
+        key = config.split
+    rows = splits.get(key)
     if not isinstance(rows, Iterable) or isinstance(rows, Iterator | str | bytes | Mapping):
+        got = f"{type(rows).__name__}; splits with rows: {', '.join(s for s in splits if splits[s] is not None)}"
         need = 'formatted_ds: {"train": rows, ...} or dataset: rows, where rows can be read again and again'
-        raise ConfigError(f"{name} offers no rows", field="dataset_name", got=type(rows).__name__, need=need)
-    return rows, label
+        raise ConfigError(f"{name} offers no rows for {key}", field="dataset_name", got=got, need=need)
+    return rows, f"{name}[{key}]"
 
 
 def _takes_any(signature: inspect.Signature) -> bool:

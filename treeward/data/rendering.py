@@ -67,7 +67,6 @@ _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", de
 Truncation = Literal["drop", "truncate_left", "error"]
 
 _FORMAT_VERSION = 2  # raise it when the same messages would give other ids: token caches are keyed by it
-_OWN_ARGUMENTS = {"messages", "conversation", "chat_template", "tokenize", "add_generation_prompt", "return_dict"}
 _MIN_CHARACTERS_PER_TOKEN = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_ROLES = 32  # a server's requests must fill neither memory nor log
@@ -111,9 +110,6 @@ class Renderer:
         self.max_length = max_length
         self.truncation: Truncation = truncation
         self._seen_roles = set(_ROLES)
-        if taken := sorted(_OWN_ARGUMENTS & self.chat_template_kwargs.keys()):
-            summary = "chat_template_kwargs sets an argument of the renderer"
-            raise ConfigError(summary, field=f"chat_template_kwargs.{taken[0]}", need="no such key")
         source, name = find_template(tokenizer, chat_template)
         self.chat_template = without_clock(source, self.chat_template_kwargs)
         self._reads_text = self._probe_content(name)

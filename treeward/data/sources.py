@@ -254,8 +254,7 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte 0x{raw[error.start]:02x} at position {error.start + 1} of the line"
-        is_gzip = raw.startswith(b"\x1f\x8b")
-        fix = "add .gz to the name of the file" if is_gzip else "save the file as UTF-8, or mend the line"
+        fix = "save the file as UTF-8, or mend the line; a gzip file ends in .gz"
         raise DataError("the text is not UTF-8", where=where, got=found, need="UTF-8", fix=fix) from error
 
 
