@@ -29,7 +29,6 @@ def opened(tiny_grpo: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="session")
 def result_of() -> Callable[[Path], dict[str, Any]]:
     """What a run came to: what it logged but for times, its alarms, and the weights that it exported."""
-    from safetensors.torch import load_file
 
     def lines(path: Path) -> list[str]:
         """As text, so that NaN equals NaN."""
@@ -39,15 +38,15 @@ def result_of() -> Callable[[Path], dict[str, Any]]:
         ]
 
     def read(folder: Path) -> dict[str, Any]:
-        final = folder / "checkpoints" / "final" / "model.safetensors"
-        weights = {name: tensor.numpy().tobytes() for name, tensor in load_file(final).items()}
-        logs = folder / "logs"
-        alarms = logs / "alarms.json"
+        logs, checkpoints = folder / "logs", folder / "checkpoints"
         return {
             "metrics": lines(logs / "metrics.jsonl"),
             "samples": lines(logs / "samples.jsonl"),
-            "alarms": alarms.read_text(encoding="utf-8"),
-            "weights": weights,
+            "alarms": (logs / "alarms.json").read_text(encoding="utf-8"),
+            "weights": {
+                str(path.relative_to(checkpoints)): path.read_bytes()
+                for path in (checkpoints / "final" / "model.safetensors", *checkpoints.glob("*/adapter/*.safetensors"))
+            },
         }
 
     return read

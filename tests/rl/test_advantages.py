@@ -116,23 +116,14 @@ def test_penalties_are_subtracted_and_scaling_is_linear_and_clipped(tiny_grpo: A
     assert found[:6].tolist() == [1.0, 1.0, 2.0, 2.5, 3.0, 3.0] and found[6].isnan()
 
 
-def test_the_soft_overlong_punishment_is_equation_13(tiny_grpo: Any) -> None:
-    longest, buffer, penalty = 20, 8, 0.5
-    config = tiny_grpo(
-        f"grpo.reward_shaping={{enabled: true, overlong_buffer_length: {buffer}, "
-        f"overlong_buffer_penalty: {penalty}, max_response_length: {longest}}}"
-    )
-    rewards = torch.linspace(-2, 2, 30)[None]
-    found = shaped_rewards(config, [group(2, *range(30))], rewards)
-    for length in range(30):
-        punishment = min(max(length - (longest - buffer), 0) / buffer, 1)
-        assert float(found[0, length]) == pytest.approx(float(rewards[0, length]) - penalty * punishment, abs=1e-6)
-
-
-def test_the_overlong_penalty_ends_where_the_prompt_leaves_no_room(tiny_grpo: Any) -> None:
-    """Of 64 tokens a prompt of 20 leaves 44, one of 62 leaves 2, and one of 4 the 50 that are asked for at most."""
+def test_the_soft_overlong_punishment_is_equation_13_and_ends_where_the_prompt_leaves_no_room(tiny_grpo: Any) -> None:
+    """Of 64 tokens a prompt of 20 leaves 44, and one of 4 the 50 that are asked for at most."""
     shaping = "{enabled: true, overlong_buffer_length: 10, overlong_buffer_penalty: 2, max_response_length: 50}"
     options = (f"grpo.reward_shaping={shaping}", "policy.max_total_sequence_length=64")
     config = tiny_grpo(*options, "policy.generation.max_new_tokens=null")
-    groups = [group(20, 34, 39, 44), group(62, 0, 1, 2), group(4, 40, 45, 50)]
-    assert shaped_rewards(config, groups, torch.ones(3, 3)).tolist() == [[1.0, 0.0, -1.0]] * 3
+    for prompt, room in ((4, 50), (20, 44), (62, 2)):
+        found = shaped_rewards(config, [group(prompt, *range(room + 1))], torch.ones(1, room + 1))
+        buffer = min(10, room)
+        for length in range(room + 1):
+            punishment = min(max(length - (room - buffer), 0) / buffer, 1)
+            assert float(found[0, length]) == pytest.approx(1.0 - 2 * punishment, abs=1e-6)

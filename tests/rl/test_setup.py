@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from signed import write_signed_model
 
 from treeward.data.rendering import Renderer
-from treeward.errors import ModelError, TreewardError
+from treeward.errors import TreewardError
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy
 from treeward.rl import identity
@@ -27,34 +26,17 @@ Make = Callable[..., Any]
 Write = Callable[[str, Iterable[Any]], str]
 
 
-def test_prompts_that_are_too_long_are_dropped_and_counted(
-    tiny_grpo: Make, write_prompts: Write, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = tiny_grpo()
-    write_prompts("train.jsonl", ["Say sun.", "Say " + "rain and " * 60, "Say moon."])
-    with caplog.at_level(logging.INFO, "treeward"):
-        run = set_up(config)
-    run.close()
-    assert len(run.prompts) == 2 and run.prompts.counts.too_long == 1
-    assert "2 of 3 prompts kept (left out: 1 too long)" in caplog.text and "train.jsonl:2" in caplog.text
-
-
 def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prompts: Write) -> None:
     first = write_prompts("a.jsonl", [f"Count to {n}." for n in range(30)])
     second = write_prompts("b.jsonl", [f"Count from {n}." for n in range(10)])
-    sets = ", ".join(
-        f"{{dataset_name: PromptDataset, data_path: {path}, name: {name}}}"
-        for path, name in ((first, "to"), (second, "from"))
-    )
-    config = tiny_grpo(f"data.validation=[{sets}]", "grpo.max_val_samples=12")
-    run = set_up(config)
-    run.close()
-    assert len(run.validation) == 12 and list(run.validation_sets) == ["to"] * 9 + ["from"] * 3
-    asked = [one.prompt.messages[-1]["content"] for one in run.validation]
-    assert len(set(asked)) == 12 and asked[0] == "Count to 0." and asked[-1] == "Count from 9."
-    whole = set_up(tiny_grpo(f"data.validation=[{sets}]", "grpo.max_val_samples=null"))
-    whole.close()
-    assert len(whole.validation) == 40
+    form = "{{dataset_name: PromptDataset, data_path: {}, name: {}}}"
+    sets = f"data.validation=[{form.format(first, 'to')}, {form.format(second, 'from')}]"
+    with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=12"))) as run:
+        assert len(run.validation) == 12 and list(run.validation_sets) == ["to"] * 9 + ["from"] * 3
+        asked = [one.prompt.messages[-1]["content"] for one in run.validation]
+        assert len(set(asked)) == 12 and asked[0] == "Count to 0." and asked[-1] == "Count from 9."
+    with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=null"))) as run:
+        assert len(run.validation) == 40
 
 
 @pytest.mark.parametrize(
@@ -90,12 +72,6 @@ def test_the_reference_is_the_policy_that_the_run_begins_with(tiny_grpo: Make) -
     assert all(torch.equal(a, b) for a, b in zip(begun, reference.parameters(), strict=True))
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(begun, resumed.policy.parameters(), strict=True))
-
-
-def test_a_classifier_is_no_policy(tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    folder = write_signed_model(tmp_path / "model", tiny_tokenizer, seed=3, max_length=256)
-    with pytest.raises(ModelError, match="classifier"):
-        set_up(tiny_grpo("~policy.model_config", "~policy.tokenizer", f"policy.model_name={folder}"))
 
 
 def test_which_keys_of_an_environment_are_of_the_run() -> None:

@@ -102,8 +102,3 @@ def test_running_statistics_neither_move_nor_hide_the_proxy(opened: Callable[...
     assert found.metrics["validation/reward"] != found.metrics["validation/raw_reward"]
     assert found.metrics["validation/proxy"] == found.metrics["validation/raw_reward"]
     assert found.watched["proxy_by_prompt"].mean() == pytest.approx(found.metrics["validation/proxy"], abs=1e-6)
-
-
-def test_told_to_stop_it_measures_nothing(opened: Callable[..., GRPOSetup]) -> None:
-    told = iter([None, "SIGTERM"])
-    assert validate(opened("grpo.val_batch_size=2"), should_stop=lambda: next(told)) is None

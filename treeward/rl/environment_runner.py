@@ -89,10 +89,8 @@ class EnvironmentRunner:
         # After the last step that counts; gold has none, as its rewards are those of an evaluation.
         self._states = {name: copy.deepcopy(one.state_dict()) for name, one in environments.items()}
         self._last: dict[str, Future[Any]] = {}
-        names = [environment.name for environment in environments.values()]
-        self._labels = {
-            name: one.name if names.count(one.name) == 1 else f"{name}_env" for name, one in environments.items()
-        }
+        names = Counter(environment.name for environment in environments.values())
+        self._labels = {n: one.name if names[one.name] == 1 else f"{n}_env" for n, one in environments.items()}
 
     def reward(self, groups: Sequence[CompletionGroup], *, update: bool = True) -> GroupRewards:
         """Rewards of every completion of every group.
@@ -102,10 +100,8 @@ class EnvironmentRunner:
         """
         shape = batch_shape(groups)
         weights = [_choice(group.prompt) or self._default for group in groups for _ in group.completions]
-        asked: dict[str, list[int]] = defaultdict(list)
-        for i, chosen in enumerate(weights):
-            for name in chosen:
-                asked[name].append(i)
+        names = dict.fromkeys(name for chosen in weights for name in chosen)
+        asked = {name: [i for i, chosen in enumerate(weights) if name in chosen] for name in names}
         found = self._ask(asked, groups, update=update)
         parts: list[dict[str, Reward]] = [{} for _ in weights]
         for name, indices in asked.items():
@@ -167,15 +163,15 @@ class EnvironmentRunner:
             count, error = len(asked[name]), future.exception() if future in in_time else None
             if isinstance(error, ConfigError | ModelError | CheckpointError):
                 raise error
-            if future not in in_time or error is not None:
-                future.cancel()
-                reason = f"it raised {type(error).__name__}: {error}"
-                reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else reason
-                logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
-                found[name] = [Reward(None, error=reason)] * count
+            if future in in_time and error is None:
+                rewards, states[name] = future.result()
+                found[name] = [_finite(reward) for reward in rewards]
                 continue
-            rewards, states[name] = future.result()
-            found[name] = [_finite(reward) for reward in rewards]
+            future.cancel()
+            reason = f"it raised {type(error).__name__}: {error}"
+            reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else reason
+            logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
+            found[name] = [Reward(None, error=reason)] * count
         if update:
             self._states |= states
         return found

@@ -29,18 +29,13 @@ __all__ += ["batch_shape", "completion_lengths", "prompt_lengths", "truncated_co
 class SampledCompletion:
     """`token_ids`: with the token that ended it; `truncated`: none did. `text`: without that end.
 
-    `log_probs`: of each token, by the generator; None where it gives none. Raises `ValueError` where their number is
-    another.
+    `log_probs`: of each token, by the generator; None where it gives none.
     """
 
     token_ids: tuple[int, ...]
     text: str
     truncated: bool
     log_probs: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
-            raise ValueError(f"{len(self.log_probs)} log-probabilities for {len(self.token_ids)} tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ policy. Prompts and samples follow from the step and the seed; everything else i
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import statistics
 import time
@@ -190,9 +189,8 @@ class GRPORun(Run):
             "timing/train/policy_training": time.monotonic() - sampled,
             "timing/train/weight_sync": given - started,
         }
-        names = {"reward": "reward", "length": "mean_gen_tokens_per_sample"}
-        names |= {"kl": "kl"} if self.config.needs_reference else {}
-        shown = {name: logged.get(f"train/{key}", math.nan) for name, key in names.items()}
+        names = {"reward": "reward", "length": "mean_gen_tokens_per_sample", "kl": "kl"}
+        shown = {name: logged[f"train/{key}"] for name, key in names.items() if f"train/{key}" in logged}
         return StepMetrics(logged, shown, sum(group.num_row_tokens for group in rollouts.groups))
 
     def _give_weights(self) -> None:

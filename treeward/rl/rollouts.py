@@ -97,10 +97,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     metrics["train/num_masked"] = float((rewards_PG.isfinite() & ~used_PG).sum())
     known = {name: value for name, value in metrics.items() if math.isfinite(value)}
     known |= {"timing/train/generation": generation, "timing/train/rewards": rewarding}
-    watched = {
-        "groups_without_signal": metrics["train/groups_without_signal"],
-        "length_correlation": correlation,
-    }
+    watched = {"groups_without_signal": known["train/groups_without_signal"], "length_correlation": correlation}
     return Rollouts(groups, rewards_PG, used_PG, len(found) * count, known, watched)
 
 
@@ -110,11 +107,11 @@ def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) 
 
 
 def _check_failures(found: GroupRewards, most: float) -> None:
-    failed = len(found.failures) / max(found.rewards_PG.numel(), 1)
-    if failed > most:
+    num, failed = found.rewards_PG.numel(), len(found.failures)
+    if failed > most * num:
         raise ModelError(
             "too many completions have no reward",
-            got=f"{failed:.0%} of {found.rewards_PG.numel()}; {failure_summary(found.failures)}",
+            got=f"{failed / num:.0%} of {num}; {failure_summary(found.failures)}",
             need=f"at most {most:.0%} (grpo.max_failed_share)",
             fix="mend the environment and start the same command again: it resumes before this step",
         )
@@ -141,13 +138,12 @@ def _metrics(groups: Sequence[CompletionGroup], rewards_PG: Tensor, found: Seque
 
 
 def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
+    if len(kept) < wanted:
+        logger.warning("Dynamic sampling found %d of %d groups in %d batches.", len(kept), wanted, num_draws)
     if not kept:
         raise ModelError(
             "no group has two rewards that differ: there is nothing to learn from",
             where="grpo.use_dynamic_sampling",
-            got=f"{num_draws} batches of prompts, each with equal rewards for all its completions",
-            need="a prompt with a better and a worse completion",
+            got=f"{num_draws} batches of prompts",
             fix="raise policy.generation.temperature, or look at the rewards: they may be saturated",
         )
-    if len(kept) < wanted:
-        logger.warning("Dynamic sampling found %d of %d groups in %d batches.", len(kept), wanted, num_draws)

@@ -247,10 +247,8 @@ class PolicyUpdater:
         counted = UpdateMetrics()
         found, p_S, g_S = self._ask(self.policy, evaluated.groups, batch, counted, entropies=True)
         values_SL = found.values_SL.detach()
-        old, reference = (
-            None if known is None else known[p_S, g_S, : values_SL.shape[1]]
-            for known in (evaluated.old_PGL, evaluated.reference_PGL)
-        )
+        before = (evaluated.old_PGL, evaluated.reference_PGL)
+        old, reference = (None if known is None else known[p_S, g_S, : values_SL.shape[1]] for known in before)
         completions = [evaluated.groups[p].completions[g] for part in batch for p, g in part]
         loss, metrics = policy_loss(
             found.values_SL,

@@ -122,11 +122,9 @@ class OverOptimisationWatch:
         if not self.config.enabled:
             return []
         now: dict[str, Any] = {"proxy": _values(proxy_by_prompt), "gold": _values(gold_by_prompt)}
-        measured = {
-            "length": length, "correlation": length_correlation, "kl": kl, "entropy": entropy,
-            "truncated": truncation_rate, "without": groups_without_signal,
-        }  # fmt: skip
-        now |= {name: math.nan if value is None else float(value) for name, value in measured.items()}
+        names = ("length", "correlation", "kl", "entropy", "truncated", "without")
+        values = (length, length_correlation, kl, entropy, truncation_rate, groups_without_signal)
+        now |= {n: math.nan if value is None else float(value) for n, value in zip(names, values, strict=True)}
         fall = self._gold_falls(now)
         holding: dict[AlarmKind, str] = {} if fall is None else {"gold_falls": fall}
         holding |= self._signs(now)

@@ -106,13 +106,17 @@ def _numbers(summaries: Sequence[RunSummary]) -> Block:
         "first_length": ("Tokens, first", "integer"), "length": ("Tokens, last", "integer"),
         "alarm": ("Alarm at step", "integer"), "steps": ("Steps", "integer"),
     }  # fmt: skip
-    rows: list[Block] = []
-    for one in summaries:
-        gold, proxy = (None if change is None else bar_item("", change.by) for change in (one.gold, one.proxy))
-        first_length, length = one.length or (None, None)
-        row = {"run": one.run.name, "gold": gold, "best": one.best_gold, "best_step": one.best_step, "proxy": proxy}
-        row |= {"kl": one.kl, "first_length": first_length, "length": length, "alarm": one.run.alarm_step}
-        rows.append(row | {"steps": one.run.last_step})
+    rows: list[Block] = [
+        {
+            "run": one.run.name, "best": one.best_gold, "best_step": one.best_step, "kl": one.kl,
+            "gold": None if one.gold is None else bar_item("", one.gold.by),
+            "proxy": None if one.proxy is None else bar_item("", one.proxy.by),
+            "first_length": None if one.length is None else one.length[0],
+            "length": None if one.length is None else one.length[1],
+            "alarm": one.run.alarm_step, "steps": one.run.last_step,
+        }
+        for one in summaries
+    ]  # fmt: skip
     known = {key: column for key, column in columns.items() if any(row[key] is not None for row in rows)}
     note = "Changes have 95% intervals that are paired by prompt."
     return table_block("From the first validation to the last", known, rows, note)
@@ -259,11 +263,11 @@ def _samples(summaries: Sequence[RunSummary]) -> list[Block]:
 
 def _completion(line: Mapping[str, Any], best_step: int | None) -> Block:
     completion = line["completions"][0]
-    shown = {"reward": "signed", "gold_reward": "number", "kl": "number", "num_tokens": "integer"}
-    names = {"gold_reward": "gold", "kl": "KL", "num_tokens": "tokens"}
+    shown = (("reward", "reward", "signed"), ("gold", "gold_reward", "number"), ("KL", "kl", "number"),
+             ("tokens", "num_tokens", "integer"))  # fmt: skip
     numbers = [
-        {"label": names.get(key, key), "value": completion.get(key), "format": form}
-        for key, form in shown.items()
+        {"label": label, "value": completion.get(key), "format": form}
+        for label, key, form in shown
         if completion.get(key) is not None or key == "reward"  # a reward that failed shows as a dash
     ]
     flags = ["cut"] if completion.get("truncated") else []
