@@ -16,7 +16,6 @@ from treeward.data.rendering import Renderer
 from treeward.errors import TreewardError
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy
-from treeward.rl import identity
 from treeward.rl import setup as rl_setup
 from treeward.rl.grpo import grpo
 from treeward.rl.setup import set_up
@@ -76,7 +75,7 @@ def test_the_reference_is_the_policy_that_the_run_begins_with(tiny_grpo: Make) -
 
 def test_which_keys_of_an_environment_are_of_the_run() -> None:
     def same(one: dict[str, Any], **changes: Any) -> bool:
-        return identity._section(one) == identity._section({**one, **changes})
+        return rl_setup._section(one) == rl_setup._section({**one, **changes})
 
     model = {"model_name": "rm", "precision": "float32"}
     assert same(model, resources={"gpus_per_node": 0}, num_replicas=2, batch_size=3, worker_timeout_seconds=9)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from treeward.rl.rollouts import Validation, validate
 from treeward.rl.setup import GRPOSetup
-from treeward.rl.validation import Validation, validate
 
 GOLD = (
     "env={planted: {type: custom, function: planted.vowels}, gold: {type: custom, function: planted.length}}",

@@ -140,9 +140,8 @@ class CompletionReader:
 
     def has_ended(self, tokens: Sequence[int]) -> bool:
         """Whether the last of the tokens ends the completion."""
-        if not tokens or tokens[-1] in self.end_ids:
-            return bool(tokens)
-        return bool(self.stop_strings) and self._stop(self._text(tokens[-self._tail :])) is not None
+        is_end = bool(tokens) and tokens[-1] in self.end_ids
+        return is_end or (bool(self.stop_strings) and self._stop(self._text(tokens[-self._tail :])) is not None)
 
     def completion(
         self, tokens: Sequence[int], log_probs: Sequence[float] | None, *, truncated: bool | None = None

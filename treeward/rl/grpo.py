@@ -28,9 +28,8 @@ from treeward.rl.advantages import advantages
 from treeward.rl.experience import completion_lengths
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import SAMPLES_FILE, RLRun
-from treeward.rl.rollouts import collect
+from treeward.rl.rollouts import collect, validate
 from treeward.rl.setup import ADAPTER_FOLDER, GRPOSetup, set_up
-from treeward.rl.validation import validate
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start

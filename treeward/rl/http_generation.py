@@ -111,18 +111,13 @@ class HttpGenerator(Generator):
     ) -> list[CompletionGroup]:
         """See `Generator`. The completions of a prompt are one request. It is up to the server to heed the seed."""
         budgets = completion_budgets(prompts, prompt_ids, self.server, self.policy, self.max_total_tokens)
+        # The server adds the completion's index to the seed, which fits into signed 32 bits.
+        states = [np.random.SeedSequence([seed % 2**64, p]).generate_state(1)[0] for p in range(len(prompts))]
         requests = [
-            # The server adds the completion's index to the seed, which fits into signed 32 bits.
-            _Request(
-                list(ids),
-                num_completions,
-                budgets[p],
-                int(np.random.SeedSequence([seed % 2**64, p]).generate_state(1)[0]) >> 2,
-                prompts[p].where,
-            )
+            _Request(list(ids), num_completions, budgets[p], int(states[p]) >> 2, prompts[p].where)
             for p, ids in enumerate(prompt_ids)
         ]
-        served = run_async(self._all(requests, self.server, log_probs=self._comparable))
+        served = run_async(self._all(requests, self.server, self._comparable and self.server.backend != "openai"))
         return [
             CompletionGroup(prompt, tuple(ids), tuple(self._completion(one) for one in completions))
             for prompt, ids, completions in zip(prompts, prompt_ids, served, strict=True)
@@ -176,20 +171,17 @@ class HttpGenerator(Generator):
                 if not isinstance(reply, Mapping) or reply.get("success") is not True:
                     raise self._wrong(path, f"{reply!s:.300}", asked)
                 return
-            try:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                await self._post(client, "/collective_rpc", body, asked)
-                await self._post(client, "/reset_prefix_cache", {}, asked)  # it was computed with the weights before
-            except GenerationError as error:
-                fix = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
-                raise GenerationError(error.summary, where=error.where, got=error.got, fix=fix) from error
+            fix = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self._post(client, "/collective_rpc", body, asked, fix)
+            await self._post(client, "/reset_prefix_cache", {}, asked, fix)  # it was computed with the weights before
 
     def _client(self) -> AsyncOpenAI:
         seconds, retries = self.server.timeout_seconds, self.server.max_retries
         return openai_client(self._url, api_key=self._key, timeout_seconds=seconds, max_retries=retries)
 
     async def _all(
-        self, requests: Sequence[_Request], sampling: GenerationConfig, *, log_probs: bool
+        self, requests: Sequence[_Request], sampling: GenerationConfig, log_probs: bool
     ) -> list[list[_Served]]:
         slots = asyncio.Semaphore(self.server.max_concurrency)
         async with self._client() as client:
@@ -206,7 +198,9 @@ class HttpGenerator(Generator):
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _post(self, client: AsyncOpenAI, path: str, body: Mapping[str, Any], asked: str) -> Any:
+    async def _post(
+        self, client: AsyncOpenAI, path: str, body: Mapping[str, Any], asked: str, fix: str | None = None
+    ) -> Any:
         seconds = self.server.timeout_seconds
         try:
             return await post(client, path, body, total_seconds=seconds)
@@ -217,26 +211,31 @@ class HttpGenerator(Generator):
                 where=error.where,
                 got=f"{error.got}; asked for {asked}",
                 need=error.need or need,
-                fix=_FIXES.get(error.status, "look at the server's log"),
+                fix=fix or _FIXES.get(error.status, "look at the server's log"),
             ) from error
 
     def _read(self, reply: Any, path: str, request: _Request, log_probs: bool) -> list[_Served]:
         """The completions, in the order of the request. Raises `GenerationError` for anything but a response to it."""
-        is_sglang, may_be_text = self.server.backend == "sglang", self.server.backend == "openai"
         try:
-            if is_sglang:
+            if self.server.backend == "sglang":
                 given = [_of_sglang(one, log_probs) for one in (reply if isinstance(reply, list) else [reply])]
             else:
                 choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
-                given = [_of_completions(one, log_probs and not may_be_text) for one in choices]
+                given = [_of_completions(one, log_probs) for one in choices]
             found = [_Served.model_validate(one) for one in given]
             if len(found) != request.num_completions:
                 raise ValueError(f"{len(found)} completions instead of {request.num_completions}")
             for one in found:
-                one.check(request.most, self._vocabulary, has_log_probs=log_probs and not may_be_text)
+                ids, said = one.token_ids or [], one.log_probs or []
+                if len(ids) > request.most or max(ids, default=0) >= self._vocabulary:
+                    raise ValueError(f"{len(ids)} token ids up to {max(ids)}; the policy has {self._vocabulary} tokens")
+                if log_probs and one.token_ids is not None and len(said) != len(ids):
+                    raise ValueError(f"{len(said)} log-probabilities for {len(ids)} tokens")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise self._wrong(path, f"{type(error).__name__}: {error}", str(request)) from None
-        if any(one.token_ids is None for one in found) and not (may_be_text and self.server.retokenize):
+        if any(one.token_ids is None for one in found) and not (
+            self.server.backend == "openai" and self.server.retokenize
+        ):
             raise GenerationError(
                 "the generator does not say which tokens it sampled",
                 where=self._url + path,
@@ -271,7 +270,7 @@ class HttpGenerator(Generator):
         ids = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids) or [min(self.reader.end_ids)]
         request = _Request(ids, 1, _PROBE_TOKENS, 0, "the comparison of the weights")
         sampling = self.server.model_copy(update=_PROBE_SAMPLING)
-        [[completion]] = run_async(self._all([request], sampling, log_probs=True))
+        [[completion]] = run_async(self._all([request], sampling, True))
         training, tokens = policy.training, completion.token_ids or []
         policy.eval()
         own = {
@@ -318,15 +317,6 @@ class _Served(BaseModel):
     log_probs: list[Annotated[float, Field(strict=True, le=1e-2, allow_inf_nan=False)]] | None = None
     finish_reason: Literal["stop", "length"]
     text: str | None = None
-
-    def check(self, most: int, vocabulary: int, *, has_log_probs: bool) -> None:
-        ids = self.token_ids or []
-        if max(ids, default=0) >= vocabulary:
-            raise ValueError(f"the token id {max(ids)}, where the policy has {vocabulary} tokens")
-        if len(ids) > most:
-            raise ValueError(f"{len(ids)} tokens, at most {most} were allowed")
-        if has_log_probs and self.token_ids is not None and len(self.log_probs or ()) != len(ids):
-            raise ValueError(f"{len(self.log_probs or ())} log-probabilities for {len(ids)} tokens")
 
 
 def _request_of(

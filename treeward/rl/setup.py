@@ -6,6 +6,7 @@ The cheap checks (names, files, rows, environments) come before the slow work, s
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.reward_environments import is_enabled
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
 from treeward.model.checks import check_policy, check_positions
+from treeward.model.contract import CONTRACT_FILE
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
@@ -30,13 +33,12 @@ from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
-from treeward.rl.identity import identity_of
 from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder
-from treeward.training.setup import best_device, find_tokenizer, prepare_for_training
+from treeward.training.setup import best_device, find_tokenizer, prepare_for_training, short_hash
 from treeward.training.state import check_identity
 
 __all__ = ["ADAPTER_FOLDER", "GRPOSetup", "set_up"]
@@ -45,6 +47,20 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"
 _CHECKED_PROMPTS = 8
+_NOT_OF_THE_RUN = {
+    *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end", "val_batch_size"),
+    *("watch", "log_period", "num_logged_samples", "gold_environment"),
+    *("environment_timeout_seconds", "max_failed_share", "environments_on_ray"),
+}
+"""Keys of `grpo` that a resumed run may change: no weight depends on them, nor how many prompts a validation completes
+and how often (`max_val_samples`, `num_val_generations`), without which its numbers could not be compared."""
+_NOT_OF_THE_REWARD = {
+    *("resources", "num_replicas", "cpus_per_replica", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
+    *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
+    *("worker_timeout_seconds", "start_timeout_seconds", "step_timeout_seconds", "timeout_seconds"),
+    *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env"),
+}
+"""Keys of our environments that change where and how fast a reward is computed, or whether there is one in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +122,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     prompts = encode(training_sets)
     held_out = encode(validation_sets) if validation_sets else None
     _log_prompts(prompts, held_out)
-    identity = identity_of(config, renderer, prompts, held_out)
+    identity = _identity(config, renderer, prompts, held_out)
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     with contextlib.ExitStack() as opened:
@@ -216,11 +232,10 @@ def _chosen_for_validation(
     """The prompts that are validated on, spread evenly over all sets, and the name of the set of each."""
     if held_out is None:
         return [], []
-    total = len(held_out)
-    indices = np.linspace(0, total - 1, min(total, config.grpo.max_val_samples or total)).round().astype(int).tolist()
-    names = [one.name or "default" for one in config.data.validation]
-    of_set = np.repeat(np.arange(len(held_out.sizes)), held_out.sizes)
-    return [held_out[i] for i in indices], [names[of_set[i]] for i in indices]
+    number = min(len(held_out), config.grpo.max_val_samples or len(held_out))
+    indices = np.linspace(0, len(held_out) - 1, number).round().astype(int).tolist()
+    names = np.repeat([one.name or "default" for one in config.data.validation], held_out.sizes).tolist()
+    return [held_out[i] for i in indices], [names[i] for i in indices]
 
 
 def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> None:
@@ -239,3 +254,61 @@ def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> No
 def _holds_values(state: Mapping[str, Any]) -> bool:
     """Whether there is anything in a state but empty sections, which stateless environments have."""
     return any(_holds_values(value) if isinstance(value, Mapping) else True for value in state.values())
+
+
+def _identity(
+    config: GRPORunConfig, renderer: Renderer, prompts: EncodedPrompts, held_out: EncodedPrompts | None
+) -> dict[str, Any]:
+    """What a resumed run must have in common with the run that it continues, by names that people know.
+
+    It has everything that the weights depend on, also the weights of the first policy and of the reward models, which
+    the configuration only names.
+    """
+    policy = config.policy
+    sampled_by = {"temperature", "top_p", "top_k", "stop_token_ids", "stop_strings", "max_new_tokens"}
+    trained_by = {"train_global_batch_size", "max_total_sequence_length", "precision", "max_grad_norm"}
+    return {
+        "the policy": _with_weights(policy.model_name) or policy.architecture,
+        "the tokenizer or template": short_hash(renderer.fingerprint),
+        "the training prompts": short_hash(prompts.fingerprint),
+        "the validation prompts": "none" if held_out is None else short_hash(held_out.fingerprint),
+        "data": {"shuffle": config.data.shuffle},
+        "grpo": config.grpo.model_dump(mode="json", exclude=_NOT_OF_THE_RUN),
+        "loss_fn": config.loss_fn.model_dump(mode="json"),
+        "env": {name: _section(section) for name, section in config.env.items() if is_enabled(section)},
+        "policy": {
+            **policy.model_dump(mode="json", include={*trained_by, "optimizer", "scheduler", "hf_config_overrides"}),
+            "generation": policy.generation.model_dump(mode="json", include=sampled_by),
+            "dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json"),
+        },
+    }
+
+
+def _section(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of an environment's section that rewards depend on, with the weights of the models that it names.
+
+    Of classes that are not ours every key counts.
+    """
+    left_out = set() if "." in str(section.get("type", "")) else _NOT_OF_THE_REWARD
+    kept = {key: value for key, value in section.items() if key not in left_out}
+    if isinstance(kept.get("members"), Mapping):  # of a hybrid; a member's own keys may stand in `settings`, or beside
+        members = {name: {**(one.get("settings") or {}), **one} for name, one in kept["members"].items()}
+        kept["members"] = {name: _section({**one, "settings": None}) for name, one in members.items()}
+    if "model_name" in kept:
+        names = kept["model_name"]
+        kept["model_name"] = [_with_weights(one) for one in ([names] if isinstance(names, str) else names)]
+    return kept
+
+
+def _with_weights(name: str | None) -> str | None:
+    """The hash of a model's weights, wherever its folder lies; the name of a model without a folder of safetensors."""
+    folder = Path(name or "").expanduser()
+    weights = sorted(folder.glob("*.safetensors")) if name else []
+    if not weights:
+        return name
+    digest = hashlib.blake2b()
+    for path in (*weights, folder / "config.json", folder / CONTRACT_FILE):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return f"weights {short_hash(digest.hexdigest())}"

@@ -266,8 +266,7 @@ def read_alarms(path: Path) -> list[Alarm]:
     try:
         return [Alarm(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (TypeError, ValueError) as error:
-        fix = "remove it: the report is then made without the sentences of the alarms"
-        raise DataError("this is no file of alarms", where=str(path), got=str(error), fix=fix) from error
+        raise DataError("this is no file of alarms", where=str(path), got=str(error), fix="remove it") from error
 
 
 def _values(by_prompt: ArrayLike | None) -> list[float]:

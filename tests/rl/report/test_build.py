@@ -13,8 +13,7 @@ from rl_report_sample import HACKED, NUM_STEPS, sample_runs, write_run
 
 from treeward.errors import ConfigError, DataError
 from treeward.rl.report.build import report_blocks, write_rl_report
-from treeward.rl.report.findings import opening, sum_up
-from treeward.rl.report.reading import RLRun
+from treeward.rl.report.reading import RLRun, opening, sum_up
 from treeward.rl.watch import Alarm, AlarmKind
 
 

@@ -24,8 +24,7 @@ from treeward.evaluation.best_of_n.laws import fit_gao
 from treeward.evaluation.report.blocks import bar_item, format_number, table_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
-from treeward.rl.report.findings import Z95, RunSummary, opening, sum_up
-from treeward.rl.report.reading import Curve, RLRun
+from treeward.rl.report.reading import Z95, Curve, RLRun, RunSummary, opening, sum_up
 
 __all__ = ["report_blocks", "write_rl_report"]
 

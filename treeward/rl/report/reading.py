@@ -1,27 +1,31 @@
-"""`RLRun`: what a run of RL has left in its log folder, as the report reads it.
+"""`RLRun`: what a run of RL has left in its log folder; `RunSummary`: what became of it, in sentences.
 
     run = RLRun.read("no KL", Path("results/hacked/logs"))
     run.curve("validation/gold_reward")                 # {0: 0.31, 10: 0.42, ...}: values by step
+    sum_up(run).sentence(), sum_up(run).advice()
 
 Read are `metrics.jsonl`, and where they are there `samples.jsonl`, `alarms.json` and the resolved `config.yaml`. Any
-metric may be absent, at some steps or at all; values that are not finite are left out.
+metric may be absent, at some steps or at all; values that are not finite are left out. A change is said to be one only
+where its 95 % interval says it. Intervals are paired by prompt: the watch logs them (`treeward.rl.watch`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from treeward.config.load import read_yaml
 from treeward.errors import DataError
-from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
+from treeward.evaluation.report.blocks import format_number
+from treeward.evaluation.results import Metric
+from treeward.rl.watch import ALARMS_FILE, Alarm, AlarmKind, read_alarms
 from treeward.training.step_file import flattened
 from treeward.training.tracking import read_metrics
 
-__all__ = ["SAMPLES_FILE", "Curve", "RLRun", "Source"]
+__all__ = ["SAMPLES_FILE", "Z95", "Change", "Curve", "Outcome", "RLRun", "RunSummary", "Source", "opening", "sum_up"]
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -29,6 +33,34 @@ Curve = Mapping[int, float]
 """The finite values of one metric, by ascending steps."""
 
 Source = Literal["validation", "train"]
+
+Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
+"""What became of gold: `over-optimised` is an alarm of the watch; `unknown` where there is no gold, or no interval."""
+
+_VERDICTS: dict[Outcome, str] = {
+    "over-optimised": "{} exploited the reward model: gold fell while the proxy rose.",
+    "improved": "{} got better by gold.",
+    "worse": "{} got worse by gold.",
+    "level": "{} did not change measurably by gold.",
+    "unknown": "Whether {} got better cannot be said: there is no gold reward, or none with an interval.",
+}
+_KL, _LR = "loss_fn.reference_policy_kl_penalty", "policy.optimizer.kwargs.lr"
+_NEARER = f"Hold the policy nearer to the reference: raise `{_KL}`, or lower `{_LR}`."
+_ADVICE: dict[AlarmKind, str] = {
+    "gold_falls": _NEARER,
+    "kl_budget": _NEARER,
+    "length_growth": "Completions grew with the reward: calibrate it for length (`treeward calibrate`, then "
+    "`reward_shaping.length_calibration: true`) or set `reward_shaping.length_penalty`.",
+    "entropy_collapse": f"Entropy collapsed: lower `{_LR}`, or raise `loss_fn.ratio_clip_max`.",
+    "truncation": "Completions are cut: raise `policy.generation.max_new_tokens`, or set `grpo.truncated`.",
+    "no_signal": "Completions of a group have to differ in reward: `grpo.use_dynamic_sampling: true`, prompts of other "
+    "difficulty, a reward with degrees, or a higher `policy.generation.temperature`.",
+}
+_SIGNS: frozenset[AlarmKind] = frozenset({"kl_budget", "length_growth", "entropy_collapse"})
+"""The alarms that are signs of over-optimisation, where the proxy rose."""
+
+Z95 = 1.959964
+_LONGER = 1.5
 
 
 @dataclass(frozen=True)
@@ -102,3 +134,133 @@ class RLRun:
         """The step of the alarm of gold, else of the first alarm."""
         first = self.gold_alarm or next(iter(self.alarms), None)
         return None if first is None else first.step
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A metric from its first to its last validation; `by`: the change, with its interval where that is known."""
+
+    first: float
+    last: float
+    by: Metric
+
+    @property
+    def verb(self) -> str:
+        """What its interval allows to say."""
+        return "rose" if (self.by.low or 0.0) > 0.0 else "fell" if (self.by.high or 0.0) < 0.0 else "went"
+
+    def course(self) -> str:
+        """ "rose from 0.31 to 0.72 (+0.41, 95% interval +0.30 to +0.52)"."""
+        value, low, high = (format_number(one, "signed") for one in (self.by.value, self.by.low, self.by.high))
+        interval = "no interval was logged" if self.by.low is None else f"95% interval {low} to {high}"
+        return f"{self.verb} from {format_number(self.first)} to {format_number(self.last)} ({value}, {interval})"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The numbers of a run that its verdict is made of; None for what its logs do not have.
+
+    `source`: which metrics these are of, validation or training. `length`: tokens of a completion at first and at last.
+    """
+
+    run: RLRun
+    source: Source
+    proxy: Change | None
+    gold: Change | None
+    best_step: int | None
+    best_gold: float | None
+    kl: float | None
+    length: tuple[float, float] | None
+    outcome: Outcome
+
+    @property
+    def proxy_rose(self) -> bool:
+        """Whether its interval says so, or the alarm of gold, which compares the proxy with that at the best gold."""
+        verb = None if self.proxy is None else self.proxy.verb
+        return verb == "rose" or (verb == "went" and self.outcome == "over-optimised")
+
+    def sentence(self) -> str:
+        """What happened in this run."""
+        parts = ["there is one measurement, so nothing to compare."]
+        if self.proxy is not None:
+            changes = f"the proxy {self.proxy.course()}"
+            changes = changes if self.gold is None else f"gold {self.gold.course()}; {changes}"
+            at = "" if self.kl is None else f", at a KL of {format_number(self.kl)} nats"
+            of = "" if self.source == "validation" else ", on training batches, as the run has no two validations"
+            parts = [f"{changes}{at}{of}."]
+        if self.gold is not None:
+            parts.append(f"Gold was best, {format_number(self.best_gold)}, at step {self.best_step}.")
+        if self.length is not None:
+            first, last = (format_number(value, "integer") for value in self.length)
+            parts.append(f"Completions went from {first} to {last} tokens.")
+        parts += [f"**Alarm at step {alarm.step:,}:** {alarm.sentence}" for alarm in self.run.alarms]
+        return " ".join([f"**{self.run.name}** ({self.run.last_step:,} steps):", *parts])
+
+    def advice(self) -> list[str]:
+        """What to do next, most useful first; empty where nothing is amiss."""
+        is_broken = self.proxy is not None and self.proxy.verb == "fell" and self.outcome != "improved"
+        is_exploited = self.outcome in ("over-optimised", "worse") and self.proxy_rose
+        first, last = self.length or (1.0, 1.0)
+        kinds = {alarm.kind for alarm in self.run.alarms} | ({"gold_falls"} if self.outcome == "worse" else set())
+        kinds |= {"length_growth"} if is_exploited and last > _LONGER * first else set()
+        kinds -= {"gold_falls", "kl_budget"} if is_broken else set()
+        found = []
+        if is_broken:
+            found.append(f"The policy broke, as even the proxy fell: lower `{_LR}`, or raise `{_KL}`.")
+        if self.outcome == "over-optimised":
+            found.append(f"Take the checkpoint nearest to step {self.best_step}, where gold was best, not the last.")
+        found += dict.fromkeys(text for kind, text in _ADVICE.items() if kind in kinds)
+        if is_exploited:
+            found.append("Score with an ensemble, or train the reward model on completions of this policy.")
+        if self.best_gold is None:
+            found.append("Give a gold reward (`grpo.gold_environment`), or mend the one that gives no values.")
+        return found
+
+
+def sum_up(run: RLRun) -> RunSummary:
+    """The numbers of one run; of training batches where it has no two validations."""
+    source: Source = "validation" if len(run.proxy("validation")) > 1 else "train"
+    gold = run.curve(f"{source}/gold_reward")
+    best_step = max(gold, key=lambda step: gold[step], default=None)
+    change = _change(run, gold, source, "gold")
+    kl = list((run.curve(f"{source}/kl") or run.curve("train/kl")).values())
+    lengths = list(run.curve(f"{source}/mean_gen_tokens_per_sample").values())
+    outcome: Outcome = "unknown"
+    if run.gold_alarm is not None:
+        outcome = "over-optimised"
+    elif change is not None and change.by.low is not None:
+        outcome = "improved" if change.verb == "rose" else "worse" if change.verb == "fell" else "level"
+    return RunSummary(
+        run,
+        source,
+        proxy=_change(run, run.proxy(source), source, "proxy"),
+        gold=change,
+        best_step=best_step,
+        best_gold=None if best_step is None else gold[best_step],
+        kl=kl[-1] if kl else None,
+        length=(lengths[0], lengths[-1]) if len(lengths) > 1 else None,
+        outcome=outcome,
+    )
+
+
+def opening(summaries: Sequence[RunSummary]) -> str:
+    """The first sentences of the page: which runs exploited their reward model and which did not."""
+    chosen = [(text, [one for one in summaries if one.outcome == outcome]) for outcome, text in _VERDICTS.items()]
+    signs = [one for one in chosen[-1][1] if one.proxy_rose and any(a.kind in _SIGNS for a in one.run.alarms)]
+    said = []
+    for text, those in [*chosen, ("There are signs of over-optimisation in {}.", signs)]:
+        *names, last = [f"**{one.run.name}**" for one in those] or [""]
+        if last:
+            said.append(text.format(f"{', '.join(names)} and {last}" if names else last))
+    return " ".join(said)
+
+
+def _change(run: RLRun, curve: Curve, source: Source, name: str) -> Change | None:
+    """With the interval that the watch logs, of validations; None for fewer than two values."""
+    if len(curve) < 2:
+        return None
+    (_, first), *_, (step, last) = curve.items()
+    value, error = (run.curve(f"watch/{name}_change{end}").get(step) for end in ("", "_error"))
+    if source == "train" or value is None or error is None:
+        return Change(first, last, Metric("change", last - first))
+    return Change(first, last, Metric("change", value, value - Z95 * error, value + Z95 * error))
