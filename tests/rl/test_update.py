@@ -204,9 +204,9 @@ def test_a_group_larger_than_the_budget_is_split_and_nothing_changes(
         sizes.clear()
         evaluated = updater.evaluate(groups, for_reward=True)
         metrics = updater.update(evaluated, advantages, used)
-        measured = updater.measure(groups)
-        assert evaluated.kl_PG is not None and measured.kl_PG is not None
-        results.append((metrics.loss_sum, evaluated.kl_PG, measured.kl_PG, measured.entropy_PG, *optimizer.gradients))
+        kl_PG, entropy_PG = updater.measure(groups)
+        assert evaluated.kl_PG is not None and kl_PG is not None
+        results.append((metrics.loss_sum, evaluated.kl_PG, kl_PG, entropy_PG, *optimizer.gradients))
     assert all(tokens <= budget or completions == 1 for tokens, completions in sizes) and len(sizes) > 5 * PROMPTS
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6, abs=1e-7)
     for whole, parts in zip(results[0][1:], results[1][1:], strict=True):
@@ -229,7 +229,7 @@ def test_a_schedule_goes_on_by_planned_updates(num_groups: int, unused: tuple[in
     parts = [p for p in ((1,), (2,)) if p[0] < num_groups and p[0] not in unused]  # the first group has no tokens
     assert len(steps) == 6 and steps[-1] == updater.steps_begun == metrics.updates == 3 * len(parts)
     assert bool(metrics.tokens) == (not torch.equal(weights(hf), start)) == bool(parts)
-    assert len(updater.measure(groups[:num_groups]).entropy_PG) == num_groups
+    assert len(updater.measure(groups[:num_groups])[1]) == num_groups
 
 
 def test_activations_are_computed_again_whatever_mode_the_policy_was_left_in() -> None:
@@ -263,19 +263,19 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
         PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), reference=PolicyModel(moved(hf)), temperature=0.8,
         loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True), micro_batch_tokens=30,
     )  # fmt: skip
-    evaluated, measured = updater.evaluate(groups, for_reward=True), updater.measure(groups)
-    assert evaluated.kl_PG is not None and measured.kl_PG is not None
+    evaluated, (kl_PG, entropy_PG) = updater.evaluate(groups, for_reward=True), updater.measure(groups)
+    assert evaluated.kl_PG is not None and kl_PG is not None
     with torch.no_grad():
         for p, group in enumerate(groups):
             for g, completion in enumerate(group.completions):
                 x = (row_log_probs(hf, group, g, 0.8) - row_log_probs(moved(hf), group, g, 0.8)).double()
                 k = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}
                 assert float(evaluated.kl_PG[p, g]) == pytest.approx(float(k[estimator].sum()), abs=1e-5)
-                assert float(measured.kl_PG[p, g]) == pytest.approx(float(k["k3"].sum()), abs=1e-5)
+                assert float(kl_PG[p, g]) == pytest.approx(float(k["k3"].sum()), abs=1e-5)
                 sequence = torch.tensor([[*group.prompt_ids, *completion.token_ids]])
                 logits = hf(input_ids=sequence, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1] / 0.8
                 own = torch.distributions.Categorical(logits=logits).entropy()
-                assert float(measured.entropy_PG[p, g]) == pytest.approx(float(own.mean()), abs=1e-5)
+                assert float(entropy_PG[p, g]) == pytest.approx(float(own.mean()), abs=1e-5)
     # what was computed for the reward serves as the old policy, and is counted once
     metrics = updater.update(evaluated, advantages, used)
     assert metrics.old_kl_sum == pytest.approx(0.0, abs=1e-5)

@@ -129,8 +129,7 @@ class EnvironmentRunner:
         """
         shape = batch_shape(groups)
         found = self._ask({_GOLD: range(shape[0] * shape[1])}, groups, update=False)[_GOLD]
-        missing = [reward.error for reward in found if reward.value is None]
-        if missing:
+        if missing := [reward.error for reward in found if reward.value is None]:
             logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(found), missing[0])
         return _tensor([reward.value for reward in found]).reshape(shape)
 

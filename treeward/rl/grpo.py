@@ -114,8 +114,7 @@ class GRPORun(Run):
         if self.stopped_by is not None:
             watch = self.config.grpo.watch
             stops = watch.stop and self.stopped_by in watch.stop_on
-            now = "." if stops else "; grpo.watch lets it go on."
-            logger.info("The alarm %s has ended this run after step %d%s", self.stopped_by, state.step, now)
+            logger.info("The alarm %s has ended this run after step %d.", self.stopped_by, state.step)
             self.stopped_by = self.stopped_by if stops else None
 
     def state(self) -> dict[str, Any]:

@@ -113,10 +113,12 @@ class HttpGenerator(Generator):
         budgets = completion_budgets(prompts, prompt_ids, self.server, self.policy, self.max_total_tokens)
         # The server adds the completion's index to the seed, which fits into signed 32 bits.
         states = [np.random.SeedSequence([seed % 2**64, p]).generate_state(1)[0] for p in range(len(prompts))]
+        asked = "{} completions of at most {} tokens to a prompt of {} ({})"
         requests = [
-            _Request(list(ids), num_completions, budgets[p], int(states[p]) >> 2, prompts[p].where)
-            for p, ids in enumerate(prompt_ids)
-        ]
+            _Request(list(ids), num_completions, most, int(state) >> 2,
+                     asked.format(num_completions, most, len(ids), prompt.where))
+            for prompt, ids, most, state in zip(prompts, prompt_ids, budgets, states, strict=True)
+        ]  # fmt: skip
         served = run_async(self._all(requests, self.server, self._comparable and self.server.backend != "openai"))
         return [
             CompletionGroup(prompt, tuple(ids), tuple(self._completion(one) for one in completions))
@@ -189,7 +191,7 @@ class HttpGenerator(Generator):
             async def one(request: _Request) -> list[_Served]:
                 async with slots:
                     path, body = _request_of(request, sampling, self.reader.end_ids, log_probs=log_probs)
-                    return self._read(await self._post(client, path, body, str(request)), path, request, log_probs)
+                    return self._read(await self._post(client, path, body, request.asked), path, request, log_probs)
 
             try:
                 async with asyncio.TaskGroup() as group:
@@ -232,14 +234,13 @@ class HttpGenerator(Generator):
                 if log_probs and one.token_ids is not None and len(said) != len(ids):
                     raise ValueError(f"{len(said)} log-probabilities for {len(ids)} tokens")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self._wrong(path, f"{type(error).__name__}: {error}", str(request)) from None
-        if any(one.token_ids is None for one in found) and not (
-            self.server.backend == "openai" and self.server.retokenize
-        ):
+            raise self._wrong(path, f"{type(error).__name__}: {error}", request.asked) from None
+        may_be_text = self.server.backend == "openai" and self.server.retokenize
+        if not may_be_text and any(one.token_ids is None for one in found):
             raise GenerationError(
                 "the generator does not say which tokens it sampled",
                 where=self._url + path,
-                got=f"text without token ids; asked for {request}",
+                got=f"text without token ids; asked for {request.asked}",
                 need="token ids: text that is tokenized again can be other tokens than were sampled",
                 fix="serve with vLLM 0.10.2 or later (backend vllm) or SGLang (backend sglang), or set retokenize",
             )
@@ -296,17 +297,13 @@ class HttpGenerator(Generator):
 
 
 class _Request(NamedTuple):
-    """`num_completions` completions of at most `most` tokens to one prompt. `where`: the prompt's place."""
+    """`num_completions` completions of at most `most` tokens to one prompt. `asked`: what it asks for, in errors."""
 
     prompt_ids: list[int]
     num_completions: int
     most: int
     seed: int
-    where: str | None
-
-    def __str__(self) -> str:
-        asked = f"{self.num_completions} completions of at most {self.most} tokens"
-        return f"{asked} to a prompt of {len(self.prompt_ids)} ({self.where})"
+    asked: str
 
 
 class _Served(BaseModel):

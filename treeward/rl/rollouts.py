@@ -184,14 +184,14 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
         groups += batch
-        rewards, measured = run.rewards.reward(batch, update=False), run.updater.measure(batch)
+        rewards, (kl_PG, entropy_PG) = run.rewards.reward(batch, update=False), run.updater.measure(batch)
         found["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
         found["raw_reward"].append(rewards.raw_PG)
-        found["entropy"].append(measured.entropy_PG)
+        found["entropy"].append(entropy_PG)
         if run.rewards.has_gold:
             found["gold_reward"].append(run.rewards.gold(batch))
-        if measured.kl_PG is not None:
-            found["kl"].append(measured.kl_PG)
+        if kl_PG is not None:
+            found["kl"].append(kl_PG)
     return _summary(run, groups, {name: torch.cat(tensors) for name, tensors in found.items()})
 
 

@@ -3,7 +3,7 @@
     updater = PolicyUpdater(policy, optimizer, reference=reference, loss=PolicyLossConfig())
     evaluated = updater.evaluate(groups)                # nothing is learnt yet; rewards may depend on evaluated.kl_PG
     metrics = updater.update(evaluated, advantages_PG, used_PG)
-    measured = updater.measure(groups)                  # in validation: KL to the reference and entropy
+    kl_PG, entropy_PG = updater.measure(groups)         # in validation
 
 Old and reference log-probabilities are computed by the trainer itself, in the numerics of the update, whatever the
 generator says. A batch may be updated from several times, in parts of some prompts each; the sums of an update are
@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, needs_generator,
 from treeward.training.optimisation import clip_gradients
 from treeward.tree.parts import plan_parts
 
-__all__ = ["Evaluated", "Measured", "PolicyUpdater", "Reference"]
+__all__ = ["Evaluated", "PolicyUpdater", "Reference"]
 
 Reference = PolicyModel | AdapterReference
 """What KL is measured from: a frozen model, or a LoRA policy with its adapters off."""
@@ -55,15 +54,6 @@ class Evaluated:
     reference_PGL: Tensor | None = None
     kl_PG: Tensor | None = None
     metrics: UpdateMetrics = field(default_factory=UpdateMetrics)
-
-
-class Measured(NamedTuple):
-    """On the CPU, float32 (P, G): KL to the reference, summed over the tokens of a completion (None without one), and
-    the mean entropy of the distributions that its tokens were drawn from, NaN for a completion without tokens.
-    """
-
-    kl_PG: Tensor | None
-    entropy_PG: Tensor
 
 
 class PolicyUpdater:
@@ -158,15 +148,17 @@ class PolicyUpdater:
         return self.update(self.evaluate(groups), advantages_PG, used_PG)
 
     @torch.no_grad()
-    def measure(self, groups: Sequence[CompletionGroup]) -> Measured:
-        """KL to the reference (k3) and entropy of each completion, at the temperature of the sampling; no update."""
+    def measure(self, groups: Sequence[CompletionGroup]) -> tuple[Tensor | None, Tensor]:
+        """KL to the reference (k3; None without one), summed over the tokens of a completion, and the mean entropy of
+        what they were drawn from, NaN for no tokens: float32 (P, G), on the CPU.
+        """
         self.policy.eval()
         values_PGL, entropies_PGL = self._all(self.policy, groups, UpdateMetrics(), entropies=True)
         kl_PG = None
         if self.reference is not None:
             reference_PGL, _ = self._all(self.reference, groups, UpdateMetrics())
             kl_PG = kl_estimate(values_PGL, reference_PGL, "k3").sum(dim=2).cpu()
-        return Measured(kl_PG, entropies_PGL.sum(dim=2).cpu() / completion_lengths(groups))
+        return kl_PG, entropies_PGL.sum(dim=2).cpu() / completion_lengths(groups)
 
     def _parts(self, num_groups: int) -> list[range]:
         """The prompts of each update."""
@@ -187,20 +179,14 @@ class PolicyUpdater:
             yield [[chosen[part.group][m] for m in part.members] for part in parts]
 
     def _ask(
-        self,
-        model: Reference,
-        groups: Sequence[CompletionGroup],
-        batch: MicroBatch,
-        metrics: UpdateMetrics,
-        *,
-        entropies: bool = False,
+        self, model: Reference, groups: Sequence[CompletionGroup], batch: MicroBatch, sums: UpdateMetrics, entropy: bool
     ) -> tuple[CompletionLogProbs, Tensor, Tensor]:
         """The log-probabilities of a micro-batch, and its prompts and places, int64 (S,) each; counts its tokens."""
         sequences = [[groups[p].sequence(g) for p, g in part] for part in batch]
         prompt_lengths = [[len(groups[p].prompt_ids) for p, _ in part] for part in batch]
-        found = model.log_probs(sequences, prompt_lengths, temperature=self.temperature, entropies=entropies)
-        metrics.computed_tokens += found.num_computed_tokens
-        metrics.row_tokens += sum(len(sequence) for part in sequences for sequence in part)
+        found = model.log_probs(sequences, prompt_lengths, temperature=self.temperature, entropies=entropy)
+        sums.computed_tokens += found.num_computed_tokens
+        sums.row_tokens += sum(len(sequence) for part in sequences for sequence in part)
         p_S, g_S = torch.tensor([place for part in batch for place in part]).unbind(dim=1)
         return found, p_S, g_S
 
@@ -212,7 +198,7 @@ class PolicyUpdater:
         longest = int(completion_lengths(groups).max()) if groups else 0
         values_PGL, entropies_PGL = torch.zeros(2, num_prompts, size, longest, device=self.policy.device)
         for batch in self._micro_batches(groups, [(p, g) for p in range(num_prompts) for g in range(size)]):
-            found, p_S, g_S = self._ask(model, groups, batch, metrics, entropies=entropies)
+            found, p_S, g_S = self._ask(model, groups, batch, metrics, entropies)
             width = found.values_SL.shape[1]
             values_PGL[p_S, g_S, :width] = found.values_SL
             if found.entropies_SL is not None:
@@ -245,7 +231,7 @@ class PolicyUpdater:
     def _loss(self, evaluated: Evaluated, batch: MicroBatch, advantages_PG: Tensor) -> tuple[Tensor, UpdateMetrics]:
         """The loss of a micro-batch, summed, and its sums."""
         counted = UpdateMetrics()
-        found, p_S, g_S = self._ask(self.policy, evaluated.groups, batch, counted, entropies=True)
+        found, p_S, g_S = self._ask(self.policy, evaluated.groups, batch, counted, True)
         values_SL = found.values_SL.detach()
         before = (evaluated.old_PGL, evaluated.reference_PGL)
         old, reference = (None if known is None else known[p_S, g_S, : values_SL.shape[1]] for known in before)

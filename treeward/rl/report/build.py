@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ _FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
     ("Groups without signal", "groups_without_signal", "share", "All completions of a group have one reward: nothing "
      "is learnt from it.", "percent"),
     ("Rewards that failed", "num_failed", "completions", "Masked, and in no mean.", "number"),
-    ("Spread of rewards", "reward_std", "standard deviation", "", "number"),
     ("Loss", "loss", "loss", "", "number"),
     ("Gradient norm", "grad_norm", "norm", "", "number"),
     ("Learning rate", "lr", "learning rate", "", "number"),
@@ -55,7 +54,7 @@ _FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
 )  # fmt: skip
 """Metrics over the steps: title, name after `train/` and `validation/`, unit, how to read it, format."""
 
-_FOLDED = ("reward_std", "loss", "grad_norm", "lr", "clip_fraction", "token_mult_prob_error")
+_FOLDED = ("loss", "grad_norm", "lr", "clip_fraction", "token_mult_prob_error")
 _WITH_ALARM = ("gold_reward", "proxy", "kl", "mean_gen_tokens_per_sample")
 
 
@@ -99,24 +98,20 @@ def _bullets(texts: Sequence[str]) -> str:
 
 
 def _numbers(summaries: Sequence[RunSummary]) -> Block:
-    columns = {
-        "run": ("Run", "text"), "gold": ("Gold, change", "signed"), "best": ("Best gold", "number"),
-        "best_step": ("Best at step", "integer"), "proxy": ("Proxy, change", "signed"), "kl": ("KL, nats", "number"),
-        "first_length": ("Tokens, first", "integer"), "length": ("Tokens, last", "integer"),
-        "alarm": ("Alarm at step", "integer"), "steps": ("Steps", "integer"),
-    }  # fmt: skip
-    rows: list[Block] = [
-        {
-            "run": one.run.name, "best": one.best_gold, "best_step": one.best_step, "kl": one.kl,
-            "gold": None if one.gold is None else bar_item("", one.gold.by),
-            "proxy": None if one.proxy is None else bar_item("", one.proxy.by),
-            "first_length": None if one.length is None else one.length[0],
-            "length": None if one.length is None else one.length[1],
-            "alarm": one.run.alarm_step, "steps": one.run.last_step,
-        }
-        for one in summaries
-    ]  # fmt: skip
-    known = {key: column for key, column in columns.items() if any(row[key] is not None for row in rows)}
+    columns: dict[str, tuple[str, str, Callable[[RunSummary], Any]]] = {
+        "run": ("Run", "text", lambda one: one.run.name),
+        "gold": ("Gold, change", "signed", lambda one: one.gold and bar_item("", one.gold.by)),
+        "best": ("Best gold", "number", lambda one: one.best_gold),
+        "best_step": ("Best at step", "integer", lambda one: one.best_step),
+        "proxy": ("Proxy, change", "signed", lambda one: one.proxy and bar_item("", one.proxy.by)),
+        "kl": ("KL, nats", "number", lambda one: one.kl),
+        "first_length": ("Tokens, first", "integer", lambda one: one.length and one.length[0]),
+        "length": ("Tokens, last", "integer", lambda one: one.length and one.length[1]),
+        "alarm": ("Alarm at step", "integer", lambda one: one.run.alarm_step),
+        "steps": ("Steps", "integer", lambda one: one.run.last_step),
+    }
+    rows: list[Block] = [{key: get(one) for key, (*_, get) in columns.items()} for one in summaries]
+    known = {key: column[:2] for key, column in columns.items() if any(row[key] is not None for row in rows)}
     note = "Changes have 95% intervals that are paired by prompt."
     return table_block("From the first validation to the last", known, rows, note)
 
@@ -147,16 +142,13 @@ def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:
                     laws.append(f"{prefix}{law[1]}")
         if run.alarm_step in distances:
             lines.append({"x": distances[run.alarm_step], "label": f"{prefix}alarm", "colour": colour})
-    notes = {"gold": "How much was gained for the distance that the policy has moved.", "proxy": "In its own units."}
-    if laws:
-        notes["gold"] += f" Dotted: d (alpha - beta ln d) fitted to gold, with d the distance. {'; '.join(laws)}."
-    if not curves["gold"]:
-        notes["proxy"] += " There are no values of gold: what the proxy's rise is worth cannot be seen here."
+    dotted = f" Dotted: d (alpha - beta ln d) fitted to gold, with d the distance. {'; '.join(laws)}." if laws else ""
+    notes = {"gold": f"How much was gained for the distance that the policy has moved.{dotted}"}
     return [
         {
             "kind": "curves",
             "title": f"{name.capitalize()} over the distance moved",
-            "note": notes[name],
+            "note": notes.get(name, "In its own units. What it is worth only gold can tell."),
             "x_label": "square root of KL to the reference, KL in nats",
             "y_label": "gain over the first validation",
             "series": [*curves[name], *(fitted if name == "gold" else ())],
