@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
-from treeward.evaluation.parts import Part, by_subset
 from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.statistics import accuracy_metric
+from treeward.evaluation.statistics import Part, accuracy_metric, by_subset
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
 

@@ -17,7 +17,7 @@ from treeward.evaluation.diagnostics.labels import metrics_table
 from treeward.evaluation.findings import findings, has_worst_subset, verdict
 from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import Block, Metric
-from treeward.evaluation.suites.rmbench import STYLES
+from treeward.evaluation.suites.benchmarks import STYLES
 from treeward.evaluation.summary import Summary
 
 __all__ = ["chapter", "opening"]

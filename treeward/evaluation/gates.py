@@ -19,8 +19,8 @@ from treeward.evaluation.diagnostics.biases import length_strata
 from treeward.evaluation.diagnostics.completions import collect_pairs
 from treeward.evaluation.diagnostics.scores import orders_and_confidences
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import by_subset
 from treeward.evaluation.results import Metric
+from treeward.evaluation.statistics import by_subset
 
 __all__ = ["GATE_METRICS", "gate_metrics", "pooled_gate_metrics", "scored_comparison"]
 

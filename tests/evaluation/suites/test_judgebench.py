@@ -11,7 +11,7 @@ import pytest
 
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.judgebench import JudgeBench
+from treeward.evaluation.suites.benchmarks import JudgeBench
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 

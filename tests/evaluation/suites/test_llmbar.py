@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.llmbar import SETS, LLMBar
+from treeward.evaluation.suites.benchmarks import SETS, LLMBar
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.suites.rmbench import RMBench
+from treeward.evaluation.suites.benchmarks import RMBench
 
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 

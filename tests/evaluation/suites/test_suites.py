@@ -12,11 +12,10 @@ import pytest
 
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, combined
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import wilson
+from treeward.evaluation.statistics import Part, combined, wilson
 from treeward.evaluation.suites import SUITES, get_suite
-from treeward.evaluation.suites.rows import suite_rows
+from treeward.evaluation.suites.interface import suite_rows
 
 
 def test_names() -> None:

@@ -37,10 +37,9 @@ from treeward.evaluation.diagnostics.completions import (
 )
 from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
-from treeward.evaluation.parts import Part, combined
 from treeward.evaluation.report.blocks import bar_item, bars_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
-from treeward.evaluation.statistics import accuracy_metric
+from treeward.evaluation.statistics import Part, accuracy_metric, combined
 
 __all__ = ["diagnose_length", "diagnose_style", "left_out_note", "length_strata", "markdown_density", "stratify"]
 

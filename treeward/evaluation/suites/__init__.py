@@ -11,12 +11,10 @@ from types import MappingProxyType
 
 from treeward.config.base import nearest_name
 from treeward.errors import ConfigError
+from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
 from treeward.evaluation.suites.interface import Suite, TiePolicy
-from treeward.evaluation.suites.judgebench import JudgeBench
-from treeward.evaluation.suites.llmbar import LLMBar
 from treeward.evaluation.suites.preferences import PreferenceSuite
 from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
-from treeward.evaluation.suites.rmbench import RMBench
 
 __all__ = ["SUITES", "PreferenceSuite", "Suite", "TiePolicy", "get_suite"]
 

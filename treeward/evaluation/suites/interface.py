@@ -12,19 +12,32 @@ What holds in every suite:
   them, and `headline_of_scored`, the headline without them, is compared with chance.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
 - A subset or section that the data lacks is left out, not zero, and the headline's note says that examples are missing.
+
+Rows come from the hub, a downloaded copy (`data/filtered-00000-of-00001.parquet` beside a README, or what
+`save_to_disk` wrote) or a file, and are checked against a schema:
+
+    for row in suite_rows(source, "allenai/reward-bench", split="filtered"):
+        pair = read_as(PairRow, row)
 """
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
+
+from treeward.data.preference import check_messages
+from treeward.data.sources import KINDS, Row, file_suffix, read_rows
+from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, with_notes
 from treeward.evaluation.results import SuiteResult
+from treeward.evaluation.statistics import Part, with_notes
 
+Schema = TypeVar("Schema", bound=BaseModel)
 TiePolicy = Literal["strict", "half"]
 """The value of a tie of chosen and rejected: `strict` 0, `half` 0.5."""
 
@@ -110,3 +123,63 @@ class Suite(ABC):
         if scored.outcome == "tie":
             return 0.5 if self.tie_policy == "half" else 0.0
         return float(scored.outcome == "right")
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def suite_rows(source: str | None, hub_path: str, *, split: str | None) -> Iterator[Row]:
+    """The rows of one split of the hub's `hub_path` (None), of a copy of it, or of a file, which is taken whole.
+
+    Raises `DataError` as `read_rows` does.
+    """
+    is_file = source is not None and (os.path.isfile(source) or file_suffix(source) in KINDS)
+    return read_rows(source or hub_path, split=None if is_file else split)
+
+
+def read_as(schema: type[Schema], row: Row) -> Schema:
+    """The row's values as a schema; columns that it does not name are ignored.
+
+    Raises `DataError` with place and field for a value that is missing, None or not of the field's type.
+    """
+    try:
+        return schema.model_validate(row.values)
+    except ValidationError as error:
+        first = error.errors()[0]
+    field = ".".join(map(str, first["loc"]))
+    is_there = row.values.get(str(first["loc"][0])) is not None
+    raise DataError(
+        f"the row's {field} does not fit the suite",
+        where=row.where,
+        field=field,
+        got=first["input"] if is_there else f"keys {sorted(map(str, row.values))}",
+        need=first["msg"],
+        fix="is this the data of another suite?",
+    )
+
+
+def one_of(*known: str) -> AfterValidator:
+    """A text that is one of these."""
+
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"one of {', '.join(known)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _messages(value: Any) -> Any:
+    return ({"role": "user", "content": value},) if isinstance(value, str) else check_messages(value, "prompt", None)
+
+
+Prompt = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages)]
+"""A prompt: text, read as one user message, or a list of messages."""
+
+
+def example(
+    where: str, subset: str, id: str | int, prompt: Any, texts: Sequence[str], ranks: Sequence[int], **suite_data: Any
+) -> EvalExample:
+    """An example whose completions are one message each; `id`: the published one."""
+    completions = tuple(({"role": "assistant", "content": text},) for text in texts)
+    return EvalExample(f"{subset}/{id}", subset, prompt, completions, tuple(ranks), {"id": id, **suite_data}, where)

@@ -14,8 +14,8 @@ from typing import Any
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, by_subset
 from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.statistics import Part, by_subset
 from treeward.evaluation.suites.interface import Suite, TiePolicy
 
 

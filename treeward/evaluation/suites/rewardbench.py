@@ -38,11 +38,9 @@ from pydantic import BaseModel, Field
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.parts import Part, by_subset, combined
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.statistics import cluster_bootstrap, wilson
-from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.suites.rows import Prompt, example, one_of, read_as, suite_rows
+from treeward.evaluation.statistics import Part, by_subset, cluster_bootstrap, combined, wilson
+from treeward.evaluation.suites.interface import Prompt, Suite, example, one_of, read_as, suite_rows
 
 _HEP = ("hep-cpp", "hep-go", "hep-java", "hep-js", "hep-python", "hep-rust")
 # fmt: off

@@ -1,0 +1,294 @@
+"""RM-Bench, JudgeBench and LLMBar.
+
+RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv 2410.16184).
+
+    RMBench().load("RM-Bench/data/total_dataset.json")   # or the folder, or the hub's THU-KEG/RM-Bench
+
+A[i][j] = P(chosen in style i > rejected in style j), styles from plain to fancy: concise, detailed, detailed markdown.
+Hard is the mean of the upper triangle (the wrong completion is the fancier one), normal of the diagonal, easy of the
+lower triangle. A domain is the mean of its three, which is the mean of its nine cells; overall is the mean of the four
+domains, where the two halves of safety are pooled; hard, normal and easy overall are the means over domains. All as in
+the authors' `compute_accuracy`. With `tie_policy="half"` a tie adds half to its cell. A prompt that lacks a score is
+wrong in every cell.
+
+JudgeBench: pairs of which one is objectively right, with labels A>B or B>A (Tan et al. 2024, arXiv 2410.12784).
+
+    JudgeBench().load("JudgeBench/data")                 # or the hub's ScalerLab/JudgeBench
+
+A judge sees each pair in both orders; a vote for the label counts 1, against it -1, anything else 0, and the pair is
+right if the sum is above 0. A reward model's two votes are the same unless its scores tie, which sums to 0: so a pair
+is right where the better completion scores higher, and a tie is not. (With `--single_game`, which the authors' README
+allows for reward models, a tie would be right where the label is B>A.)
+The headline is the accuracy over the 350 pairs that GPT-4o wrote, each counting once, not the mean of the categories:
+the authors' `run_judge.py` takes one writer's file and prints four categories and "Overall", all pairs of the file
+(ScalerLab/JudgeBench at d8740a8; `compute_final_metrics` in `utils/metrics.py`). The 270 pairs of Claude 3.5 Sonnet are
+in subsets of their own. Without any of GPT-4o the headline is of all pairs.
+
+LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641).
+
+    LLMBar().load("LLMBar/Dataset")             # the authors' repository: Natural and four adversarial sets
+    LLMBar().load("natural.jsonl.gz")           # one set: rows of input, output_1, output_2, label
+
+The headline is the plain mean of the sets in the data: for Natural alone its accuracy, for all five the mean of five.
+The section Adversarial is the plain mean of the four: the paper's 82.8 % of GPT-4 is that mean of the accuracies in the
+authors' repository (princeton-nlp/LLMBar at caa7bee, `evaluators/GPT-4/Metrics_Reference/statistics.json` of each set);
+over its 319 pairs it would be 84.5 %.
+
+On the hub LLMBar is only a program, and code from the hub is never run; the same 419 pairs are part of RewardBench's
+data, from which they are read when no source is given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from treeward.data.sources import Row, read_rows
+from treeward.errors import DataError
+from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.results import SuiteResult
+from treeward.evaluation.statistics import Part, by_subset, combined
+from treeward.evaluation.suites.interface import Prompt, Suite, example, one_of, read_as, suite_rows
+from treeward.evaluation.suites.rewardbench import RewardBench
+
+# --- RM-Bench --------------------------------------------------------------------------------------------------------
+
+STYLES = ("concise", "detailed", "markdown")
+"""From plain to fancy, the order of the completions in the data."""
+
+DOMAINS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"chat": ("chat",), "math": ("math",), "code": ("code",), "safety": ("safety-refuse", "safety-response")}
+)
+"""The values of `domain` in the data that make up each of the four domains."""
+
+_SUBSETS = tuple(name for names in DOMAINS.values() for name in names)
+# The cells (style of the chosen, style of the rejected) of each.
+_DIFFICULTIES = {"hard": np.triu_indices(3, 1), "normal": np.diag_indices(3), "easy": np.tril_indices(3, -1)}
+
+ThreeTexts = Annotated[list[str], Field(min_length=3, max_length=3)]
+
+
+class StyleRow(BaseModel):
+    """A row of `total_dataset.json`."""
+
+    id: str | int
+    prompt: Prompt
+    chosen: ThreeTexts
+    rejected: ThreeTexts
+    domain: Annotated[str, one_of(*_SUBSETS)]
+
+
+class RMBench(Suite):
+    """Four domains; the headline is their mean. `details`: the matrix of styles, the mean of those of the domains."""
+
+    name = "rmbench"
+    title = "RM-Bench"
+    hub_path = "THU-KEG/RM-Bench"
+    num_published = 1327
+
+    def load(self, source: str | None = None) -> list[EvalExample]:
+        """Six completions, ranks 0, 0, 0, 1, 1, 1, each three in the order of `STYLES`; see `Suite.load`.
+
+        In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it.
+        """
+        total = next(Path(source or "").rglob("total_dataset*.json*"), None) if source is not None else None
+        rows = suite_rows(source if total is None else str(total), self.hub_path, split=None)
+        return [_style_example(row) for row in rows]
+
+    def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        groups, cells = by_subset(scored), {one.example.id: self._cells(one) for one in scored}
+
+        def part(name: str, own: Sequence[ScoredExample], places: Any = ...) -> Part:
+            return self.part(name, own, lambda one: float(cells[one.example.id][places].mean()))
+
+        all_domains = {domain: [o for name in names for o in groups.get(name, ())] for domain, names in DOMAINS.items()}
+        domains = {domain: own for domain, own in all_domains.items() if own}
+        parts = [part(domain, own) for domain, own in domains.items()]
+        difficulties = [
+            combined(name, [part(name, own, places) for own in domains.values()])
+            for name, places in _DIFFICULTIES.items()
+        ]
+        matrices = [np.mean([cells[one.example.id] for one in own], axis=0) for own in domains.values()]
+        return SuiteResult(
+            self.name,
+            combined("overall", parts),
+            sections=(*(one.metric for one in parts), *difficulties),
+            subsets=tuple(part(name, groups[name]).metric for name in _SUBSETS if name in groups),
+            details={"matrix": np.mean(matrices, axis=0).tolist() if matrices else None},
+        )
+
+    def _cells(self, scored: ScoredExample) -> NDArray[np.float64]:
+        """(3, 3): whether the chosen one in style i beats the rejected one in style j."""
+        if scored.failed:
+            return np.zeros((3, 3))
+        chosen, rejected = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
+        beyond = chosen[:, None] - rejected[None, :]
+        return np.where(beyond > 0, 1.0, np.where((beyond == 0) & (self.tie_policy == "half"), 0.5, 0.0))
+
+
+def _style_example(row: Row) -> EvalExample:
+    one = read_as(StyleRow, row)
+    return example(row.where, one.domain, one.id, one.prompt, (*one.chosen, *one.rejected), (0, 0, 0, 1, 1, 1))
+
+
+# --- JudgeBench ------------------------------------------------------------------------------------------------------
+
+CATEGORIES: Mapping[str, str] = MappingProxyType(
+    {
+        "Knowledge": "mmlu-pro",
+        "Reasoning": "livebench-reasoning",
+        "Math": "livebench-math",
+        "Coding": "livecodebench",
+    }
+)
+"""The first letters of the sources of each category."""
+
+# Who wrote the pairs: the beginning of `response_model`, which is also the name of the split on the hub.
+_WRITERS = ("gpt", "claude")
+
+
+class JudgedRow(BaseModel):
+    """A row of the splits `gpt` and `claude`."""
+
+    pair_id: str | int
+    source: str
+    question: Prompt
+    response_model: str
+    response_A: str
+    response_B: str
+    label: Annotated[str, one_of("A>B", "B>A")]
+
+
+class JudgeBench(Suite):
+    """Four categories; the headline is the accuracy over the pairs of GPT-4o."""
+
+    name = "judgebench"
+    title = "JudgeBench"
+    hub_path = "ScalerLab/JudgeBench"
+    num_published = 350
+
+    def load(self, source: str | None = None) -> list[EvalExample]:
+        """The splits `gpt` and `claude` of the hub or of a copy, or the files of the authors' repository, or one file.
+
+        See `Suite.load`.
+        """
+        return [_judged_example(row) for row in _judged_rows(source, self.hub_path)]
+
+    def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        main = [one for one in scored if one.example.suite_data["writer"] == "gpt"] or scored
+        categories = {name: [one for one in main if one.example.subset.startswith(name)] for name in CATEGORIES}
+        return SuiteResult(
+            self.name,
+            self.part("accuracy", main).metric,
+            sections=tuple(self.part(name, own).metric for name, own in categories.items() if own),
+            subsets=tuple(self.part(subset, group).metric for subset, group in by_subset(scored).items()),
+        )
+
+
+def _judged_rows(source: str | None, hub_path: str) -> Iterator[Row]:
+    if source is not None and os.path.isfile(source):
+        return read_rows(source)
+    # The authors' repository; the files with judge_name are results.
+    files = sorted(str(file) for file in Path(source).rglob("dataset=judgebench*")) if source else []
+    if files := [file for file in files if "judge_name=" not in file]:
+        return chain.from_iterable(map(read_rows, files))
+    return chain.from_iterable(suite_rows(source, hub_path, split=split) for split in _WRITERS)
+
+
+def _judged_example(row: Row) -> EvalExample:
+    one = read_as(JudgedRow, row)
+    category = next((name for name, start in CATEGORIES.items() if one.source.startswith(start)), None)
+    if category is None:
+        need = f"a name that begins with {', '.join(CATEGORIES.values())}"
+        summary = "there is no such source in JudgeBench"
+        raise DataError(summary, where=row.where, field="source", got=one.source, need=need)
+    model = one.response_model
+    writer = next((name for name in _WRITERS if model.lower().startswith(name)), model)
+    ranks, texts = (0, 1) if one.label == "A>B" else (1, 0), (one.response_A, one.response_B)
+    return example(row.where, f"{category} ({writer})", one.pair_id, one.question, texts, ranks, writer=writer)
+
+
+# --- LLMBar ----------------------------------------------------------------------------------------------------------
+
+SETS = ("Natural", "Neighbor", "GPTInst", "GPTOut", "Manual")
+"""All but Natural are adversarial."""
+
+_OTHERS = {"evaluators", "CaseStudy", "Processed"}  # the repository's results, and data of other benchmarks
+
+
+class InstructionRow(BaseModel):
+    """A row of a set."""
+
+    input: Prompt
+    output_1: str
+    output_2: str
+    label: Annotated[str, one_of("1", "2")]
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+
+class LLMBar(Suite):
+    """Natural and four adversarial sets; the headline is their mean."""
+
+    name = "llmbar"
+    title = "LLMBar"
+    hub_path = RewardBench.hub_path
+    num_published = 419
+
+    def load(self, source: str | None = None) -> list[EvalExample]:
+        """The sets of a file, of a folder, or of RewardBench's data; see `Suite.load`.
+
+        The path of a file names its set (`Adversarial/GPTOut/dataset.json`, `natural.jsonl.gz`); a path that names none
+        is one set called after the file. A folder may be the authors' repository or any part of it, or RewardBench's
+        data, of which the subsets `llmbar-...` are taken.
+        """
+        path = Path(source or "").absolute()
+        if source is not None and path.is_file():
+            return _read_set(path, _set_of(path) or path.name.split(".")[0])
+        if source is not None and path.is_dir():
+            files = [file for file in sorted(path.rglob("*.json*")) if not _OTHERS & set(file.relative_to(path).parts)]
+            if sets := {name: file for file in files if (name := _set_of(file))}:
+                return [one for name in SETS if name in sets for one in _read_set(sets[name], name)]
+        return _of_rewardbench(RewardBench().load(source))
+
+    def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        parts = {name: self.part(name, group) for name, group in by_subset(scored).items()}
+        adversarial = [part for name, part in parts.items() if name in SETS[1:]]
+        sections = [parts["Natural"].metric] if "Natural" in parts else []
+        sections += [combined("Adversarial", adversarial)] if adversarial else []
+        headline, subsets = combined("accuracy", list(parts.values())), tuple(part.metric for part in parts.values())
+        return SuiteResult(self.name, headline, sections=tuple(sections), subsets=subsets)
+
+
+def _set_of(file: Path) -> str | None:
+    """The set of `Adversarial/GPTOut/dataset.json`, `natural.jsonl.gz` or `Adversarial_GPTInst.jsonl`, if it is one."""
+    stem = file.name.split(".")[0]
+    return _named(file.parent.name if stem == "dataset" else stem)
+
+
+def _named(text: str) -> str | None:
+    """The set of a name such as `GPTInst`, `Adversarial_GPTInst` or `llmbar-adver-GPTInst`."""
+    last = text.lower().replace("_", "-").split("-")[-1]
+    return next((name for name in SETS if name.lower() == last), None)
+
+
+def _read_set(file: Path, name: str) -> list[EvalExample]:
+    examples = []
+    for number, row in enumerate(read_rows(str(file)), 1):
+        one = read_as(InstructionRow, row)
+        ranks = (0, 1) if one.label == "1" else (1, 0)
+        examples.append(example(row.where, name, number, one.input, (one.output_1, one.output_2), ranks))
+    return examples
+
+
+def _of_rewardbench(pairs: Sequence[EvalExample]) -> list[EvalExample]:
+    own = [pair for pair in pairs if pair.subset.startswith("llmbar-")]
+    return [replace(one, subset=name) for name in SETS for one in own if _named(one.subset) == name]
