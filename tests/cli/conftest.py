@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from treeward.cli.main import main
+
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[[str, Iterable[Any]], Path]:
@@ -21,3 +23,16 @@ def write_rows(tmp_path: Path) -> Callable[[str, Iterable[Any]], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """`treeward verify`: the exit code, and what it wrote on standard output or error."""
+
+    def run(*words: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["verify", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out or captured.err
+
+    return run

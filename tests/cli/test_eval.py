@@ -47,21 +47,6 @@ def test_from_a_file_to_the_report(
     assert main(words) == 0 and (folder / "examples.jsonl").read_bytes() == before
 
 
-def test_several_models_and_a_suite_from_a_folder(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"input": "Name a river.", "output_1": "The Vltava.", "output_2": "A stone.", "label": 1}
-    suite = tmp_path / "llmbar" / "Natural"
-    suite.mkdir(parents=True)
-    (suite / "dataset.json").write_text(json.dumps([row | {"input": f"Name {n} rivers."} for n in range(12)]))
-    other = tmp_path / "other"
-    other.symlink_to(model_folder)
-    assert main(["eval", str(model_folder), str(other), "--suite", f"llmbar={tmp_path}/llmbar"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if " llmbar " in line]
-    values = [line.split()[2:] for line in lines]
-    assert len(lines) == 6 and values[:3] == values[3:]
-
-
 def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
     model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

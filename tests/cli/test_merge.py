@@ -46,8 +46,3 @@ def test_two_folders_become_one(members: list[Path], tmp_path: Path, caplog: pyt
     data, scores = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     data.write_text(json.dumps({"prompt": "2 + 2?", "responses": ["4", "5"]}) + "\n", encoding="utf-8")
     assert main(["score", str(output), "--data", str(data), "--output", str(scores)]) == 0
-
-
-def test_weights_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["merge", "a", "b", "--output", "c", "--weights", "half,half"]) == 2
-    assert "a number for each model, as 0.5,0.5" in capsys.readouterr().err

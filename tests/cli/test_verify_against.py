@@ -5,6 +5,7 @@ The servers here have the real model, and make their mistakes with it: on its to
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -116,31 +117,11 @@ def plain(served: Served, text: str) -> list[int]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Callable[[Asked], Any]], Loopback]]:
-    servers: list[Loopback] = []
-
-    def start(answer: Callable[[Asked], Any]) -> Loopback:
-        servers.append(Loopback(answer))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.__exit__()
+    with contextlib.ExitStack() as stack:
+        yield lambda answer: stack.enter_context(Loopback(answer))
 
 
 Verify = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def verify(capsys: pytest.CaptureFixture[str]) -> Verify:
-    """`treeward verify FOLDER --against URL`: the exit code, and what it wrote."""
-
-    def run(folder: Path, url: str, *words: object) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main(["verify", str(folder), "--against", url, *map(str, words)])
-        captured = capsys.readouterr()
-        return code, captured.out if captured.out else captured.err
-
-    return run
 
 
 def sigmoid(x: float) -> float:
@@ -149,7 +130,7 @@ def sigmoid(x: float) -> float:
 
 def test_a_server_without_a_mistake(served: Served, serve: Any, verify: Verify) -> None:
     server = serve(Mistaken(served))
-    code, text = verify(served.folder, f"{server.url}{DIALECTS['vllm'].path}", "--dialect", "vllm")
+    code, text = verify(served.folder, "--against", f"{server.url}{DIALECTS['vllm'].path}", "--dialect", "vllm")
     assert code == 0 and "differs" not in text, text
     assert "(as vllm, text sent" in text and ": equal: 10 golden scores, to within" in text
     posts = [request for request in server.requests if request.method == "POST"]
@@ -171,17 +152,13 @@ MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "two BOS": (
         lambda s: {"tokenize": lambda text: s.renderer.tokenizer(text)["input_ids"]},
         "tokens",
-        "every conversation begins with two BOS tokens",
+        "two BOS tokens",
     ),
-    "no BOS": (
-        lambda s: {"tokenize": lambda text: plain(s, text.removeprefix("<s>"))},
-        "tokens",
-        "lacks its BOS token",
-    ),
+    "no BOS": (lambda s: {"tokenize": lambda text: plain(s, text.removeprefix("<s>"))}, "tokens", "lacks its BOS"),
     "the newline is cut": (
         lambda s: {"tokenize": lambda text: plain(s, text.strip())},
         "read position",
-        "read at the token before the last",
+        "before the last",
     ),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),
     "padding": (lambda s: {"pads": True}, "read position", "beside others it has not: padding is read"),
@@ -193,7 +170,7 @@ MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
 def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify: Verify) -> None:
     settings, part, words = MISTAKES[mistake]
     server = serve(Mistaken(served, **settings(served)))
-    code, text = verify(served.folder, server.url, "--dialect", "vllm")
+    code, text = verify(served.folder, "--against", server.url, "--dialect", "vllm")
     assert code == 1, text
     last = text.split("\n\n")[-1]
     assert f"what differs first is the {part}: " in last and words in last, last
@@ -202,8 +179,10 @@ def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify:
 
 def test_another_template(served: Served, serve: Any, verify: Verify) -> None:
     server = serve(Mistaken(served, template=OTHER_TEMPLATE))
-    assert verify(served.folder, server.url, "--dialect", "vllm")[0] == 0  # the template is not used for text
-    code, text = verify(served.folder, server.url, "--dialect", "vllm", "--send", "messages")
+    assert (
+        verify(served.folder, "--against", server.url, "--dialect", "vllm")[0] == 0
+    )  # the template is not used for text
+    code, text = verify(served.folder, "--against", server.url, "--dialect", "vllm", "--send", "messages")
     assert code == 1 and "what differs first is the template: conversations are rendered in another way" in text
 
 
@@ -223,10 +202,10 @@ def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest
         return right(asked)
 
     server = serve(guarded)
-    code, text = verify(served.folder, server.url, "--dialect", "vllm")
+    code, text = verify(served.folder, "--against", server.url, "--dialect", "vllm")
     assert code == 2 and "asks for a bearer token" in text and "--token-env" in text
     monkeypatch.setenv("RM_TOKEN", "open-sesame")
-    assert verify(served.folder, server.url, "--dialect", "vllm", "--token-env", "RM_TOKEN")[0] == 0
+    assert verify(served.folder, "--against", server.url, "--dialect", "vllm", "--token-env", "RM_TOKEN")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -281,10 +260,10 @@ def test_our_server_in_every_dialect_and_form(dialect: str, form: Any, served: S
 def test_our_server_says_whose_contract_it_keeps(
     served: Served, our_server: str, model_folder: Path, verify: Verify
 ) -> None:
-    code, text = verify(model_folder, our_server)
+    code, text = verify(model_folder, "--against", our_server)
     assert code == 1 and "what differs first is the contract: the server's model has another scoring contract\n" in text
-    code, text = verify(served.folder, our_server)
+    code, text = verify(served.folder, "--against", our_server)
     assert code == 0 and "and so says the server" in text
-    assert verify(served.folder, our_server, "--model", "shaped")[0] == 0  # raw scores are asked for
-    code, text = verify(served.folder, our_server, "--model", "shaped", "--dialect", "vllm")
+    assert verify(served.folder, "--against", our_server, "--model", "shaped")[0] == 0  # raw scores are asked for
+    code, text = verify(served.folder, "--against", our_server, "--model", "shaped", "--dialect", "vllm")
     assert code == 1 and "scaled and shifted: 0.5 x score -0.5" in text

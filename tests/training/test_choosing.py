@@ -20,7 +20,7 @@ from treeward.scoring.scorer import Scorer
 from treeward.training.setup import set_up
 from treeward.training.state import read_state
 from treeward.training.tracking import read_metrics
-from treeward.training.train import RewardModelRun, TrainingOutcome, train
+from treeward.training.train import TrainingOutcome, train
 
 METRIC = "checkpointing.metric_name=val:validation-held_out_length_controlled_accuracy"
 
@@ -132,32 +132,3 @@ def test_a_metric_without_a_value_ranks_last_and_says_why_once(
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     assert any("validation-held_out/accuracy_longer_right" in line for line in lines)
     assert not any("length_controlled_accuracy" in key for line in lines for key in line)
-
-
-def test_robust_accuracy_ranks_and_a_run_that_was_killed_goes_on_alike(
-    tiny_run: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    trajectory: Callable[[Path], list[str]],
-) -> None:
-    ranked = "checkpointing.metric_name=validation-held_out/robust_accuracy"
-    options = [ranked, "rm.val_perturbations=6", "rm.max_num_steps=4"]
-    paths = [f"checkpointing.checkpoint_dir={tmp_path}/other", f"logger.log_dir={tmp_path}/other_logs"]
-    whole = train(tiny_run(*options, *paths), show_progress=False)
-    take_step = RewardModelRun.step
-
-    def die_after_three(self: RewardModelRun, number: int) -> Any:
-        if number == 4:
-            raise KeyboardInterrupt
-        return take_step(self, number)
-
-    monkeypatch.setattr(RewardModelRun, "step", die_after_three)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(*options), show_progress=False)
-    monkeypatch.undo()
-    outcome = train(tiny_run(*options), show_progress=False)
-    assert trajectory(tmp_path / "logs") == trajectory(tmp_path / "other_logs")
-    assert outcome.validation == whole.validation and outcome.model_step == whole.model_step
-    for step in (2, 4):
-        states = [read_state(tmp_path / folder / f"step_{step}") for folder in ("checkpoints", "other")]
-        assert states[0] == states[1] and "validation-held_out/robust_accuracy" in states[0].own_validation

@@ -11,7 +11,6 @@ import pytest
 
 from treeward.cli.main import main
 from treeward.environments.reward_model import RewardModelEnvironment
-from treeward.errors import ConfigError
 from treeward.model.contract import read_contract
 from treeward.scoring.verification import verify
 from treeward.training.train import train
@@ -47,10 +46,3 @@ def test_the_contract_of_a_run_carries_its_shaping(tiny_run: Callable[..., Any],
     for row, reward in zip(rows, rewards, strict=True):
         effect = row["score"] - reward * curve.residual_std - curve.residual_mean
         assert min(curve.values) - 1e-4 <= effect <= max(curve.values) + 1e-4
-
-
-def test_constants_that_cannot_be_fitted_are_told_before_the_run(tiny_run: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"reward_shaping needs constants(?s:.*)data\.val_data_path"):
-        tiny_run(SHAPING, "~data.validation", "checkpointing.metric_name=null")
-    assert tiny_run("reward_shaping={length_penalty: {coefficient: 0.1}}", "~data.validation",
-                    "checkpointing.metric_name=null").reward_shaping is not None  # fmt: skip

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +24,6 @@ def test_more_than_one_process_is_refused_in_one_sentence(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="more than one process is not supported yet(?s:.*)without torchrun"):
         run(config, show_progress=False)
-    assert not (tmp_path / "checkpoints").exists()
-
-
-@pytest.mark.parametrize(("make", "run"), RUNS)
-def test_a_tracker_that_is_not_installed_is_told_before_any_data_is_read(
-    make: str,
-    run: Callable[..., Any],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    package, found = "wandb", importlib.util.find_spec
-
-    def find_spec(name: str) -> ModuleSpec | None:
-        return None if name == package else found(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    with pytest.raises(ConfigError, match=f"the package {package} is not installed") as caught:
-        run(request.getfixturevalue(make)(f"logger.{package}_enabled=true"), show_progress=False)
-    assert f"treeward[{package}]" in str(caught.value) and f"logger.{package}_enabled" in str(caught.value)
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -57,10 +57,8 @@ def test_torch_schedulers_follow_one_another() -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("torch.optim.AdamX", {"lr": 1e-3}, "has no|cannot be imported"),
         ("nowhere.Adam", {"lr": 1e-3}, "has no|cannot be imported"),
         ("torch.optim.AdamW", {"lr": 1e-3, "momentum": 0.9}, "momentum"),
-        ("torch.optim.AdamW", {"lr": 1e-3, "betas": [2.0, 0.9]}, "Invalid beta"),
         ("collections.OrderedDict", {"lr": 1.0}, "OrderedDict"),
     ],
 )
@@ -72,7 +70,6 @@ def test_an_optimiser_that_cannot_be_is_refused(name: str, kwargs: dict[str, Any
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("torch.optim.lr_scheduler.NoLR", {}, "has no|cannot be imported"),
         ("torch.optim.lr_scheduler.StepLR", {"step": 3}, "does not take these arguments"),
         ("torch.optim.lr_scheduler.ReduceLROnPlateau", {}, "not a schedule over steps"),
     ],

@@ -145,24 +145,6 @@ def test_a_suite_that_the_hub_does_not_give_is_all_that_the_report_lacks(
     assert results(again.report.parent) == found
 
 
-def test_an_evaluation_that_fails_leaves_the_model_and_is_repeated_by_the_same_command(
-    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise DataError("the disk is full")
-
-    words = ["rm.max_num_steps=2", REPORT, "evaluation.limit=5"]
-    with monkeypatch.context() as patch:
-        patch.setattr(reporting, "run_evaluation", fail)
-        outcome = train(tiny_run(*words), show_progress=False)
-    assert outcome.exit_code == 1 and outcome.report is None and outcome.report_error == "the disk is full"
-    assert outcome.model_folder.is_dir()
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert said.startswith("There is no report: the disk is full") and "same command" in said
-    again = train(tiny_run(*words), show_progress=False)
-    assert again.exit_code == 0 and set(results(again.report.parent)) == {"held_out"}
-
-
 def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

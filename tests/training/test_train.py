@@ -92,24 +92,12 @@ def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(trained: Traine
 
 
 def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows: Callable[..., str]) -> None:
-    text = words(1)
-    sizes = {"small": 3, "large": 13}
-    files = {
-        name: write_rows(
-            f"{name}.jsonl",
-            [{"prompt": next(text), "chosen": next(text), "rejected": next(text)} for _ in range(size)],
-        )
-        for name, size in sizes.items()
-    }
-    sets = ", ".join(
-        f"{{dataset_name: BinaryPreferenceDataset, data_path: {file}, name: {name}}}" for name, file in files.items()
-    )
-    _, lines = trained(
-        f"data.validation=[{sets}]",
-        "rm.val_batches=null",
-        "rm.max_num_steps=1",
-        "checkpointing.metric_name=val_loss",
-    )
+    text, sizes, sets = words(1), {"small": 3, "large": 13}, []
+    for name, size in sizes.items():
+        rows = [{"prompt": next(text), "chosen": next(text), "rejected": next(text)} for _ in range(size)]
+        sets.append(_binary(write_rows(f"{name}.jsonl", rows), name=name))
+    options = ["rm.val_batches=null", "rm.max_num_steps=1", "checkpointing.metric_name=val_loss"]
+    _, lines = trained(f"data.validation=[{', '.join(sets)}]", *options)
     line = next(line for line in lines if "eval/rm/loss" in line)
     for metric in METRIC_NAMES:
         expected = sum(line[f"validation-{name}/{metric}"] * size for name, size in sizes.items()) / 16

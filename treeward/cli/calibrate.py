@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -27,6 +28,9 @@ from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.storage import write_text
 from treeward.tables import results_table
+
+if TYPE_CHECKING:
+    from treeward.data.preference import Preference
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +49,9 @@ def run(
     options: ModelOptions,
 ) -> int:
     added: dict[str, Any] = {}
+    if shaping is not None and output is not None:
+        raise ConfigError("a shaping is kept in a contract, and --output is none", where="--shaping, --output")
     if shaping is not None:
-        if output is not None:
-            summary = "a reward_shaping section is kept in a contract, and --output is none"
-            raise ConfigError(summary, where="--shaping, --output")
         section = load_section(RewardShapingConfig, parse_yaml(shaping, "--shaping"), where="--shaping")
         added["reward_shaping"] = section
     config = dataset_config(data, dataset_name, split, data_option)
@@ -68,23 +71,20 @@ def run(
     logger.info("Loading %s.", model)
     scorer, _ = load(one_model([model], None, None, options), options.batch_tokens)
     name = f"{config.data_path or config.dataset_name}{f'[{config.split}]' if config.split else ''}"
-    num_scored = 0
     with ShownProgress(unit="comparisons") as progress:
 
-        def advance(since: int) -> None:
-            nonlocal num_scored
-            num_scored += since
-            progress.show("calibrating", num_scored, 0)
+        def counted() -> Iterator[Preference]:
+            for number, (preference, _) in enumerate(stream, start=1):
+                progress.show("calibrating", number, 0)
+                yield preference
 
-        preferences = (preference for preference, _ in stream)
-        found = calibrate(scorer, preferences, name=name, length_unit=length_unit, on_progress=advance)
+        found = calibrate(scorer, counted(), name=name, length_unit=length_unit)
     sys.stdout.write(results_table(_rows(found), ["constant", "value"]) + "\n")
-    if output is not None:
+    if contract is not None:
+        output = str(write_contract(contract.model_copy(update={"calibration": found, **added}), model))
+    elif output is not None:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         write_text(Path(output), found.model_dump_json(indent=2) + "\n")
-    else:
-        assert contract is not None
-        output = str(write_contract(contract.model_copy(update={"calibration": found, **added}), model))
     logger.info("Wrote the constants to %s.", output)
     return 0
 

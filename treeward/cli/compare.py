@@ -15,7 +15,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -63,24 +63,18 @@ def run(
 def _write_table(comparison: Comparison) -> None:
     a, b = comparison.names
     columns = [
-        Column("set"),
-        Column("examples"),
-        Column("first", a, ".1%"),
-        Column("second", b, ".1%"),
-        Column("difference", format="+.1%"),
-        Column("interval", "95 % interval"),
-        Column("only_first", f"only {a}"),
-        Column("only_second", f"only {b}"),
-        Column("p_value", "p", ".2g"),
-        Column("adjusted_p_value", "p (Holm)", ".2g"),
+        *(Column("set"), Column("examples"), Column("first", a, ".1%"), Column("second", b, ".1%")),
+        *(Column("difference", format="+.1%"), Column("interval", "95 % interval")),
+        *(Column("only_first", f"only {a}"), Column("only_second", f"only {b}")),
+        *(Column("p_value", "p", ".2g"), Column("adjusted_p_value", "p (Holm)", ".2g")),
     ]
-    rows: list[dict[str, Any]] = []
-    for one in (comparison.overall, *comparison.parts):
-        row: dict[str, Any] = {key: getattr(one, key) for key in [column.key for column in columns[6:]]}
-        row |= {"set": one.name, "examples": one.count, "first": one.first.value, "second": one.second.value}
-        low, high = one.difference.low, one.difference.high
-        interval = None if low is None or high is None else f"{low:+.1%} to {high:+.1%}"
-        rows.append(row | {"difference": one.difference.value, "interval": interval})
+    rows = [
+        {column.key: getattr(one, column.key, None) for column in columns}
+        | {"set": one.name, "examples": one.count, "first": one.first.value, "second": one.second.value}
+        | {"difference": one.difference.value, "interval": None if low is None else f"{low:+.1%} to {high:+.1%}"}
+        for one in (comparison.overall, *comparison.parts)
+        for low, high in [(one.difference.low, one.difference.high)]
+    ]
     sys.stdout.write(results_table(rows, columns) + "\n")
 
 

@@ -68,14 +68,13 @@ def calibrate(
     name: str,
     length_unit: LengthUnit = "tokens",
     tokenizer: PreTrainedTokenizerBase | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
     `name`: of the data, kept as the provenance (the last part of an absolute path). `tokenizer`: for lengths in tokens;
-    None is the scorer's own. `on_progress` receives the number of comparisons scored since its last call. Memory grows
-    by a few numbers per completion. Completions without a score are counted and left out. Raises `DataError` for fewer
-    than two comparisons with two scored completions, or where all scores are the same.
+    None is the scorer's own. Memory grows by a few numbers per completion. Completions without a score are counted and
+    left out. Raises `DataError` for fewer than two comparisons with two scored completions, or where all scores are the
+    same.
     """
     if tokenizer is None and isinstance(scorer, Scorer):
         tokenizer = scorer.renderer.tokenizer
@@ -94,8 +93,6 @@ def calibrate(
             row = preference_to_dict(preference)
             digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
         found += _scored(scorer, chunk, lambda chat: completion_length(chat, length_unit, tokenizer), errors)
-        if on_progress is not None:
-            on_progress(len(chunk))
     _check(found, errors, name)
     flat = [one for group in found for one in group]
     logger.info("Fitting the constants to %d scores.", len(flat))

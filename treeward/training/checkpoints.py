@@ -115,13 +115,8 @@ class CheckpointStore:
             # safetensors and tokenizers report a full disk by exceptions of their own, with the text of Rust's.
             if not isinstance(error, OSError) and "(os error " not in str(error):
                 raise
-            raise CheckpointError(
-                "cannot be saved",
-                where=str(final),
-                got=str(error),
-                need="space and permission to write",
-                fix="make room and start the same command again: it resumes from the last checkpoint",
-            ) from error
+            fix = "make room and start the same command again: it resumes from the last checkpoint"
+            raise CheckpointError("cannot be saved", where=str(final), got=str(error), fix=fix) from error
         if final.exists():
             self._remove(final)
         os.rename(partial, final)
@@ -146,12 +141,8 @@ class CheckpointStore:
         """The latest; None in a new run. Raises `ConfigError` where there is one and `resume` is false."""
         latest = self.latest()
         if latest is not None and not self.config.resume:
-            raise ConfigError(
-                "there are checkpoints of an earlier run, and checkpointing.resume is false",
-                where=str(self.folder),
-                got=latest.path.name,
-                fix="set another checkpointing.checkpoint_dir, or move the folder away",
-            )
+            summary = "there are checkpoints of an earlier run, and checkpointing.resume is false"
+            raise ConfigError(summary, where=str(latest.path), fix="set another checkpointing.checkpoint_dir")
         return latest
 
     def _checkpoint(self, path: Path) -> Checkpoint:

@@ -60,11 +60,9 @@ def export_final(
         dtype=DTYPES[config.checkpointing.export_dtype],
         card=model_card(setup, step, validation),
     )
-    contract = sign_folder(
-        folder, model=model, renderer=setup.renderer, trust_remote_code=config.policy.trust_remote_code
-    )
-    shaping = config.reward_shaping
-    if shaping is not None:
+    trusted = config.policy.trust_remote_code
+    contract = sign_folder(folder, model=model, renderer=setup.renderer, trust_remote_code=trusted)
+    if (shaping := config.reward_shaping) is not None:
         calibration = _fitted(setup, model) if shaping.uses_calibration else None
         write_contract(contract.model_copy(update={"reward_shaping": shaping, "calibration": calibration}), folder)
 

@@ -163,11 +163,8 @@ def start(
     metric_of = None if ranked_by is None else partial(stored_metric, name=ranked_by)
     with logs_shown() if show_progress else contextlib.nullcontext():
         if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-            summary, fix = (
-                "training on more than one process is not supported yet",
-                "start one process, without torchrun",
-            )
-            raise ConfigError(summary, where="WORLD_SIZE", got=processes, need="1", fix=fix)
+            summary = "training on more than one process is not supported yet"
+            raise ConfigError(summary, where="WORLD_SIZE", got=processes, need="one process, without torchrun")
         check_log_folder(config.logger)
         with open_store(config.checkpointing, metric_of) as store:
             checkpoint = None if store is None else store.to_resume()

@@ -71,12 +71,8 @@ def clip_gradients(model: nn.Module, max_norm: float | None, loss: float, *, wha
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if max_norm is None else max_norm))
     if not (math.isfinite(norm) and math.isfinite(loss)):
         model.zero_grad(set_to_none=True)
-        raise ModelError(
-            f"{what} is not finite",
-            got=f"loss {loss}, gradient norm {norm}",
-            need="finite numbers; the weights were not changed by this step",
-            fix=fix,
-        )
+        got, need = f"loss {loss}, gradient norm {norm}", "finite numbers; the weights were not changed by this step"
+        raise ModelError(f"{what} is not finite", got=got, need=need, fix=fix)
     return norm
 
 

@@ -45,13 +45,9 @@ class EpochOrder:
         wanted = [round(size * weight) for size, weight in zip(self.sizes, self.weights, strict=True)]
         self.rows_per_epoch = sum(wanted)
         if not all(wanted):
-            raise ConfigError(
-                f"a weight leaves no {what} of its set in an epoch",
-                where="data.train",
-                got=f"weights {self.weights} of sets of {self.sizes} {what}s",
-                need=f"at least one {what} of each set",
-                fix="raise the weight, or remove the set",
-            )
+            got = f"weights {self.weights} of sets of {self.sizes} {what}s"
+            summary, fix = f"a weight leaves no {what} of its set in an epoch", "raise the weight, or remove the set"
+            raise ConfigError(summary, where="data.train", got=got, fix=fix)
 
     def steps_per_epoch(self, size: int) -> int:
         """How many batches of `size` rows an epoch has; the last one may be smaller, and no row is left out."""

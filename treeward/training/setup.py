@@ -182,12 +182,9 @@ def examples_to_perturb(
     examples = [example for example in PreferenceSuite(name, config).load() if place_of(example.where) in validated]
     sampled = sample_examples(examples, num_examples)
     if not sampled:
-        raise DataError(
-            "robust_accuracy cannot be measured: there is nothing to rewrite",
-            where=name,
-            got=f"{len(examples)} comparisons, none with a better and a worse completion that are text",
-            fix="set rm.val_perturbations=null, and another checkpointing.metric_name",
-        )
+        got = f"{len(examples)} comparisons, none with a better and a worse completion that are text"
+        fix = "set rm.val_perturbations=null, and another checkpointing.metric_name"
+        raise DataError("robust_accuracy cannot be measured: nothing can be rewritten", where=name, got=got, fix=fix)
     return sampled
 
 

@@ -96,11 +96,8 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise _unreadable(folder / _OPTIMIZER, error) from error
     if held["optimizer"] is None:
-        raise CheckpointError(
-            "this checkpoint was saved without its optimiser and cannot be resumed from",
-            where=str(folder),
-            fix="start anew in another checkpointing.checkpoint_dir, with checkpointing.save_optimizer=true",
-        )
+        summary = "this checkpoint was saved without its optimiser and cannot be resumed from"
+        raise CheckpointError(summary, where=str(folder), fix="start anew in another checkpointing.checkpoint_dir")
     scheduler.load_state_dict(held["scheduler"])
     optimizer.load_state_dict(held["optimizer"])
     if isinstance(scheduler, LambdaLR):

@@ -51,13 +51,9 @@ class StepFile:
             if self._file.write(line) != len(line):
                 raise OSError("only a part of a line was written; the disk may be full")
         except OSError as error:
-            raise ConfigError(
-                f"{self._path.name} cannot be written",
-                where=str(self._path),
-                got=str(error),
-                need="space and permission to write",
-                fix="make room and start the same command again: it resumes from the last checkpoint",
-            ) from error
+            summary = f"{self._path.name} cannot be written"
+            fix = "make room and start the same command again: it resumes from the last checkpoint"
+            raise ConfigError(summary, where=str(self._path), got=str(error), fix=fix) from error
 
     def close(self) -> None:
         os.fsync(self._file.fileno())
@@ -82,13 +78,8 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
                     return  # a killed run has left it half
                 record = None
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise DataError(
-                    "a line is not a record of metrics",
-                    where=f"{path}:{number}",
-                    got=line.decode(errors="replace").rstrip("\n"),
-                    need='{"step": 12, "time": ..., "train/rm/loss": ...}',
-                    fix="remove the line",
-                )
+                got = line.decode(errors="replace").rstrip("\n")
+                raise DataError("a line is not an object with a step", where=f"{path}:{number}", got=got)
             yield record
 
 
