@@ -26,9 +26,7 @@ _FORMS = {
 
 DatasetName = Annotated[str | None, typer.Option(metavar="NAME", help="Format of the data; default: seen in them.")]
 Split = Annotated[str | None, typer.Option(help="Split of --data, or of a dataset that brings its own.")]
-DataOptions = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="A key of a dataset in docs/config.md; may be repeated.")
-]
+DataOptions = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Keys of a dataset (docs/config.md).")]
 
 
 def dataset_config(

@@ -39,9 +39,7 @@ _COLUMNS = [
 @with_model_options
 def run(
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Folders or hub names.")] = None,
-    checkpoints: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="A run's checkpoints; their drift.")
-    ] = None,
+    checkpoints: Annotated[str | None, typer.Option(metavar="RUN_DIR", help="The checkpoints of a run.")] = None,
     suite: Annotated[list[str] | None, typer.Option(metavar="NAME[=FOLDER],...", help="Suites to run.")] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Comparisons, as training reads them.")] = None,
     dataset_name: DatasetName = None,

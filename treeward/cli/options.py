@@ -27,18 +27,17 @@ if TYPE_CHECKING:
     from treeward.scoring.shaping import Shaper
 
 ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="key=value", help="Keys of the file; +key adds one, ~key removes one.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="+key adds one, ~key removes one.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU where there is one.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Number format of the backbone's weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Also a model that breaks its scoring contract.")]
 Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section, or `contract`.")]
-Ensemble = Annotated[
-    str | None, typer.Option(metavar="YAML", help="Several as one: mean, worst, uncertainty, or a section.")
-]
+Ensemble = Annotated[str | None, typer.Option(help="Several as one: mean, worst, uncertainty, or a section.")]
+
+
+Truncation = Literal["drop", "truncate_left", "error"]
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,7 @@ class ModelOptions:
 
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one forward pass.")] = None
     max_length: Annotated[int | None, typer.Option(min=1, help="Longest conversation, in tokens.")] = None
-    truncation: Annotated[
-        Literal["drop", "truncate_left", "error"] | None,
-        typer.Option(help="Longer ones: no score, oldest context cut, or an error; default: as in training."),
-    ] = None
+    truncation: Annotated[Truncation | None, typer.Option(help="Of longer ones; default: as in training.")] = None
     unchecked: Unchecked = False
     device: Device = None
     dtype: Dtype = "float32"
@@ -143,14 +139,12 @@ def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[
 
 
 def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
-    """Raise `ConfigError` for rewards that cannot be made without those before them, or lack their constants.
-
-    With `alone` also for those that are compared with reference completions.
-    """
+    """Raise `ConfigError` for rewards that depend on those before them, and with `alone` on reference completions."""
     if section.shaping is not None:
         from treeward.scoring.rewarding import check_fixed, load_shaper
 
-        shaper = load_shaper(section.shaping, section.members[0], is_ensemble=section.ensemble is not None)
+        trusted, several = section.trust_remote_code, section.ensemble is not None
+        shaper = load_shaper(section.shaping, section.members[0], is_ensemble=several, trust_remote_code=trusted)
         assert shaper is not None
         check_fixed(shaper.config, "--shaping", alone=alone)
 

@@ -43,18 +43,14 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the contract of a folder that has none.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --write: replace the contract.")] = False,
-    head_weights: Annotated[
-        str | None, typer.Option(help="With --write: the weight of each label, as a=1,b=2.")
-    ] = None,
+    head_weights: Annotated[str | None, typer.Option(help="With --write: weights of labels, as a=1,b=2.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Of the weights, hash only those of the head.")] = False,
     device: Device = None,
     dtype: Dtype = "float32",
     trust_remote_code: TrustRemoteCode = False,
     against: Annotated[str | None, typer.Option(metavar="URL", help="Replay on this server.")] = None,
     dialect: Annotated[Dialect | None, typer.Option(help="How the server is asked; default: treeward.")] = None,
-    served_model: Annotated[
-        str | None, typer.Option("--model", help="Its name of the model; default: its first.")
-    ] = None,
+    served_model: Annotated[str | None, typer.Option("--model", help="Its name of the model; default: first.")] = None,
     send: Annotated[Form | None, typer.Option(help="What it is sent; bare: text without BOS, CLS and SEP.")] = None,
     token_env: Annotated[str | None, typer.Option(help="The environment variable with its bearer token.")] = None,
 ) -> int:
