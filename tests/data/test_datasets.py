@@ -27,7 +27,6 @@ from treeward.data.preference import (
     from_transcripts,
     parse_transcript,
     preference_from_dict,
-    split_common_prefix,
 )
 from treeward.data.sources import Row, read_rows
 from treeward.errors import ConfigError, DataError
@@ -135,17 +134,6 @@ def test_bad_pairs(tmp_path: Path, row: dict[str, Any], field: str, words: str) 
     with pytest.raises(DataError, match=words) as caught:
         binary(tmp_path, row)
     assert caught.value.field == field and str(caught.value.where).endswith("rows.jsonl:1")
-
-
-_messages = st.lists(st.builds(user, st.sampled_from("ab")) | st.builds(assistant, st.sampled_from("ab")), min_size=1)
-
-
-@given(_messages.map(tuple), _messages.map(tuple))
-def test_the_common_prefix_is_the_longest(chosen: Any, rejected: Any) -> None:
-    context, better, worse = split_common_prefix(chosen, rejected)
-    assert context + better == chosen and context + worse == rejected
-    assert better and worse
-    assert better[0] != worse[0] or len(better) == 1 or len(worse) == 1
 
 
 def steer(preference: Any, context: Any = "2 + 2?") -> dict[str, Any]:

@@ -61,19 +61,6 @@ def test_what_has_nothing_to_give(tmp_path: Path) -> None:
     assert [text(preference) for preference in opened(tmp_path, same_answer)] == [None] * 5
 
 
-def test_roles_fit(tmp_path: Path) -> None:
-    """A completion that brings the question itself is no answer to one that has been asked, nor the other way round."""
-    rows = []
-    for n in range(10):
-        whole, part = row("", [f"whole {n}", f"bad {n}"]), row(f"question {n}", [f"part {n}", "bad"])
-        whole["context"] = []
-        for completion in whole["completions"]:
-            completion["completion"].insert(0, {"role": "user", "content": f"q{n}"})
-        rows += [whole, part]
-    for n, preference in enumerate(opened(tmp_path, rows)):
-        assert preference.non_contextual is not None and str(text(preference)).startswith(["whole", "part"][n % 2])
-
-
 @pytest.fixture
 def encoded(tmp_path: Path, tiny_tokenizer: Any) -> Any:
     def encode(rows: list[Row], *, on: bool = True, ties: Any = "drop", **options: Any) -> EncodedDataset:
