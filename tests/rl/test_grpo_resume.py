@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,45 +54,42 @@ def die(*arguments: Any, **options: Any) -> Any:
     raise Killed
 
 
-@pytest.fixture
-def orders(tmp_path: Path) -> Callable[..., None]:
-    """Tell the environment what to do."""
-
-    def give(**told: float) -> None:
-        (tmp_path / "orders.json").write_text(json.dumps(told), encoding="utf-8")
-
-    give()
-    return give
-
-
-@pytest.fixture
-def start(tiny_grpo: Make, tmp_path: Path, orders: Callable[..., None]) -> Callable[..., GRPOOutcome]:
-    """Start the run, or start it again."""
-
-    def run(*more: str) -> GRPOOutcome:
-        options = [option.replace("ORDERS", str(tmp_path / "orders.json")) for option in FORGETFUL]
-        return grpo(tiny_grpo(*options, *more), show_progress=False)
-
-    return run
-
-
 COMPUTED: dict[str, Result] = {}
 
 
+@dataclass
+class Trial:
+    """A run in `folder` that is started, and started again."""
+
+    make: Make
+    folder: Path
+    temporary: pytest.TempPathFactory
+    result_of: Callable[[Path], Result]
+
+    def order(self, **told: float) -> None:
+        """Tell the environment what to do."""
+        (self.folder / "orders.json").write_text(json.dumps(told), encoding="utf-8")
+
+    def start(self, *more: str) -> GRPOOutcome:
+        options = [option.replace("ORDERS", str(self.folder / "orders.json")) for option in FORGETFUL]
+        return grpo(self.make(*options, *more), show_progress=False)
+
+    def is_as_uninterrupted(self, *options: str) -> bool:
+        """Whether it came to what the run with these options comes to when nothing stops it."""
+        if (key := " ".join(options)) not in COMPUTED:
+            folder = self.temporary.mktemp("uninterrupted")
+            self.start(*options, f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+            COMPUTED[key] = self.result_of(folder)
+        return self.result_of(self.folder) == COMPUTED[key]
+
+
 @pytest.fixture
-def uninterrupted(
-    start: Callable[..., GRPOOutcome], tmp_path_factory: pytest.TempPathFactory, result_of: Callable[[Path], Result]
-) -> Callable[..., Result]:
-    """What the run with these options comes to when nothing stops it; run once."""
-
-    def result(*options: str) -> Result:
-        if (key := " ".join(options).partition("http")[0]) not in COMPUTED:
-            folder = tmp_path_factory.mktemp("uninterrupted")
-            start(*options, f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
-            COMPUTED[key] = result_of(folder)
-        return COMPUTED[key]
-
-    return result
+def trial(
+    tiny_grpo: Make, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, result_of: Callable[[Path], Result]
+) -> Trial:
+    made = Trial(tiny_grpo, tmp_path, tmp_path_factory, result_of)
+    made.order()
+    return made
 
 
 def _before_step(step: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -138,40 +136,30 @@ MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
-    start: Callable[..., GRPOOutcome],
-    tmp_path: Path,
-    uninterrupted: Callable[..., Result],
-    result_of: Callable[[Path], Result],
-) -> None:
+def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(trial: Trial) -> None:
     for moment in MOMENTS.values():
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             moment(patch)
-            start()
-    assert start().step == 6
-    assert result_of(tmp_path) == uninterrupted()
-    lines = [line for line in uninterrupted()["metrics"] if "train/reward" in line]
+            trial.start()
+    assert trial.start().step == 6
+    assert trial.is_as_uninterrupted()
+    lines = [line for line in COMPUTED[""]["metrics"] if "train/reward" in line]
     assert len(lines) == 6 and "'train/prompts_drawn': 36" in lines[-1]  # it has left groups out
 
 
 def test_failures_and_signals_leave_a_saved_state_and_the_run_goes_on_exactly(
-    start: Callable[..., GRPOOutcome],
-    orders: Callable[..., None],
-    tmp_path: Path,
-    uninterrupted: Callable[..., Result],
-    result_of: Callable[[Path], Result],
-    caplog: pytest.LogCaptureFixture,
+    trial: Trial, caplog: pytest.LogCaptureFixture
 ) -> None:
-    orders(after=60, fail=0.8)  # in the middle of a step's draws
+    trial.order(after=60, fail=0.8)  # in the middle of a step's draws
     for _ in range(2):  # the second time it was not mended
         with pytest.raises(ModelError, match="(?s)too many completions have no reward.*told to fail.*max_failed_share"):
-            start()
-    step = int(next(r for r in caplog.messages if "is saved: the same command" in r).split()[1])
-    assert 0 < step < 4 and (tmp_path / "checkpoints" / f"step_{step}").is_dir()
-    orders()
+            trial.start()
+    step = int(next(said for said in caplog.messages if "is saved: the same command" in said).split()[1])
+    assert 0 < step < 4 and (trial.folder / "checkpoints" / f"step_{step}").is_dir()
+    trial.order()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError, match="loss is not finite"):
         patch.setattr(grpo_module, "advantages", lambda *a: advantages(*a) * float("nan"))
-        start()
+        trial.start()
     with pytest.MonkeyPatch.context() as patch:
         collect = grpo_module.collect
 
@@ -181,20 +169,20 @@ def test_failures_and_signals_leave_a_saved_state_and_the_run_goes_on_exactly(
             return collect(run, **at)
 
         patch.setattr(grpo_module, "collect", signalled)
-        outcome = start()
+        outcome = trial.start()
     assert (outcome.step, outcome.exit_code) == (4, 143)  # it was to be validated
     for _ in range(2):  # killed before the made-up validation is saved, it writes none of its lines twice
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             _at(loop, "write_state", lambda folder, state: state.validation_step == 4)(patch)
-            start()
-    assert start().step == 6
-    assert result_of(tmp_path) == uninterrupted()
+            trial.start()
+    assert trial.start().step == 6
+    assert trial.is_as_uninterrupted()
 
 
 def test_another_configuration_is_refused_and_what_may_change_may_change(
-    start: Callable[..., GRPOOutcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trial: Trial, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert start("grpo.max_num_steps=2").step == 2
+    assert trial.start("grpo.max_num_steps=2").step == 2
     for option, named in (
         ("loss_fn.ratio_clip_max=0.3", "loss_fn.ratio_clip_max: got 0.3, need 0.2"),
         ("grpo.seed=8", "grpo.seed: got 8, need 7"),
@@ -206,31 +194,24 @@ def test_another_configuration_is_refused_and_what_may_change_may_change(
         ("policy.model_config.hidden_size=64", "the policy.hidden_size"),
     ):
         with pytest.raises(CheckpointError, match="of another run") as caught:
-            start("grpo.max_num_steps=2", option)
+            trial.start("grpo.max_num_steps=2", option)
         assert f"\n  {named}" in str(caught.value)
     free = ("grpo.val_batch_size=4", "grpo.val_period=1", "checkpointing.save_period=1", "grpo.watch.z=2",
             "grpo.environment_timeout_seconds=9", "policy.train_micro_batch_tokens=128")  # fmt: skip
-    outcome = start("grpo.max_num_steps=4", *free)
+    outcome = trial.start("grpo.max_num_steps=4", *free)
     assert (outcome.step, outcome.total_steps) == (4, 4)
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 2, 3, 3, 4, 4]
+    assert [line["step"] for line in read_metrics(trial.folder / "logs" / "metrics.jsonl")] == [1, 2, 2, 3, 3, 4, 4]
     assert "has another length than before (max_num_epochs, max_num_steps)" in caplog.text
 
 
-def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(
-    start: Callable[..., GRPOOutcome],
-    tmp_path: Path,
-    uninterrupted: Callable[..., Result],
-    result_of: Callable[[Path], Result],
-) -> None:
+def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(trial: Trial) -> None:
     lora = ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.optimizer.kwargs.lr=0.03",
             "grpo.val_at_start=true")  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         MOMENTS["between a validation and the save"](patch)
-        start(*lora)
-    assert start(*lora).step == 6
-    assert result_of(tmp_path) == uninterrupted(*lora)
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+        trial.start(*lora)
+    assert trial.start(*lora).step == 6 and trial.is_as_uninterrupted(*lora)
+    lines = read_metrics(trial.folder / "logs" / "metrics.jsonl")
     kls = [line["validation/kl"] for line in lines if "validation/kl" in line]
     assert kls[0] == 0.0 and all(kl > 0 for kl in kls[1:])
 

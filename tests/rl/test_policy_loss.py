@@ -158,13 +158,3 @@ def test_estimators_of_the_divergence() -> None:
     for estimator in ("k1", "k2", "k3"):
         mean = float((policy.exp() * kl_estimate(policy, reference, estimator)).sum())
         assert mean == pytest.approx(exact, rel=1e-4 if estimator != "k2" else 0.2)
-
-
-def test_the_first_update_has_no_ratio() -> None:
-    """On policy the loss is -A, nothing is clipped, and the gradient is that of REINFORCE."""
-    old = batch(3)[1].float()
-    new = old.clone().requires_grad_(True)
-    total, sums = policy_loss(new, old, None, ADVANTAGES, MASK, PolicyLossConfig())
-    total.backward()
-    assert sums.clipped == 0 and sums.old_kl_sum == 0 and sums.kl_sum == 0
-    assert torch.equal(new.grad, torch.where(MASK, -ADVANTAGES[:, None], 0.0).expand(4, 4))
