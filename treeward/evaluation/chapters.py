@@ -119,7 +119,7 @@ def chapter(summaries: Sequence[Summary], *, only: bool = False) -> list[Block]:
 
 
 def _accuracies(summaries: Sequence[Summary]) -> list[Block]:
-    """Bars of sections and subsets, once where they are the same, with chance: one line or one for each bar."""
+    """Bars of sections and subsets, once where they are the same, with the most common chance."""
     sections, subsets = ([getattr(one.result, name) for one in summaries] for name in ("sections", "subsets"))
     parts = {"Accuracy by section": sections, "Accuracy by subset": subsets}
     if sections == subsets or not any(sections):
@@ -129,16 +129,16 @@ def _accuracies(summaries: Sequence[Summary]) -> list[Block]:
         if not any(len(metrics) > 1 for metrics in of_models):
             continue
         chances = {m.name: s.chances[m.name] for s, own in zip(summaries, of_models, strict=True) for m in own}
-        unknown = [name for name, chance in chances.items() if chance is None]
-        same = next(iter(chances.values())) if len(set(chances.values())) == 1 else None
-        own_chances = {name: {"reference": chance} for name, chance in chances.items() if same is None and chance}
+        common = max(chances.values(), key=lambda chance: (chance is not None, list(chances.values()).count(chance)))
+        others = [name if chance is None else f"{name} ({chance:.0%})" for name, chance in chances.items()
+                  if chance != common]  # fmt: skip
         series = [
-            {"name": summary.model, "items": [bar_item(m.name, m) | own_chances.get(m.name, {}) for m in metrics]}
+            {"name": summary.model, "items": [bar_item(m.name, m) for m in metrics]}
             for summary, metrics in zip(summaries, of_models, strict=True)
         ]
-        note = f"Chance is not known for {', '.join(unknown)}." if unknown else None
+        note = f"Chance is another, or not known, for {', '.join(others)}." if others else None
         block: Block = {"kind": "bars", "title": title, "note": note, "x_range": [0, 1], "format": "percent"}
-        blocks.append(block | {"reference": same, "series": series})
+        blocks.append(block | {"reference": common, "series": series})
     return blocks
 
 

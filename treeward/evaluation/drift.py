@@ -11,7 +11,6 @@ compared with the one that has the same scores (`SuiteDrift.final_is`).
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,17 +19,16 @@ import numpy as np
 from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import percent
-from treeward.evaluation.report.blocks import bar_item, format_number, table_block
+from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import Block, Metric
-from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
+from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.summary import Summary
 
-__all__ = ["Checkpoint", "SuiteDrift", "compare_checkpoints", "find_drift"]
+__all__ = ["Checkpoint", "SuiteDrift", "find_drift", "order_agreement"]
 
 logger = logging.getLogger(__name__)
 
 _FINAL = "final"
-_STEP = re.compile(r"step_(\d+)")
 _OWN = ("length_controlled_accuracy", "ece", "score_mean", "score_std")
 _COLUMNS = {
     "name": ("checkpoint", "text"),
@@ -43,8 +41,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint: its own numbers, and those of `compare_checkpoints` with another one, `before` (None: there is
-    none)."""
+    """A checkpoint: its own numbers, and its `order_agreement` with another one, `before` (None: there is none)."""
 
     model: str
     before: str | None
@@ -65,7 +62,7 @@ class SuiteDrift:
     final_is: str | None = None
 
     def blocks(self) -> list[Block]:
-        """The blocks of a report: a chapter with the accuracies by step, and a row for each checkpoint."""
+        """The blocks of a report: a chapter with a row for each checkpoint."""
         rows: list[Block] = []
         for one in self.checkpoints:
             cells = {key: bar_item("", one.numbers[key]) | {"count": None} for key in _COLUMNS if key in one.numbers}
@@ -77,7 +74,6 @@ class SuiteDrift:
         )
         return [
             {"kind": "text", "title": f"Drift between checkpoints: {self.title}", "markdown": self._words()},
-            *self._curves(),
             table_block(f"{self.title}: the checkpoints", _COLUMNS, rows, note),
         ]
 
@@ -94,29 +90,13 @@ class SuiteDrift:
             turned = min(trained, key=lambda one: (value := one.numbers["order_agreement"].value) is None or value)
             parts.append(
                 f"The order changed most from **{turned.before}** to **{turned.model}**: "
-                f"{percent(turned.numbers['order_agreement'])} of the pairs are ordered alike, and the spread of the "
-                f"scores is {format_number(turned.numbers['scale_ratio'].value)} times what it was. A common shift of "
-                "all scores changes nothing, as only differences between completions of one prompt count."
+                f"{percent(turned.numbers['order_agreement'])} of the pairs are ordered alike. A larger standard "
+                "deviation makes rewards larger; a common shift of all scores changes nothing, as only differences "
+                "between completions of one prompt count."
             )
         if self.final_is is None and any(one.model == _FINAL for one in self.checkpoints):
             parts.append(f"`{_FINAL}` was exported; none of these checkpoints has its scores.")
         return " ".join([*parts, *filter(None, [self.export()])])
-
-    def _curves(self) -> list[Block]:
-        """The accuracies by step, or by place in order where the names have no step; `final` is left out."""
-        drawn = [one for one in self.checkpoints if one.model != _FINAL]
-        if len(drawn) < 2:
-            return []
-        steps = [int(match[1]) for one in drawn if (match := _STEP.fullmatch(one.model))]
-        known = len(steps) == len(drawn)
-        series = []
-        for key in ("accuracy", "length_controlled_accuracy"):
-            own = [one.numbers[key] for one in drawn]
-            ends = {"y": [m.value for m in own], "low": [m.low for m in own], "high": [m.high for m in own]}
-            series.append({"name": _COLUMNS[key][0], "x": steps if known else list(range(1, 1 + len(drawn)))} | ends)
-        title, axis = f"{self.title}: accuracy by checkpoint", "step" if known else "checkpoint"
-        block: Block = {"kind": "curves", "title": title, "x_label": axis, "y_label": "accuracy", "format": "percent"}
-        return [block | {"series": series}]
 
 
 def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
@@ -135,41 +115,25 @@ def find_drift(summaries: Sequence[Summary]) -> list[SuiteDrift]:
                 before = next(other for other in models if other.model == final_is)
             every = {**one.length.numbers, **one.statistics.numbers}
             numbers = {"accuracy": replace(one.result.headline, name="accuracy")} | {key: every[key] for key in _OWN}
-            numbers |= {} if before is None else compare_checkpoints(before.examples, one.examples)
+            if before is not None:
+                numbers["order_agreement"] = order_agreement(before.examples, one.examples)
             checkpoints.append(Checkpoint(one.model, None if before is None else before.model, numbers))
         found.append(SuiteDrift(suite, models[0].title, tuple(checkpoints), final_is))
     return found
 
 
-def compare_checkpoints(first: Sequence[ScoredExample], second: Sequence[ScoredExample]) -> dict[str, Metric]:
-    """The drift from `first` to `second`, matched by the examples' ids; examples of only one of them are left out.
-
-    `shift`: mean of second less first. `scale_ratio`: standard deviation of the second by that of the first; both are
-    of completions that both have scored. `order_agreement`: pairs with different ranks that both order alike.
-    """
-    others = {one.example.id: one for one in second}
-    rows: list[tuple[float, float]] = []
-    owners: list[str] = []
-    agreements: list[tuple[float, str]] = []
-    for a in first:
-        if (b := others.get(a.example.id)) is None:
-            continue
-        scores = np.array([a.scores, b.scores], dtype=np.float64)  # None becomes NaN
-        known = np.isfinite(scores[0]) & np.isfinite(scores[1])
-        rows += [(x, y) for x, y in scores[:, known].T.tolist()]
-        owners += [a.example.prompt_key] * int(known.sum())
-        for i, j in a.pairs():
-            if known[i] and known[j]:
-                x, y = np.sign(scores[:, i] - scores[:, j])
-                agreements.append((float(x == y), a.example.prompt_key))
-    x, y = np.array(rows, dtype=np.float64).reshape(-1, 2).T
-    low, high = cluster_bootstrap(y - x, owners) if owners else (None, None)
-    numbers = (
-        Metric("shift", float((y - x).mean()) if owners else None, low, high, len(x)),
-        Metric("scale_ratio", float(y.std() / x.std()) if owners and x.std() > 0 else None, count=len(x)),
-        accuracy_metric([agrees for agrees, _ in agreements], "order_agreement", [prompt for _, prompt in agreements]),
-    )
-    return {metric.name: metric for metric in numbers}
+def order_agreement(first: Sequence[ScoredExample], second: Sequence[ScoredExample]) -> Metric:
+    """The share of pairs with different ranks that both order alike, of examples with the same id."""
+    others, agreements, prompts = {one.example.id: one for one in second}, [], []
+    for one in first:
+        other = others.get(one.example.id)
+        scores = np.array([one.scores, (other or one).scores], dtype=np.float64)  # None becomes NaN
+        for i, j in one.pairs() if other else ():
+            x, y = np.sign(scores[:, i] - scores[:, j])
+            if np.isfinite([x, y]).all():
+                agreements.append(float(x == y))
+                prompts.append(one.example.prompt_key)
+    return accuracy_metric(agreements, "order_agreement", prompts, of="pairs")
 
 
 def _final_is(summaries: Sequence[Summary]) -> str | None:

@@ -11,7 +11,7 @@ again from these rows, without the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -66,43 +66,35 @@ class ScoredExample:
     @property
     def failed(self) -> bool:
         """Whether a completion has no score."""
-        return any(score is None for score in self.scores)
+        return None in self.scores
 
-    def pairs(self) -> Iterator[tuple[int, int]]:
+    def pairs(self) -> list[tuple[int, int]]:
         """Indices (better, worse) of every pair of completions with different ranks."""
         ranks = self.example.ranks
-        for i, a in enumerate(ranks):
-            for j, b in enumerate(ranks):
-                if a < b:
-                    yield i, j
+        return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
 
     @property
     def margin(self) -> float | None:
         """The lowest score among the best-ranked completions less the highest among the others; None if not known."""
         best = min(self.example.ranks, default=0)
-        right = [s for s, rank in zip(self.scores, self.example.ranks, strict=True) if rank == best]
-        wrong = [s for s, rank in zip(self.scores, self.example.ranks, strict=True) if rank != best]
-        if not right or not wrong or self.failed:
-            return None
-        return min(s for s in right if s is not None) - max(s for s in wrong if s is not None)
+        known = [(s, rank == best) for s, rank in zip(self.scores, self.example.ranks, strict=True) if s is not None]
+        right, wrong = ([s for s, is_best in known if is_best == side] for side in (True, False))
+        return min(right) - max(wrong) if right and wrong and not self.failed else None
 
     @property
     def outcome(self) -> Outcome | None:
         """Whether the best-ranked completions have the highest scores; None for an example without an order."""
-        if self.failed:
-            return "failed"
         margin = self.margin
         if margin is None:
-            return None
+            return "failed" if self.failed else None
         return "right" if margin > 0 else "tie" if margin == 0 else "wrong"
 
 
 def to_row(scored: ScoredExample) -> dict[str, Any]:
     """A row of `examples.jsonl`; `margin` and `outcome` are for whoever reads the file."""
-    of_example, of_scores = ({one.name: getattr(part, one.name) for one in fields(part)}
-                             for part in (scored.example, scored))  # fmt: skip
-    del of_scores["example"]
-    return {"id": scored.example.id, "outcome": scored.outcome, "margin": scored.margin} | of_scores | of_example
+    row = {"id": scored.example.id, "outcome": scored.outcome, "margin": scored.margin}
+    row |= {name: getattr(scored, name) for name in _OF_SCORES}
+    return row | {name: getattr(scored.example, name) for name in _OF_EXAMPLE}
 
 
 def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
@@ -110,9 +102,8 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
     try:
         own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
         own["completions"] = tuple(map(tuple, row["completions"]))
-        of_example, of_scores = ({one.name: own[one.name] for one in fields(kind) if one.name != "example"}
-                                 for kind in (EvalExample, ScoredExample))  # fmt: skip
-        return ScoredExample(EvalExample(**of_example), **of_scores)
+        example = EvalExample(**{name: own[name] for name in _OF_EXAMPLE})
+        return ScoredExample(example, **{name: own[name] for name in _OF_SCORES})
     except (KeyError, TypeError) as error:
         raise DataError(
             "this is no row of an evaluation's examples",
@@ -120,3 +111,7 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
             got=repr(error),
             need="a line of examples.jsonl as `treeward eval` writes it",
         ) from error
+
+
+_OF_EXAMPLE = [one.name for one in fields(EvalExample)]
+_OF_SCORES = [one.name for one in fields(ScoredExample) if one.name != "example"]

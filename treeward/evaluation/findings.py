@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from treeward.evaluation.diagnostics.biases import left_out_note
-from treeward.evaluation.diagnostics.rewrites import REWRITES
+from treeward.evaluation.diagnostics.perturbations import REWRITES
 from treeward.evaluation.report.blocks import format_interval
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.summary import Summary

@@ -16,6 +16,7 @@ from treeward.data.synthetic import gold_quality
 from treeward.errors import CheckpointError
 from treeward.evaluation.diagnostics.completions import completion_text
 from treeward.evaluation.diagnostics.perturbations import (
+    REWRITES,
     PerturbedScores,
     diagnose_perturbations,
     perturb,
@@ -23,7 +24,6 @@ from treeward.evaluation.diagnostics.perturbations import (
     score_perturbed,
     summarize_perturbations,
 )
-from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.results import Diagnostic
 from treeward.model.reward_model import RewardModel

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeward.evaluation.diagnostics.rewrites import REWRITES
+from treeward.evaluation.diagnostics.perturbations import REWRITES, rewrite
 
 PROMPT = "What is the capital of France?"
 TEXT = "The capital is Paris. It lies on the Seine.\n\nAsk me more."
 
 
 def rewritten(name: str, text: str = TEXT, prompt: str = PROMPT, seed: int = 0) -> Any:
-    return REWRITES[name].apply(prompt, text, random.Random(seed))
+    return rewrite(name, prompt, text, random.Random(seed))
 
 
 def test_what_each_rewrite_does() -> None:

@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treeward.evaluation.diagnostics.completions import (
-    Floats,
     Pairs,
     collect_pairs,
     completion_text,
@@ -101,8 +100,7 @@ def diagnose_style(scored: Sequence[ScoredExample], model: str = "model") -> Dia
 
 def length_strata(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers of `stratify` by length alone."""
-    pairs = collect_pairs(scored)
-    return stratify(pairs, *_amounts_of_pairs(pairs, [one.lengths for one in scored]), LENGTH.strata)
+    return stratify(scored, [one.lengths for one in scored], LENGTH.strata)
 
 
 def _diagnose(
@@ -119,19 +117,11 @@ def _diagnose(
     table = np.array(rows, dtype=np.float64).reshape(-1, 5)
     features = table[:, 2:4] if trait is LENGTH else table[:, 2:]
     numbers = slopes_within_prompts(trait.slopes, table[:, 0], features, table[:, 1].astype(np.int64))
-    pairs = collect_pairs(scored)
-    numbers |= stratify(pairs, *_amounts_of_pairs(pairs, amounts), trait.strata)
+    numbers |= stratify(scored, amounts, trait.strata)
     _, more, less, similar, _, mean = trait.strata
     items = [bar_item(LABELS[one][0], numbers[one]) for one in (more, less, similar, mean)]
     bars = bars_block(trait.title, model, items, trait.note)
-    return Diagnostic(numbers, (bars,), int(np.isnan(pairs.margins).sum()))
-
-
-def _amounts_of_pairs(pairs: Pairs, amounts: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
-    """Amounts of the better and of the worse completions, (P,) each."""
-    found = [[amounts[i][j] for j in sides] for i, sides in zip(pairs.examples, pairs.sides, strict=True)]
-    better, worse = np.array(found, dtype=np.float64).reshape(-1, 2).T
-    return better, worse
+    return Diagnostic(numbers, (bars,), int(np.isnan(collect_pairs(scored).margins).sum()))
 
 
 def markdown_density(text: str) -> float:
@@ -140,8 +130,10 @@ def markdown_density(text: str) -> float:
     return 100 * (num_blocks + sum(len(mark.findall(prose)) for mark in _MARKS)) / max(1, len(text.split()))
 
 
-def stratify(pairs: Pairs, better: Floats, worse: Floats, names: Sequence[str]) -> dict[str, Metric]:
-    """Accuracies by an amount, not negative, that the better (P,) and the worse (P,) completion of each pair have.
+def stratify(
+    scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]], names: Sequence[str]
+) -> dict[str, Metric]:
+    """Accuracies by an amount, not negative, that each completion of each example has.
 
     `names` of the results, in this order: the share of pairs whose better completion has more (of the data, whatever
     the scores); the accuracy where it has clearly more, clearly less, about as much; the first accuracy less the
@@ -152,6 +144,9 @@ def stratify(pairs: Pairs, better: Floats, worse: Floats, names: Sequence[str]) 
     accuracy is the accuracy of all these pairs, with its interval.
     """
     of_share, of_more, of_less, of_similar, of_gap, of_mean = names
+    pairs = collect_pairs(scored)
+    found_amounts = [[amounts[i][j] for j in sides] for i, sides in zip(pairs.examples, pairs.sides, strict=True)]
+    better, worse = np.array(found_amounts, dtype=np.float64).reshape(-1, 2).T
     differ, known = better != worse, ~np.isnan(pairs.margins)
     shares = (better > worse)[differ].astype(np.float64).tolist()
     found = {of_share: accuracy_metric(shares, of_share, pairs.prompts[differ].tolist(), of="pairs")}

@@ -87,53 +87,36 @@ def slopes_within_prompts(
     By the first of `names`; by the second the same in standard deviations of scores within prompts, pooled and taken as
     known: sqrt(sum (s_ij - mean_i)^2 / (N - G)).
 
-    Least squares on scores and features less the mean of their prompt. The interval is 95 %, of Student's t with G - 1
-    degrees of freedom for G prompts, and robust to errors that go together within a prompt (the jackknife over prompts,
-    CV3: MacKinnon, Nielsen and Webb 2023, Journal of Applied Econometrics 38, page 671; the usual CR1 is too narrow
-    for skewed lengths). `count`: completions that have another of the same prompt. No value where the feature does not
-    vary within prompts, or only together with the others; no interval for fewer than `FEWEST_PROMPTS`, or where one
-    prompt alone decides a coefficient.
+    Least squares on scores and features less the mean of their prompt; what the other features say of the scores and of
+    the first is taken out of both (Frisch and Waugh 1933). The interval is 95 %, of Student's t with G - 1 degrees of
+    freedom for G prompts, and robust to errors that go together within a prompt: the jackknife over prompts (CV3:
+    MacKinnon, Nielsen and Webb 2023, Journal of Applied Econometrics 38, page 671; the usual CR1 is too narrow for
+    skewed lengths), which leaves a prompt out of the last of these steps.
+    `count`: completions that have another of the same prompt. No value where the feature does not vary within prompts,
+    or only together with the others; no interval for fewer than `FEWEST_PROMPTS`, or where one prompt alone decides.
     """
     kept = np.bincount(prompts, minlength=1)[prompts] > 1
     groups = np.unique(prompts[kept], return_inverse=True)[1]
     x, y = _demeaned(features_NF[kept], groups), _demeaned(scores[kept, None], groups)[:, 0]
     count, num_prompts = len(y), len(np.unique(groups))
-    sizes = np.abs(x).max(axis=0, initial=0.0)
-    varies = sizes > 1e-9 * np.abs(features_NF).max(axis=0, initial=1.0)
-    scaled = x[:, varies] / sizes[varies]
+    own, rest = (column - x[:, 1:] @ np.linalg.lstsq(x[:, 1:], column, rcond=None)[0] for column in (x[:, 0], y))
+    xy_G, xx_G = (np.bincount(groups, weights=own * column, minlength=1) for column in (rest, own))
+    xy, xx = float(xy_G.sum()), float(xx_G.sum())
     note = f"{num_prompts} prompts"
-    if not varies[0] or np.linalg.matrix_rank(scaled) < scaled.shape[1] or count <= scaled.shape[1]:
+    if xx <= 1e-12 * float(np.abs(features_NF[:, 0]).max(initial=1.0)) ** 2:
         note += ": it does not vary within them, or only with the others"
         return {name: Metric(name, None, count=count, note=note) for name in names}
-    value, error = (float(found[0] / sizes[0]) for found in _jackknifed(y, scaled, groups))
+    value, low, high = xy / xx, None, None
     note += ": too few for an interval" if num_prompts < FEWEST_PROMPTS else ""
-    known = math.isfinite(error) and num_prompts >= FEWEST_PROMPTS
-    half = float(special.stdtrit(num_prompts - 1, 0.975)) * error
-    low, high = (value - half, value + half) if known else (None, None)
+    if num_prompts >= FEWEST_PROMPTS and (xx - xx_G).min() > 1e-9 * xx:
+        changes_G = (xy - xy_G) / (xx - xx_G) - value
+        error = math.sqrt((num_prompts - 1) / num_prompts * float(changes_G @ changes_G))
+        half = float(special.stdtrit(num_prompts - 1, 0.975)) * error
+        low, high = value - half, value + half
     spread = math.sqrt(float(y @ y) / (count - num_prompts))
     metrics = {names[0]: Metric(names[0], value, low, high, count, note)}
     low, high, relative = (None if not spread or end is None else end / spread for end in (low, high, value))
     return metrics | {names[1]: Metric(names[1], relative, low, high, count, note)}
-
-
-def _jackknifed(y: Floats, x_NF: Floats, groups: Integers) -> tuple[Floats, Floats]:
-    """Least squares (F,) and standard errors (F,), by leaving out each of G groups; NaN where that leaves too little.
-
-    b - b(-g) = (X'X - X_g'X_g)^-1 X_g' e_g, and the variance is (G - 1) / G times the sum of their squares.
-    """
-    order = np.argsort(groups, kind="stable")
-    starts = np.searchsorted(groups[order], np.arange(int(groups.max()) + 1))
-    products = x_NF[:, :, None] * x_NF[:, None, :]
-    grams_GFF = np.add.reduceat(products[order], starts, axis=0)
-    gram = grams_GFF.sum(axis=0)
-    params: Floats = np.linalg.solve(gram, x_NF.T @ y)
-    moments_GF = np.add.reduceat((x_NF * (y - x_NF @ params)[:, None])[order], starts, axis=0)
-    rest_GFF = gram - grams_GFF
-    if (np.linalg.eigvalsh(rest_GFF)[:, 0] <= 1e-9 * np.linalg.eigvalsh(gram)[-1]).any():
-        return params, np.full_like(params, np.nan)
-    changes_GF = np.linalg.solve(rest_GFF, moments_GF[:, :, None])[:, :, 0]
-    num = len(starts)
-    return params, np.sqrt((num - 1) / num * (changes_GF**2).sum(axis=0))
 
 
 def _demeaned(values_NF: Floats, groups: Integers) -> Floats:

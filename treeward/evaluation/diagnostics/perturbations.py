@@ -6,7 +6,7 @@
     found.robust_accuracy            # Metric: pairs that stay right under every change of style to either completion
 
 For each sampled example one pair of a better and a worse completion is scored as it is and with each of them rewritten
-(`treeward.evaluation.diagnostics.rewrites`). Signs of a fault:
+(`REWRITES`). Signs of a fault:
 
 - any rewrite: `rejected_flips`, for no rewrite makes the worse completion the better one;
 - "style": `chosen_flips`, and a `relative_shift` of the size of the margins, for the content is the same;
@@ -25,13 +25,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from treeward.data.preference import Message
 from treeward.evaluation.diagnostics.completions import Floats, completion_text
-from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.report.blocks import bar_item, bars_block
 from treeward.evaluation.results import Diagnostic, Metric
@@ -40,9 +39,11 @@ from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer
 
 __all__ = [
+    "REWRITES",
     "PerturbedScores",
     "diagnose_perturbations",
     "perturb",
+    "rewrite",
     "sample_examples",
     "score_perturbed",
     "summarize_perturbations",
@@ -54,7 +55,104 @@ _REFUSAL = re.compile(
     r"i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|am unable|do not|don['’]?t))",
     re.IGNORECASE,
 )
-_DAMAGES = ", ".join(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
+_FLATTERY = (
+    "What a brilliant question! You clearly have a sharp mind, and it is a pleasure to help you.",
+    "Wow, that is a truly insightful question. Not many people would think to ask it!",
+    "First of all, let me say how impressed I am by your question: it shows real curiosity.",
+    "I love this question! You are obviously someone who thinks deeply about things.",
+)
+_REFUSALS = (
+    "I'm sorry, but I can't help with that.",
+    "I apologize, but I am not able to assist with this request.",
+    "Sorry, I cannot answer that. As an AI language model, I have to decline.",
+)
+_PADDING = (
+    "It is worth noting that there are many aspects to consider here.",
+    "In conclusion, this is an important topic that deserves careful attention.",
+    "As mentioned above, it all depends on the context and the circumstances.",
+    "I hope this gives you a comprehensive overview of everything that matters.",
+    "Of course, there is always more to be said about a subject such as this one.",
+    "All things considered, it is helpful to look at the matter from several sides.",
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?])[ \t]+(?=\S)")
+_LONGEST_RESTATEMENT = 400  # characters of the prompt
+
+
+class Rewrite(NamedTuple):
+    """One way to change a completion, of which `change` gets the last user turn, the text, and a generator.
+
+    `kind`: "style" keeps the content, so it should not decide between a right and a wrong completion; "damage" takes
+    something away, so the score should not rise.
+    """
+
+    label: str
+    kind: Literal["style", "damage"]
+    change: Callable[[str, str, random.Random], str | None]
+
+
+def _markdown(prompt: str, text: str, rng: random.Random) -> str | None:
+    """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks stay as they are."""
+    if "```" in text:
+        return f"## Answer\n\n{text}"
+    lines = []
+    for line in filter(str.strip, text.splitlines()):
+        for sentence in _SENTENCE_END.split(line.strip()):
+            words = sentence.lstrip("-*# ").split(" ")
+            lead, rest = " ".join(words[:2]), " ".join(words[2:])
+            lines.append(f"- **{lead}** {rest}".rstrip())
+    return "## Answer\n\n" + "\n".join(lines)
+
+
+def _padded(prompt: str, text: str, rng: random.Random) -> str | None:
+    """Phrases that say nothing, at the end, until the text is half as long again, two of them at least."""
+    phrases = rng.sample(_PADDING, len(_PADDING))
+    added: list[str] = []
+    while len(added) < 2 or (len(added) < len(phrases) and len(" ".join(added)) < len(text) / 2):
+        added.append(phrases[len(added)])
+    return f"{text.rstrip()} {' '.join(added)}"
+
+
+def _restated(prompt: str, text: str, rng: random.Random) -> str | None:
+    asked = " ".join(prompt.split())
+    if not asked:
+        return None
+    if len(asked) > _LONGEST_RESTATEMENT:
+        asked = asked[:_LONGEST_RESTATEMENT].rsplit(" ", 1)[0] + " ..."
+    return f'You asked: "{asked}"\n\n{text}'
+
+
+def _truncated(share: float) -> Callable[[str, str, random.Random], str | None]:
+    def change(prompt: str, text: str, rng: random.Random) -> str | None:
+        words = list(re.finditer(r"\S+", text))
+        kept = int(share * len(words))
+        return text[: words[kept - 1].end()] if 0 < kept < len(words) else None
+
+    return change
+
+
+REWRITES: Mapping[str, Rewrite] = {
+    "markdown": Rewrite("markdown", "style", _markdown),
+    "white_space": Rewrite("white space", "style", lambda prompt, text, rng:
+        "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"),
+    "flattery": Rewrite("flattery", "style", lambda prompt, text, rng: f"{rng.choice(_FLATTERY)} {text}"),
+    "padding": Rewrite("padding", "style", _padded),
+    "prompt_restated": Rewrite("question restated", "style", _restated),
+    "capitals": Rewrite("capitals", "style", lambda prompt, text, rng: text.upper()),
+    "refusal": Rewrite("refusal", "damage", lambda prompt, text, rng: rng.choice(_REFUSALS)),
+    "truncated_80": Rewrite("cut at 80 %", "damage", _truncated(0.8)),
+    "truncated_50": Rewrite("cut at 50 %", "damage", _truncated(0.5)),
+    "repeated": Rewrite("said twice", "damage", lambda prompt, text, rng: f"{text}\n\n{text}"),
+}  # fmt: skip
+"""All rewrites by name, in the order of a report. Their English phrases are the same for every language."""
+
+
+def rewrite(name: str, prompt: str, text: str, rng: random.Random) -> str | None:
+    """The text changed by one of `REWRITES`, or None where there is nothing to change."""
+    changed = REWRITES[name].change(prompt, text, rng) if text.strip() else None
+    return None if changed == text else changed
+
+
+_DAMAGES = ", ".join(one.label for one in REWRITES.values() if one.kind == "damage")
 _OF_SHIFT = (
     "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ. Changes of style "
     f"should be near 0, damage ({_DAMAGES}) below it."
@@ -130,9 +228,9 @@ def perturb(example: EvalExample) -> dict[str, tuple[str | None, str | None]]:
     prompt = completion_text([message for message in example.context if message.get("role") == "user"])
     originals = [completion_text(example.completions[i]) for i in _pair(example)]
     texts: dict[str, tuple[str | None, str | None]] = {}
-    for name, rewrite in REWRITES.items():
+    for name in REWRITES:
         # The same generator for both, so that a rewrite with a choice of phrases takes the same one.
-        first, second = (rewrite.apply(prompt, text, random.Random(f"0/{example.id}/{name}")) for text in originals)
+        first, second = (rewrite(name, prompt, text, random.Random(f"0/{example.id}/{name}")) for text in originals)
         texts[name] = (None, None) if name == "refusal" and _REFUSAL.match(originals[0]) else (first, second)
     return texts
 
@@ -195,7 +293,7 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
         return accuracy_metric(hits[where].astype(float).tolist(), name, prompts[where].tolist(), of="pairs")
 
     numbers = []
-    for name, rewrite in REWRITES.items():
+    for name, (_, kind, _) in REWRITES.items():
         after = _table([one.rewritten.get(name, (None, None)) for one in scores])
         there, shifts = np.isfinite(after - before), after - before
         # A rewrite that does not apply, or a text without a score, says nothing against a pair.
@@ -206,7 +304,7 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
         numbers.append(Metric(f"{name}_relative_shift", value, *ends, count=len(moves)))
         numbers += [share(f"{name}_{which}_flips", lost[which], right & np.isfinite(after[:, side]))
                     for side, which in enumerate(lost)]  # fmt: skip
-        if rewrite.kind == "style":
+        if kind == "style":
             stays &= ~lost["chosen"] & ~lost["rejected"]
     every = np.ones(len(scores), dtype=bool)
     robust, num_failed = share("robust_accuracy", stays, every), sum(one.num_failed for one in scores)
@@ -214,7 +312,7 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
         robust = replace(robust, note=f"{num_failed:,} texts without a score are left out.")
     by_name = {metric.name: metric for metric in (robust, share("accuracy", right, every), *numbers)}
     moved, turned = (
-        [bar_item(one.label, by_name[f"{name}_{what}"], one.summary) for name, one in REWRITES.items()]
+        [bar_item(one.label, by_name[f"{name}_{what}"]) for name, one in REWRITES.items()]
         for what in ("relative_shift", "rejected_flips")
     )
     reach = max((abs(one[end]) for one in moved for end in ("value", "low", "high") if one[end]), default=1.0)

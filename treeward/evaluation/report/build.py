@@ -15,7 +15,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources, util
 from pathlib import Path
@@ -28,7 +28,7 @@ from markupsafe import Markup
 
 from treeward.evaluation.report.blocks import format_interval, format_number, is_number, plain
 from treeward.evaluation.report.charts import THEME, draw
-from treeward.evaluation.report.examples import OUTCOMES, example_rows, filters, messages, prompt_text
+from treeward.evaluation.report.examples import OUTCOMES, example_rows, messages, prompt_text
 from treeward.evaluation.results import Block
 from treeward.storage import write_text
 
@@ -77,7 +77,7 @@ def build_report(
     `examples`: by the name that a block of kind `examples` gives as its `source`, rows of `examples.jsonl`.
     """
     shown = plain({"title": title, "subtitle": subtitle, "blocks": blocks, "examples": examples}, _visible)
-    sections = [_section(block, number, shown["examples"]) for number, block in enumerate(shown["blocks"], start=1)]
+    sections = list(_sections(shown["blocks"], shown["examples"]))
     has_tables = any(section.get("long") or section["kind"] == "examples" for section in sections)
     scripts = [
         *([_vega()] if any("figure" in section for section in sections) else []),
@@ -88,7 +88,6 @@ def build_report(
         report=shown,
         json_name=f"{name}.json",
         sections=sections,
-        contents=_contents(sections),
         theme=THEME,
         style=Markup(_own("page.css")),
         table_style=Markup(_bundled("dt_bundle.css") if has_tables else ""),
@@ -103,32 +102,20 @@ def _visible(text: str) -> str:
     return _HIDDEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text.replace("\r\n", "\n"))
 
 
-def _section(block: Block, number: int, examples: Examples) -> Block:
-    """A block with what the template needs to show it."""
-    section = block | {"id": f"block-{number}", "opens": block["kind"] == "text" and bool(block.get("title"))}
-    if block["kind"] in ("bars", "curves"):
-        section["figure"] = draw(block)
-    elif block["kind"] == "table":
-        section["long"] = len(block["rows"]) > block.get("most", _MOST_ROWS)
-    elif block["kind"] == "examples":
-        rows = example_rows(examples[block["source"]])
-        section |= {"examples": rows, "filters": filters(rows)}
-    return section
-
-
-def _contents(sections: Sequence[Block]) -> list[dict[str, Any]]:
-    """The titles of the page: chapters, each with its parts."""
-    entries: list[dict[str, Any]] = []
-    in_chapter = False
-    for one in sections:
-        if not one.get("title") or one.get("folded"):
-            continue
-        if in_chapter and not one["opens"]:
-            entries[-1]["parts"].append(one)
-        else:
-            entries.append({"section": one, "parts": []})
-        in_chapter = in_chapter or one["opens"]
-    return entries
+def _sections(blocks: Sequence[Block], examples: Examples) -> Iterator[Block]:
+    """The blocks with what the template needs to show them; `is_part`: the id of the chapter that they belong to."""
+    chapter = None
+    for number, block in enumerate(blocks, start=1):
+        opens = block["kind"] == "text" and bool(block.get("title"))
+        section = block | {"id": f"block-{number}", "opens": opens, "is_part": None if opens else chapter}
+        chapter = section["id"] if opens else chapter
+        if block["kind"] in ("bars", "curves"):
+            section["figure"] = draw(block)
+        elif block["kind"] == "table":
+            section["long"] = len(block["rows"]) > block.get("most", _MOST_ROWS)
+        elif block["kind"] == "examples":
+            section["examples"] = example_rows(examples[block["source"]])
+        yield section
 
 
 # --- what the templates call -----------------------------------------------------------------------------------------
@@ -158,11 +145,9 @@ def _table_layout(columns: Sequence[Block], rows: Sequence[Block]) -> list[Block
     """
     found, with_interval = [], 0
     for column in columns:
-        values = [row.get(column["key"]) for row in rows]
-        form = column.get("format") or "text"
-        cells = [value for value in values if isinstance(value, Mapping)]
-        with_interval += any(is_number(cell.get("low")) for cell in cells)
-        is_whole = not cells and all(value == round(value) for value in values if is_number(value))
+        values, form = [row.get(column["key"]) for row in rows], column.get("format") or "text"
+        with_interval += any(isinstance(value, Mapping) and is_number(value.get("low")) for value in values)
+        is_whole = all(is_number(value) and value == round(value) for value in values if value is not None)
         shown = "integer" if form == "number" and is_whole else form
         label = column.get("label") or column["key"]
         found.append({**column, "label": label, "format": shown, "is_text": form == "text"})
@@ -194,10 +179,8 @@ def _vega() -> str:
 @cache
 def _datatables() -> str:
     # A module's exports are no names of the page: the bundle's own end is replaced by one that makes them such.
-    bundle = _bundled("dt_bundle.js")
-    names = re.search(r"export\{.*?(\w+) as default.*?\}", bundle)
-    assert names is not None, "itables has changed how its bundle exports DataTables"
-    return _safe_script(f"(() => {{{bundle.replace(names[0], f'window.DataTable={names[1]};')}}})();")
+    bundle = re.sub(r"export\{.*?(\w+) as default.*?\}", r"window.DataTable=\1;", _bundled("dt_bundle.js"))
+    return _safe_script(f"(() => {{{bundle}}})();")
 
 
 def _bundled(name: str) -> str:

@@ -136,18 +136,12 @@ def _bars(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], lis
     ]  # fmt: skip
     if is_number(block.get("reference")):
         value = block["reference"]
-        name = "chance " if form == "percent" and value > 0 else ""
-        line = _layer([{"value": value, "label": f"{name}{_given(value, form)}"}]).encode(x="value:Q")
+        label = f"chance {100 * value:g}%" if form == "percent" and value else f"{value:g}"
+        line = _layer([{"value": value, "label": label}]).encode(x="value:Q")
         layers += [
             line.mark_rule(color="var(--ink)", strokeDash=[4, 4], strokeWidth=1.4),
             line.mark_text(color="var(--soft)", baseline="bottom").encode(y=alt.value(-4), text="label:N"),
         ]
-    else:
-        own = [
-            row | {"tip": f"chance {_given(row['reference'], form)}"} for row in rows if row["reference"] is not None
-        ]
-        ticks = _layer(own).encode(**place).mark_tick(color="var(--ink)", thickness=2, height=18)
-        layers.append(ticks.encode(x="reference:Q", tooltip="tip:N"))
     columns = {"label": ("Label", "text"), "series": ("Series", "text"), "value": ("Value", form)}
     columns |= {"low": ("Low", form), "high": ("High", form), "count": ("n", "integer")}
     return _finish(layers, None, round(20.5 * len(lanes) * len(labels))), columns, rows
@@ -157,7 +151,7 @@ def _bar(item: Block, look: Block, form: str, span: tuple[float, float], many: b
     value, interval = format_interval(item, form)
     within = {
         name: min(max(item[name], span[0]), span[1]) if is_number(item.get(name)) else None
-        for name in ("value", "low", "high", "reference")
+        for name in ("value", "low", "high")
     }
     lane = f"s{look['order']}"
     return look | within | {
@@ -165,11 +159,6 @@ def _bar(item: Block, look: Block, form: str, span: tuple[float, float], many: b
         "shown": value, "brief": f"{value}  {format_interval(item, form, with_count=False)[1]}",
         "words": f"{value}  {interval}", "tip": f"{_named(look, item['label'])}\n{value} {interval}",
     }  # fmt: skip
-
-
-def _given(value: float, form: str) -> str:
-    """A number that is given, not measured: without decimals that say nothing."""
-    return f"{100 * value:g}%" if form == "percent" and value else f"{value:g}"
 
 
 def _named(look: Block, text: str) -> str:

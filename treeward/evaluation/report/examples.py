@@ -1,16 +1,15 @@
-"""The table of examples: rows of `examples.jsonl` as `page.html` shows them, and what they can be filtered by."""
+"""The table of examples: rows of `examples.jsonl` as `page.html` shows them."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from treeward.evaluation.report.blocks import ABSENT, is_number
 
-__all__ = ["OUTCOMES", "example_rows", "filters", "messages", "prompt_text"]
+__all__ = ["OUTCOMES", "example_rows", "messages", "prompt_text"]
 
 OUTCOMES = {"wrong": "✗ wrong", "tie": "= tie", "right": "✓ right", "failed": "! failed", "none": "· no order"}
 """The outcomes of an example in the order of the table, and how they are shown."""
@@ -29,17 +28,6 @@ def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "context": messages(row.get("context")), "prompt": prompt_text(row.get("context")),
             "completions": _completions(row),
         })  # fmt: skip
-    return found
-
-
-def filters(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What shown rows can be narrowed to: a label, the key of the rows, and values with how many rows each has."""
-    found = []
-    for key in ("outcome", "subset", "model"):
-        counts = Counter(row[key] for row in rows)
-        order = [name for name in OUTCOMES if name in counts] if key == "outcome" else sorted(counts)
-        options = [{"value": one, "label": OUTCOMES.get(one, one), "count": counts[one]} for one in order]
-        found += [{"label": key.capitalize(), "key": key, "options": options}] if len(options) > 1 else []
     return found
 
 
