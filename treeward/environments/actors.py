@@ -19,8 +19,6 @@ from typing import Any
 
 from treeward.errors import ConfigError, TreewardError
 
-__all__ = ["RayActor", "RemoteFactory", "start_ray"]
-
 
 class RayActor:
     """Gives a class `remote` and `options`, as `@ray.remote` would, while it stays a class."""
@@ -61,10 +59,7 @@ def start_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            "Ray is not installed",
-            got=str(error),
-            need="Ray, which starts and restarts the workers",
-            fix="pip install 'treeward[ray]'; or one replica in this process: RewardModelEnvironment(env_config)",
+            "Ray is not installed", got=str(error), fix="pip install 'treeward[ray]', or use one replica here"
         ) from error
     if not ray.is_initialized():
         ray.init()

@@ -12,8 +12,6 @@ from typing import Any
 
 from treeward.data.preference import Message
 
-__all__ = ["NO_COMPLETION", "completion_text", "message_text", "plain", "prompt_text", "transcript"]
-
 NO_COMPLETION = "the conversation does not end with a text of the assistant"
 
 

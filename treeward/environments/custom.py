@@ -39,8 +39,6 @@ from treeward.errors import ConfigError
 from treeward.http import run_async
 from treeward.user_code import import_object
 
-__all__ = ["CustomEnvironment"]
-
 logger = logging.getLogger(__name__)
 
 _METHODS = ("score_batch", "score", "predict", "__call__")
@@ -144,7 +142,7 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
                 where=WHERE,
                 field="function",
                 got=f"{result!r:.100} from {self.config.function}",
-                need=f"a list of {len(samples)}; None for a sample without a reward",
+                need=f"a list of {len(samples)}",
             )
         return [_reward(each) for each in result]
 

@@ -34,8 +34,6 @@ from treeward.environments.interface import (
 from treeward.environments.registry import check_section, make_environment
 from treeward.errors import CheckpointError
 
-__all__ = ["HybridEnvironment", "weighted_sum"]
-
 
 class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
     """Members side by side or, in a fallback, one after the other; `HybridEnvironmentConfig` has the keys."""

@@ -36,14 +36,10 @@ from treeward.config.load import load_section
 from treeward.data.preference import Message
 from treeward.environments.actors import RayActor
 from treeward.errors import CheckpointError, DataError
-from treeward.scoring.score import Reward
+from treeward.scoring.score import Reward as Reward
 
 if TYPE_CHECKING:
     from treeward.environments.trl import TrlReward
-
-__all__ = ["DETAILS", "WHERE", "ConfiguredEnvironment", "Environment", "EnvironmentReturn", "Reward"]
-__all__ += ["AnyInfos", "Conversations", "Infos", "Logs"]
-__all__ += ["conversation_of", "log_failures", "reward_metrics", "rewards_of", "undone_on_failure"]
 
 DETAILS = "reward_details"
 """The key of `EnvironmentReturn.metadata[i]` with the details of the reward of sample i."""
@@ -252,12 +248,7 @@ def conversation_of(log: Any, where: str | None = None) -> list[Message]:
     if isinstance(log, np.ndarray):
         log = log.tolist()  # as parquet has lists
     if not isinstance(log, Sequence) or not all(isinstance(message, Mapping) for message in log):
-        raise DataError(
-            "the message log is not a list of messages",
-            where=where,
-            got=log,
-            need='[{"role": "user", "content": "..."}, ...]',
-        )
+        raise DataError("the message log is not a list of messages", where=where, got=log)
     return [_message(message) for message in log]
 
 

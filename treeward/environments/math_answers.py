@@ -32,8 +32,6 @@ from typing import Any
 
 from treeward.errors import ConfigError, ModelError
 
-__all__ = ["MathChecker", "MathVerdict", "marked", "number_text"]
-
 _MEMORY_BYTES = 4 * 2**30
 _MATHEMATICS = ("$", "\\boxed", "\\(", "\\[")
 _ERRORS = {
@@ -129,8 +127,7 @@ def _start() -> subprocess.Popen[str]:
         raise ModelError(
             "the processes of the math rule do not start",
             got=f"exit code {process.wait()}",
-            need="room for processes and memory",
-            fix="read their messages on stderr; fewer workers need less memory",
+            fix="read their messages on stderr",
         )
     return process
 

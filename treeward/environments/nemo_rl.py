@@ -37,8 +37,6 @@ from treeward.environments.interface import (
 from treeward.environments.registry import check_section, make_environment
 from treeward.errors import ConfigError, DataError, ModelError
 
-__all__ = ["NemoRLConfig", "NemoRLEnvironment", "fill_with_group_means", "register"]
-
 logger = logging.getLogger(__name__)
 
 _SECTION = "nemo_rl"
@@ -179,12 +177,7 @@ def register(name: str = "reward_model") -> None:
         from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
         from nemo_rl.environments.utils import ENV_REGISTRY
     except ImportError as error:
-        raise ConfigError(
-            "NeMo RL is not installed",
-            got=str(error),
-            need="the package nemo_rl",
-            fix="run this in NeMo RL's own Python",
-        ) from error
+        raise ConfigError("NeMo RL is not installed", got=str(error), fix="run this in NeMo RL's own Python") from error
     path = f"{NemoRLEnvironment.__module__}.{NemoRLEnvironment.__qualname__}"
     ENV_REGISTRY[name] = {**ENV_REGISTRY.get(name, {}), "actor_class_fqn": path}
     ACTOR_ENVIRONMENT_REGISTRY[path] = PY_EXECUTABLES.SYSTEM
@@ -198,10 +191,10 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
     kind = section.pop("type", None)
     if kind is None and "model_name" not in section:
         raise ConfigError(
-            "the section does not say which kind of environment it is, and it is no reward model",
+            "the section does not say which kind of environment it is",
             where=WHERE,
             field="type",
-            need="type, as rules or a dotted path; or model_name, for a reward model",
+            need="type, or model_name",
         )
     return config, str(kind or "reward_model"), section
 

@@ -24,9 +24,6 @@ from treeward.environments.remote import RemoteEnvironment
 from treeward.errors import ConfigError
 from treeward.user_code import import_object
 
-__all__ = ["check_section", "environment_class", "make_environment", "make_environments", "make_named"]
-__all__ += ["register_environment", "sections_of"]
-
 _CLASSES: dict[str, type[Environment] | str] = {
     "reward_model": "treeward.environments.reward_model.RewardModelEnvironment",
     "rules": "treeward.environments.rules.RuleEnvironment",

@@ -12,8 +12,6 @@ from typing import Any
 from treeward.environments.interface import Conversations, Environment, Infos, Reward
 from treeward.errors import ModelError
 
-__all__ = ["RemoteEnvironment", "as_environment"]
-
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 30.0
@@ -65,8 +63,7 @@ class RemoteEnvironment(Environment):
                 "the Ray actor of the environment is gone",
                 where=self.name,
                 got=str(error).splitlines()[0],
-                need="a living actor",
-                fix="look for the reason in Ray's logs, and resume the run",
+                fix="resume the run",
             ) from error
 
 

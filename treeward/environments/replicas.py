@@ -35,8 +35,6 @@ from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer
 
-__all__ = ["ReplicaPool", "ScoringWorker", "check_resources", "plan_chunks"]
-
 logger = logging.getLogger(__name__)
 
 _LOAD_RETRIES = 3
@@ -171,7 +169,6 @@ class ReplicaPool:
             raise ModelError(
                 "a worker of the reward model was not ready in time",
                 got=f"nothing within {seconds:g} seconds; free: {_listed(self._ray.available_resources())}",
-                need="free GPUs or CPUs for every replica, and time to load the model",
                 fix="free resources, lower the number of replicas, or raise start_timeout_seconds",
             ) from None
         except errors.RayError as error:
@@ -179,7 +176,6 @@ class ReplicaPool:
             raise ModelError(
                 "a worker of the reward model dies while it loads the model",
                 got=str(error).splitlines()[0],
-                need="a process that stays alive",
                 fix="look for the reason in Ray's logs; precision: bfloat16 and fewer replicas on a node save memory",
             ) from error
         return ids

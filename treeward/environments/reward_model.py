@@ -42,8 +42,6 @@ from treeward.model.reward_model import RewardModel
 from treeward.scoring.rewarding import Rewarder, load_shaper
 from treeward.scoring.score import Score
 
-__all__ = ["RewardModelEnvironment"]
-
 Workers = Literal["auto", "here", "ray"]
 
 
@@ -173,10 +171,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         if isinstance(workers, ScoringWorker):
             return workers
         raise ConfigError(
-            f"{what} needs the model in this process",
-            got="a model in Ray workers",
-            need="one replica, without .remote",
-            fix='RewardModelEnvironment(env_config, workers="here")',
+            f"{what} needs the model in this process", got="a model in Ray workers", fix='one replica, workers="here"'
         )
 
 

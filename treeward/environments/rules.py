@@ -24,8 +24,6 @@ from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conver
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
 
-__all__ = ["MathEnvironment", "RuleEnvironment"]
-
 
 class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
     """Exact match, regular expression or mathematical equality; `RuleEnvironmentConfig` has the keys."""

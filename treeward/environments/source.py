@@ -27,8 +27,6 @@ from treeward.environments.registry import make_environment
 from treeward.environments.remote import RemoteEnvironment
 from treeward.errors import ConfigError, ModelError
 
-__all__ = ["RewardSource", "RewardSourceConfig", "reward_source"]
-
 _WHERE = "reward_kwargs"
 
 

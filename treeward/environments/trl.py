@@ -18,8 +18,6 @@ from typing import Any
 from treeward.environments.remote import RemoteEnvironment, as_environment
 from treeward.errors import ConfigError
 
-__all__ = ["TrlReward"]
-
 logger = logging.getLogger(__name__)
 
 _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"})

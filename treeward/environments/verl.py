@@ -24,8 +24,6 @@ from treeward.environments.interface import Reward
 from treeward.environments.source import RewardSourceConfig, reward_source
 from treeward.errors import DataError
 
-__all__ = ["compute_score", "compute_score_async", "compute_scores"]
-
 _PROMPT_KEYS = ("prompt", "messages", "raw_prompt", "question")
 _FROM_VERL = ("reward_router_address", "reward_model_tokenizer")
 """Arguments that verl adds for a reward model of its own; this module does not use it."""
@@ -107,9 +105,8 @@ def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str
     raise DataError(
         "a reward model reads the prompt too, and verl does not pass it on",
         where=f"data_source {data_source}",
-        field="extra_info",
-        got=f"keys {sorted(map(str, extra_info))}",
-        need="prompt (the messages), or another of " + ", ".join(_PROMPT_KEYS[1:]),
+        got=f"extra_info with {sorted(map(str, extra_info))}",
+        need=f"one of {', '.join(_PROMPT_KEYS)}",
         fix='when you write the parquet: row["extra_info"]["prompt"] = row["prompt"]',
     )
 

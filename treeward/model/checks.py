@@ -190,7 +190,6 @@ def check_positions(model: WrappedModel, length: int) -> None:
             where="policy.max_total_sequence_length",
             got=length,
             need=f"at most {limit}",
-            fix=f"policy.max_total_sequence_length={limit}",
         )
 
 
@@ -224,7 +223,6 @@ def _check_tokens(rows: int, sequences: Sequence[TokenIds], highest_token: int |
             where="policy.tokenizer.name",
             got=f"token {highest}",
             need=f"tokens below {rows}, the rows of the embedding",
-            fix="use the model's own tokenizer",
         )
 
 

@@ -230,8 +230,7 @@ def read_contract(name: str | Path) -> ScoringContract | None:
         field="version",
         got=version,
         need=str(CONTRACT_VERSION),
-        fix="use the treeward version that wrote the model, or, if you trust the folder as it is, write a new one: "
-        "treeward verify MODEL --write --force",
+        fix="if you trust the folder as it is: treeward verify MODEL --write --force",
     )
 
 

@@ -110,7 +110,6 @@ def push_folder(folder: Path, repo_id: str, *, private: bool) -> None:
         raise ModelError(
             "the model cannot be uploaded",
             where=f"hub.repo_id: {repo_id}",
-            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            need="a login that may write to this repository, and a network",
+            got=str(error).partition("\n")[0],
             fix=f"hf auth login, then hf upload {repo_id} {folder}",
         ) from error

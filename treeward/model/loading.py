@@ -97,9 +97,8 @@ def load_reward_model(
         raise ModelError(
             "this checkpoint has no reward head: its scores would be random",
             where=str(name),
-            got=f"a checkpoint of {', '.join(config.architectures or ['an unknown architecture'])}",
-            need="a sequence classifier with one label",
-            fix="train one: treeward train --config FILE policy.model_name=" + str(name),
+            got=", ".join(config.architectures or ["an unknown architecture"]),
+            fix=f"train one: treeward train --config FILE policy.model_name={name}",
         )
     if new_head:
         initialise_head(hf, seed=head_seed or 0, std=head_std)
@@ -219,7 +218,6 @@ def _policy(
             "the tokenizer has more tokens than the policy has embeddings",
             where=name,
             got=f"{len(tokenizer)} tokens, {model.num_embeddings} embeddings",
-            need="the tokenizer that the model was trained with",
         )
     return LoadedPolicy(model, tokenizer)
 

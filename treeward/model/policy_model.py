@@ -76,9 +76,8 @@ class PolicyModel(WrappedModel):
             raise ModelError(
                 "a policy needs a head that predicts the next token",
                 where="policy.model_name",
-                got=f"{type(self.hf).__name__}, which has none or is no decoder",
-                need="a causal language model: one that transformers loads as ...ForCausalLM",
-                fix="give the generating model, not a reward model or an encoder",
+                got=type(self.hf).__name__,
+                need="a causal language model, not a reward model or an encoder",
             )
         return head
 

@@ -89,10 +89,7 @@ def load_weights(
         raise _loading_error(name, "model", error) from error
     if broken := [key for key, weight in hf.named_parameters() if not bool(weight.detach().isfinite().all())]:
         raise ModelError(
-            "the weights hold NaN or infinity",
-            where=name,
-            got=f"{len(broken)} tensors, the first of them {broken[0]}",
-            fix="restore the weights; of a run that has diverged, take an earlier checkpoint",
+            "the weights hold NaN or infinity", where=name, got=f"{len(broken)} tensors, the first of them {broken[0]}"
         )
     lacking = sorted(info["missing_keys"])
     new_head = any(key.split(".")[0] in HEAD_NAMES for key in lacking)
@@ -113,10 +110,7 @@ def check_local(name: str) -> None:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = nearest_name(path.name, siblings)
         raise ModelError(
-            "there is no such folder",
-            where=name,
-            need="a folder that holds a model, or a hub name",
-            fix=f"did you mean {path.parent / near}?" if near else None,
+            "there is no such folder", where=name, fix=f"did you mean {path.parent / near}?" if near else None
         )
 
 
@@ -132,7 +126,7 @@ def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) ->
                 f"{config.model_type} has no such field",
                 where=where,
                 field=name,
-                fix=f"did you mean {near}?" if near else "remove it",
+                fix=f"did you mean {near}?" if near else None,
             )
 
 
@@ -179,7 +173,7 @@ def bare_model(
             where="policy.model_config",
             field="model_type",
             got=model_type,
-            need="a model type of transformers (llama, qwen3, ...)",
+            need="a model type of transformers",
             fix=f"did you mean {near}?" if near else None,
         )
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
@@ -199,5 +193,4 @@ def bare_model(
             "no model can be built from this configuration",
             where="policy.model_config",
             got=str(error.__cause__ or error),
-            need="model_type (llama, qwen3, ...) and that type's own fields",
         ) from error

@@ -221,8 +221,7 @@ def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:
     if not all(map(math.isfinite, values)):
         raise ModelError(
             "the model gives a score that is not finite",
-            got=f"{values[0] if len(values) == 1 else list(values)} for {name} of {num_tokens} tokens",
-            need="a finite number",
+            got=f"{list(values)} for {name} of {num_tokens} tokens",
             fix="score in float32 (--dtype float32); if it persists, the weights are broken",
         )
 
@@ -235,11 +234,7 @@ def head_name(hf: PreTrainedModel) -> str:
     for name in HEAD_NAMES:
         if isinstance(getattr(hf, name, None), nn.Module):
             return name
-    raise ModelError(
-        f"{type(hf).__name__} has no head that treeward knows",
-        got=[name for name, _ in hf.named_children()],
-        need="a `score` or `classifier` module",
-    )
+    raise ModelError(f"{type(hf).__name__} has no head that treeward knows", need="a `score` or `classifier` module")
 
 
 def _compute_in_float32(head: nn.Module) -> None:

@@ -95,7 +95,6 @@ class WrappedModel(nn.Module):
             elif implementation in (attention.TREE, attention.DENSE):
                 raise ModelError(
                     f"{type(self.hf).__name__} does not use transformers' attention interface",
-                    where="policy.attention",
                     fix="policy.attention=rows",
                 )
         yield
@@ -115,7 +114,6 @@ class WrappedModel(nn.Module):
                 "this model cannot compute its activations again",
                 where="policy.activation_checkpointing_enabled",
                 got=str(error),
-                fix="set policy.activation_checkpointing_enabled=false, and lower policy.train_micro_batch_tokens",
             ) from error
 
     def tree_hidden(self, batch: TreeBatch) -> Tensor:

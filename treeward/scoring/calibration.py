@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import combinations, islice, pairwise
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from statsmodels.nonparametric.smoothers_lowess import lowess
+from transformers import PreTrainedTokenizerBase
 
 from treeward.config.reward_shaping import (
     CalibratedTemperature,
@@ -39,9 +39,6 @@ from treeward.scoring.score import Conversation, ConversationScorer
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import completion_length
 from treeward.version import VERSION
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +79,7 @@ def calibrate(
         raise ConfigError(
             "lengths are counted in tokens, and there is no tokenizer",
             field="length_unit",
-            need="a tokenizer, or length_unit: characters",
+            fix="length_unit: characters",
         )
     found: list[list[_Scored]] = []
     errors: list[str] = []

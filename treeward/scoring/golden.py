@@ -288,8 +288,7 @@ def _only_head(model: RewardModel) -> list[HeadContract]:
         raise ConfigError(
             "the model has several labels, and nothing says how they make one score",
             got=", ".join(_labels(model.hf.config)),
-            need="a contract that says so",
-            fix="treeward verify MODEL --write --head-weights NAME=1,... writes one",
+            fix="treeward verify MODEL --write --head-weights NAME=1,... writes a contract that does",
         )
     return [HeadContract()]
 

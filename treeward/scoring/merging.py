@@ -158,7 +158,6 @@ def _check_alike(first: dict[str, Any], other: dict[str, Any], first_folder: Pat
                 field=name,
                 got=its,
                 need=f"{one}, as in {first_folder}",
-                fix="merge models that were trained from one initialisation and exported in one way",
             )
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.data.preference import Message
@@ -24,9 +26,6 @@ from treeward.model.contract import CONTRACT_FILE, read_contract
 from treeward.model.pretrained import load_tokenizer
 from treeward.scoring.score import Conversation, ConversationScorer, OnError, Reward, Score
 from treeward.scoring.shaping import Shaper, reference_conversations
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +156,11 @@ def check_fixed(shaping: RewardShapingConfig, where: str, *, alone: bool = False
             "with running statistics a reward would depend on the order of the rows",
             where=where,
             field="running",
-            need="constants: reward_mean and reward_std, or those of the model's contract",
-            fix="treeward calibrate MODEL --data FILE, and leave running out",
+            need="constants: reward_mean and reward_std, or those that treeward calibrate fits",
         )
     if alone and shaping.reference is not None:
         raise ConfigError(
-            "the shaping compares with reference completions, and there are none",
-            where=where,
-            field="reference",
-            got=shaping.reference,
-            fix="leave reference out",
+            "the shaping compares with reference completions, and there are none", where=where, field="reference"
         )
 
 
@@ -190,9 +184,7 @@ def load_shaper(
         raise ConfigError(
             "the scores of an ensemble have no fitted constants: a calibration is of one model",
             where="reward_shaping",
-            need="constants of the ensemble's scores",
-            fix="give reward_mean and reward_std, or set running to true; leave length_calibration and `temperature: "
-            "calibrated` out",
+            fix="give reward_mean and reward_std, or set running; leave out length_calibration and the temperature",
         )
     contract = None if is_ensemble else read_contract(model)
     if shaping == "contract":

@@ -380,7 +380,6 @@ def _head_weights(weights: Sequence[float] | Literal["mean"] | None, num_heads: 
         raise ModelError(
             "the model has several heads, and nothing says how they make one score",
             got=f"{num_heads} heads",
-            need="a weight for each of them",
             fix=f"head_weights={[1.0, *[0.0] * (num_heads - 1)]} takes the first alone; Score.heads has all values",
         )
     if weights == "mean":
@@ -389,7 +388,7 @@ def _head_weights(weights: Sequence[float] | Literal["mean"] | None, num_heads: 
         raise ConfigError(
             "the weights of the heads do not fit the model",
             field="head_weights",
-            got=f"{len(weights)} weights",
-            need=f"one for each of the {num_heads} heads",
+            got=weights,
+            need=f"{num_heads} numbers",
         )
     return tuple(map(float, weights))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -74,6 +74,7 @@ def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: P
     return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+@dataclass
 class RunningStatistics:
     """Count, mean and variance of all numbers seen so far, without keeping them.
 
@@ -82,8 +83,9 @@ class RunningStatistics:
     mean = mean_a + d n_b / n, M2 = M2_a + M2_b + d^2 n_a n_b / n, with d = mean_b - mean_a and n = n_a + n_b.
     """
 
-    def __init__(self, count: int = 0, mean: float = 0.0, m2: float = 0.0) -> None:
-        self.count, self.mean, self.m2 = count, mean, m2
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
 
     @property
     def std(self) -> float:
@@ -101,14 +103,6 @@ class RunningStatistics:
         self.m2 += difference**2 * self.count * len(batch) / count
         self.mean += difference * len(batch) / count
         self.count = count
-
-    def state_dict(self) -> dict[str, Any]:
-        """Count, mean and M2, for JSON."""
-        return {"count": self.count, "mean": self.mean, "m2": self.m2}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self.count, self.mean, self.m2 = int(state["count"]), float(state["mean"]), float(state["m2"])
 
 
 class Shaper:
@@ -158,8 +152,7 @@ class Shaper:
             raise ConfigError(
                 "lengths are counted in tokens, and there is no tokenizer",
                 where=_WHERE,
-                field=next(field for field, unit in units.items() if unit == "tokens"),
-                need="the reward model's own tokenizer, as Scorer.renderer.tokenizer",
+                need="the reward model's own tokenizer",
             )
 
     @property
@@ -191,7 +184,7 @@ class Shaper:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that an exact resume needs: the running statistics, if any. JSON."""
-        return {"running": self.statistics.state_dict()} if self.config.running else {}
+        return {"running": asdict(self.statistics)} if self.config.running else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. Raises `CheckpointError` for the state of another configuration."""
@@ -199,12 +192,11 @@ class Shaper:
             raise CheckpointError(
                 "the reward shaping of the checkpoint is another one",
                 field="running",
-                got="running statistics" if "running" in state else "no running statistics",
-                need="running statistics" if self.config.running else "no running statistics",
+                got=sorted(state),
                 fix="resume with the configuration that the run was started with",
             )
         if self.config.running:
-            self.statistics.load_state_dict(state["running"])
+            self.statistics = RunningStatistics(**state["running"])
 
     def _relative(self, score: Score, conversation: Conversation, references: Sequence[Reference] | None) -> Reward:
         """All steps before the normalisation."""
@@ -266,7 +258,7 @@ def reference_conversations(conversation: Conversation, completions: Any, where:
             "the reference completions cannot be read",
             where=where,
             got=completions,
-            need="a text, or a list of texts and message lists",
+            need="a text, or texts and message lists",
         )
     ends = [
         [{"role": "assistant", "content": one}]
@@ -285,7 +277,5 @@ def _fitted(value: _T | None, field: str, what: str) -> _T:
         f"{field} needs {what}, which the model does not have",
         where=_WHERE,
         field=field,
-        got=f"a model whose contract has no calibration with {what}",
-        need=f"{what} fitted on comparisons",
-        fix=f"fit one with `treeward calibrate MODEL --data FILE`{instead}",
+        fix=f"fit it with `treeward calibrate MODEL --data FILE`{instead}",
     )

@@ -103,9 +103,7 @@ def verify(
             raise ModelError(
                 "there is no scoring contract",
                 got=f"no {CONTRACT_FILE}",
-                need="the contract of the model",
-                fix=f"copy it from the export, or, if the folder is as it should be, write one: "
-                f"treeward verify {name} --write",
+                fix=f"copy it from the export, or, if the folder is as it should be: treeward verify {name} --write",
             )
     except ModelError as error:
         others = [Check(part, "not checked", "there is no contract to compare with") for part in PARTS[1:]]
@@ -117,11 +115,9 @@ def verify(
 def local_folder(name: str | Path, *, trust_remote_code: bool = False) -> Path:
     """The folder of a model; one on the hub is downloaded. Raises `ModelError` where there is none."""
     folder = Path(name).expanduser()
+    if (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
+        raise ModelError("the model is inside this folder", where=str(name), fix=f"use {name}/model")
     if folder.is_dir():
-        if (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
-            raise ModelError(
-                "this folder is a checkpoint; the model is inside it", where=str(name), fix=f"use {name}/model"
-            )
         return folder
     try:
         patterns = [*_PATTERNS, *(["*.py"] if trust_remote_code else [])]
@@ -130,7 +126,7 @@ def local_folder(name: str | Path, *, trust_remote_code: bool = False) -> Path:
         raise ModelError(
             "there is no such model",
             where=str(name),
-            got=str(error).strip().splitlines()[0],
+            got=str(error).strip().partition("\n")[0],
             need="a folder that holds a model, or a hub name",
         ) from error
 
