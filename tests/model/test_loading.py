@@ -52,7 +52,7 @@ def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, 
     torch.manual_seed(2)
     again, other = load_reward_model(folder, head_seed=5), load_reward_model(folder, head_seed=6)
     head = loaded.model.head.weight
-    assert loaded.new_head and head.shape == (1, 32) and head.dtype == torch.float32
+    assert head.shape == (1, 32) and head.dtype == torch.float32
     assert torch.equal(head, again.model.head.weight) and not torch.equal(head, other.model.head.weight)
     assert loaded.model.hf.config.num_labels == 1
     backbone = dict(lm.base_model.named_parameters())
@@ -183,7 +183,7 @@ def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> 
     ones, others, differents = (dict(m.model.hf.named_parameters()) for m in (one, other, different))
     assert all(torch.equal(ones[n], others[n]) for n in ones)
     assert not any(torch.equal(ones[n], differents[n]) for n in ones if ones[n].dim() > 1)
-    assert one.new_head and one.model.num_embeddings == len(tiny_tokenizer)
+    assert one.model.num_embeddings == len(tiny_tokenizer)
     assert one.model.hf.config.pad_token_id == tiny_tokenizer.pad_token_id
 
 

@@ -4,17 +4,7 @@
     def brevity(conversations, env_infos, limit):
         return [min(0.0, limit - len(conversation[-1]["content"])) for conversation in conversations]
 
-The names of its parameters, or `signature`, decide how it is called:
-
-| signature | call | result |
-|---|---|---|
-| conversations | f(conversations, env_infos, **kwargs), once per step | a list of rewards |
-| conversation | f(conversation, env_info, **kwargs) | a reward |
-| prompt_response | f(prompt, response, **kwargs), texts | a reward |
-| prompt_response | f(prompts, responses, **kwargs), lists of texts, once per step | a list |
-| trl | f(prompts=, completions=, **columns, **kwargs): message lists, the keys of env_infos as lists | a list |
-| verl | compute_score(data_source=, solution_str=, ground_truth=, extra_info=, **kwargs) | a reward |
-| verl | compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs) | a list |
+The names of its parameters, or `signature`, decide how it is called: `_CONVENTIONS`, and the table in docs/rewards.md.
 
 The prompt as a text is a single message of the user as it is, otherwise `role: text` per message. A reward is a number,
 True or False, None (no reward), or a mapping with `reward` or `score`, whose other numbers are its components and whose

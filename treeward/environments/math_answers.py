@@ -34,12 +34,6 @@ from treeward.errors import ConfigError, ModelError
 
 _MEMORY_BYTES = 4 * 2**30
 _MATHEMATICS = ("$", "\\boxed", "\\(", "\\[")
-_ERRORS = {
-    "gold_unparsed": "the ground truth is not mathematics that can be parsed",
-    "memory": "comparing the answer took too much memory",
-    "timeout": "the answer could not be compared in time",
-    "died": "the process that compared the answer died",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +87,17 @@ class MathChecker:
         try:
             if process is None or process.poll() is not None:
                 process = _start()
-            finding = _ask(process, json.dumps([self.timeout_seconds, list(item[0]), item[1]]))
-            if finding in ("died", "timeout"):
+            found = _ask(process, json.dumps([self.timeout_seconds, list(item[0]), item[1]]))
+            if not found:
+                late = process.wait() == -signal.SIGALRM
                 _end(process)
                 process = None
         finally:
             self._processes.put(process)
-        if finding in _ERRORS:
-            return MathVerdict(None, error=_ERRORS[finding])
-        return MathVerdict(finding == "correct", parsed=finding != "unparsed")
+        if not found:
+            why = "the answer could not be compared in time" if late else "the process that compared the answer died"
+            return MathVerdict(None, error=why)
+        return MathVerdict(*json.loads(found))
 
 
 def marked(text: str) -> str:
@@ -134,12 +130,11 @@ def _start() -> subprocess.Popen[str]:
 
 def _ask(process: subprocess.Popen[str], item: str) -> str:
     assert process.stdin is not None and process.stdout is not None
-    found = ""
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{item}\n")
         process.stdin.flush()
-        found = process.stdout.readline().strip()
-    return found or ("timeout" if process.wait() == -signal.SIGALRM else "died")
+        return process.stdout.readline().strip()
+    return ""
 
 
 def _end(process: subprocess.Popen[str] | None) -> None:
@@ -155,8 +150,8 @@ def _end(process: subprocess.Popen[str] | None) -> None:
 
 
 def serve() -> None:
-    """Compare the items that come as lines of standard input, and answer with a word each."""
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    """Compare the items that come as lines of standard input; print the verdict on each as a line."""
+    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no verdict
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, whatever runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which may go on to save
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
@@ -167,22 +162,22 @@ def serve() -> None:
     for line in sys.stdin:
         seconds, golds, completion = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        finding = _compare(golds, completion)
+        found = json.dumps(_compare(golds, completion))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(finding, file=out, flush=True)  # noqa: T201
+        print(found, file=out, flush=True)  # noqa: T201
 
 
-def _compare(golds: Sequence[str], completion: str) -> str:
+def _compare(golds: Sequence[str], completion: str) -> tuple[bool | None, bool, str | None]:
+    """The fields of a `MathVerdict`."""
     import math_verify
 
     try:
         parsed: list[Any] = [math_verify.parse(marked(gold), parsing_timeout=None) for gold in golds]
         if not any(parsed):
-            return "gold_unparsed"
+            return None, True, "the ground truth is not mathematics that can be parsed"
         answer = math_verify.parse(completion, parsing_timeout=None)
         if not answer:
-            return "unparsed"
-        equal = any(math_verify.verify(gold, answer, timeout_seconds=None) for gold in parsed if gold)
-        return "correct" if equal else "wrong"
+            return False, False, None
+        return any(math_verify.verify(gold, answer, timeout_seconds=None) for gold in parsed if gold), True, None
     except MemoryError:
-        return "memory"
+        return None, True, "comparing the answer took too much memory"

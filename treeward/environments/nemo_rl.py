@@ -31,7 +31,6 @@ from treeward.environments.interface import (
     Logs,
     Reward,
     conversation_of,
-    rewards_of,
     undone_on_failure,
 )
 from treeward.environments.registry import check_section, make_environment
@@ -66,7 +65,6 @@ class NemoRLEnvironment(Environment):
         self.config, kind, section = _split(env_config)
         self.environment = make_environment(kind, section)
         self.name = self.environment.name
-        self._num_filled = 0
 
     @classmethod
     def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,16 +98,6 @@ class NemoRLEnvironment(Environment):
             observations=[observation | {"content": self.config.observation} for observation in result.observations],
         )
 
-    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """The environment's metrics; `num_failed` counts the samples filled in since the last call.
-
-        NeMo RL's own loops do not call it while they train.
-        """
-        _, metrics = self.environment.global_post_process_and_metrics({"rewards": rewards_of(batch)})
-        metrics[f"{self.name}/num_failed"] += float(self._num_filled)
-        self._num_filled = 0
-        return batch, metrics
-
     @property
     def is_stateful(self) -> bool:
         return self.environment.is_stateful
@@ -140,7 +128,6 @@ class NemoRLEnvironment(Environment):
                 need="a reward for every sample; with group_mean, for another completion of its prompt in the step",
                 fix="correct the sample; failed_samples: group_mean gives such samples the advantage 0",
             )
-        self._num_filled += len(failed)
         words = "%d of %d samples have no reward and got the mean of the other completions of their prompt; %s"
         logger.warning(words, len(failed), len(filled), first)
         return filled

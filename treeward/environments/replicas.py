@@ -59,11 +59,6 @@ class ScoringWorker:
             self._scorer = _load(self._config, "cpu" if self._offload else self._device)
         return self._scorer
 
-    @property
-    def members(self) -> Sequence[Scorer]:
-        """The scorer, or those of an ensemble."""
-        return self.scorer.members if isinstance(self.scorer, EnsembleScorer) else [self.scorer]
-
     def load(self) -> int:
         """Load the model, and return the id of this process."""
         _ = self.scorer
@@ -73,13 +68,8 @@ class ScoringWorker:
         """This process."""
         return [self.load()]
 
-    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
-        """Scores in order; a failed conversation has None and the reason in `Score.error`."""
-        with self._on_device():
-            return self.scorer.score(conversations, on_error="mask")
-
-    def score_part(self, conversations: Sequence[Conversation], *, timeout_seconds: float | None) -> list[Score]:
-        """`score` of a part of a step.
+    def score(self, conversations: Sequence[Conversation], *, timeout_seconds: float | None = None) -> list[Score]:
+        """Scores in order; a failed conversation has None and the reason in `Score.error`.
 
         `timeout_seconds`: ends this process after that time, also where the GPU or a library hangs.
         """
@@ -87,9 +77,11 @@ class ScoringWorker:
         if timeout_seconds is not None:
             faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=sys.__stderr__ or sys.stderr)
         try:
-            return self.score(conversations)
+            with self._on_device():
+                return self.scorer.score(conversations, on_error="mask")
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            if timeout_seconds is not None:
+                faulthandler.cancel_dump_traceback_later()
 
     def shutdown(self) -> None:
         """Free the model."""
@@ -103,11 +95,11 @@ class ScoringWorker:
             yield
             return
         try:
-            for member in self.members:
+            for member in self.scorer.members:
                 member.model.to(self._device)
             yield
         finally:
-            for member in self.members:
+            for member in self.scorer.members:
                 member.model.to("cpu")
             torch.cuda.empty_cache()
 
@@ -146,7 +138,7 @@ class ReplicaPool:
         retries, seconds = self._config.max_retries, self._config.worker_timeout_seconds
         chunks = plan_chunks(conversations, len(self._workers))
         running = [
-            worker.score_part.options(max_task_retries=retries).remote(
+            worker.score.options(max_task_retries=retries).remote(
                 [conversations[i] for i in chunk], timeout_seconds=seconds
             )
             for worker, chunk in zip(self._workers, chunks, strict=False)

@@ -109,7 +109,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         Only where the model runs in this process. Raises `DataError` for a conversation that has no completion, cannot
         be rendered or is too long.
         """
-        scorer = self._here("preprocess_data").members[0]
+        scorer = self._here("preprocess_data").scorer.members[0]
         rows = []
         for one in scorer.prepare([conversation_of(log) for log in message_logs]):
             if one.ids is None:
@@ -127,7 +127,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
         Only where one model runs in this process.
         """
-        members = self._here("reward_model_policy").members
+        members = self._here("reward_model_policy").scorer.members
         if len(members) > 1:
             raise ConfigError("an ensemble has no one model", field="model_name", got=list(self.config.model_names))
         return members[0].model

@@ -44,7 +44,6 @@ class TrlReward:
         self._check_shared()
         self.__name__ = name or self.environment.name
         self.columns = dict(columns or {})
-        self.num_samples = self.num_failed = 0
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The rewards of B completions; None where there is none.
@@ -62,8 +61,6 @@ class TrlReward:
         infos = self._env_infos(columns, len(logs))
         rewards = self.environment.reward(logs, infos, update=not _evaluates(log_metric))
         errors = [reward.error for reward in rewards if reward.value is None]
-        self.num_samples += len(rewards)
-        self.num_failed += len(errors)
         if errors:
             logger.warning("%d of %d completions have no reward; the first: %s", len(errors), len(rewards), errors[0])
         if log_metric is not None and rewards:

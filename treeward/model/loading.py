@@ -16,7 +16,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -35,8 +35,11 @@ from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import bare_model, check_fields, load_tokenizer, load_weights, read_config
 from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.wrapped import WrappedModel
 
 logger = logging.getLogger(__name__)
+
+_Model = TypeVar("_Model", bound=WrappedModel)
 
 PAD_TOKEN = "<|treeward_pad|>"
 
@@ -44,18 +47,10 @@ _HEADS = ("score", "classifier")
 """Names that keep a module in float32 while the weights are loaded in another dtype."""
 
 
-class LoadedModel(NamedTuple):
-    """A model with its tokenizer. `new_head`: the head was drawn at random, so the scores mean nothing yet."""
+class Loaded(NamedTuple, Generic[_Model]):
+    """A model with its tokenizer."""
 
-    model: RewardModel
-    tokenizer: PreTrainedTokenizerBase
-    new_head: bool
-
-
-class LoadedPolicy(NamedTuple):
-    """A policy with its tokenizer."""
-
-    model: PolicyModel
+    model: _Model
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -70,7 +65,7 @@ def load_reward_model(
     head_std: float | None = None,
     several_heads: bool = False,
     trust_remote_code: bool = False,
-) -> LoadedModel:
+) -> Loaded[RewardModel]:
     """Load a checkpoint from a folder or the hub.
 
     `dtype`: of the backbone's weights; the head's are float32 always. `attention`: "tree" (falls back to rows, and says
@@ -105,7 +100,7 @@ def load_reward_model(
     num_known_tokens = RewardModel(hf).num_embeddings
     model = _ready(hf, tokenizer, attention, device)
     model.num_known_tokens = num_known_tokens
-    return LoadedModel(model, tokenizer, new_head)
+    return Loaded(model, tokenizer)
 
 
 def build_reward_model(
@@ -116,7 +111,7 @@ def build_reward_model(
     attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     head_std: float | None = None,
-) -> LoadedModel:
+) -> Loaded[RewardModel]:
     """A model with random weights from a bare configuration (`model_type` and its fields), for small experiments.
 
     The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
@@ -128,7 +123,7 @@ def build_reward_model(
 
     hf = bare_model(make, model_config, tokenizer, seed=seed, num_labels=1)
     initialise_head(hf, seed=seed, std=head_std)
-    return LoadedModel(_ready(hf, tokenizer, attention, device), tokenizer, True)
+    return Loaded(_ready(hf, tokenizer, attention, device), tokenizer)
 
 
 def _ready(
@@ -152,7 +147,7 @@ def load_policy(
     config_overrides: Mapping[str, Any] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     trust_remote_code: bool = False,
-) -> LoadedPolicy:
+) -> Loaded[PolicyModel]:
     """Load a causal language model from a folder or the hub.
 
     `dtype`: of the weights. `attention`: "tree" (falls back to rows, and says so, where the model cannot share a
@@ -160,16 +155,11 @@ def load_policy(
     predicted tokens whose logits are in memory at a time. Raises `ModelError` for a missing or unusable checkpoint.
     """
     config = read_config(str(name), trust_remote_code)
-    known: Any = AutoModelForCausalLM._model_mapping
-    is_known = type(config) in known
-    is_classifier = is_known and any("SequenceClassification" in text for text in config.architectures or ())
-    if is_classifier or not (is_known or hasattr(config, "auto_map")):
+    if any("SequenceClassification" in text for text in config.architectures or ()):
         raise ModelError(
-            "this is a classifier, as reward models are: it cannot write completions"
-            if is_classifier
-            else "transformers has no causal language model of this family",
+            "this is a classifier, as reward models are: it cannot write completions",
             where=str(name),
-            got=", ".join(config.architectures or [config.model_type]),
+            got=", ".join(config.architectures or ()),
             need="a decoder that predicts the next token as policy.model_name",
         )
     check_fields(config, config_overrides or {}, "policy.hf_config_overrides")
@@ -190,7 +180,7 @@ def build_policy(
     attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-) -> LoadedPolicy:
+) -> Loaded[PolicyModel]:
     """A policy with random weights from a bare configuration (`model_type` and its fields), for small experiments.
 
     The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
@@ -206,7 +196,7 @@ def _policy(
     attention: Literal["tree", "rows"],
     device: torch.device | str,
     chunk_tokens: int,
-) -> LoadedPolicy:
+) -> Loaded[PolicyModel]:
     hf.eval()
     hf.to(device)  # type: ignore[arg-type]
     embeddings = hf.get_input_embeddings()
@@ -219,7 +209,7 @@ def _policy(
             where=name,
             got=f"{len(tokenizer)} tokens, {model.num_embeddings} embeddings",
         )
-    return LoadedPolicy(model, tokenizer)
+    return Loaded(model, tokenizer)
 
 
 def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None) -> None:

@@ -138,14 +138,9 @@ def load_adapters(policy: PolicyModel, folder: Path) -> None:
     need = {"lora_alpha": _settings(policy).lora_alpha, **{name: tuple(w.shape) for name, w in own.items()}}
     got = {"lora_alpha": alpha, **{name: tuple(w.shape) for name, w in saved.items()}}
     if other := [name for name in sorted(need.keys() | got.keys()) if need.get(name) != got.get(name)]:
-        raise CheckpointError(
-            "the saved adapters are not those of this policy",
-            where=str(folder),
-            field=other[0],
-            got=str(got.get(other[0])),
-            need=str(need.get(other[0])),
-            fix=f"set {_WHERE} as it was when they were saved",
-        )
+        summary, fix = "the saved adapters are not those of this policy", f"set {_WHERE} as it was when they were saved"
+        of_saved, own_one = str(got.get(other[0])), str(need.get(other[0]))
+        raise CheckpointError(summary, where=str(folder), field=other[0], got=of_saved, need=own_one, fix=fix)
     for name, weight in own.items():
         weight.copy_(saved[name])
 

@@ -36,8 +36,8 @@ class PrefixCache:
             raise ConfigError("a cache cannot have this size", field="max_bytes", got=max_bytes, need="0 or more bytes")
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self.num_reused_tokens = self.num_kept = self.num_evicted = 0
-        """So far: tokens found and not computed again, entries kept, and entries dropped."""
+        self.num_reused_tokens = 0
+        """So far: tokens found and not computed again."""
         self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # least recently used first
         self._sorted: list[bytes] = []  # the same keys in lexicographic order, which is that of their tokens
 
@@ -67,11 +67,9 @@ class PrefixCache:
             self._drop(self._sorted[place - 1])
         while self.num_bytes + size > self.max_bytes:
             self._drop(next(iter(self._entries)))
-            self.num_evicted += 1
         self._entries[key] = prefix
         bisect.insort(self._sorted, key)
         self.num_bytes += size
-        self.num_kept += 1
 
     def clear(self) -> None:
         """Forget everything."""

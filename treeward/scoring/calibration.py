@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from statsmodels.nonparametric.smoothers_lowess import lowess
-from transformers import PreTrainedTokenizerBase
 
 from treeward.config.reward_shaping import (
     CalibratedTemperature,
@@ -34,9 +33,9 @@ from treeward.config.reward_shaping import (
     RewardCalibration,
 )
 from treeward.data.preference import Preference, preference_to_dict
-from treeward.errors import ConfigError, DataError
+from treeward.errors import DataError
 from treeward.scoring.score import Conversation, ConversationScorer
-from treeward.scoring.scorer import Scorer
+from treeward.scoring.scorer import PreparedScorer
 from treeward.scoring.shaping import completion_length
 from treeward.version import VERSION
 
@@ -64,23 +63,15 @@ def calibrate(
     *,
     name: str,
     length_unit: LengthUnit = "tokens",
-    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
-    `name`: of the data, kept as the provenance (the last part of an absolute path). `tokenizer`: for lengths in tokens;
-    None is the scorer's own. Memory grows by a few numbers per completion. Completions without a score are counted and
-    left out. Raises `DataError` for fewer than two comparisons with two scored completions, or where all scores are the
-    same.
+    `name`: of the data, kept as the provenance (the last part of an absolute path). Memory grows by a few numbers per
+    completion. Completions without a score are counted and left out. Raises `DataError` for fewer than two comparisons
+    with two scored completions, or where all scores are the same.
     """
-    if tokenizer is None and isinstance(scorer, Scorer):
-        tokenizer = scorer.renderer.tokenizer
-    if tokenizer is None and length_unit == "tokens":
-        raise ConfigError(
-            "lengths are counted in tokens, and there is no tokenizer",
-            field="length_unit",
-            fix="length_unit: characters",
-        )
+    tokenizer = scorer.members[0].renderer.tokenizer if isinstance(scorer, PreparedScorer) else None
+    assert tokenizer is not None or length_unit == "characters", "the model's own tokenizer counts"
     found: list[list[_Scored]] = []
     errors: list[str] = []
     digest = hashlib.sha256()

@@ -117,16 +117,6 @@ class EnsembleScorer(PreparedScorer[tuple[Prepared, ...]]):
         """None: an ensemble's scores are not on the scale that any member's contract was calibrated for."""
         return None
 
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens computed so far, by all members."""
-        return sum(member.num_computed_tokens for member in set(self.members))
-
-    @property
-    def num_row_tokens(self) -> int:
-        """Tokens of the plain rows scored so far, by all members."""
-        return sum(member.num_row_tokens for member in set(self.members))
-
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[tuple[Prepared, ...]]:

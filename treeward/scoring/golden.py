@@ -146,11 +146,7 @@ def sign_folder(
     with exact_scoring(model):
         golden = _golden(model, renderer, chosen, may_be_broken)
         tolerance = _tolerance(model, golden, chosen)
-        is_plain = bool(golden) and pad == padding and not getattr(model.hf, "made_by_treeward", False)
-        if is_plain:
-            plain = plain_values(model, [example.token_ids for example in golden], pad)
-            off = plain - torch.tensor([example.heads for example in golden])
-            is_plain = bool(off.abs().max() <= tolerance.float32)
+        is_plain = pad == padding and _reads_plainly(model, golden, pad, tolerance)
     head = of_head(stored, head_name(model.hf))
     backbone_dtype = dtype_of([tensor for tensor in stored if tensor not in head])
     hashes = {} if may_be_broken else {tensor.name: sha256_of([tensor]) for tensor in stored}
@@ -264,6 +260,17 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if token != PAD_TOKEN}  # loading may add it
     parts = {"vocabulary": vocabulary, "merges": merges, "scores": scores, "special": special}
     return text_sha256(json.dumps(parts, sort_keys=True))
+
+
+def _reads_plainly(
+    model: RewardModel, golden: Sequence[GoldenExample], pad: int | None, tolerance: ToleranceContract
+) -> bool:
+    """Whether transformers alone, given padded rows, reads the golden scores."""
+    if not golden or getattr(model.hf, "made_by_treeward", False):
+        return False
+    plain = plain_values(model, [example.token_ids for example in golden], pad)
+    off = plain - torch.tensor([example.heads for example in golden])
+    return bool(off.abs().max() <= tolerance.float32)
 
 
 def _rendering(renderer: Renderer, folder: Path, pad: int | None, golden: Sequence[GoldenExample]) -> RenderingContract:

@@ -55,6 +55,19 @@ class Prepared:
 class PreparedScorer(abc.ABC, Generic[_P]):
     """Scores in two halves: conversations become tokens, and tokens become scores."""
 
+    members: Sequence[Scorer]
+    """The scorer of each model."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that were computed so far."""
+        return sum(member.model.num_computed_tokens for member in set(self.members))
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of the conversations that were scored so far: what plain rows would have computed."""
+        return sum(member.model.num_row_tokens for member in set(self.members))
+
     @abc.abstractmethod
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
@@ -102,10 +115,7 @@ class Scorer(PreparedScorer[Prepared]):
         contract: ScoringContract | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        if batch_tokens is None and max_sequences is None:
-            raise ConfigError(
-                "nothing limits a forward pass", field="batch_tokens", got="no batch_tokens and no max_sequences"
-            )
+        assert batch_tokens is not None or max_sequences is not None, "nothing limits a forward pass"
         self.model = model.eval()
         self.renderer = renderer
         self.batch_tokens, self.max_sequences = batch_tokens, max_sequences
@@ -180,14 +190,8 @@ class Scorer(PreparedScorer[Prepared]):
         return scorer
 
     @property
-    def num_computed_tokens(self) -> int:
-        """Tokens that were computed so far."""
-        return self.model.num_computed_tokens
-
-    @property
-    def num_row_tokens(self) -> int:
-        """Tokens of the conversations that were scored so far: what plain rows would have computed."""
-        return self.model.num_row_tokens
+    def members(self) -> Sequence[Scorer]:  # type: ignore[override]
+        return (self,)
 
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"

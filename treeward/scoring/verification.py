@@ -321,7 +321,7 @@ class _Replay:
             summary = self.named(changed) + ("; the golden scores are still equal" if golden else "")
             self.differs("weights", summary, f"other bytes in {changed[0]}", "the tensors that were signed",
                          restore("the weights"))  # fmt: skip
-        if not golden and not self.num_tensors:
+        if changed or not (golden or self.num_tensors):
             return None
         same = f"the bytes of {self.num_tensors} tensors" if self.num_tensors else "the bytes of the head"
         return f"{same} are equal; {verdict.summary if golden else 'the contract has no golden scores'}"
@@ -343,25 +343,17 @@ class _Replay:
 
     def attributed(self, verdict: Check, changed: list[str]) -> Check:
         """A difference of scores, put down to the part that explains it with what is known of the files."""
-        if self.is_rounded():
-            summary = f"{verdict.summary}: the weights were rounded"
-            return replace(verdict, part="precision", summary=summary, fix=restore("the weights"))
         if changed:
-            return replace(verdict, part="weights", summary=self.named(changed), fix=restore("the weights"))
+            is_rounding = verdict.part == "precision"
+            summary = f"{verdict.summary}; {self.named(changed)}" if is_rounding else self.named(changed)
+            part: Part = "precision" if is_rounding else "weights"
+            return replace(verdict, part=part, summary=summary, fix=restore("the weights"))
         # Where not every tensor was hashed, other weights can make scores that look scaled or turned round.
         if verdict.part not in ("weights", "activation") or (verdict.part == "activation" and self.num_tensors):
             return verdict
         hashed = "every tensor is" if self.num_tensors else "the head is"
         fix = "restore the folder; if it is whole, compare the versions of torch and transformers"
         return replace(verdict, part="weights", summary=f"the scores are others, and {hashed} the contract's", fix=fix)
-
-    def is_rounded(self) -> bool:
-        """Whether the weights hold only what a coarser number format can hold, and should hold more."""
-        backbone, _ = self.split
-        if dtype_of(backbone) != self.contract.dtypes.weights:
-            return True
-        matrices = [tensor.read() for tensor in backbone if len(tensor.shape) > 1 and tensor.dtype == "float32"]
-        return bool(matrices) and all(torch.equal(one.to(torch.bfloat16).float(), one) for one in matrices)
 
     def named(self, changed: list[str]) -> str:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

@@ -108,8 +108,7 @@ class ServedModel:
     @property
     def scorers(self) -> tuple[Scorer, ...]:
         """The members' scorers, each once."""
-        members = self.scorer.members if isinstance(self.scorer, EnsembleScorer) else (self.scorer,)
-        return tuple(dict.fromkeys(members))
+        return tuple(dict.fromkeys(self.scorer.members))
 
     @property
     def renderer(self) -> Renderer | None:
