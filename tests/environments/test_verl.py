@@ -101,7 +101,7 @@ def test_the_batch_manager_gets_a_list(kwargs: dict[str, Any], want: list[Any]) 
 
 
 def test_without_a_prompt_it_says_how_to_give_one(kwargs: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"keys \['index', 'split'\](?s:.)*row\[\"extra_info\"\]\[\"prompt\"\] ="):
+    with pytest.raises(DataError, match=r"with \['index', 'split'\](?s:.)*row\[\"extra_info\"\]\[\"prompt\"\] ="):
         verl.compute_score(**sample("Paris.", index=1, split="train"), **kwargs)
     with pytest.raises(DataError, match=r"does not pass it on"):
         verl.compute_score("facts", "Paris.", "Paris", None, **kwargs)

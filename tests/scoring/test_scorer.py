@@ -205,7 +205,7 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
     renderer = Renderer(copy.deepcopy(tiny_tokenizer))
     with pytest.raises(ModelError, match=r"several heads(?s:.*)3 heads(?s:.*)head_weights"):
         Scorer(model, renderer)
-    with pytest.raises(TreewardError, match="2 weights"):
+    with pytest.raises(TreewardError, match="3 numbers"):
         Scorer(model, renderer, head_weights=[1.0, 1.0])
     scorer = Scorer(model, renderer, head_weights=[1.0, -0.5, 0.0])
     rows = [renderer.encode(chat) for chat in CHATS]
