@@ -22,7 +22,7 @@ ROBUST = ("checkpointing.metric_name=validation-held_out/robust_accuracy", "rm.v
 def test_what_does_not_fit_the_model_is_refused(tiny_run: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="longer than the model's positions") as caught:
         set_up(tiny_run("policy.max_total_sequence_length=1024"))
-    assert caught.value.fix == "policy.max_total_sequence_length=512"
+    assert caught.value.need == "at most 512"
     with pytest.raises(ConfigError, match="vocabulary is too small"):
         set_up(tiny_run("policy.tokenizer.vocab_size=100"))
 

@@ -172,7 +172,7 @@ def _checked(section: type[_Section], config: DictConfig, where: str, origin: Ca
     """Resolve references, validate, and log the keys without effect."""
     for name, function in _FUNCTIONS.items():
         if not OmegaConf.has_resolver(name):  # resolvers belong to the whole process
-            OmegaConf.register_resolver(name, function)
+            OmegaConf.register_resolver(name, function, replace=True)  # another thread may have just done it
     try:
         resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
