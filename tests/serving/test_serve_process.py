@@ -8,12 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -45,73 +43,35 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-class ServerProcess:
-    """A server in a process of its own; `lines`: what it has logged."""
-
-    def __init__(self, words: list[str], gate: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", HELD.format(gate=str(gate)), "serve", *words, "--port", "0", "log_format=json"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.lines: list[dict[str, Any]] = []
-        self._told = threading.Event()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        assert self._told.wait(60), self.lines
-        found = [re.search(r"at (https?://\S+)", line["message"]) for line in self.lines]
-        self.url = next(match[1] for match in found if match)
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(json.loads(line) if line.startswith("{") else {"message": line})
-            if "Serving" in line:
-                self._told.set()
-        self._told.set()
-
-    def wait(self) -> int:
-        code = self.process.wait(60)
-        self._reader.join(10)
-        return code
-
-    @property
-    def listens(self) -> bool:
-        try:
-            httpx.get(f"{self.url}/health")
-        except httpx.TransportError:
-            return False
-        return True
-
-    @property
-    def num_queued(self) -> int:
-        text = httpx.get(f"{self.url}/metrics").text
-        return int(float(text.split("\ntreeward_queued_conversations ")[1].split()[0]))
-
-
-@pytest.fixture
-def server(served_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of the tiny model, which scores once the file `gate` is there."""
-    server = ServerProcess([str(served_folder)], tmp_path / "gate")
-    yield server
-    server.process.kill()
-    server.wait()
-
-
 @pytest.mark.slow
-def test_a_signal_under_load(server: ServerProcess, tmp_path: Path) -> None:
+def test_a_signal_under_load(served_folder: Path, tmp_path: Path) -> None:
     """30 requests wait when it comes: all are answered, nothing new is accepted, and the exit code is 0."""
+    words = ["serve", str(served_folder), "--port", "0", "log_format=json"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HELD.format(gate=str(tmp_path / "gate")), *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    serving = next(line for line in process.stderr if "Serving" in line)
+    url = re.search(r"at (http://[^\s\"]+)", json.loads(serving)["message"])[1]  # type: ignore[index]
 
     def ask() -> int:
-        return httpx.post(f"{server.url}/v1/rewards", json={"conversations": [CHAT] * 4}, timeout=120).status_code
+        return httpx.post(f"{url}/v1/rewards", json={"conversations": [CHAT] * 4}, timeout=120).status_code
+
+    def listens() -> bool:
+        try:
+            return bool(httpx.get(f"{url}/health"))
+        except httpx.TransportError:
+            return False
 
     with ThreadPoolExecutor(30) as threads:
         accepted = [threads.submit(ask) for _ in range(30)]
-        wait_until(lambda: server.num_queued == 120)
-        server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not server.listens)
+        wait_until(lambda: "\ntreeward_queued_conversations 120.0" in httpx.get(f"{url}/metrics").text)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not listens())
         (tmp_path / "gate").touch()
         assert [one.result() for one in accepted] == [200] * 30
-    assert server.wait() == 0
-    assert server.lines[-1]["message"] == "Shut down."
+    lines = process.stderr.read().splitlines()
+    assert process.wait(60) == 0 and json.loads(lines[-1])["message"] == "Shut down."

@@ -53,10 +53,8 @@ def test_the_last_of_few_points_is_the_score(client: Any) -> None:
 def test_a_completion_is_computed_once(client: Any, loaded_model: ServedModel) -> None:
     before = loaded_model.num_computed_tokens
     got = trace(client, context=[{"role": "user", "content": "A question that no other test asks, of a few words?"}])
-    computed = loaded_model.num_computed_tokens - before
-    assert len(got["points"]) > 20
     # The conversation, and an end of one token for each point but the last.
-    assert computed == got["num_tokens"] + len(got["points"]) - 1
+    assert loaded_model.num_computed_tokens - before == got["num_tokens"] + len(got["points"]) - 1
 
 
 @pytest.mark.parametrize(

@@ -312,46 +312,36 @@ class Lengths:
 class InBatches(Lengths):
     def score_batch(self, prompts: list[str], responses: list[str]) -> list[float]:
         self.batches.append(len(prompts))
-        if any("fail" in response for response in responses):
-            raise RuntimeError("it was told to")
         return [self.score(*pair) for pair in zip(prompts, responses, strict=True)]
 
 
-class TestRewardClass:
-    @pytest.fixture(autouse=True)
-    def module(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = types.ModuleType("own_rewards")
-        module.Lengths, module.InBatches = Lengths, InBatches  # type: ignore[attr-defined]
-        module.number, module.Silent = 3, type("Silent", (), {})  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "own_rewards", module)
-        Lengths.threads.clear()
-        Lengths.batches.clear()
+@pytest.fixture
+def own_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("own_rewards")
+    module.Lengths, module.InBatches, module.number, module.Silent = Lengths, InBatches, 3, type("Silent", (), {})
+    monkeypatch.setitem(sys.modules, "own_rewards", module)
+    Lengths.threads.clear()
+    Lengths.batches.clear()
 
-    @pytest.mark.parametrize("name", ["Lengths", "InBatches"])
-    def test_it_scores(self, make_service: Callable[..., Any], asgi_client: Callable[..., Any], name: str) -> None:
-        config = NemoGymConfig(model_path=("any/path",), reward_class=f"own_rewards:{name}").server_config
-        service = make_service(models=config.models)
-        client = asgi_client(service)
-        prompt = f"system: be brief\n\nuser: {QUESTION}"
-        got = client.post("/verify", json=rollout()).json()
-        assert got["reward"] == pytest.approx(len(prompt) + len(COMPLETION) / 1000)
-        conversations = [messages("a"), messages("fail"), messages("abc"), messages("nan")]
-        body = {"conversations": conversations, "on_error": "mask"}
-        data = client.post("/v1/rewards", json=body).json()["data"]
-        assert [one["reward"] for one in data] == [
-            pytest.approx(len(prompt) + 0.001),
-            None,
-            pytest.approx(len(prompt) + 0.003),
-            None,
-        ]
-        assert all(data[i]["error"] for i in (1, 3))
-        assert len(Lengths.threads) == 1 and threading.current_thread().name not in Lengths.threads
-        assert bool(Lengths.batches) == (name == "InBatches")
 
-    @pytest.mark.parametrize(
-        "path", ["own_rewards", "own_rewards:Lenghts", "no_such:Thing", "own_rewards:number", "own_rewards:Silent"]
-    )
-    def test_what_is_no_reward_class(self, make_service: Callable[..., Any], path: str) -> None:
-        config = NemoGymConfig(model_path=("any/path",), reward_class=path).server_config
-        with pytest.raises(ConfigError, match="reward_class"):
-            make_service(models=config.models)
+@pytest.mark.parametrize("name", ["Lengths", "InBatches"])
+def test_a_reward_class_scores(
+    own_rewards: None, make_service: Callable[..., Any], asgi_client: Callable[..., Any], name: str
+) -> None:
+    config = config_of(model_path="any/path", reward_class=f"own_rewards:{name}")
+    client = asgi_client(make_service(models=config.models))
+    length = len(f"system: be brief\n\nuser: {QUESTION}")
+    assert client.post("/verify", json=rollout()).json()["reward"] == pytest.approx(length + len(COMPLETION) / 1000)
+    conversations = [messages("a"), messages("fail"), messages("abc"), messages("nan")]
+    data = client.post("/v1/rewards", json={"conversations": conversations, "on_error": "mask"}).json()["data"]
+    want = [pytest.approx(length + 0.001), None, pytest.approx(length + 0.003), None]
+    assert [one["reward"] for one in data] == want
+    assert all(data[i]["error"] for i in (1, 3))
+    assert len(Lengths.threads) == 1 and threading.current_thread().name not in Lengths.threads
+    assert bool(Lengths.batches) == (name == "InBatches")
+
+
+@pytest.mark.parametrize("path", ["own_rewards", "own_rewards:Lenghts", "no_such:Thing", "own_rewards:Silent"])
+def test_what_is_no_reward_class(own_rewards: None, make_service: Callable[..., Any], path: str) -> None:
+    with pytest.raises(ConfigError, match="reward_class"):
+        make_service(models=config_of(model_path="any/path", reward_class=path).models)
