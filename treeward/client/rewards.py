@@ -47,23 +47,13 @@ class _Client:
         max_concurrency: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        positive = {
-            "timeout_seconds": timeout_seconds,
-            "max_conversations": max_conversations,
-            "max_concurrency": max_concurrency,
-        }
-        for name, number in positive.items():
+        for name, number in (("timeout_seconds", timeout_seconds), ("max_concurrency", max_concurrency)):
             if not 0 < number < math.inf:
                 raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
-        self.model, self.timeout_seconds, self.max_conversations = model, timeout_seconds, max_conversations
-        self._max_concurrency = max_concurrency
-        self._connection = Connection(
-            url,
-            token=token,
-            max_retries=max_retries,
-            max_connections=max_concurrency,
-            transport=transport,
-        )
+        self.model, self.timeout_seconds = model, timeout_seconds
+        self.max_conversations, self._max_concurrency = max_conversations, max_concurrency
+        of_connection = {"token": token, "max_retries": max_retries, "transport": transport}
+        self._connection = Connection(url, max_connections=max_concurrency, **of_connection)  # type: ignore[arg-type]
 
     async def _rewards(
         self,
@@ -107,10 +97,11 @@ class _Client:
                 found[i] = reward
 
         places = [i for i in sent if i not in found]
+        size = self.max_conversations
         try:
             async with asyncio.TaskGroup() as group:
-                for start in range(0, len(places), self.max_conversations):
-                    group.create_task(send(places[start : start + self.max_conversations]))
+                for start in range(0, len(places), size):
+                    group.create_task(send(places[start : start + size]))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [found[i] for i in range(len(conversations))]

@@ -92,14 +92,14 @@ class ServedModel:
             "batch_tokens": server.batch_tokens,
             "prefix_cache_bytes": server.prefix_cache_bytes,
         }
-        members, is_ensemble = config.members, config.ensemble is not None
+        members, ensemble = config.members, config.ensemble
         scorer: Scorer | EnsembleScorer
-        if config.ensemble is None:
+        if ensemble is None:
             scorer = Scorer.load(members[0], **options)
         else:
-            scorer = EnsembleScorer.load(members, config=config.ensemble, **options)
+            scorer = EnsembleScorer.load(members, config=ensemble, **options)
         tokenizer = scorer.renderer.tokenizer
-        shaper = load_shaper(config.shaping, members[0], is_ensemble=is_ensemble, tokenizer=tokenizer)
+        shaper = load_shaper(config.shaping, members[0], is_ensemble=ensemble is not None, tokenizer=tokenizer)
         # Nobody knows whether a model that was not checked keeps its contract.
         contracts = [read_contract(member) for member in members] if config.check_contract else []
         found = [contract for contract in contracts if contract is not None]

@@ -99,20 +99,12 @@ class OwnBody(Body):
     model_config = ConfigDict(extra="forbid")
 
 
-class ContentPart(TypedDict):
-    """A part of a message's content."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    type: str
-    text: NotRequired[str]
-
-
 class MessageBody(TypedDict):
     """A message; what else it has (tool calls, names) reaches the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     role: str
-    content: NotRequired[str | list[ContentPart] | None]
+    content: NotRequired[str | list[dict[str, Any]] | None]
 
 
 def described(words: str) -> WrapValidator:
