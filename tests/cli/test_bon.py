@@ -72,10 +72,6 @@ def test_a_model_against_numbers_of_the_rows(
     assert found["verdict"]["sentence"] in printed and "regret" in printed
     page = (output / "report.html").read_text(encoding="utf-8")
     assert "Over-optimisation" in page and "gold_scores" in page
-    examples = json.loads((output / "report.json").read_text(encoding="utf-8"))["examples"]["best_of_n"]
-    regrets = [row["suite_data"]["gold"][0] - row["suite_data"]["gold"][1] for row in examples]
-    assert regrets == sorted(regrets, reverse=True) and min(regrets) > 0
-    assert all(len(row["completions"]) == 2 and row["scores"][0] <= row["scores"][1] for row in examples)
 
 
 def test_a_rule_sees_the_other_columns(samples: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from treeward.evaluation.best_of_n import (
     selection_weights,
 )
 from treeward.evaluation.best_of_n.analysis import judge
-from treeward.evaluation.best_of_n.blocks import EXAMPLES_SOURCE, blocks, legend, sentences, table, to_json
+from treeward.evaluation.best_of_n.blocks import blocks, legend, sentences, table, to_json
 from treeward.evaluation.best_of_n.laws import curve_sizes
 from treeward.evaluation.best_of_n.samples import SampledRow, by_field, by_gold_quality, fields_of, sampled_rows
 from treeward.evaluation.report.build import build_report
@@ -315,7 +315,7 @@ def test_the_report_of_several_proxies_says_which_helps() -> None:
     words = shown[0]["markdown"]
     assert "gold helps" in words and "- harms" in words and "gold is `judge`" in words
     assert "other noise is not shown to differ" in words and all(one in words for one in sentences(found))
-    build_report("Best of n", shown, {EXAMPLES_SOURCE: []})
+    build_report("Best of n", shown, {})
     rows, columns = table(found)
     assert [(row["name"], row["n"]) for row in rows[:5]] == [*((name, 1) for name in proxies), ("noise", 2)]
     assert columns[0].key == "name" and all(row["gold"] == row["best"] for row in rows if row["name"] == "gold")
@@ -327,7 +327,7 @@ def test_the_report_of_one_proxy() -> None:
     shown = blocks(found, "rank")
     said = shown[0]["markdown"]
     assert found["length"].verdict.sentence in said and "12 samples without a proxy score" in said
-    build_report("Best of n", shown, {EXAMPLES_SOURCE: []})
+    build_report("Best of n", shown, {})
     rows, columns = table(found)
     assert [row["n"] for row in rows] == [1, 2, 4, 8, 12]
     assert [column.key for column in columns][:3] == ["n", "kl", "proxy"]

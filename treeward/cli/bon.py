@@ -90,7 +90,7 @@ def run(
     if fewer := first_result.counts["num_prompts_with_fewer_samples"]:
         logger.warning("%d prompts have fewer than %d scored samples, left out.", fewer, first_result.max_n)
     if folder is not None:
-        logger.info("Wrote %s.", write(folder, results, right.name, data, scores, of_gold))
+        logger.info("Wrote %s.", write(folder, results, right.name, data))
     return 1 if failed else 0
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,15 +31,6 @@ Interval = tuple[float | None, float | None]
 
 _DRAWS_AT_ONCE = 4_000_000
 _FEWEST_CLUSTERS = 10
-
-
-class ReliabilityBin(TypedDict):
-    """Predictions of like probability: how many, their mean, how often the event happened, with Wilson's interval."""
-
-    count: int
-    mean_probability: float
-    frequency: float
-    interval: tuple[float, float]
 
 
 # --- intervals ------------------------------------------------------------------------------------------------------
@@ -331,25 +322,19 @@ def brier(probabilities: ArrayLike, outcomes: ArrayLike) -> float | None:
     return float(np.mean((p - o) ** 2)) if len(p) else None
 
 
-def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[ReliabilityBin]:
+def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dict[str, Any]]:
     """Predictions (N,) in ten equal bins (low, high] of [0, 1], the first with 0; empty bins are left out.
 
+    Each has `count`, `mean_probability`, `frequency` (how often the event happened) and `interval`, Wilson's of that.
     DeGroot and Fienberg 1983; bins as in Guo et al. 2017 (arXiv 1706.04599), section 2.
     """
     p, o = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
     places = np.searchsorted(np.linspace(0.0, 1.0, 11)[1:-1], p, side="left")
-    bins: list[ReliabilityBin] = []
-    for place in np.unique(places):
-        inside = places == place
+    bins: list[dict[str, Any]] = []
+    for inside in (places == place for place in np.unique(places)):
         count, happened = int(inside.sum()), float(o[inside].sum())
-        bins.append(
-            ReliabilityBin(
-                count=count,
-                mean_probability=float(p[inside].mean()),
-                frequency=happened / count,
-                interval=wilson(happened, count),
-            )
-        )
+        one = {"count": count, "mean_probability": float(p[inside].mean()), "frequency": happened / count}
+        bins.append(one | {"interval": wilson(happened, count)})
     return bins
 
 

@@ -2,12 +2,11 @@
 
 write_table(*table(results))                               # {name of the proxy: BestOfN}
 print(legend("gold"), *sentences(results))
-write(folder, results, "gold", "samples.jsonl", scores, gold_scores)
+write(folder, results, "gold", "samples.jsonl")
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,20 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from treeward.data.sources import read_rows
 from treeward.errors import DataError
 from treeward.evaluation.best_of_n.analysis import BestOfN
-from treeward.evaluation.best_of_n.samples import SampledRow, sampled_rows
-from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
 from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
-from treeward.scoring.score import Score
 from treeward.storage import write_text
 from treeward.tables import Column
 
-EXAMPLES_SOURCE = "best_of_n"
-_MOST_EXAMPLES = 200
 _IN_SD = "in standard deviations within a prompt"
 _DASHED = 1
 _COLUMNS = {
@@ -50,31 +43,18 @@ Results = Mapping[str, BestOfN]
 """The result of each proxy, by its name."""
 
 
-def write(
-    folder: Path,
-    results: Results,
-    gold: str,
-    data: str,
-    scores: Mapping[str, Sequence[Sequence[Score]]],
-    of_gold: Sequence[Sequence[Score]],
-) -> Path:
-    """Write `bon.json` and the report; returns the report's path.
+def write(folder: Path, results: Results, gold: str, data: str) -> Path:
+    """Write `bon.json` and the report; returns the report's path. `gold`: its name; `data`: that of the samples' file.
 
-    `gold`: its name. `scores`, `of_gold`: of every sample, by proxy and by gold. Raises `DataError` where they cannot
-    be written.
+    Raises `DataError` where they cannot be written.
     """
     every = [{"proxy": name} | to_json(result) for name, result in results.items()]
     content = {"gold": gold, "data": data} | (every[0] if len(every) == 1 else {"proxies": every})
     title = next(iter(results)) if len(results) == 1 else f"{len(results)} proxies"
     try:
         write_text(folder / "bon.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
-        return write_report(
-            folder,
-            f"Best of n: {title}",
-            blocks(results, gold),
-            {EXAMPLES_SOURCE: examples(data, scores, of_gold)},
-            subtitle=f"gold: {gold}; samples: {data}",
-        )
+        about = f"gold: {gold}; samples: {data}"
+        return write_report(folder, f"Best of n: {title}", blocks(results, gold), {}, subtitle=about)
     except OSError as error:
         need = "a folder that can be written"
         raise DataError("the result cannot be written", where=str(folder), got=str(error), need=need) from error
@@ -133,27 +113,24 @@ def _helps(name: str, result: BestOfN, first: str) -> str:
 
 def blocks(results: Results, gold: str) -> list[Block]:
     """Blocks of the report; `gold` is the name of what scored it."""
-    gains, regrets = [], []
+    gains: list[Block] = []
     for colour, (name, result) in enumerate(results.items()):
         gains.append(_series(result, "gold_gain", f"{name}: gold", colour=colour))
         gains.append(_series(result, "proxy_gain", f"{name}: by itself", colour=colour, dash=_DASHED, dots=False))
-        regrets.append(_series(result, "regret", name))
     first = next(iter(results.values()))
     gains.append(_series(first, "best_gain", "best possible gold", colour=len(results)))
     note = (
         f"Gain over one sample, {_IN_SD}, of what a proxy chooses among n: by gold and (dashed) by itself, and what "
-        "choosing by gold would reach. Where gold falls while the proxy rises, the proxy is being exploited."
+        "choosing by gold would reach (what gold lacks of that is the regret). Where gold falls while the proxy rises, "
+        "the proxy is being exploited."
     )
-    of_regret = "By how much gold of the proxy's choice is below that of the best of the n."
     rows, columns = table(results)
     shown = {one.key: _COLUMNS[one.key][:2] for one in columns}
     return [
         {"kind": "text", "title": "Best of n", "markdown": _introduction(results, gold)},
         {"kind": "headline", "items": _headline(results)},
-        _curves(first, "Over-optimisation", note, "standard deviations", gains),
-        _curves(first, "Regret", of_regret, "regret, in units of gold", regrets),
+        _curves(first, note, gains),
         table_block("Best of n in numbers", shown, rows, legend(gold)),
-        {"kind": "examples", "title": "Where the proxy chose badly", "source": EXAMPLES_SOURCE},
     ]
 
 
@@ -190,47 +167,15 @@ def _series(result: BestOfN, key: str, name: str, **look: Any) -> Block:
     return {"name": name, "x": np.sqrt(result.kl).tolist(), "y": list(curve.mean), "labels": labels, **ends, **look}
 
 
-def _curves(result: BestOfN, title: str, note: str, y_label: str, series: Sequence[Block]) -> Block:
+def _curves(result: BestOfN, note: str, series: Sequence[Block]) -> Block:
     roots = zip(result.sizes, np.sqrt(result.kl).tolist(), strict=True)
     named = [(n, x) for n, x in roots if n == result.max_n or (n & (n - 1) == 0 and 3 * n <= 2 * result.max_n)]
     return {
         "kind": "curves",
-        "title": title,
+        "title": "Over-optimisation",
         "note": note,
         "x_label": "n, spaced by the square root of KL(n)",
         "x_ticks": [{"x": x, "label": f"{n:,}"} for n, x in named],
-        "y_label": y_label,
+        "y_label": "standard deviations",
         "series": list(series),
     }
-
-
-def examples(
-    data: str, scores: Mapping[str, Sequence[Sequence[Score]]], of_gold: Sequence[Sequence[Score]]
-) -> list[dict[str, Any]]:
-    """Rows for the report's examples: the best by gold beside what a proxy chose, largest regret first."""
-
-    def regret(row: dict[str, Any]) -> float:
-        best, chosen = row["suite_data"]["gold"]
-        return float(best - chosen)
-
-    rows = zip(sampled_rows(read_rows(data)), of_gold, *scores.values(), strict=True)
-    found = (
-        _choice(row, proxy, gold) | {"model": name}
-        for row, gold, *every in rows
-        for name, proxy in zip(scores, every, strict=True)
-        if any(p.score is not None and g.score is not None for p, g in zip(proxy, gold, strict=True))
-    )
-    return heapq.nlargest(_MOST_EXAMPLES, (row for row in found if regret(row) > 0.0), key=regret)
-
-
-def _choice(row: SampledRow, proxy: Sequence[Score], gold: Sequence[Score]) -> dict[str, Any]:
-    """What is best by gold and what the proxy chose of the samples with both scores, as a row of examples."""
-    pairs = [(p.score, g.score, i) for i, (p, g) in enumerate(zip(proxy, gold, strict=True))]
-    known = [(p, g, i) for p, g, i in pairs if p is not None and g is not None]
-    shown = max(known, key=lambda one: one[1]), max(known, key=lambda one: one[0])
-    completions = tuple(tuple(row.conversations[i][len(row.context) :]) for _, _, i in shown)
-    example = EvalExample(
-        f"row {row.number + 1}", "choices", tuple(row.context), completions, (0, 1), {"gold": [g for _, g, _ in shown]}
-    )
-    lengths = tuple(len(str(completion[-1].get("content") or "")) for completion in completions)
-    return to_row(ScoredExample(example, tuple(p for p, _, _ in shown), lengths, ()))

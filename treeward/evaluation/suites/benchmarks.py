@@ -65,12 +65,8 @@ from treeward.evaluation.suites.rewardbench import RewardBench
 STYLES = ("concise", "detailed", "markdown")
 """From plain to fancy, the order of the completions in the data."""
 
-DOMAINS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"chat": ("chat",), "math": ("math",), "code": ("code",), "safety": ("safety-refuse", "safety-response")}
-)
-"""The values of `domain` in the data that make up each of the four domains."""
-
-_SUBSETS = tuple(name for names in DOMAINS.values() for name in names)
+DOMAINS = ("chat", "math", "code", "safety")
+_SUBSETS = ("chat", "math", "code", "safety-refuse", "safety-response")
 # The cells (style of the chosen, style of the rejected) of each.
 _DIFFICULTIES = {"hard": np.triu_indices(3, 1), "normal": np.diag_indices(3), "easy": np.tril_indices(3, -1)}
 
@@ -110,8 +106,8 @@ class RMBench(Suite):
         def part(name: str, own: Sequence[ScoredExample], places: Any = ...) -> Part:
             return self.part(name, own, lambda one: float(cells[one.example.id][places].mean()))
 
-        all_domains = {domain: [o for name in names for o in groups.get(name, ())] for domain, names in DOMAINS.items()}
-        domains = {domain: own for domain, own in all_domains.items() if own}
+        of_domains = {domain: [one for one in scored if one.example.subset.startswith(domain)] for domain in DOMAINS}
+        domains = {domain: own for domain, own in of_domains.items() if own}
         parts = [part(domain, own) for domain, own in domains.items()]
         difficulties = [
             combined(name, [part(name, own, places) for own in domains.values()])
