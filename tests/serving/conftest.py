@@ -107,13 +107,13 @@ def serve_on_loopback() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture(scope="session")
 def conversations() -> list[list[dict[str, str]]]:
-    """Eight conversations about two prompts, four answers to each."""
+    """Eight conversations about two prompts, four completions of each."""
     prompts = ["Name a river in Peru, please.", "How do I boil an egg so that the yolk stays soft?"]
-    answers = ["The Amazon.", "I do not know that.", "Boil it for six minutes, then cool it in cold water.", "Yes!"]
+    completions = ["The Amazon.", "I do not know that.", "Boil it for six minutes, then cool it in cold water.", "Yes!"]
     return [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         for prompt in prompts
-        for answer in answers
+        for completion in completions
     ]
 
 

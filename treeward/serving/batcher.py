@@ -125,8 +125,8 @@ class Batcher:
         finally:
             self._end(request)
 
-    def close(self, *, join_seconds: float = 20.0) -> None:
-        """Stop scoring; what was not scored is refused with 503. Waits so long for a batch that is being scored."""
+    def close(self) -> None:
+        """Stop scoring; what was not scored is refused with 503. Waits for a batch that is being scored, 20 seconds."""
         with self._lock:
             self._closed = True
             left = list(self._open)
@@ -135,7 +135,7 @@ class Batcher:
             if self._end(request) and request.future.set_running_or_notify_cancel():
                 request.future.set_exception(_shut_down())
         # A thread inside the model when the interpreter ends could bring it down.
-        self._scoring.join(join_seconds)
+        self._scoring.join(20.0)
 
     def _accept(self, request: _Request) -> None:
         with self._lock:

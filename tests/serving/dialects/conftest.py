@@ -33,8 +33,8 @@ CHATML = (
 KINDS = ["plain", "chatml", "bos_written", "bos_added", "encoder"]
 
 CHATS = [
-    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    for question, answer in [
+    [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
+    for question, completion in [
         ("What is the capital of France?", "Paris is the capital of France."),
         ("What is the capital of France?", "Bread."),
         ("How much flour?", "Mix 500 grams of flour, water, salt and yeast, then let the dough rest."),
@@ -56,7 +56,7 @@ class Served:
 
 
 def make_renderer(kind: str, tiny_tokenizer: Any) -> Renderer:
-    if kind == "plain":  # treeward's default template: EOS ends an answer, and nothing follows
+    if kind == "plain":  # treeward's default template: EOS ends a completion, and nothing follows
         return Renderer(tiny_tokenizer, max_length=300)
     if kind == "encoder":
         tokenizer = byte_bpe(("[CLS]", "[SEP]", "<|im_start|>", "<|im_end|>"), None, None)

@@ -30,6 +30,7 @@ from treeward.openai_client import post
 _OF_RESPONSES = ResponseCreateParamsBase.__annotations__.keys() - CompletionCreateParamsBase.__annotations__.keys()
 """Parameters that chat completions do not have, or have under other names."""
 _TRANSLATED = frozenset({"input", "instructions", "max_output_tokens", "reasoning"})
+_USAGE = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
 _STOPPED_BY = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
@@ -94,7 +95,7 @@ class Policy:
         if self.api == "responses":
             return params | {"model": self.model}
         if alien := sorted((params.keys() & _OF_RESPONSES) - _TRANSLATED):
-            raise _only_in_responses(task, f"responses_create_params.{alien[0]}", params[alien[0]])
+            raise _only_in_responses(task, alien[0], params[alien[0]])
         body = {key: value for key, value in params.items() if key not in _OF_RESPONSES}
         if "max_output_tokens" in params:
             body["max_tokens"] = params["max_output_tokens"]
@@ -126,14 +127,13 @@ class Policy:
 
 
 def _only_in_responses(task: Task, field: str, got: Any) -> DataError:
-    return DataError(
-        "chat completions have no such thing", where=task.where, field=field, got=got, fix="--api responses"
-    )
+    summary, field = "chat completions have no such parameter", f"responses_create_params.{field}"
+    return DataError(summary, where=task.where, field=field, got=got, fix="--api responses")
 
 
 def _chat_tool(tool: Any, task: Task) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise _only_in_responses(task, "responses_create_params.tools", tool)
+        raise _only_in_responses(task, "tools", tool)
     if "function" in tool:
         return dict(tool)
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
@@ -161,11 +161,7 @@ def _as_response(reply: Any) -> dict[str, Any]:
         "status": "incomplete" if stopped_by else "completed",
         "incomplete_details": {"reason": stopped_by} if stopped_by else None,
         "output": _output(choice["message"]),
-        "usage": {
-            "input_tokens": usage.get("prompt_tokens"),
-            "output_tokens": usage.get("completion_tokens"),
-            "total_tokens": usage.get("total_tokens"),
-        },
+        "usage": {name: usage.get(key) for name, key in _USAGE.items()},
     }
 
 
