@@ -238,12 +238,12 @@ class Renderer:
         memory does not follow it: it has None for its ids. Also the number of tokens, at least so many for such a text.
         """
         most = float("inf") if max_length is None else max_length * self._characters_per_token
-        short = [(text, place) for text, place in zip(texts, where, strict=True) if len(text) <= most]
-        encoded = iter(self.encode_texts([text for text, _ in short], where=[place for _, place in short]))
-        found: list[tuple[list[int] | None, int]] = []
-        for text in texts:
-            ids = next(encoded) if len(text) <= most else None
-            found.append((ids, -(-len(text) // self._characters_per_token) if ids is None else len(ids)))
+        short = [i for i, text in enumerate(texts) if len(text) <= most]
+        encoded = self.encode_texts([texts[i] for i in short], where=[where[i] for i in short])
+        found: list[tuple[list[int] | None, int]]
+        found = [(None, -(-len(text) // self._characters_per_token)) for text in texts]
+        for i, ids in zip(short, encoded, strict=True):
+            found[i] = ids, len(ids)
         return found
 
     def end_of_turn(self, token_ids: Sequence[int]) -> Literal["eos", "newline", "other"]:
@@ -369,27 +369,17 @@ class Renderer:
             need = f"at most {self.max_length} (data.max_input_seq_length)"
             fix = "raise the limit, or set data.truncation to drop or truncate_left"
             raise DataError("a conversation is too long", where=where, got=got, need=need, fix=fix)
-        shortened = self._drop_messages(conversation) or self._cut_tokens(conversation, ids)
+        shortened = self._shortened(conversation, ids)
         return None if shortened is None else Fitted(shortened, truncated=True)
 
-    def _drop_messages(self, conversation: Sequence[Message]) -> list[int] | None:
-        system = _system_of(conversation[:-1])
-        for start in range(len(system) + 1, len(conversation) - 1):  # the last two stay: the question and its answer
-            ids = self._encode_if_short([*system, *conversation[start:]])
-            if ids is not None and len(ids) <= (self.max_length or 0):
-                return ids
-        return None
-
-    def _encode_if_short(self, messages: Sequence[Message]) -> list[int] | None:
-        """None where the template refuses the messages, or the text is too long whatever its tokens are."""
-        try:
-            return self.encode_short([self.render(messages)], self.max_length, where=[None])[0][0]
-        except DataError:
-            return None
-
-    def _cut_tokens(self, conversation: Sequence[Message], ids: list[int] | None) -> list[int] | None:
+    def _shortened(self, conversation: Sequence[Message], ids: list[int] | None) -> list[int] | None:
         assert self.max_length is not None
         context = conversation[:-1]
+        system = context[:1] if context and context[0].get("role") == "system" else []
+        for start in range(len(system) + 1, len(context)):  # the last of them stays: without it there is no question
+            shorter = self._encode_if_short([*system, *conversation[start:]])
+            if shorter is not None and len(shorter) <= self.max_length:
+                return shorter
         alone = None if ids is None else self._encode_if_short(context)
         if ids is None or alone is None:
             return None  # nowhere to see the end of the context
@@ -399,6 +389,13 @@ class Renderer:
         step = max(1, self.max_length // 8)
         cut = min(-(-excess // step) * step, most)
         return ids[:head] + ids[head + cut :] if cut >= excess else None
+
+    def _encode_if_short(self, messages: Sequence[Message]) -> list[int] | None:
+        """None where the template refuses the messages, or the text is too long whatever its tokens are."""
+        try:
+            return self.encode_short([self.render(messages)], self.max_length, where=[None])[0][0]
+        except DataError:
+            return None
 
     def _apply(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """What transformers renders, within `MAX_SECONDS` and `MAX_CHARACTERS`. Raises whatever the template raises."""
@@ -416,11 +413,6 @@ class Renderer:
             _deadline.reset(token)
         assert isinstance(text, str)
         return text
-
-
-def _system_of(context: Sequence[Message]) -> Sequence[Message]:
-    """The leading system message, if there is one."""
-    return context[:1] if context and context[0].get("role") == "system" else []
 
 
 def _tokenizer_contents(tokenizer: PreTrainedTokenizerBase) -> str:
