@@ -213,22 +213,6 @@ def test_a_section_given_as_a_mapping():
         load_section(Car, OmegaConf.create({"car": {"name": "${nowhere}"}}).car, where="car")
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"name": "x", "engine": {"powr": 3}}, r"env_config: there is no such key(?s:.*)did you mean engine\.power"),
-        ({}, "env_config: a key is missing(?s:.*)name"),
-        ({"name": "${nowhere}"}, "env_config: a value cannot be resolved"),
-    ],
-)
-def test_mistakes_in_a_mapping_name_it(values, words):
-    with pytest.raises(ConfigError, match=words):
-        load_section(Car, values, where="env_config")
-    if "${nowhere}" not in values.values():
-        with pytest.raises(ConfigError, match=words.replace("env_config", "Car")):
-            Car(**values)
-
-
 # misspelt keys and bad values
 
 

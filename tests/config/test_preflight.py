@@ -76,17 +76,6 @@ def test_what_is_missing_is_named(load, plain_environment, tmp_path, text, overr
     assert caught.value.field == field and caught.value.need
 
 
-@pytest.mark.parametrize(("text", "key"), [(RM, "logger.wandb_enabled"), (GRPO, "policy.dtensor_cfg.lora_cfg.enabled")])
-def test_a_run_from_python_checks_packages_first(load, plain_environment, tmp_path, text, key):
-    from treeward.rl.grpo import grpo
-    from treeward.training.train import train
-
-    run = grpo if text is GRPO else train
-    with pytest.raises(ConfigError, match="is not installed") as caught:
-        run(load(text, f"{key}=true"))
-    assert caught.value.field == key and not (tmp_path / "results").exists()
-
-
 @pytest.mark.parametrize("content", [gzip.compress(json.dumps(PAIR).encode()), b"", b"{"], ids=["rows", "empty", "bad"])
 def test_columns_are_read_where_that_is_cheap(load, tmp_path, content):
     path = tmp_path / ("data.jsonl.gz" if len(content) > 1 else "data.jsonl")

@@ -31,15 +31,3 @@ def test_every_key_and_section_is_documented():
         assert section.__doc__, section
         for name, field in section.model_fields.items():
             assert meaning(field), f"{section.__name__}.{name}"
-
-
-def test_what_only_grpo_has_stands_in_its_own_part():
-    reward_model, grpo = PAGE.read_text(encoding="utf-8").split("\n# A run of GRPO\n")
-    for heading in (
-        "## `loss_fn`",
-        "## `policy` of GRPO",
-        "## `policy.dtensor_cfg.lora_cfg`",
-        "## `grpo.watch`",
-    ):
-        assert f"\n{heading}\n" in grpo and f"\n{heading}\n" not in reward_model
-    assert grpo.count("\n## `policy.optimizer`") == 0, "it is the same in both runs"

@@ -47,12 +47,9 @@ class SetConfig(Strict):
     """Further arguments for the constructor of a class that is given by its dotted path."""
 
     def check(self) -> None:
-        self.refuse(
-            self.data_path is None and self.dataset_name in _NEEDS_A_PATH,
-            "data_path dataset_name",
-            "a file, a folder or a hub name",
-            fix="give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2",
-        )
+        is_missing = self.data_path is None and self.dataset_name in _NEEDS_A_PATH
+        fix = "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2"
+        self.refuse(is_missing, "data_path dataset_name", "a file, a folder or a hub name", fix)
         is_ours = self.dataset_name in (*COMPARISON_SETS, *PROMPT_SETS)
         self.refuse(self.kwargs and is_ours, "kwargs dataset_name", "no kwargs, or the dotted path of a class")
 

@@ -10,32 +10,31 @@ from collections.abc import Mapping
 __all__ = ["COMMANDS", "FOREIGN_KEYS", "KEYS_ELSEWHERE", "VALUES_ELSEWHERE"]
 
 _ON_POLICY = "every completion is sampled by the policy that learns from it"
+_RESUME = "remove the section; a resumed run samples the step again, with the same seeds"
+_STOP = "set it to null; grpo.watch.stop ends a run that exploits its reward"
 _RULE = "use an environment with a rule for the form of completions instead"
 
 
-def _without_effect(keys: str) -> dict[str, str | None]:
+def _unread(keys: str) -> dict[str, str | None]:
     return dict.fromkeys(keys.split())
 
 
 FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
-    "BatchingConfig": _without_effect(
-        "algorithm fuse_loss logprob_mb_tokens max_sequences_per_bin sequence_length_round"
-    ),
-    "CheckpointingConfig": _without_effect("save_consolidated model_cache_dir model_repo_id is_async"),
-    "GRPOCheckpointingConfig": _without_effect("save_data_plane load_replay_buffer"),
-    "ClusterConfig": _without_effect("master_port_range segment_size"),
-    "ColocatedConfig": _without_effect("resources"),
-    "DataConfig": _without_effect("processor env_name num_workers"),
-    "DatasetConfig": _without_effect("processor env_name"),
-    "GRPOConfig": _without_effect("calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics")
+    "BatchingConfig": _unread("algorithm fuse_loss logprob_mb_tokens max_sequences_per_bin sequence_length_round"),
+    "CheckpointingConfig": _unread("save_consolidated model_cache_dir model_repo_id is_async"),
+    "GRPOCheckpointingConfig": _unread("save_data_plane load_replay_buffer"),
+    "ClusterConfig": _unread("master_port_range segment_size"),
+    "ColocatedConfig": _unread("resources"),
+    "DataConfig": _unread("processor env_name num_workers"),
+    "DatasetConfig": _unread("processor env_name"),
+    "GRPOConfig": _unread("calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics")
     | {
         "async_grpo": f"set grpo.async_grpo.enabled=false: {_ON_POLICY}",
         "advantage_clip_low": "set it to null; loss_fn.ratio_clip_c limits negative advantages",
         "advantage_clip_high": "set it to null; grpo.advantage_std_floor limits advantages",
         "seq_logprob_error_threshold": "set it to null; token_mult_prob_error is logged",
         "val_start_at": "set it to null; grpo.val_period says when to validate",
-        "stop_at_validation_metric": "set it to null; grpo.watch.stop ends a run that exploits its reward",
-        "stop_at_validation_threshold": "set it to null; grpo.watch.stop ends a run that exploits its reward",
+        **dict.fromkeys(("stop_at_validation_metric", "stop_at_validation_threshold"), _STOP),
         "invalid_tool_call_advantage": "set it to null: there are no tools",
         "malformed_thinking_advantage": f"set it to null; {_RULE}",
         "interleave_rollouts": f"set it to false: {_ON_POLICY}",
@@ -51,17 +50,16 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "data_plane": "set data_plane.enabled=false: one process holds the data of a step",
         "on_policy_distillation": "remove the section; a teacher can be an environment of your own",
         "reward_penalties": f"remove the section; {_RULE}",
-        "rollout_checkpointing": "remove the section; a resumed run samples the step again, with the same seeds",
-        "rollout_recovery": "remove the section; a resumed run samples the step again, with the same seeds",
+        **dict.fromkeys(("rollout_checkpointing", "rollout_recovery"), _RESUME),
         "telemetry": "remove the section; logger says where metrics go",
         "token_capture": "remove the section; grpo.num_logged_samples keeps completions for the report",
     },
-    "GenerationConfig": _without_effect("vllm_kwargs sglang_cfg sglang_kwargs mcore_generation_config val_temperature"),
-    "LoggerConfig": _without_effect("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
+    "GenerationConfig": _unread("vllm_kwargs sglang_cfg sglang_kwargs mcore_generation_config val_temperature"),
+    "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
     | {"swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"},
-    "LoraConfig": _without_effect("use_triton dropout_position"),
-    "MathEnvironmentConfig": _without_effect("stop_strings"),
-    "NemoGymConfig": _without_effect(
+    "LoraConfig": _unread("use_triton dropout_position"),
+    "MathEnvironmentConfig": _unread("stop_strings"),
+    "NemoGymConfig": _unread(
         "entrypoint domain verified verified_url description value name datasets expose_tools_over_mcp license skills "
         "num_workers"
     ),
@@ -73,9 +71,9 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "positive_example_nll_weight": "set it to 0, and fine-tune the policy on examples first",
         "truncated_importance_sampling_ratio_min": "set it to null: only large weights are cut, as tis does",
     },
-    "PromptDataConfig": _without_effect("num_workers use_multiple_dataloader"),
-    "PromptSetConfig": _without_effect("repeat download_dir processor"),
-    "RewardModelEnvironmentConfig": _without_effect(
+    "PromptDataConfig": _unread("num_workers use_multiple_dataloader"),
+    "PromptSetConfig": _unread("repeat download_dir processor"),
+    "RewardModelEnvironmentConfig": _unread(
         "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
         "make_sequence_length_divisible_by processor env_name"
     )
@@ -87,9 +85,9 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"
     },
-    "ShardingConfig": _without_effect("_v2 clear_cache_every_n_steps env_vars sequence_parallel")
+    "ShardingConfig": _unread("_v2 clear_cache_every_n_steps env_vars sequence_parallel")
     | {"lora_cfg": "set policy.dtensor_cfg.lora_cfg.enabled=false: the whole reward model is trained"},
-    "TrainedModelConfig": _without_effect(
+    "TrainedModelConfig": _unread(
         "logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by refit_buffer_size_gb"
     )
     | {"megatron_cfg": "set policy.megatron_cfg.enabled=false: the model runs on PyTorch"},

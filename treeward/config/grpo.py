@@ -69,12 +69,9 @@ class PolicyLossConfig(Strict):
 
     def check(self) -> None:
         is_k1 = self.reference_policy_kl_type == "k1" and not self.kl_in_reward
-        self.refuse(
-            is_k1 and self.reference_policy_kl_penalty > 0,
-            "reference_policy_kl_type kl_in_reward",
-            "k3 or k2 in the loss, or k1 in the reward: as a loss k1 has an expected gradient of zero",
-            fix="set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3",
-        )
+        need = "k3 or k2 in the loss, or k1 in the reward: as a loss k1 has an expected gradient of zero"
+        fix = "set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3"
+        self.refuse(is_k1 and self.reference_policy_kl_penalty > 0, "reference_policy_kl_type kl_in_reward", need, fix)
         keys = "sequence_level_importance_ratios token_level_loss"
         self.refuse(self.sequence_level_importance_ratios and self.token_level_loss, keys, "token_level_loss: false")
         is_inside = self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max

@@ -150,12 +150,8 @@ class GRPOPolicyConfig(TrainedModelConfig):
         is_bare, need = self.hf_config_overrides and self.architecture is not None, "these keys in policy.model_config"
         self.refuse(is_bare, "hf_config_overrides", need)
         longest, new = self.max_total_sequence_length, self.generation.max_new_tokens
-        self.refuse(
-            new is not None and new > longest,
-            "generation.max_new_tokens max_total_sequence_length",
-            "at most policy.max_total_sequence_length, which prompt and completion share",
-            fix="set policy.generation.max_new_tokens=null for the room that the prompt leaves",
-        )
+        need, fix = "at most policy.max_total_sequence_length", "set policy.generation.max_new_tokens=null"
+        self.refuse((new or 0) > longest, "generation.max_new_tokens max_total_sequence_length", need, fix)
         positions = {**(self.architecture or {}), **self.hf_config_overrides}.get("max_position_embeddings")
         is_longer = isinstance(positions, int) and positions < longest
         self.refuse(is_longer, "max_total_sequence_length", f"at most {positions}, the positions of the model")

@@ -132,40 +132,8 @@ class GRPORunConfig(Strict):
 
     def check(self) -> None:
         self._check_update()
-        self._check_reference_and_lengths()
         self._check_environments()
         self._check_watch_and_metric()
-
-    def _check_update(self) -> None:
-        size, group = self.policy.train_global_batch_size, self.grpo.num_generations_per_prompt
-        whole, loss, sampling = self.grpo.completions_per_step, self.loss_fn, self.policy.generation
-        self.refuse(
-            size is not None and (size % group or whole % size),
-            "policy.train_global_batch_size grpo.num_prompts_per_step grpo.num_generations_per_prompt",
-            f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step",
-            fix=f"set policy.train_global_batch_size=null for one update from all {whole}",
-        )
-        self.refuse(
-            loss.force_on_policy_ratio and self.grpo.updates_per_batch * self.updates_per_pass > 1,
-            "loss_fn.force_on_policy_ratio grpo.updates_per_batch policy.train_global_batch_size",
-            "one update from the completions of a step",
-            fix="set loss_fn.force_on_policy_ratio=false",
-        )
-        in_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty > 0 and not loss.kl_in_reward
-        key = f"loss_fn.use_{'on_policy_kl_approximation' if in_kl else 'importance_sampling_correction'}"
-        filters = sampling.temperature != 1.0 and (sampling.top_k is not None or sampling.top_p != 1.0)
-        has_none = (sampling.backend == "openai" and sampling.retokenize) or (sampling.backend != "sglang" and filters)
-        settings = " ".join(
-            f"policy.generation.{each}" for each in ["backend", "retokenize", "temperature", "top_k", "top_p"]
-        )
-        self.refuse(
-            sampling.is_remote and has_none and (loss.use_importance_sampling_correction or in_kl),
-            f"{key} {settings}",
-            "a generator that returns log-probabilities of its tokens, which this one does not for these settings",
-            fix=f"set {key}=false, or sample with backend hf or sglang",
-        )
-
-    def _check_reference_and_lengths(self) -> None:
         skip, watch = "grpo.skip_reference_policy_logprobs_calculation", self.grpo.watch
         penalty, budget = self.loss_fn.reference_policy_kl_penalty, watch.enabled and watch.max_kl is not None
         for key, is_on in (("loss_fn.reference_policy_kl_penalty", penalty), ("grpo.watch.max_kl", budget)):
@@ -174,13 +142,31 @@ class GRPORunConfig(Strict):
         is_longer = (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length
         keys, fix = "data.max_input_seq_length policy.max_total_sequence_length", "set data.max_input_seq_length=null"
         self.refuse(is_longer, keys, "at most policy.max_total_sequence_length", fix)
-        shaping = self.grpo.reward_shaping
-        self.refuse(
-            shaping.enabled and shaping.overlong_buffer_length > self.max_response_length,
-            "grpo.reward_shaping.overlong_buffer_length max_response_length",
-            "at most max_response_length, or policy.generation.max_new_tokens where that is null",
-            fix=f"set grpo.reward_shaping.overlong_buffer_length={max(self.max_response_length // 4, 1)}",
-        )
+        shaping, longest = self.grpo.reward_shaping, self.max_response_length
+        is_longer, key = shaping.overlong_buffer_length > longest, "grpo.reward_shaping.overlong_buffer_length"
+        need, fix = "at most the longest completion", f"set {key}={max(longest // 4, 1)}"
+        self.refuse(shaping.enabled and is_longer, f"{key} max_response_length", need, fix)
+
+    def _check_update(self) -> None:
+        size, group = self.policy.train_global_batch_size, self.grpo.num_generations_per_prompt
+        whole, loss, sampling = self.grpo.completions_per_step, self.loss_fn, self.policy.generation
+        keys = "policy.train_global_batch_size grpo.num_prompts_per_step grpo.num_generations_per_prompt"
+        need = f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step"
+        fix = f"set policy.train_global_batch_size=null for one update from all {whole}"
+        self.refuse(size is not None and (size % group or whole % size), keys, need, fix)
+        are_several = self.grpo.updates_per_batch * self.updates_per_pass > 1
+        keys = "loss_fn.force_on_policy_ratio grpo.updates_per_batch policy.train_global_batch_size"
+        need, fix = "one update from the completions of a step", "set loss_fn.force_on_policy_ratio=false"
+        self.refuse(loss.force_on_policy_ratio and are_several, keys, need, fix)
+        in_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty > 0 and not loss.kl_in_reward
+        key = f"loss_fn.use_{'on_policy_kl_approximation' if in_kl else 'importance_sampling_correction'}"
+        filters = sampling.temperature != 1.0 and (sampling.top_k is not None or sampling.top_p != 1.0)
+        has_none = (sampling.backend == "openai" and sampling.retokenize) or (sampling.backend != "sglang" and filters)
+        is_wanted = loss.use_importance_sampling_correction or in_kl
+        keys = f"{key} policy.generation.backend policy.generation.retokenize policy.generation.temperature"
+        need = "a generator that returns log-probabilities of its tokens, which this one does not for these settings"
+        fix = f"set {key}=false, or sample with backend hf or sglang"
+        self.refuse(sampling.is_remote and has_none and is_wanted, keys, need, fix)
 
     def _check_environments(self) -> None:
         fix = f"set env.{next(iter(self.env))}.enabled=true"
@@ -192,35 +178,26 @@ class GRPORunConfig(Strict):
         }
         for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
             named |= {f"data.{kind}[{i}].env_name": one.environment_names for i, one in enumerate(sets)}
-        for field, name in ((field, name) for field, names in named.items() for name in names):
-            if name not in self.environments:
+        for field, names in named.items():
+            for name in set(names) - set(self.environments):
                 near, need = nearest_name(name, self.environments), f"one of {', '.join(self.environments)}"
-                summary = (
-                    f"env.{name} is switched off" if name in self.env else f"there is no environment {name} in env"
-                )
-                add = f"add or enable the section env.{name}"
-                fix = f"did you mean {near}?" if near and name not in self.env else add
+                is_off, fix = name in self.env, f"add or enable the section env.{name}"
+                summary = f"env.{name} is switched off" if is_off else f"there is no environment {name} in env"
+                fix = f"did you mean {near}?" if near and not is_off else fix
                 raise ConfigError(summary, field=field, got=name, need=need, fix=fix)
 
     def _check_watch_and_metric(self) -> None:
         gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric
-        self.refuse(
-            gold is not None and gold in self.used_environments,
-            "grpo.gold_environment grpo.environments",
-            "a gold environment that is not trained on: neither in grpo.environments nor named by a set of data",
-            fix="set grpo.gold_environment=null, or grpo.environments to the others",
-        )
-        self.refuse(
-            watch.stop and watch.stop_on == ("gold_falls",) and gold is None,
-            "grpo.watch.stop grpo.watch.stop_on grpo.gold_environment",
-            "a gold_environment, or another kind of alarm in stop_on",
-            fix="set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]",
-        )
-        validates = bool(self.data.validation) and self.grpo.validates
-        need, fix = (
-            "a set in data.validation, and a validation",
-            "give data.val_data_path, or set grpo.watch.stop=false",
-        )
+        keys = "grpo.gold_environment grpo.environments"
+        need = "a gold environment that is not trained on: neither in grpo.environments nor named by a set of data"
+        fix = "set grpo.gold_environment=null, or grpo.environments to the others"
+        self.refuse(gold is not None and gold in self.used_environments, keys, need, fix)
+        keys = "grpo.watch.stop grpo.watch.stop_on grpo.gold_environment"
+        need = "a gold_environment, or another kind of alarm in stop_on"
+        fix = "set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]"
+        self.refuse(watch.stop and watch.stop_on == ("gold_falls",) and gold is None, keys, need, fix)
+        validates, need = bool(self.data.validation) and self.grpo.validates, "a set in data.validation to validate on"
+        fix = "give data.val_data_path, or set grpo.watch.stop=false"
         self.refuse(watch.stop and not validates, "grpo.watch.stop grpo.val_period", need, fix)
         is_measured = {
             "a set in data.validation, and grpo.val_period or grpo.val_at_end": validates,

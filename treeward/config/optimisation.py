@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator
 
 from treeward.config.base import Strict
 from treeward.errors import ConfigError
@@ -82,29 +82,21 @@ class TorchScheduleConfig(Strict):
         self.refuse(is_wrong, "milestones", need)
 
 
-def _normalise_schedule(raw: Any) -> Any:
-    """Turn the list form, and a single PyTorch scheduler, into the form of `TorchScheduleConfig`; null is constant."""
-    if raw is None:
-        return {"name": "constant"}
+def _schedule(raw: Any) -> Any:
+    """The section of a schedule's name, of null (constant), of PyTorch schedulers, or of one of them."""
+    if raw is None or isinstance(raw, str):
+        return NamedScheduleConfig(**{"name": raw or "constant"})
     if isinstance(raw, Mapping) and ("kwargs" in raw or "." in str(raw.get("name", ""))):
         raw = [raw]
-    if not isinstance(raw, Sequence) or isinstance(raw, str):
+    if isinstance(raw, Sequence):
+        milestones = [entry["milestones"] for entry in raw if isinstance(entry, Mapping) and "milestones" in entry]
+        if len(milestones) > 1:
+            raise ConfigError("milestones are given more than once", got=milestones, need="one list of steps")
+        schedulers = [entry for entry in raw if not (isinstance(entry, Mapping) and "milestones" in entry)]
+        raw = {"schedulers": schedulers, "milestones": milestones[0] if milestones else ()}
+    if not isinstance(raw, Mapping):
         return raw
-    milestones = [entry["milestones"] for entry in raw if isinstance(entry, Mapping) and set(entry) == {"milestones"}]
-    if len(milestones) > 1:
-        raise ConfigError("milestones are given more than once", got=milestones, need="one list of steps")
-    schedulers = [entry for entry in raw if not (isinstance(entry, Mapping) and set(entry) == {"milestones"})]
-    return {"schedulers": schedulers} | ({"milestones": milestones[0]} if milestones else {})
+    return TorchScheduleConfig(**raw) if "schedulers" in raw else NamedScheduleConfig(**raw)
 
 
-def _form_of(raw: Any) -> str:
-    is_torch = "schedulers" in raw if isinstance(raw, Mapping) else isinstance(raw, TorchScheduleConfig)
-    return "<torch>" if is_torch else "<named>"
-
-
-# The loader leaves tags in angle brackets out of the key that an error names.
-SchedulerConfig = Annotated[
-    Annotated[NamedScheduleConfig, Tag("<named>")] | Annotated[TorchScheduleConfig, Tag("<torch>")],
-    Discriminator(_form_of),
-    BeforeValidator(_normalise_schedule),
-]
+SchedulerConfig = Annotated[NamedScheduleConfig | TorchScheduleConfig, BeforeValidator(_schedule)]

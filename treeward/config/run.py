@@ -214,32 +214,26 @@ class RewardModelRunConfig(Strict):
         keys, fix = "data.max_input_seq_length policy.max_total_sequence_length", "set data.max_input_seq_length=null"
         self.refuse(is_longer, keys, "at most policy.max_total_sequence_length", fix)
         for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
-            need, fix = (
-                "checkpointing.enabled: true, to export the model",
-                f"set checkpointing.enabled=true, or {key}=false",
-            )
-            self.refuse(is_on and not self.checkpointing.enabled, f"{key} checkpointing.enabled", need, fix)
-        self.refuse(
-            self.evaluation.enabled and not (self.data.validation or self.evaluation.suites),
-            "evaluation.enabled evaluation.suites",
-            "a set in data.validation, or evaluation.suites, to evaluate on",
-            fix="give data.val_data_path or evaluation.suites, or set evaluation.enabled=false",
+            fix = f"set checkpointing.enabled=true, or {key}=false"
+            is_lost, keys = is_on and not self.checkpointing.enabled, f"{key} checkpointing.enabled"
+            self.refuse(is_lost, keys, "checkpointing.enabled: true, to export the model", fix)
+        sets, suites = self.data.validation, self.evaluation.suites
+        fix = "give data.val_data_path or evaluation.suites, or set evaluation.enabled=false"
+        is_idle, need = (
+            self.evaluation.enabled and not (sets or suites),
+            "a set in data.validation, or evaluation.suites",
         )
-        if self.reward_shaping is not None and self.reward_shaping.uses_calibration and not self.data.validation:
-            raise ConfigError(
-                "reward_shaping needs constants that are fitted on validation sets, and data has none",
-                field="reward_shaping",
-                need="a set in data.validation",
-                fix="give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later",
-            )
+        self.refuse(is_idle, "evaluation.enabled evaluation.suites", need, fix)
+        is_unfit = self.reward_shaping is not None and self.reward_shaping.uses_calibration and not sets
+        fix = "give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later"
+        self.refuse(is_unfit, "reward_shaping", "a set in data.validation, to fit its constants on", fix)
         if self.checkpointing.enabled and self.checkpointing.metric_name is not None:
             self._check_ranking_metric(self.checkpointing.metric_name, self.validation_names)
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:
         field, fix = "checkpointing.metric_name", "set checkpointing.metric_name=null to keep the latest checkpoints"
-        self.refuse(
-            not names, field, "a set in data.validation, to measure it on", f"give data.val_data_path, or {fix}"
-        )
+        give = f"give data.val_data_path, or {fix}"
+        self.refuse(not names, field, "a set in data.validation, to measure it on", give)
         is_never, need = not self.rm.validates, "a validation, to measure it"
         self.refuse(is_never, f"{field} rm.val_period rm.val_at_end", need, f"set rm.val_at_end=true, or {fix}")
         try:
