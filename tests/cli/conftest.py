@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,12 @@ def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]
         return code, captured.out or captured.err
 
     return run
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("treeward")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:], root.level, ours.level = before[0], before[1], before[2]

@@ -7,22 +7,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from treeward import __version__
 from treeward.cli import main as entry
 from treeward.cli.main import VERBS, configure_logging, main
-
-
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("treeward")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    logging.captureWarnings(False)
-    root.handlers[:], root.level, ours.level = before[0], before[1], before[2]
 
 
 def test_the_help_of_no_verb_imports_anything_heavy() -> None:
@@ -53,22 +43,6 @@ def test_the_help_of_a_verb_shows_examples_that_parse(verb: str, capsys: pytest.
         command = entry._load(verb)
         command.make_context(verb, shlex.split(example)[1:])  # raises for words that do not parse
         assert all(getattr(parameter, "help", None) for parameter in command.params)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["trian"], ["trian"]),
-        (["train"], ["--config"]),
-        (["score", "--data", "x.jsonl"], ["MODEL"]),
-        (["score", "m", "--data", "x.jsonl", "--batch-tokens", "0"], ["--batch-tokens"]),
-        (["bon", "--proxy", "a", "--data", "x", "--max-n", "1"], ["--max-n"]),
-    ],
-)
-def test_wrong_words_are_named(words: list[str], named: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    text = capsys.readouterr().err
-    assert all(name in text for name in named)
 
 
 def test_options_may_stand_between_overrides_and_debug_anywhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +80,12 @@ def test_without_the_packages_of_the_server(monkeypatch: pytest.MonkeyPatch, cap
     assert "pip install 'treeward[serve]'" in capsys.readouterr().err
 
 
-@pytest.fixture
-def refused(capsys: Any) -> Iterator[Callable[..., str]]:
-    """A function that starts a server that does not start, and gives what it says."""
-    root, ours = logging.getLogger(), logging.getLogger("treeward")
-    before = root.handlers[:], root.level, ours.level
-
-    def serve_nothing(*words: str) -> str:
-        assert main(["serve", *words]) == 2
-        said: str = capsys.readouterr().err
-        assert "Traceback" not in said and "Serving" not in said
-        return said
-
-    yield serve_nothing
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
-    logging.captureWarnings(False)
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a server says that does not start."""
+    assert main(["serve", *words]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and "Serving" not in said
+    return said
 
 
 @pytest.mark.parametrize(
@@ -110,18 +97,24 @@ def refused(capsys: Any) -> Iterator[Callable[..., str]]:
     ],
 )
 def test_what_is_told_before_anything_is_loaded(
-    refused: Any, monkeypatch: pytest.MonkeyPatch, word: str, says: str
+    restored_logging: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+    says: str,
 ) -> None:
     """A model that is not there would be the first error, if it were looked at."""
     monkeypatch.setenv("EMPTY_TOKEN", " ")
-    assert says in refused("/nowhere/model", "--port", "0", word)
+    assert says in refused(capsys, "/nowhere/model", "--port", "0", word)
 
 
-def test_a_model_that_does_not_keep_its_contract(refused: Any, model_folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_keep_its_contract(
+    restored_logging: None, capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"
     shutil.copytree(model_folder, broken)
     weights = {name: tensor * 1.01 for name, tensor in load_file(broken / "model.safetensors").items()}
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    assert "does not keep its scoring contract" in refused(str(broken), "--port", "0")
+    assert "does not keep its scoring contract" in refused(capsys, str(broken), "--port", "0")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -223,11 +222,6 @@ def test_mistakes(words: list[str], message: str, served: Served, capsys: pytest
 
 def test_a_folder_that_cannot_be_replayed(served: Served, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
-    tokenizer = json.loads((served.folder / "tokenizer.json").read_text(encoding="utf-8"))
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:20]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    with pytest.raises(TreewardError, match="the tokenizer does not give the contract's tokens"):
-        verify_server(folder, "http://127.0.0.1:1")
     (folder / CONTRACT_FILE).unlink()
     with pytest.raises(TreewardError, match="no golden conversations"):
         verify_server(folder, "http://127.0.0.1:1")

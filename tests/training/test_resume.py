@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
+from killed_run import assert_same_run
 
 from treeward.errors import CheckpointError, TreewardError
 from treeward.training import export, loop
@@ -26,53 +27,12 @@ class Killed(BaseException):
     """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
 
 
-Result = dict[str, Any]
-
-
-@pytest.fixture
-def result_of(
-    trajectory: Callable[[Path], list[str]], read_weights: Callable[[Path], dict[str, Any]]
-) -> Callable[[Path], Result]:
-    """What a run came to: its metrics, the weights it exported, and its checkpoints with what ranks them."""
-
-    def read(folder: Path) -> Result:
-        checkpoints = [
-            (path.name, json.loads((path / "training_state.json").read_text())["validation"])
-            for path in sorted((folder / "checkpoints").glob("step_*"))
-        ]
-        weights = read_weights(folder / "checkpoints" / "final")
-        return {"trajectory": trajectory(folder / "logs"), "weights": weights, "checkpoints": checkpoints}
-
-    return read
-
-
 @pytest.fixture(scope="module")
-def computed() -> dict[str, Result]:
-    return {}
-
-
-@pytest.fixture
-def uninterrupted(
-    computed: dict[str, Result],
-    tiny_run: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-    result_of: Callable[[Path], Result],
-) -> Result:
-    """What a run of the tiny configuration comes to when nothing stops it; run once."""
-    if not computed:
-        folder = tmp_path_factory.mktemp("uninterrupted")
-        paths = [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"]
-        outcome = train(tiny_run(*paths), show_progress=False)
-        computed["tiny"] = result_of(folder) | {"step": outcome.model_step}
-    return computed["tiny"]
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert got["trajectory"] == want["trajectory"]
-    assert got["checkpoints"] == want["checkpoints"]
-    assert got["weights"].keys() == want["weights"].keys()
-    for name, weight in want["weights"].items():
-        assert torch.equal(got["weights"][name], weight), name
+def uninterrupted(tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the tiny configuration that nothing stops."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(tiny_runs(folder)(), show_progress=False)
+    return folder
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
@@ -122,18 +82,14 @@ MOMENTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 
 
 def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
-    tiny_run: Callable[..., Any],
-    tmp_path: Path,
-    uninterrupted: Result,
-    result_of: Callable[[Path], Result],
+    tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path
 ) -> None:
     for moment in MOMENTS:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             moment(patch)
             train(tiny_run(), show_progress=False)
-    outcome = train(tiny_run(), show_progress=False)
-    assert outcome.model_step == uninterrupted["step"]
-    assert_same(result_of(tmp_path), uninterrupted)
+    train(tiny_run(), show_progress=False)
+    assert_same_run(tmp_path, uninterrupted)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -141,8 +97,7 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     tiny_run: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    uninterrupted: Result,
-    result_of: Callable[[Path], Result],
+    uninterrupted: Path,
     number: signal.Signals,
     code: int,
 ) -> None:
@@ -153,7 +108,7 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     assert stopped.model_folder is None
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
     assert train(tiny_run(), show_progress=False).exit_code == 0
-    assert_same(result_of(tmp_path), uninterrupted)
+    assert_same_run(tmp_path, uninterrupted)
 
 
 def test_a_checkpoint_that_only_a_signal_has_made_is_never_the_best(
@@ -205,8 +160,7 @@ def test_a_run_that_is_stopped_in_its_last_validation_chooses_when_it_is_made_up
     tiny_run: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    uninterrupted: Result,
-    result_of: Callable[[Path], Result],
+    uninterrupted: Path,
 ) -> None:
     validate = RewardModelRun.validate
 
@@ -219,8 +173,8 @@ def test_a_run_that_is_stopped_in_its_last_validation_chooses_when_it_is_made_up
     stopped = train(tiny_run(), show_progress=False)
     monkeypatch.undo()
     assert (stopped.step, stopped.exit_code, stopped.model_folder) == (6, 143, None)
-    assert train(tiny_run(), show_progress=False).model_step == uninterrupted["step"]
-    assert_same(result_of(tmp_path), uninterrupted)
+    train(tiny_run(), show_progress=False)
+    assert_same_run(tmp_path, uninterrupted)
 
 
 def test_another_run_is_not_continued(tiny_run: Callable[..., Any]) -> None:
@@ -241,10 +195,7 @@ def test_another_run_is_not_continued(tiny_run: Callable[..., Any]) -> None:
 
 
 def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
-    tiny_run: Callable[..., Any],
-    tmp_path: Path,
-    uninterrupted: Result,
-    result_of: Callable[[Path], Result],
+    tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path
 ) -> None:
     """A limit of file sizes stands for the disk: the weights are the first that do not fit."""
     train(tiny_run("checkpointing.enabled=false", "rm.max_num_steps=1"), show_progress=False)  # the rows are cached
@@ -257,25 +208,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "checkpoints").iterdir()) == []
     train(tiny_run(), show_progress=False)
-    assert_same(result_of(tmp_path), uninterrupted)
-
-
-def test_a_run_that_is_past_its_end_says_so_and_is_validated_once(
-    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = ["rm.val_period=4", "checkpointing.save_period=4"]
-    before_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
-    assert train(tiny_run("rm.max_num_steps=6", *options), show_progress=False).step == 3
-    monkeypatch.undo()
-    with caplog.at_level("INFO", "treeward.training"):
-        outcome = train(tiny_run("rm.max_num_steps=2", *options), show_progress=False)
-    assert "This run has taken 3 steps" in caplog.text and "no more than 2 are asked for now" in caplog.text
-    assert "Step 3 was saved before it was validated" in caplog.text
-    assert (outcome.step, outcome.model_step, outcome.exit_code) == (3, 3, 0) and outcome.validation
-    caplog.clear()
-    with caplog.at_level("INFO", "treeward.training"):
-        again = train(tiny_run("rm.max_num_steps=2", *options), show_progress=False)
-    assert "was saved before it was validated" not in caplog.text and again.validation == outcome.validation
+    assert_same_run(tmp_path, uninterrupted)
 
 
 def test_where_padding_is_the_end_of_turn_a_resumed_run_equals_the_undisturbed_one(

@@ -56,17 +56,6 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
         assert (one.example.id, one.example.subset) == (comparison.where, comparison.subset)
 
 
-@pytest.mark.parametrize("layout", ["tree", "rows"])
-def test_a_runs_plan_keeps_its_budget(layout: str, tiny_run: Callable[..., Any]) -> None:
-    run = RewardModelRun(set_up(tiny_run(f"policy.attention={layout}", "policy.train_micro_batch_tokens=300")))
-    comparisons = run.setup.validation_sets["held_out"][:60]
-    plan = run.plan(comparisons)
-    assert sorted(i for members in plan for i in members) == list(range(60))
-    for members in plan:
-        batch = run.model.make_batch([comparisons[i].token_ids for i in members])
-        assert batch.num_computed_tokens <= 300 or len(members) == 1
-
-
 @pytest.mark.parametrize("calls", [2, 5], ids=["among the comparisons", "among the rewritten"])
 def test_it_can_be_stopped_on_the_way_and_leaves_no_gradient(tiny_run: Callable[..., Any], calls: int) -> None:
     run = RewardModelRun(set_up(tiny_run(*ROBUST, "rm.val_micro_batch_size=4")))

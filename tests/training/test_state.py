@@ -95,22 +95,6 @@ def test_a_resumed_schedule_goes_on_bit_for_bit(tmp_path: Path, name: str, kwarg
         resumes_exactly(tmp_path, sgd, TorchScheduleConfig(schedulers=(warmup, one), milestones=(4,)))
 
 
-def test_a_run_that_was_made_longer_takes_its_place_in_the_longer_schedule(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    adam, linear = OptimizerConfig(kwargs={"lr": 1.0}), NamedScheduleConfig(name="linear")
-    short = Session(adam, linear, total_steps=4)
-    short.train(range(4))
-    short.save(tmp_path, 4)
-    longer = Session(adam, linear, total_steps=8)
-    Session(adam, linear, total_steps=4).resume(tmp_path, short.model.state_dict())
-    assert "learning rate" not in caplog.text  # the same run goes on as it was
-    longer.resume(tmp_path, short.model.state_dict())
-    assert "The learning rate goes on at 0.5 instead of 0:" in caplog.text
-    longer.train(range(4, 8))
-    assert longer.rates == [0.5, 0.375, 0.25, 0.125]
-
-
 def test_state_and_random_numbers_come_back_exactly(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
     state = RunState(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,8 +25,6 @@ from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
     from treeward.evaluation.comparison import Comparison
-
-_LONGEST_TEXT = 100
 
 
 def run(
@@ -96,7 +95,6 @@ def _disagreements(comparison: Comparison) -> list[str]:
         lines += ["", f"{place}, id {example.id}: only {right} is right ({margins})"]
         prompt, better, worse = example.context[-1:], example.completions[one.better], example.completions[one.worse]
         for name, messages in (("prompt", prompt), ("better", better[-1:]), ("worse", worse[-1:])):
-            text = " ".join(" ".join(str(message.get("content") or "") for message in messages).split())
-            short = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
-            lines.append(f"  {name + ':':<7} {short}")
+            text = " ".join(str(message.get("content") or "") for message in messages)
+            lines.append(f"  {name + ':':<7} {textwrap.shorten(text, 100, placeholder='...')}")
     return lines

@@ -4,9 +4,7 @@ examples:
   treeward merge results/a/final results/b/final --output results/merged
   treeward merge A B C --output merged --weights 0.5,0.25,0.25 --dtype bfloat16
 
-Merge models that were trained from one initialisation (same pretrained weights,
-same head) and differ in data order, seed or learning rate. The merged model has
-a scoring contract of its own and no calibration.
+Merge models of one initialisation that differ in data order, seed or learning rate.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ examples:
   treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
 
-Rows hold `messages`; or `context` with `completions` or `responses`; or `prompt`
-with `responses`, or with `chosen` and `rejected`. Each is written as it is, in order,
-with its `score` or `scores`; with --shaping also with its `reward` or `rewards`. The
-same command goes on with a file that was interrupted (`scores.partial.jsonl`).
+Rows hold `messages`, or a `context` or `prompt` with completions. Each is written as it
+is, in order, with its `score` or `scores`. The same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -17,10 +15,9 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -60,8 +57,13 @@ def run(
         "data": fingerprint(data) if data != "-" and output != "-" else None,
         "shaping": shaper and shaper.config.model_dump(mode="json"),
     }
-    first_error = None
-    with _opened(output, identity, resumable=data != "-") as kept, ShownProgress(unit="rows") as progress:
+    partial, first_error = Path(output).with_name(f"{Path(output).stem}.partial{Path(output).suffix}"), None
+    opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], sys.stdout))
+    if output != "-":  # the file gets its name when it is complete
+        if data == "-":  # which cannot be read again, so a part of it is not resumed
+            partial.unlink(missing_ok=True)
+        opened = resumable_rows(partial, identity, lambda row, _: "error" in row)
+    with opened as kept, ShownProgress(unit="rows") as progress:
         done, failed = len(kept.kept), sum(kept.kept)
         if done:
             logger.info("%d rows were scored before.", done)
@@ -71,27 +73,11 @@ def run(
             failed += row.num_failed > 0
             first_error = first_error or row.values.get("error")
             progress.show("scoring", done, 0)
+        if output != "-":
+            kept.finish(Path(output))
     logger.info("Scored %d rows; %d tokens computed for %d tokens of plain rows.",
                 done, scorer.num_computed_tokens, scorer.num_row_tokens)  # fmt: skip
     if failed:
         logger.warning("%d rows have no %s for some conversation: it is null, and the row's `error` says why. "
                        "The first: %s", failed, "reward" if shaper else "score", first_error)  # fmt: skip
     return 1 if failed else 0
-
-
-@contextmanager
-def _opened(output: str, identity: dict[str, Any], *, resumable: bool) -> Iterator[ResumableRows[bool]]:
-    """Where rows go: standard output, or a file that gets its name when all of them are written.
-
-    Rows of standard input cannot be read again, so a part of them is not resumed.
-    """
-    if output == "-":
-        yield ResumableRows([], sys.stdout)
-        return
-    path = Path(output)
-    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
-    if not resumable:
-        partial.unlink(missing_ok=True)
-    with resumable_rows(partial, identity, lambda row, _: "error" in row) as rows:
-        yield rows
-        rows.finish(path)

@@ -1,14 +1,10 @@
-r"""`treeward serve`: reward models behind an HTTP address, in every dialect that RL frameworks speak.
+"""`treeward serve`: reward models behind an HTTP address, in every dialect that RL frameworks speak.
 
 examples:
   treeward serve results/quickstart/final
   treeward serve MODEL OTHER_MODEL --host 0.0.0.0 --port 8000 token_env=TREEWARD_TOKEN
   treeward serve MODEL OTHER_MODEL --ensemble worst --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward serve --config server.yaml --port 8001 deadline_seconds=30
-
-Then, from another terminal:
-  curl localhost:8000/v1/rewards -H 'content-type: application/json' \
-      -d '{"context": [{"role": "user", "content": "2 + 2?"}], "completions": ["4", "5"]}'
 """
 
 from __future__ import annotations

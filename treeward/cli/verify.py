@@ -6,11 +6,9 @@ examples:
   treeward verify downloaded/model --write --head-weights helpfulness=1,verbosity=-0.2
   treeward verify results/quickstart/final --against http://gpu7:8001 --dialect vllm --dtype bfloat16
 
-The first part that differs is the cause. The exit code is 0 where everything is equal,
-1 where something differs, 2 where there is nothing to compare.
-
---write makes the contract of a folder that treeward has not made. --against asks a
-server for the scores, as the clients of --dialect do; --dtype is then its number format.
+The exit code is 0 where everything is equal, 1 where something differs (the first part
+that does is the cause), 2 where there is nothing to compare. With --against, --dtype is
+the number format of the server.
 """
 
 from __future__ import annotations
