@@ -185,13 +185,6 @@ def test_another_template(served: Served, serve: Any, verify: Verify) -> None:
     assert code == 1 and "what differs first is the template: conversations are rendered in another way" in text
 
 
-def test_keys_of_a_request(served: Served, serve: Any) -> None:
-    """What clients of a server add to their requests can be tried; here it mends the doubled BOS."""
-    server = serve(Mistaken(served, **MISTAKES["two BOS"][0](served)))
-    assert verify_server(served.folder, server.url, dialect="vllm", extra={"add_special_tokens": False}).equal
-    assert all(request.json["add_special_tokens"] is False for request in server.requests if request.body)
-
-
 def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Mistaken(served)
 
