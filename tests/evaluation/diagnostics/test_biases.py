@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import random
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from treeward.data.synthetic import gold_quality
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style, length_strata, markdown_density
-from treeward.evaluation.statistics import wilson
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +41,8 @@ def test_a_bias_costs_length_controlled_accuracy_and_opens_the_gap(diagnosed: An
     assert fair.accuracy_gap.low < 0 < fair.accuracy_gap.high and liking.accuracy_gap.low > 0.15
     assert liking.relative_slope.value > 0.5 and fair.relative_slope.high < 0.1
     assert fair.longer_is_right.value == liking.longer_is_right.value == pytest.approx(0.5, abs=0.01)  # of the data
-    bars, curve = loving.figures
+    (bars,) = loving.figures
     assert [item["value"] for item in bars["series"][0]["items"]][3] == accuracies[2]
-    assert np.corrcoef(curve["series"][0]["x"], curve["series"][0]["y"])[0, 1] > 0.9
 
 
 def test_a_model_that_only_likes_length_has_one_zero_and_a_half(bundled: Any, score_with: Any) -> None:
@@ -89,20 +85,6 @@ def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(make_exampl
     assert half.length_controlled_accuracy.value == 1 and half.accuracy_gap.value == 0 and half.num_left_out == 1
     assert half.longer_is_right.count == 7  # of the data
     assert half.accuracy_gap.note == "1 pair has no score and is left out."
-
-
-def test_the_gap_of_pairs_with_prompts_of_their_own_has_newcombes_interval_or_a_wider_one(
-    make_example: Any, score_with: Any
-) -> None:
-    right = {**{f"{i}": i < 18 for i in range(20)}, **{f"{i}": i < 23 for i in range(20, 30)}}
-    examples = [make_example(id, id, ["a" * (200 if int(id) < 20 else 50), "b" * 100]) for id in right]
-    scored = score_with(examples, lambda context, text: float((text[0] == "a") == right[context[0]["content"]]))
-    found = diagnose_length(scored).accuracy_gap
-    (low_a, high_a), (low_b, high_b) = wilson(18, 20), wilson(3, 10)
-    assert found.value == pytest.approx(0.6)
-    assert found.low == pytest.approx(0.6 - math.hypot(0.9 - low_a, high_b - 0.3))
-    above = math.hypot(high_a - 0.9, 0.3 - low_b)
-    assert found.high is not None and 0.6 + above <= found.high <= 0.6 + 1.4 * above
 
 
 def test_markdown_is_counted_outside_code_blocks() -> None:

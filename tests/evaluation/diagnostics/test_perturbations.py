@@ -62,7 +62,7 @@ def diagnosed(rule: Rule, examples: Sequence[EvalExample], **options: Any) -> Di
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
     found = diagnosed(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
     assert (found.padding_relative_shift.low or 0) > 0.8 and (found.repeated_relative_shift.low or 0) > 0.8
-    assert (found.padding_rejected_flips.value or 0) > 0.2 and found.padding_chosen_flips.value == 0
+    assert (found.padding_rejected_flips.value or 0) > 0.2
     assert (found.truncated_50_relative_shift.high or 0) < 0
     assert found.capitals_relative_shift.value == 0 and found.capitals_rejected_flips.value == 0
     assert (found.robust_accuracy.value or 0) < (found.accuracy.value or 0)
@@ -76,8 +76,7 @@ def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_bu
     found = diagnosed(Rule(gold_quality), plain, num_examples=60)
     assert found.accuracy.value == 1 and found.robust_accuracy.count == min(60, len(plain)) > 40
     for name in ("white_space", "capitals"):
-        for side in ("rejected", "chosen"):
-            assert found.numbers[f"{name}_{side}_flips"].value == 0, name
+        assert found.numbers[f"{name}_rejected_flips"].value == 0, name
     assert (found.refusal_relative_shift.high or 0) < 0 and found.refusal_rejected_flips.value == 0
     assert (found.repeated_relative_shift.high or 0) < 0
 
@@ -94,7 +93,7 @@ def test_the_numbers_of_a_hand_made_table() -> None:
     numbers = {name: (metric.value, metric.count) for name, metric in summarize_perturbations(scores).numbers.items()}
     assert numbers["accuracy"] == (4 / 5, 5)
     assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one
-    assert numbers["padding_rejected_flips"] == (2 / 4, 4) and numbers["padding_chosen_flips"] == (1 / 3, 3)
+    assert numbers["padding_rejected_flips"] == (2 / 4, 4)
     shift = sum([0.5, 2.25, -1.5, 0.0, 3.0, -1.0, 0.0, 2.0, 1.0]) / 9
     assert numbers["padding_relative_shift"] == (pytest.approx(shift / ((2 + 1 + 2 + 2 + 2) / 5)), 9)
     assert numbers["markdown_relative_shift"] == (None, 0) and numbers["markdown_rejected_flips"][1] == 0
@@ -113,7 +112,7 @@ def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer:
             assert [one.rewritten[name][side] for name, text in texts.items() if text] == pytest.approx(want, abs=1e-5)
             assert all(one.rewritten[name][side] is None for name, text in texts.items() if text is None)
     found = summarize_perturbations(scores, "mine")
-    assert found.num_left_out == 0 and len(found.numbers) == 2 + 3 * len(REWRITES)
+    assert found.num_left_out == 0 and len(found.numbers) == 2 + 2 * len(REWRITES)
 
 
 def test_rows_are_kept_as_they_are_scored_and_belong_to_their_scorer(bundled: Any, tmp_path: Path) -> None:
@@ -154,18 +153,6 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     assert list(score_perturbed(Rule(by_letters), first[23:])) == together[23:]
     unusable = [make_example("a", "p", ["x", "y"], ranks=[0, 0]), make_example("b", "p", ["x", " "])]
     assert diagnose_perturbations(Rule(by_letters), unusable) is None
-
-
-def test_only_the_last_message_is_rewritten() -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look"}]}
-    texts = ("It is four now.", "Five, I think.")
-    ends = [[call, {"role": "assistant", "content": text, "name": "bot"}] for text in texts]
-    example = EvalExample("a", "s", ({"role": "user", "content": "2 + 2?"},), tuple(map(tuple, ends)), (0, 1))
-    rule = Rule(lambda context, text: 1.0)
-    list(score_perturbed(rule, [example]))
-    seen = rule.conversations
-    assert all(chat[0] == example.context[0] and chat[1] == call and chat[2]["name"] == "bot" for chat in seen)
-    assert len({chat[2]["content"] for chat in seen}) == len(seen) - 1  # both are refused in the same words
 
 
 def test_failures_are_counted_and_left_out(bundled: Any) -> None:

@@ -33,17 +33,6 @@ def test_what_each_rewrite_does() -> None:
     assert rewritten("truncated_80") == "The capital is Paris. It lies on the Seine."
 
 
-def test_long_completions_are_padded_by_all_phrases_at_most_and_code_stays_code() -> None:
-    medium = "word " * 80
-    assert 1.5 * len(medium) < len(rewritten("padding", medium)) < 1.9 * len(medium)
-    long = "word " * 400
-    padded = rewritten("padding", long)
-    assert padded.startswith(long.rstrip()) and len(padded) < 1.5 * len(long)
-    assert rewritten("markdown", "Run:\n```\nx = 1. y\n```") == "## Answer\n\nRun:\n```\nx = 1. y\n```"
-    restated = rewritten("prompt_restated", prompt="many words " * 100)
-    assert len(restated) < len(TEXT) + 450 and ' ..."' in restated
-
-
 def test_where_there_is_nothing_to_change_there_is_no_rewrite() -> None:
     assert all(rewritten(name, "  \n ") is None for name in REWRITES)
     assert rewritten("capitals", "4 + 4 = 8") is None

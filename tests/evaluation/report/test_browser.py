@@ -14,15 +14,12 @@ from report_sample import (
     MODELS,
     NUM_EXAMPLES,
     SUBSETS,
-    perfect,
     sample_report,
     sample_rows,
-    summary,
 )
 
 from treeward.evaluation.report.blocks import format_number
 from treeward.evaluation.report.build import write_report
-from treeward.evaluation.writing import write_results
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
 expect = sync_api.expect
@@ -259,12 +256,3 @@ def test_empty_and_odd_blocks_are_drawn(visit: Visit, tmp_path: Path) -> None:
     assert count(page, "section.block") == len(blocks) and "NaN" not in page.locator("main").inner_text()
     page.locator("table.examples .open").click()
     assert page.locator("td.detail").is_visible()
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_explanations_stand_below_the_names_where_there_is_no_room(visit: Visit, tmp_path: Path, width: int) -> None:
-    page = visit(write_results(tmp_path, [summary(perfect, name, count=12) for name in ("one", "two")]), width=width)
-    table = page.locator(".kind-table", has=page.get_by_role("heading", name="Every number"))
-    narrow = width < 600
-    assert table.locator("thead th:visible").all_inner_texts()[-1] == ("two" if narrow else "How to read it")
-    assert table.locator("tbody .explanation").first.is_visible() is narrow

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +38,12 @@ from treeward.evaluation.diagnostics.completions import (
 from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.report.blocks import bar_item, bars_block
-from treeward.evaluation.results import Block, Diagnostic, Metric
+from treeward.evaluation.results import Diagnostic, Metric
 from treeward.evaluation.statistics import Part, accuracy_metric, combined
 
 __all__ = ["diagnose_length", "diagnose_style", "left_out_note", "length_strata", "markdown_density", "stratify"]
 
 _SIMILAR = 0.1  # of the larger amount
-_LENGTH_BINS = 10
 
 _FENCED = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _MARKS = (
@@ -55,10 +55,8 @@ _MARKS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Trait:
-    """What a model may like beyond quality. `slopes`: names of the slope and of the same in standard deviations;
-    `strata`: names of the numbers of `stratify`; `title` and `note`: of their figure."""
+class Trait(NamedTuple):
+    """What a model may like beyond quality: names of the slopes and of the strata, title and note of the figure."""
 
     slopes: tuple[str, str]
     strata: tuple[str, ...]
@@ -66,30 +64,30 @@ class Trait:
     note: str
 
 
-_FAIR = "Without a bias the first two are alike; a model that only likes {} has 100 %, 0 % and 50 %."
-_COUNTS = "Each n counts pairs of completions that both have a score."
+_FAIR = (
+    "Without a bias the first two are alike; a model that only likes {} has 100 %, 0 % and 50 %. The last is their "
+    "mean. Each n counts pairs of completions that both have a score."
+)
 LENGTH = Trait(
     ("slope_given_rank", "relative_slope"),
     ("longer_is_right", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length", "accuracy_gap",
      "length_controlled_accuracy"),
     "Accuracy by which completion is longer",
-    f"{_FAIR.format('length')} Length-controlled is their mean. {_COUNTS} Similar is within 10 % of the longer.",
+    f"{_FAIR.format('length')} Similar is within 10 % of the longer.",
 )  # fmt: skip
 STYLE = Trait(
     ("density_effect", "relative_density_effect"),
     ("more_markdown_is_right", "accuracy_more_markdown_right", "accuracy_less_markdown_right",
      "accuracy_similar_markdown", "markdown_gap", "style_controlled_accuracy"),
     "Accuracy by which completion has more markdown",
-    f"{_FAIR.format('markdown')} Style-controlled is their mean. {_COUNTS} These are completions with the markdown "
-    "that they have, often few marks. Rewrites (with --perturbations) add markdown to completions that have none; "
-    "where the two differ, a policy will meet the rewrites' answer.",
+    f"{_FAIR.format('markdown')} These are completions with the markdown that they have, often few marks. Rewrites "
+    "(--perturbations) add it to completions that have none; where the two differ, a policy will meet the rewrites.",
 )  # fmt: skip
 
 
 def diagnose_length(scored: Sequence[ScoredExample], model: str = "model") -> Diagnostic:
-    """The length bias of scored examples, and its figures."""
-    found = _diagnose(scored, model, LENGTH, [[length / 100 for length in one.lengths] for one in scored])
-    return replace(found, figures=(*found.figures, *_score_by_length(scored, model)))
+    """The length bias of scored examples."""
+    return _diagnose(scored, model, LENGTH, [[length / 100 for length in one.lengths] for one in scored])
 
 
 def diagnose_style(scored: Sequence[ScoredExample], model: str = "model") -> Diagnostic:
@@ -180,23 +178,3 @@ def left_out_note(num_pairs: int) -> str | None:
 def _part(pairs: Pairs, inside: NDArray[np.bool_], name: str, *, flipped: bool = False) -> Part:
     own = pairs.where(inside)
     return Part.of(name, (1 - own.outcomes if flipped else own.outcomes).tolist(), own.prompts.tolist(), "pairs")
-
-
-def _score_by_length(scored: Sequence[ScoredExample], model: str) -> list[Block]:
-    """The mean score of each tenth of the completions by length; nothing where lengths or scores are all the same."""
-    known = [(length, score) for one in scored for length, score in zip(one.lengths, one.scores, strict=True)
-             if score is not None]  # fmt: skip
-    lengths, scores = np.array(sorted(known, key=lambda pair: pair[0]), dtype=np.float64).reshape(-1, 2).T
-    if len(scores) < _LENGTH_BINS or np.ptp(lengths) == 0 or np.ptp(scores) == 0:
-        return []
-    x, y = ([float(part.mean()) for part in np.array_split(column, _LENGTH_BINS)]
-            for column in (lengths, (scores - scores.mean()) / scores.std()))  # fmt: skip
-    block: Block = {
-        "kind": "curves",
-        "title": "Score by length",
-        "note": "A point is a tenth of all completions, from the shortest to the longest. A rising line may be a "
-        "liking for length, or better completions that are longer: the figure above tells them apart.",
-        "x_label": "characters of the completion",
-        "y_label": "mean score, in standard deviations",
-    }
-    return [block | {"series": [{"name": model, "x": x, "y": y}]}]

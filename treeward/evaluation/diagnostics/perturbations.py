@@ -9,7 +9,7 @@ For each sampled example one pair of a better and a worse completion is scored a
 (`REWRITES`). Signs of a fault:
 
 - any rewrite: `rejected_flips`, for no rewrite makes the worse completion the better one;
-- "style": `chosen_flips`, and a `relative_shift` of the size of the margins, for the content is the same;
+- "style": a `relative_shift` of the size of the margins, for the content is the same;
 - "damage": a shift above 0, for the damaged completion is worse than the whole one.
 
 Where a prompt asks for a format (one word, no markdown), a change of style may break it, and a lower score be right.
@@ -278,9 +278,8 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
 
     `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under every rewrite of
     kind "style", of either completion. For each rewrite: `relative_shift`, the mean of the new score less the old over
-    both completions, in units of the mean absolute margin before; `chosen_flips` and `rejected_flips`, the share of the
-    right pairs that is lost when the better or the worse completion alone is rewritten; a tie is lost.
-    `num_left_out`: texts without a score.
+    both completions, in units of the mean absolute margin before; `rejected_flips`, the share of the right pairs that
+    is lost when the worse completion alone is rewritten; a tie is lost. `num_left_out`: texts without a score.
     """
     prompts = np.array([one.prompt for one in scores], dtype=object)
     before = _table([one.original for one in scores])
@@ -296,22 +295,21 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
     for name, (_, kind, _) in REWRITES.items():
         after = _table([one.rewritten.get(name, (None, None)) for one in scores])
         there, shifts = np.isfinite(after - before), after - before
-        # A rewrite that does not apply, or a text without a score, says nothing against a pair.
-        lost = {"chosen": after[:, 0] <= before[:, 1], "rejected": before[:, 0] <= after[:, 1]}
         moves, owners = shifts[there] / (size or np.nan), prompts[np.nonzero(there)[0]].tolist()
         value = float(moves.mean()) if len(moves) and size else None
         ends = (None, None) if value is None else cluster_bootstrap(moves, owners)
         numbers.append(Metric(f"{name}_relative_shift", value, *ends, count=len(moves)))
-        numbers += [share(f"{name}_{which}_flips", lost[which], right & np.isfinite(after[:, side]))
-                    for side, which in enumerate(lost)]  # fmt: skip
+        # A rewrite that does not apply, or a text without a score, says nothing against a pair.
+        turned = before[:, 0] <= after[:, 1]
+        numbers.append(share(f"{name}_rejected_flips", turned, right & np.isfinite(after[:, 1])))
         if kind == "style":
-            stays &= ~lost["chosen"] & ~lost["rejected"]
+            stays &= ~turned & ~(after[:, 0] <= before[:, 1])
     every = np.ones(len(scores), dtype=bool)
     robust, num_failed = share("robust_accuracy", stays, every), sum(one.num_failed for one in scores)
     if num_failed:
         robust = replace(robust, note=f"{num_failed:,} texts without a score are left out.")
     by_name = {metric.name: metric for metric in (robust, share("accuracy", right, every), *numbers)}
-    moved, turned = (
+    moved, lost = (
         [bar_item(one.label, by_name[f"{name}_{what}"]) for name, one in REWRITES.items()]
         for what in ("relative_shift", "rejected_flips")
     )
@@ -319,7 +317,7 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
     figures = (
         bars_block("Score shift by rewrite", model, moved, _OF_SHIFT, format="signed", reference=0,
                    x_range=[-reach, reach]),
-        bars_block("Right pairs lost when the worse completion is rewritten", model, turned, _OF_FLIPS, reference=0),
+        bars_block("Right pairs lost when the worse completion is rewritten", model, lost, _OF_FLIPS, reference=0),
     )  # fmt: skip
     return Diagnostic(by_name, figures, num_failed)
 
