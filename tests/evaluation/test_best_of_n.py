@@ -111,13 +111,6 @@ def test_a_planted_law_is_found_wherever_the_points_lie(alpha: float, beta: floa
     assert fit_gao(dense, np.sin(dense)) == pytest.approx(fit_gao(uneven, np.sin(uneven)), abs=3e-3)
 
 
-def test_the_peak_of_a_law() -> None:
-    d = np.linspace(0.01, 6, 60_000)
-    law = fit_gao([0.5, 1.0, 2.0], [0.4, 0.6, 0.3])
-    assert law.peak_distance == pytest.approx(d[np.argmax(law.gain(d))], abs=1e-3)
-    assert fit_gao([0.5, 1.0, 2.0], [0.5, 1.1, 2.6]).peak_distance is None
-
-
 # --- the analysis ----------------------------------------------------------------------------------------------------
 
 
@@ -147,15 +140,6 @@ def test_curves_are_means_over_prompts_in_their_units() -> None:
         one, other = a.at(name, 6), b.at(name, 6)
         assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high))
     assert a.correlation.value == pytest.approx(b.correlation.value)
-
-
-def test_gains_are_those_of_normal_scores() -> None:
-    """With normal scores the proxy gains E max of n, and gold the correlation times that."""
-    result = analyse(gaussian_prompts(np.random.default_rng(3), 1500, 8, correlation=0.6), num_resamples=50)
-    highest_of_8 = 1.4236  # the expected largest of 8 standard normals
-    assert result.at("proxy_gain", 8).value == pytest.approx(highest_of_8, abs=0.06)
-    assert result.at("gold_gain", 8).value == pytest.approx(0.6 * highest_of_8, abs=0.09)
-    assert result.correlation.value == pytest.approx(0.6, abs=0.03)
 
 
 def test_samples_and_prompts_that_are_left_out_are_counted() -> None:
@@ -215,17 +199,6 @@ def test_intervals_hold_what_they_promise() -> None:
     assert 0.915 <= covered <= 0.985
 
 
-def test_few_prompts_have_no_certainty() -> None:
-    one = analyse(gaussian_prompts(np.random.default_rng(8), 1, 8))
-    assert set(one.curves["gold"].low) == {None} and one.verdict.p_value is None
-    few = analyse(peaked_prompts(num=9))
-    assert few.verdict.state == "unclear" and few.verdict.p_value is None
-    assert "9 prompts are too few" in few.verdict.sentence
-    assert few.curves["gold"].low[3] is not None
-    assert few.correlation.value is not None and few.correlation.low is None
-    assert analyse(peaked_prompts(num=10)).correlation.low is not None
-
-
 # --- is there over-optimisation? -------------------------------------------------------------------------------------
 
 
@@ -240,13 +213,8 @@ def test_over_optimisation_is_seen() -> None:
     assert verdict.sentence.startswith(f"Over-optimisation is seen: gold is highest at n = {verdict.peak}")
     falls = analyse(of_arrays(proxy[:12, :12], -proxy[:12, :12])).verdict
     assert falls.peak == 1 and "highest at n = 1" in falls.sentence
-
-
-def test_no_over_optimisation_is_seen_where_gold_rises() -> None:
-    result = analyse(gaussian_prompts(np.random.default_rng(10), 80, 12, correlation=0.9), num_resamples=500)
-    assert result.verdict.state == "not seen" and result.verdict.peak == 12 and result.verdict.drop == 0.0
-    assert result.verdict.p_value is not None and result.verdict.p_value > 0.5
-    assert "gold is highest there" in result.verdict.sentence and "may be chance" not in result.verdict.sentence
+    few = analyse(peaked_prompts(num=9))
+    assert few.verdict.state == "unclear" and few.verdict.p_value is None and few.correlation.low is None
 
 
 def test_a_proxy_that_knows_nothing_is_seldom_accused() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,19 +170,6 @@ def test_what_only_one_has_or_another_content_is_left_out_and_said() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("second", "got"),
-    [
-        (scored(2, 1.0), "0 examples with an id in common"),
-        (scored(1, 1.0, answer="Other."), "1 with another content"),
-    ],
-)
-def test_nothing_to_compare(second: ScoredExample, got: str) -> None:
-    with pytest.raises(DataError, match="no example in common") as caught:
-        compare(evaluation("a", scored(1, 1.0)), evaluation("b", second))
-    assert got in str(caught.value)
-
-
 # --- where they disagree ---
 
 
@@ -227,15 +213,3 @@ def test_errors_of_files_name_the_place(tmp_path: Path) -> None:
     broken.write_text(json.dumps(row) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"broken.jsonl:1: this is no row"):
         read_evaluation(broken)
-
-
-def test_a_disagreement_is_between_the_completions_that_were_mistaken() -> None:
-    """Of four answers, two of them best, the model that is not right has put the last above the first."""
-    example = EvalExample(
-        "1", "chat", (message("user", "?"),), tuple((message("assistant", t),) for t in "wxyz"), (0, 0, 1, 2)
-    )
-    right = ScoredExample(example, (4.0, 3.0, 2.0, 1.0), (1,) * 4, (1,) * 4, (None,) * 4)
-    wrong = replace(right, scores=(1.0, 4.0, 2.0, 3.0))
-    for sides in ((right, wrong), (wrong, right)):
-        (one,) = compare(*(evaluation(name, side) for name, side in zip("ab", sides, strict=True))).disagreements
-        assert (one.better, one.worse) == (0, 3)  # in the right model's eyes the nearest are 1 and 2

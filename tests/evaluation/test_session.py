@@ -300,6 +300,15 @@ def test_results_that_a_new_evaluation_would_drop_are_refused(tmp_path: Path) ->
     assert found == [(m, s) for m in "xy" for s in ("first", "other")]
 
 
+def test_ids_that_come_twice_become_distinct() -> None:
+    class Twice(Questions):
+        def load(self, source: str | None = None) -> list[EvalExample]:
+            return super().load("2") * 2
+
+    (summary,) = run_evaluation([candidate("m")], [(Twice(), None)]).summaries
+    assert [one.example.id for one in summary.examples] == ["0", "1", "0#2", "1#2"]
+
+
 def test_a_suite_that_is_empty_or_that_the_hub_does_not_give() -> None:
     with pytest.raises(DataError, match="no examples"):
         run_evaluation([candidate("m")], [(Questions(), "0")])
@@ -316,17 +325,3 @@ def test_folder_names_say_which_model_is_meant() -> None:
     for models in (["org/m", "org/m"], ["a", "runs/final", "./runs/final/"]):
         with pytest.raises(ConfigError, match="named twice"):
             folder_names(models)
-
-
-def test_drift_is_of_the_checkpoints_and_reaches_the_files(tmp_path: Path) -> None:
-    rules = {"step_9": len, "step_10": lambda text: 2.0 * len(text), "step_11": lambda text: None, "other": len}
-    models = [candidate(name, Model(rule), in_drift=name != "other") for name, rule in rules.items()]
-    done = run_evaluation(models, [(Questions("a"), "20"), (Questions("b"), "6")], tmp_path, drift=True)
-    assert [one.suite for one in done.drift] == ["a", "b"]
-    _, first, second = done.drift[0].checkpoints
-    assert (first.before, first.model) == ("step_9", "step_10")
-    assert first.numbers["order_agreement"].value == 1
-    assert second.numbers["order_agreement"].value is None
-    titles = [block.get("title") for block in json.loads((tmp_path / "report.json").read_text())["blocks"]]
-    assert "Drift between checkpoints: Questions" in titles and "Questions: the checkpoints" in titles
-    assert [len(one["checkpoints"]) for one in results_of(tmp_path)["drift"]] == [3, 3]

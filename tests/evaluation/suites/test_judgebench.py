@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from treeward.errors import DataError
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.suites.benchmarks import JudgeBench
 
@@ -48,17 +47,6 @@ def examples(tmp_path: Path) -> list[EvalExample]:
     return JudgeBench().load(str(tmp_path))
 
 
-@pytest.mark.parametrize("label", ["A>B", "B>A"])
-@pytest.mark.parametrize("scores", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
-def test_a_pair_is_right_where_the_votes_of_both_orders_say_so(scored: Make, label: str, scores: Any) -> None:
-    a, b = scores
-    votes = ["A>B" if a > b else "B>A", "B>A" if b > a else "A>B"]  # as the authors count them
-    net = sum(1 if vote == label else -1 for vote in votes)
-    pair = tuple(({"role": "assistant", "content": text},) for text in "ab")
-    example = EvalExample("1", "Math (gpt)", (), pair, (0, 1) if label == "A>B" else (1, 0))
-    assert JudgeBench().outcome_value(scored(example, scores)) == float(net > 0)
-
-
 def test_both_splits_of_the_download(examples: list[EvalExample]) -> None:
     assert len(examples) == 14 and examples[0].id == "Knowledge (gpt)/gpt-0"
     assert [e.subset for e in examples[6:10]] == [
@@ -94,14 +82,3 @@ def test_the_files_of_the_authors_repository_and_not_their_outputs(tmp_path: Pat
     write(tmp_path / "outputs" / f"{name},judge_name=vanilla,judge_model=x.jsonl", rows_of("gpt", 3))
     assert [e.suite_data["id"] for e in JudgeBench().load(str(tmp_path))] == ["gpt-0", "gpt-1", "gpt-2"]
     assert len(JudgeBench().load(str(tmp_path / "data" / f"{name}.jsonl"))) == 3
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [({"label": "A=B"}, "label"), ({"source": "gsm8k"}, "source")],
-)
-def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str) -> None:
-    file = write(tmp_path / "gpt.jsonl", [*rows_of("gpt", 1), rows_of("gpt", 2)[1] | change])
-    with pytest.raises(DataError) as caught:
-        JudgeBench().load(str(file))
-    assert caught.value.where == f"{file}:2" and caught.value.field == field

@@ -52,13 +52,6 @@ def test_the_authors_folders(repository: Path, inside: str) -> None:
     assert str(examples[1].where).endswith("Natural/dataset.json:row 2")
 
 
-def test_a_part_of_them(repository: Path) -> None:
-    folder = repository / "Dataset" / "LLMBar" / "Adversarial"
-    assert {e.subset for e in LLMBar().load(str(folder))} == set(SETS) - {"Natural"}
-    assert {e.subset for e in LLMBar().load(str(folder / "GPTOut"))} == {"GPTOut"}
-    assert {e.subset for e in LLMBar().load(str(folder / "GPTOut" / "dataset.json"))} == {"GPTOut"}
-
-
 def test_a_file_is_the_set_that_it_names(tmp_path: Path) -> None:
     for file, name in (
         ("natural.jsonl.gz", "Natural"),

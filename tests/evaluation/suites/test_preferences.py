@@ -63,12 +63,6 @@ def test_ties_of_scores(suite_of: Callable[..., PreferenceSuite], scored: Make, 
     assert result.headline.value == pytest.approx(value)
 
 
-def test_examples_without_an_order_count_in_no_accuracy(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:
-    suite = suite_of(ranked("a", 0, 1), ranked("b", 0, 0))
-    result = suite.summarize([scored(e, (1.0, 0.0)) for e in suite.load()])
-    assert result.headline.value == 1.0 and result.headline.count == 1 and result.num_examples == 2
-
-
 def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:
     suite = suite_of(ranked("a", 0, 1, 2), ranked("b", 0, 1))
     a, b = suite.load()

@@ -92,13 +92,6 @@ def test_the_suite_computes_them_from_scores(scored: Make, column: str) -> None:
     assert (result.num_examples, result.num_failed, result.num_ties) == (2985, 0, 0)
 
 
-def test_a_section_without_subsets_is_left_out_and_said(scored: Make) -> None:
-    result = RewardBench().summarize([scored(pair("donotanswer", i), (1.0, i)) for i in range(4)])
-    assert [(metric.name, metric.value) for metric in result.sections] == [("Safety", 0.25)]
-    assert result.headline.value == 0.25
-    assert "4 of 2985" in str(result.headline.note)
-
-
 @pytest.mark.parametrize(("policy", "value"), [("strict", 0.25), ("half", 0.5)])
 def test_a_tie_counts_by_the_policy(scored: Make, policy: Any, value: float) -> None:
     scores = [(1.0, 0.0), (2.0, 2.0), (0.0, 1.0), (-1.0, -1.0)]

@@ -100,12 +100,6 @@ def test_the_overall_score_is_the_plain_mean_of_the_subsets(scored: Make) -> Non
         assert metric.low <= metric.value <= metric.high and metric.low < metric.high
 
 
-def test_an_answer_without_a_score_is_wrong(scored: Make) -> None:
-    math = [scored(example(str(i), "Math", 1, 4), (1.0, 0.0, None if i == 0 else 0.0, 0.0)) for i in range(4)]
-    result = RewardBench2().summarize(math)
-    assert result.headline.value == 0.75 and result.headline_of_scored.value == 1.0 and result.num_failed == 1
-
-
 @pytest.mark.parametrize("which", ["tied:2", "ref:2"])
 def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(scored: Make, which: str) -> None:
     rows = ties(scored, GOLDEN)

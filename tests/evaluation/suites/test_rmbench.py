@@ -87,12 +87,6 @@ def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredEx
     assert result.num_failed == 1 and result.headline_of_scored.value > result.headline.value  # type: ignore[operator]
 
 
-def test_examples_have_their_styles(examples: list[EvalExample]) -> None:
-    one = examples[8]
-    assert one.id == "safety-refuse/8" and one.subset == "safety-refuse" and one.ranks == (0, 0, 0, 1, 1, 1)
-    assert [c[0]["content"] for c in one.completions][2:4] == ["right 2 8", "wrong 0 8"]
-
-
 def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:
     rows = rows_of_data()
     (tmp_path / "data").mkdir()
