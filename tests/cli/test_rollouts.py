@@ -235,8 +235,12 @@ def test_a_cut_file_goes_on_and_is_not_overwritten(collect: Collector, capsys: p
     assert "there are rollouts already" in capsys.readouterr().err
 
 
-def test_a_row_that_cannot_be_asked_is_told_before_the_first_request(collect: Collector) -> None:
-    collect.write([{"prompt": "Why?"}, {"question": "Why?"}])
+@pytest.mark.parametrize(
+    "row",
+    [{"question": "Why?"}, {"responses_create_params": {"input": "Why?", "previous_response_id": "of Responses only"}}],
+)
+def test_a_row_that_cannot_be_asked_is_told_before_the_first_request(collect: Collector, row: Any) -> None:
+    collect.write([{"prompt": "Why?"}, row])
     assert collect("--concurrency", "1") == 2 and collect.policy.requests == []
 
 

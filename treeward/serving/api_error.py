@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from treeward.errors import TreewardError, shown
 
+ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
+"""The statuses of errors."""
+
 
 class APIError(Exception):
     """`status`: of HTTP. `code`: one word for programs. `message`: for people. `param`: the field that is wrong.

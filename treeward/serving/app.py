@@ -22,7 +22,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from treeward.serving import dialects
-from treeward.serving.api_error import APIError
+from treeward.serving.api_error import ERRORS, APIError
 from treeward.serving.dialects import nemo_gym
 from treeward.serving.limits import JSON, RequestLimits, error_response
 from treeward.serving.playground import routes as playground
@@ -34,9 +34,6 @@ class ErrorResponse(TypedDict):
     """A request that gets no scores: `message`, `type`, `code`, `param`, `request_id`."""
 
     error: dict[str, str | None]
-
-
-_ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 
 
 def create_app(service: Service, *, token: str | None = None, allowed_hosts: Collection[str] | None = None) -> FastAPI:
@@ -52,7 +49,7 @@ def create_app(service: Service, *, token: str | None = None, allowed_hosts: Col
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses={status: {"model": ErrorResponse} for status in _ERRORS},
+        responses={status: {"model": ErrorResponse} for status in ERRORS},
         exception_handlers={
             APIError: _api_error, RequestValidationError: _invalid, HTTPException: _not_routed, Exception: _failed,
         },

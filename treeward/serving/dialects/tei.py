@@ -16,27 +16,20 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, Strings, sigmoid
+from treeward.serving.api_error import ERRORS
+from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, described, sigmoid
 from treeward.serving.limits import JSON
 from treeward.serving.rendered_text import RenderedText
 
 router = APIRouter(tags=["tei"], route_class=JSONRoute)
 
 
-def _without_pairs(inputs: str | list[Any]) -> str | list[Any]:
-    groups = inputs if isinstance(inputs, list) and inputs and isinstance(inputs[0], list) else [inputs]
-    if any(isinstance(group, list) and len(group) != 1 for group in groups):
-        words = (
-            "Several texts in a list are a pair; a reward model reads one text, the whole conversation, and a batch of "
-            "them is [[text], [text], ...]"
-        )
-        raise PydanticCustomError("inputs", words)
-    return inputs
+_OneText = Annotated[list[str], Field(min_length=1, max_length=1)]
+_WORDS = "a text, or [[text], [text], ...]: several texts in one list are a pair, and a reward model reads one"
 
 
 class Parameters(Body):
@@ -49,7 +42,7 @@ class Parameters(Body):
 class PredictBody(Body):
     """Rendered texts."""
 
-    inputs: Annotated[Strings | list[list[str]], AfterValidator(_without_pairs)]
+    inputs: Annotated[str | _OneText | Annotated[list[_OneText], Field(min_length=1)], described(_WORDS)]
     """A text, alone or in a list; or a list of lists of one text each."""
     raw_scores: bool | None = None
     """False: the sigmoid of the score; otherwise the score itself."""
@@ -70,9 +63,7 @@ class Prediction(TypedDict):
     "/predict",
     summary="Text Embeddings Inference: scores as predictions",
     response_model=list[Prediction] | list[list[Prediction]],
-    responses={
-        status: {"model": dict[str, str | None]} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
-    },
+    responses={status: {"model": dict[str, str | None]} for status in ERRORS},
 )
 async def predict(body: PredictBody, server: Server, model: ModelName = None) -> JSON:
     return await server.respond(server.model(model), parse(body), lambda rewards: to_json(body, rewards))
