@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from treeward.environments.math_answers import MathChecker, MathVerdict
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[MathChecker]:
-    with MathChecker(workers=1, timeout_seconds=30.0) as made:
+    with closing(MathChecker(workers=1, timeout_seconds=30.0)) as made:
         yield made
 
 
@@ -58,7 +59,7 @@ def test_no_answer_is_wrong_and_no_ground_truth_is_undecided(checker: MathChecke
 
 
 def test_what_takes_for_ever_is_given_up_and_the_rest_is_compared() -> None:
-    with MathChecker(workers=1, timeout_seconds=1.0) as hurried:
+    with closing(MathChecker(workers=1, timeout_seconds=1.0)) as hurried:
         verdicts = hurried.check([(("7",), r"\boxed{(10^9)!}"), (("7",), "7"), (("(" * 3000 + "7" + ")" * 3000,), "7")])
     assert [v.correct for v in verdicts] == [None, True, None]
     for verdict in verdicts[::2]:

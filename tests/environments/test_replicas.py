@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.interface import DETAILS
-from treeward.environments.replicas import check_resources, plan_chunks
+from treeward.environments.replicas import ReplicaPool, check_resources, plan_chunks
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, ModelError
 from treeward.scoring.scorer import Scorer
@@ -45,6 +45,11 @@ def make(folder: str, **keys: Any) -> RewardModelEnvironment:
     return RewardModelEnvironment(config | keys, workers="ray")
 
 
+def process_ids(environment: RewardModelEnvironment) -> list[int]:
+    assert isinstance(environment._workers, ReplicaPool)
+    return environment._workers.process_ids()
+
+
 def wait_until_busy(process_id: int) -> None:
     """Until the process has computed for a while."""
     process = psutil.Process(process_id)
@@ -67,7 +72,7 @@ def test_workers_and_the_death_of_one(folder: str, scores: list[float], ray: Any
     with pytest.raises(ConfigError, match=r"too few CPUs(?s:.*)need:  9 CPUs for 9 replicas"):
         make(folder, num_replicas=9, cpus_per_replica=1)
     environment = make(folder, num_replicas=2)
-    before = environment.process_ids()
+    before = process_ids(environment)
     assert len(set(before)) == 2
     with pytest.raises(ConfigError, match="needs the model in this process"):
         environment.preprocess_data(LOGS)
@@ -78,7 +83,7 @@ def test_workers_and_the_death_of_one(folder: str, scores: list[float], ray: Any
     step = environment.step(LOGS, INFOS)
     accident.join()
     assert step.rewards.tolist() == pytest.approx(scores, abs=CLOSE)
-    after = environment.process_ids()
+    after = process_ids(environment)
     assert before[0] not in after and before[1] in after
     environment.shutdown()
     with pytest.raises(ModelError, match="was shut down"):
@@ -99,10 +104,10 @@ def test_errors_reach_the_caller(folder: str, ray: Any, tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_a_worker_that_takes_too_long_ends_itself(folder: str, ray: Any) -> None:
     environment = make(folder, max_retries=0, worker_timeout_seconds=0.001)
-    before = environment.process_ids()
+    before = process_ids(environment)
     step = environment.step(LOGS[:5], INFOS[:5])
     assert bool(step.rewards.isnan().all()) and "its worker died" in step.metadata[0][DETAILS]["error"]
-    assert environment.process_ids() != before
+    assert process_ids(environment) != before
     environment.shutdown()
 
 
@@ -112,7 +117,7 @@ def test_only_the_chunk_of_the_dead_worker_is_masked(folder: str, ray: Any) -> N
     environment = make(folder, num_replicas=2, max_retries=0)
     want = environment.step(logs, [{}] * 100).rewards
     assert bool(want.isfinite().all())
-    accident = killed_while_busy(environment.process_ids()[0])
+    accident = killed_while_busy(process_ids(environment)[0])
     step = environment.step(logs, [{}] * 100)
     accident.join()
     masked = step.rewards.isnan()

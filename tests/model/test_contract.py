@@ -54,7 +54,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert "é" in path.read_text(encoding="utf-8")
     assert (stat.S_IMODE(path.stat().st_mode) & 0o044) == 0o044  # others may read the model, so this too
     other = contract.model_copy(update={"treeward_version": "0.2"})
-    assert other.sha256 != contract.sha256 == contract_of().sha256
+    assert other.scores_sha256 != contract.scores_sha256 == contract_of().scores_sha256
     write_contract(other, tmp_path)
     assert read_contract(tmp_path) == other and [file.name for file in tmp_path.iterdir()] == [CONTRACT_FILE]
 

@@ -128,11 +128,9 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         result = values[0].tolist() if hasattr(values[0], "tolist") else values[0]
         if not isinstance(result, Sequence) or isinstance(result, str | bytes) or len(result) != len(samples):
             raise ConfigError(
-                "the function does not return one reward per sample",
+                f"the function does not return one reward per sample: {len(samples)}",
                 where=WHERE,
-                field="function",
-                got=f"{result!r:.100} from {self.config.function}",
-                need=f"a list of {len(samples)}",
+                got=f"{result!r:.100}",
             )
         return [_reward(each) for each in result]
 
@@ -188,8 +186,6 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
                 where=WHERE,
                 field="kwargs",
                 got=f"{self.config.function}{signature}",
-                need=f"the parameters {', '.join((*names, *self._kwargs))}",
-                fix="set the missing arguments in kwargs, or remove the unknown ones",
             ) from None
 
     def _failed(self, error: BaseException) -> Reward:
@@ -223,7 +219,6 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             where=WHERE,
             field="signature",
             got=f"{self.config.function}({', '.join(self._parameters)})",
-            need="; ".join(f"{one.name}: ({', '.join(one.parameters)})" for one in _CONVENTIONS),
             fix="set signature, or rename the parameters",
         )
 
@@ -255,8 +250,5 @@ def _number(value: Any) -> float | None:
         value = value.item()
     if not isinstance(value, int | float):
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
+    number = float(value)
     return number if math.isfinite(number) else None

@@ -68,10 +68,7 @@ _REMINDERS = {
     "rating": "Your message had no valid rating. Answer with nothing but a line of the form `Rating: [[5]]`.",
     "pairwise": "Your message had no valid verdict. Answer with nothing but [[A]], [[B]] or [[C]].",
 }
-_VERDICTS = {
-    "rating": re.compile(r"Rating: \[\[(-?\d+(?:\.\d+)?)\]\]"),
-    "pairwise": re.compile(r"\[\[([ABC])\]\]"),
-}
+_VERDICTS = {"rating": re.compile(r"Rating: \[\[(-?\d+(?:\.\d+)?)\]\]"), "pairwise": re.compile(r"\[\[([ABC])\]\]")}
 _OUTCOMES = {"A": 1.0, "B": 0.0, "C": 0.5}  # of completion A
 _PLACEHOLDER = re.compile(r"\{(conversation|completion|completion_a|completion_b)\}")
 
@@ -136,10 +133,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         config = self.config
         slots = asyncio.Semaphore(config.max_concurrency)
         async with openai_client(  # a client belongs to an event loop, and `run_async` makes one for each step
-            config.base_url,
-            api_key=self._key,
-            timeout_seconds=config.timeout_seconds,
-            max_retries=config.max_retries,
+            config.base_url, api_key=self._key, timeout_seconds=config.timeout_seconds, max_retries=config.max_retries
         ) as client:
             tasks = [asyncio.create_task(self._judge(client, slots, sample)) for sample in samples]
             try:

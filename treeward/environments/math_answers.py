@@ -1,6 +1,6 @@
 r"""`MathChecker`: whether a completion's answer is mathematically equal to a ground truth.
 
-    with MathChecker() as checker:
+    with closing(MathChecker()) as checker:
         checker.check([(["1/2"], r"So it is \boxed{0.5}."), (["1/2"], "I do not know.")])    # correct, wrong
 
 math-verify extracts the answer from the completion (in `\boxed{}`, after "the answer is", else the last expression),
@@ -59,12 +59,6 @@ class MathChecker:
         self._processes: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(workers):
             self._processes.put(None)
-
-    def __enter__(self) -> MathChecker:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
     def check(self, items: Sequence[tuple[Sequence[str], str]]) -> list[MathVerdict]:
         """Compare each (accepted ground truths, completion), in order; one equal ground truth is enough.

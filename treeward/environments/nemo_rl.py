@@ -79,12 +79,7 @@ class NemoRLEnvironment(Environment):
         return self.environment.evaluation_rewards(conversations, env_infos)
 
     def step(
-        self,
-        message_logs: Logs,
-        env_infos: AnyInfos,
-        return_extracted_answer: bool = False,
-        *,
-        update: bool = True,
+        self, message_logs: Logs, env_infos: AnyInfos, return_extracted_answer: bool = False, *, update: bool = True
     ) -> EnvironmentReturn:
         """The environment's step, every reward finite. Raises `ModelError` for a missing reward without a substitute.
 
@@ -123,10 +118,8 @@ class NemoRLEnvironment(Environment):
         if not bool(torch.isfinite(filled).all()):
             raise ModelError(
                 f"{len(failed)} of {len(filled)} samples have no reward, and NeMo RL cannot leave one out",
-                field=f"{_SECTION}.failed_samples",
                 got=first,
-                need="a reward for every sample; with group_mean, for another completion of its prompt in the step",
-                fix="correct the sample; failed_samples: group_mean gives such samples the advantage 0",
+                fix="correct it; nemo_rl.failed_samples: group_mean needs another completion of its prompt in the step",
             )
         words = "%d of %d samples have no reward and got the mean of the other completions of their prompt; %s"
         logger.warning(words, len(failed), len(filled), first)

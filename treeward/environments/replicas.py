@@ -64,10 +64,6 @@ class ScoringWorker:
         _ = self.scorer
         return os.getpid()
 
-    def process_ids(self) -> list[int]:
-        """This process."""
-        return [self.load()]
-
     def score(self, conversations: Sequence[Conversation], *, timeout_seconds: float | None = None) -> list[Score]:
         """Scores in order; a failed conversation has None and the reason in `Score.error`.
 

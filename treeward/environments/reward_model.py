@@ -132,10 +132,6 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             raise ConfigError("an ensemble has no one model", field="model_name", got=list(self.config.model_names))
         return members[0].model
 
-    def process_ids(self) -> list[int]:
-        """The processes that hold the model: this one, or those of the workers, each on its node."""
-        return self._running().process_ids()
-
     @property
     def is_stateful(self) -> bool:
         shaper = self._rewarder.shaper

@@ -128,8 +128,6 @@ def _environment(config: RewardSourceConfig) -> Environment:
         raise ConfigError(
             "running statistics must cover the whole run, and each reward worker would have its own",
             where=_WHERE,
-            field="environment",
-            need="actor: one environment that all reward workers share; or fixed reward_mean and reward_std",
             fix=fix,
         )
     return environment

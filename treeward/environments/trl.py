@@ -87,12 +87,7 @@ class TrlReward:
             return
         raise ConfigError(
             "running statistics must cover the whole run, and each training process would have its own",
-            where="as_trl",
-            field="reward_shaping.running",
-            got=f"an environment in one of {processes} processes (WORLD_SIZE)",
-            need="one environment that all of them share; or fixed reward_mean and reward_std",
-            fix='RewardModelEnvironment.options(name="rewards", lifetime="detached").remote(config) once, and '
-            'TrlReward(ray.get_actor("rewards")) in each process',
+            fix='RewardModelEnvironment.options(name="rewards").remote(config) once; ray.get_actor("rewards") in each',
         )
 
 

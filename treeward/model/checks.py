@@ -207,11 +207,9 @@ def check_tokenizer_survives(hf: PreTrainedModel, tokenizer: PreTrainedTokenizer
         return
     raise ConfigError(
         "this tokenizer cannot be kept with this type of model",
-        where="policy.tokenizer",
-        got=f"model_type {hf.config.model_type}, whose tokenizers transformers loads as {type(again).__name__}: the "
-        "exported model would be given other tokens than in training",
-        need="a tokenizer of that class, or another model type",
-        fix="give policy.tokenizer.name, a tokenizer of this family, or train another type (qwen3, llama)",
+        where="policy.tokenizer.name",
+        got=f"model_type {hf.config.model_type}, whose tokenizers transformers loads as {type(again).__name__}",
+        fix="give a tokenizer of that class, or train another type (qwen3, llama)",
     )
 
 
@@ -233,8 +231,7 @@ def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokeni
         raise ModelError(
             "conversations end with the padding token, so plain transformers would read another score",
             where="policy.tokenizer",
-            got=f"{tokenizer.convert_ids_to_tokens(pad)!r} ends {last[pad]} of {len(sequences)} conversations",
-            need="a padding token that no conversation ends with",
+            got=f"{tokenizer.convert_ids_to_tokens(pad)!r} ends {last[pad]} of {len(sequences)}",
         )
     token, count = last.most_common(1)[0]
     text = tokenizer.decode([token])

@@ -191,14 +191,10 @@ class ScoringContract(Strict):
     """Largest difference of a replayed score."""
 
     @property
-    def sha256(self) -> str:
-        """Identifies the contract, whatever the layout of its file."""
-        return text_sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True))
-
-    @property
     def scores_sha256(self) -> str:
         """Identifies everything that a score depends on; calibration and shaping do not change it."""
-        return self.model_copy(update={"calibration": None, "reward_shaping": None}).sha256
+        decisive = self.model_copy(update={"calibration": None, "reward_shaping": None})
+        return text_sha256(json.dumps(decisive.model_dump(mode="json"), sort_keys=True))
 
 
 def read_contract(name: str | Path) -> ScoringContract | None:

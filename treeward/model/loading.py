@@ -157,10 +157,9 @@ def load_policy(
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):
         raise ModelError(
-            "this is a classifier, as reward models are: it cannot write completions",
+            "this is a classifier, as reward models are: it cannot write completions, as policy.model_name must",
             where=str(name),
             got=", ".join(config.architectures or ()),
-            need="a decoder that predicts the next token as policy.model_name",
         )
     check_fields(config, config_overrides or {}, "policy.hf_config_overrides")
     for field, value in (config_overrides or {}).items():
@@ -260,9 +259,7 @@ def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type
         return AutoModelForSequenceClassification  # type: ignore[return-value]
     if type(config) not in AutoModel._model_mapping or config.is_encoder_decoder:
         raise ModelError(
-            f"transformers has no sequence classifier for {type(config).__name__}, and treeward can make none",
-            where="policy.model_name",
-            need="a decoder, or an encoder with a sequence classifier",
+            f"transformers has no sequence classifier for {type(config).__name__}, and treeward can make none"
         )
     base_class: Any = AutoModel._model_mapping[type(config)]
     name = type(config).__name__.removesuffix("Config") + "ForSequenceClassification"

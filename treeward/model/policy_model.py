@@ -117,10 +117,7 @@ class PolicyModel(WrappedModel):
             return torch.where(mask_SL, values[index_SL], values.new_zeros(()))
 
         return CompletionLogProbs(
-            spread(values_N),
-            mask_SL,
-            None if entropies_N is None else spread(entropies_N),
-            batch.num_computed_tokens,
+            spread(values_N), mask_SL, None if entropies_N is None else spread(entropies_N), batch.num_computed_tokens
         )
 
     def _values(

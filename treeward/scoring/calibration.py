@@ -58,11 +58,7 @@ _Scored = tuple[int, float, int]
 
 
 def calibrate(
-    scorer: ConversationScorer,
-    preferences: Iterable[Preference],
-    *,
-    name: str,
-    length_unit: LengthUnit = "tokens",
+    scorer: ConversationScorer, preferences: Iterable[Preference], *, name: str, length_unit: LengthUnit = "tokens"
 ) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
@@ -183,10 +179,7 @@ def preference_nll(differences: Floats, temperature: float) -> float:
 
 
 def _scored(
-    scorer: ConversationScorer,
-    chunk: Sequence[Preference],
-    length_of: Callable[[Conversation], int],
-    errors: list[str],
+    scorer: ConversationScorer, chunk: Sequence[Preference], length_of: Callable[[Conversation], int], errors: list[str]
 ) -> Iterator[list[_Scored]]:
     """The scored completions of each comparison; `errors` collects why others have no score."""
     conversations = [[*p.context, *completion.messages] for p in chunk for completion in p.completions]
@@ -210,7 +203,6 @@ def _check(found: Sequence[Sequence[_Scored]], errors: Sequence[str], name: str)
             "there are too few comparisons to calibrate on",
             where=name,
             got=f"{usable} with two scored completions, of {len(found)} comparisons{reason}",
-            need="2 at least, and hundreds for constants worth using",
         )
     if min(scores) == max(scores):
         raise DataError("all completions have the same score, so there is nothing to calibrate", where=name)

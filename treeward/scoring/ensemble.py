@@ -75,11 +75,7 @@ class EnsembleScorer(PreparedScorer[tuple[Prepared, ...]]):
     """
 
     def __init__(
-        self,
-        members: Sequence[Scorer],
-        config: EnsembleConfig | None = None,
-        *,
-        names: Sequence[str] | None = None,
+        self, members: Sequence[Scorer], config: EnsembleConfig | None = None, *, names: Sequence[str] | None = None
     ) -> None:
         self.members = tuple(members)
         self.config = config or EnsembleConfig()
@@ -193,10 +189,7 @@ def _constants(
         "the members cannot be standardized",
         where=names[0],
         field="means, stds",
-        got="heads, and a calibration covers the whole score"
-        if config.over == "heads"
-        else f"{len(known)} of {len(names)} models with a calibration, on {len(data)} data sets",
-        need="a calibration of each model on the same data, or one number for each member in means and stds",
+        got=f"{len(known)} of {len(names)} models with a calibration, on {len(data)} data sets (heads have none)",
         fix="treeward calibrate MODEL --data FILE for each; or give means and stds, or set standardize=false",
     )
 

@@ -74,10 +74,7 @@ are two bulges, and the Earth turns beneath them once a day, which is why most c
 twenty-five hours: the extra hour is the distance that the Moon has gone on in the meantime.
 
 1. At new and full moon the Sun helps, and the range is large (spring tide).
-2. At half moon it pulls across, and the range is small (neap tide).
-
-How high the water rises at one place depends far more on the shape of the coast than on either of them: a narrowing \
-bay can lift a wave of half a metre in the open sea to more than ten."""
+2. At half moon it pulls across, and the range is small (neap tide)."""
 
 GOLDEN_CONVERSATIONS: Mapping[str, list[Message]] = {
     "question": _chat("Which river flows through Prague?", "The Vltava flows through Prague."),

@@ -125,7 +125,7 @@ def _shares(weights: Sequence[float] | None, num_members: int) -> list[float]:
             "the weights are not shares of these models",
             field="weights",
             got=", ".join(f"{share:g}" for share in shares) + f" for {num_members} models",
-            need="one number from 0 to 1 for each model, with the sum 1",
+            need="numbers with the sum 1",
         )
     return [share / math.fsum(shares) for share in shares]
 

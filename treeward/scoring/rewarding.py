@@ -180,12 +180,6 @@ def load_shaper(
     """
     if shaping is None:
         return None
-    if is_ensemble and isinstance(shaping, RewardShapingConfig) and shaping.uses_calibration:
-        raise ConfigError(
-            "the scores of an ensemble have no fitted constants: a calibration is of one model",
-            where="reward_shaping",
-            fix="give reward_mean and reward_std, or set running; leave out length_calibration and the temperature",
-        )
     contract = None if is_ensemble else read_contract(model)
     if shaping == "contract":
         shaping = contract.reward_shaping if contract else None

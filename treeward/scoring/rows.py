@@ -117,7 +117,7 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
         return [list(check_messages(row["messages"], "messages", where))]
     if "messages" in row or keys not in _SHAPES:
         raise DataError(
-            "the row has nothing to score" if not keys else "the row cannot be scored with these keys together",
+            "the row cannot be scored with these keys together" if keys else "the row has nothing to score",
             where=where,
             got=f"keys {sorted(map(str, values))}",
             need=_NEED,
