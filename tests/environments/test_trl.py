@@ -117,9 +117,7 @@ def test_several_processes_share_one_state(monkeypatch: pytest.MonkeyPatch) -> N
     made_before = Counting().as_trl()
     assert made_before(["a"], ["four"]) == [4.0]
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ConfigError, match=r"each training process would have its own(?s:.)*2 processes(?s:.)*get_actor"
-    ):
+    with pytest.raises(ConfigError, match=r"each training process would have its own(?s:.)*get_actor"):
         Counting().as_trl()
     with pytest.raises(ConfigError, match="each training process"):
         made_before(["a"], ["four"])

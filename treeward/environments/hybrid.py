@@ -79,9 +79,8 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.keys() != self.members.keys():
-            fix = "resume with the configuration that the run was started with"
-            got, need = f"members {', '.join(map(str, state))}", f"members {', '.join(self.members)}"
-            raise CheckpointError("this is not the state of this hybrid", got=got, need=need, fix=fix)
+            need = f"members {', '.join(self.members)}, as when the run was started"
+            raise CheckpointError("this is not the state of this hybrid", got=sorted(state), need=need)
         for name, member in self.members.items():
             member.load_state_dict(state[name])
 

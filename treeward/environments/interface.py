@@ -152,9 +152,7 @@ class Environment(RayActor, abc.ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. Raises `CheckpointError` for the state of another configuration."""
         if state:
-            raise CheckpointError(
-                f"{self.name} has no state", got=sorted(state), need="the configuration that the run was started with"
-            )
+            raise CheckpointError(f"{self.name} has no state", got=sorted(state))
 
     @property
     def is_stateful(self) -> bool:

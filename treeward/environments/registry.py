@@ -55,13 +55,8 @@ def environment_class(kind: str) -> type[Environment]:
     path = known or kind
     if "." not in path:
         near = nearest_name(kind, _CLASSES)
-        raise ConfigError(
-            "there is no such kind of environment",
-            field="type",
-            got=kind,
-            need=f"{', '.join(sorted(_CLASSES))}, or the dotted path of a subclass of Environment",
-            fix=f"did you mean {near}?" if near else "say with `type` which kind it is",
-        )
+        fix = f"did you mean {near}?" if near else f"type: one of {', '.join(_CLASSES)}, or the dotted path of a class"
+        raise ConfigError("there is no such kind of environment", field="type", got=kind, fix=fix)
     cls = import_object(path, field="type")
     if not (isinstance(cls, type) and issubclass(cls, Environment)) or inspect.isabstract(cls):
         need = "a subclass of treeward.environments.interface.Environment that implements rewards"

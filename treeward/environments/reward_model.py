@@ -27,7 +27,6 @@ from torch import Tensor
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.completions import plain
 from treeward.environments.interface import (
-    WHERE,
     ConfiguredEnvironment,
     Conversations,
     Infos,
@@ -186,10 +185,7 @@ def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
 
 
 def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:
-    if config.num_workers > 1:
-        got, need = f"{config.num_workers} replicas, workers='here'", "one replica, or Ray actors (no `workers`)"
-        summary = "several replicas do not run in one process"
-        raise ConfigError(summary, where=WHERE, field="num_replicas", got=got, need=need)
+    assert config.num_workers == 1, "several replicas do not run in one process"
     on_gpu = config.resources.gpus_per_node > 0 and torch.cuda.is_available()
     worker = ScoringWorker(config, "cuda" if on_gpu else "cpu")
     worker.load()

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
@@ -60,12 +60,6 @@ class RenderingContract(Strict):
     """The padding token, which ends no conversation: transformers reads the score before it."""
     tokenizer_sha256: str
     """SHA-256 of the tokenizer's vocabulary, merges and special tokens."""
-
-    @model_validator(mode="after")
-    def _template_is_whole(self) -> RenderingContract:
-        if text_sha256(self.chat_template) != self.chat_template_sha256:
-            raise ValueError("chat_template and chat_template_sha256 do not belong together")
-        return self
 
 
 class ReadContract(Strict):
@@ -231,15 +225,9 @@ def read_contract(name: str | Path) -> ScoringContract | None:
 
 
 def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
-    """Write the contract into a model folder, replacing the one before at one moment; returns its path.
-
-    Raises `ModelError` where the folder cannot be written.
-    """
+    """Write the contract into a model folder, replacing the one before at one moment; returns its path."""
     path = Path(folder).expanduser() / CONTRACT_FILE
-    try:
-        write_text(path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise ModelError("the scoring contract cannot be written", where=str(path), got=str(error)) from error
+    write_text(path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
     return path
 
 

@@ -17,7 +17,6 @@ from collections import OrderedDict
 
 import numpy as np
 
-from treeward.errors import ConfigError
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds, common_prefix_length
 
@@ -26,14 +25,12 @@ MIN_PREFIX_TOKENS = 32
 
 
 class PrefixCache:
-    """Prefixes by their tokens. `max_bytes`: of keys and values; raises `ConfigError` if it is negative.
+    """Prefixes by their tokens. `max_bytes`: of keys and values.
 
     It belongs to one model: clear it after a change of the weights. One thread uses it at a time.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if max_bytes < 0:
-            raise ConfigError("a cache cannot have this size", field="max_bytes", got=max_bytes, need="0 or more bytes")
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_reused_tokens = 0
