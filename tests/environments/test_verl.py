@@ -189,7 +189,7 @@ class Counts(Remembers):
 
 def test_running_statistics_are_those_of_a_whole_run(kwargs: dict[str, Any]) -> None:
     running = {"reward_shaping": {"normalize_rewards": True, "running": True}}
-    with pytest.raises(ConfigError, match=r"each reward worker would have its own(?s:.)*need:  actor"):
+    with pytest.raises(ConfigError, match=r"each reward worker would have its own(?s:.)*name it as actor"):
         verl.compute_score(**sample("Paris.", prompt=PROMPT), environment=kwargs["environment"] | running)
     with pytest.raises(ConfigError, match="each reward worker"):
         verl.compute_score(**sample("Paris.", prompt=PROMPT), environment={"type": f"{__name__}.Counts"})
