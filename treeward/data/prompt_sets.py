@@ -235,9 +235,8 @@ def _with_environment(prompt: Prompt, default: Any, known: Collection[str] | Non
         chosen = {name: weight for name, weight in chosen.items() if weight is not None}  # parquet has every key
     try:
         _ENVIRONMENT.validate_python(chosen, strict=True)
-        unknown = (
-            [] if known is None else sorted({chosen} - {*known} if isinstance(chosen, str) else {*chosen} - {*known})
-        )
+        names = [chosen] if isinstance(chosen, str) else [*chosen]
+        unknown = [name for name in names if known is not None and name not in known]
         summary, need = "there is no such environment", f"one of {', '.join(sorted(known or ()))}"
     except ValidationError:
         unknown, summary, need = [chosen], "environment is not a name", "a name, or names with finite weights"
