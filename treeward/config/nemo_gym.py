@@ -25,7 +25,7 @@ __all__ = ["NemoGymConfig"]
 
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _TOKENS_OF_A_CONVERSATION = 2048
-_TOKENS_OF_A_CUSTOM_ONE = 512  # the size of a conversation in `serving.custom_reward`, whatever its length
+_TOKENS_OF_A_CUSTOM_ONE = 512  # the size of a conversation in `serving.models`, whatever its length
 _SHORTHANDS = ("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "length_penalty")
 
 _Ensemble = Annotated[
