@@ -2,8 +2,8 @@
 
     write_results(Path("results/eval"), [summarize(suite, scored, "my-model")])
 
-`results.json` holds for each model and suite the suite's own numbers (headline, sections, subsets), the statistics of
-any comparisons, and the diagnostics, each with its interval and its number of examples.
+`results.json` holds for each model and suite the suite's own numbers (headline, sections, subsets) and the diagnostics,
+each with its interval and its number of examples.
 """
 
 from __future__ import annotations
