@@ -161,12 +161,9 @@ def test_an_interrupted_run_goes_on_and_nothing_is_scored_twice(
         ("{modle: M}", "n", "did you mean model"),
         ("{model: M, ensemble: wurst}", "n", "worst"),
         ("{model: M, shaping: {normalize_rewards: true, running: true}}", "n", "order of the rows"),
-        ("{model: M, shaping: {reference: par}}", "n", "reference completions"),
         ("n", "n", "proxies and gold are the same"),
         ("gold_score", "math", "did you mean gold_scores"),
-        ("n", "sintetic", "did you mean synthetic"),
         ("n", "{type: rules", "is no section"),
-        ("n", "prompt", "no field"),
         ("n", "{type: ruless, rule: math}", "did you mean rules"),
     ],
 )

@@ -127,6 +127,14 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     assert [path.name for path in folder.iterdir()] == ["scores.jsonl"]
 
 
+def test_several_models_need_an_ensemble(
+    write_rows: Write, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(write_rows("in.jsonl", [SHAPES["messages"]]))
+    assert main(["score", str(model_folder), str(model_folder), "--data", data]) == 2
+    assert "nothing says how" in capsys.readouterr().err
+
+
 def test_a_missing_file_and_an_output_that_is_the_input_are_told_first(
     write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,21 +166,3 @@ def test_rewards_beside_the_scores_and_reasons_where_there_are_none(
     assert code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
     assert one["reward"] == one["score"]  # "4." is short enough
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--shaping", "{normalize_rewards: true, running: true}"], "order of the rows"),
-        (["--shaping", "{lenght_penalty: {}}"], "did you mean shaping.length_penalty"),
-        (["--shaping", "{"], "no section"),
-        (["MORE"], "nothing says how"),
-    ],
-)
-def test_bad_options(
-    options: list[str], words: str, model_folder: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = str(write_rows("in.jsonl", [SHAPES["messages"]]))
-    options = [str(model_folder) if option == "MORE" else option for option in options]
-    assert main(["score", str(model_folder), *options, "--data", data]) == 2
-    assert words in capsys.readouterr().err
