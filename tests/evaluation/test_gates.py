@@ -12,7 +12,7 @@ from treeward.evaluation.diagnostics.biases import diagnose_length
 from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.gates import GATE_METRICS, gate_metrics, pooled_gate_metrics, scored_comparison
-from treeward.evaluation.suites.preferences import PreferenceSuite
+from treeward.evaluation.suites import PreferenceSuite
 
 
 def drawn(seed: int, count: int, *, most: int = 4) -> tuple[list[ScoredExample], list[ScoredExample]]:

@@ -15,7 +15,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.preference import preference_to_dict
 from treeward.evaluation.gates import GATE_METRICS
 from treeward.evaluation.session import Candidate, run_evaluation
-from treeward.evaluation.suites.preferences import PreferenceSuite
+from treeward.evaluation.suites import PreferenceSuite
 from treeward.scoring.scorer import Scorer
 from treeward.training.setup import set_up
 from treeward.training.state import read_state

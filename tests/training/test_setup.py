@@ -10,7 +10,7 @@ import torch
 
 from treeward.errors import ConfigError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
-from treeward.evaluation.suites.preferences import PreferenceSuite
+from treeward.evaluation.suites import PreferenceSuite
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.setup import examples_to_perturb, set_up
 from treeward.training.train import RewardModelRun, train

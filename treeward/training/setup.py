@@ -29,7 +29,7 @@ from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.examples import EvalExample
-from treeward.evaluation.suites.preferences import PreferenceSuite
+from treeward.evaluation.suites import PreferenceSuite
 from treeward.model.checks import check_before_training, check_positions, check_tokenizer_survives
 from treeward.model.loading import build_reward_model, load_reward_model
 from treeward.model.policy_model import PolicyModel

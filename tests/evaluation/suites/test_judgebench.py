@@ -76,9 +76,6 @@ def test_the_headline_is_of_the_pairs_of_gpt(examples: list[EvalExample], scored
     assert claude.headline.value == 4 / 6 and claude.headline.count == 6
 
 
-def test_the_files_of_the_authors_repository_and_not_their_outputs(tmp_path: Path) -> None:
-    name = "dataset=judgebench,response_model=gpt-4o-2024-05-13"
-    write(tmp_path / "data" / f"{name}.jsonl", rows_of("gpt", 3))
-    write(tmp_path / "outputs" / f"{name},judge_name=vanilla,judge_model=x.jsonl", rows_of("gpt", 3))
-    assert [e.suite_data["id"] for e in JudgeBench().load(str(tmp_path))] == ["gpt-0", "gpt-1", "gpt-2"]
-    assert len(JudgeBench().load(str(tmp_path / "data" / f"{name}.jsonl"))) == 3
+def test_a_file_of_the_authors_repository(tmp_path: Path) -> None:
+    file = write(tmp_path / "dataset=judgebench,response_model=gpt-4o-2024-05-13.jsonl", rows_of("gpt", 3))
+    assert [e.suite_data["id"] for e in JudgeBench().load(str(file))] == ["gpt-0", "gpt-1", "gpt-2"]

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from treeward.config.base import nearest_name
 from treeward.errors import ConfigError
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
-from treeward.evaluation.suites.interface import Suite, TiePolicy
-from treeward.evaluation.suites.preferences import PreferenceSuite
+from treeward.evaluation.suites.interface import PreferenceSuite, Suite, TiePolicy
 from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
 
 __all__ = ["SUITES", "PreferenceSuite", "Suite", "TiePolicy", "get_suite"]

@@ -13,7 +13,7 @@ wrong in every cell.
 
 JudgeBench: pairs of which one is objectively right, with labels A>B or B>A (Tan et al. 2024, arXiv 2410.12784).
 
-    JudgeBench().load("JudgeBench/data")                 # or the hub's ScalerLab/JudgeBench
+    JudgeBench().load("judgebench/")                     # or the hub's ScalerLab/JudgeBench
 
 A judge sees each pair in both orders; a vote for the label counts 1, against it -1, anything else 0, and the pair is
 right if the sum is above 0. A reward model's two votes are the same unless its scores tie, which sums to 0: so a pair
@@ -173,7 +173,7 @@ class JudgeBench(Suite):
     num_published = 350
 
     def load(self, source: str | None = None) -> list[EvalExample]:
-        """The splits `gpt` and `claude` of the hub or of a copy, or the files of the authors' repository, or one file.
+        """The splits `gpt` and `claude` of the hub or of a copy, or one file, as of the authors' repository.
 
         See `Suite.load`.
         """
@@ -193,10 +193,6 @@ class JudgeBench(Suite):
 def _judged_rows(source: str | None, hub_path: str) -> Iterator[Row]:
     if source is not None and os.path.isfile(source):
         return read_rows(source)
-    # The authors' repository; the files with judge_name are results.
-    files = sorted(str(file) for file in Path(source).rglob("dataset=judgebench*")) if source else []
-    if files := [file for file in files if "judge_name=" not in file]:
-        return chain.from_iterable(map(read_rows, files))
     return chain.from_iterable(suite_rows(source, hub_path, split=split) for split in _WRITERS)
 
 
