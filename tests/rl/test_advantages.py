@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from treeward.config.grpo import GRPOConfig
-from treeward.rl.advantages import advantages, informative_groups, shaped_rewards, used_completions
+from treeward.rl.advantages import advantages, shaped_rewards, used_completions
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.5, -1.0, 3.0, 0.25], [7.0, 1.0, 1.0, 1.0], [5.0] * 4]
@@ -81,11 +81,6 @@ def test_equal_rewards_teach_exactly_nothing(value: float, size: int, config: GR
     rewards = torch.full((2, size), value, dtype=torch.float64)
     tiny = config.model_copy(update={"advantage_std_floor": 1e-12})
     assert torch.equal(advantages(rewards, tiny), torch.zeros(2, size))
-
-
-def test_informative_groups(given_rewards: Tensor) -> None:
-    assert informative_groups(given_rewards).tolist() == [True, False, True, False, False]
-    assert informative_groups(torch.zeros(2, 0)).tolist() == [False, False]
 
 
 def group(prompt_tokens: int, *lengths: int, truncated: tuple[bool, ...] = ()) -> CompletionGroup:

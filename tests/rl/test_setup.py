@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from signed import write_signed_model
 
 from treeward.data.rendering import Renderer
@@ -17,9 +16,7 @@ from treeward.errors import TreewardError
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy
 from treeward.rl import setup as rl_setup
-from treeward.rl.grpo import grpo
 from treeward.rl.setup import set_up
-from treeward.training.checkpoints import Checkpoint
 
 Make = Callable[..., Any]
 Write = Callable[[str, Iterable[Any]], str]
@@ -55,22 +52,6 @@ def test_whether_the_scale_of_the_rewards_moves(
     run = set_up(tiny_grpo(f"env={section.replace('OWN', own)}"))
     run.close()
     assert run.rewards_move is moves
-
-
-def test_the_reference_is_the_policy_that_the_run_begins_with(tiny_grpo: Make) -> None:
-    options = ("grpo.max_num_steps=1",)
-    fresh = set_up(tiny_grpo(*options))
-    fresh.close()
-    begun = [parameter.clone() for parameter in fresh.policy.parameters()]
-    config = tiny_grpo(*options)
-    grpo(config, show_progress=False)
-    checkpoint = Checkpoint(Path(config.checkpointing.checkpoint_dir) / "step_1", 1)
-    resumed = set_up(config, checkpoint)
-    resumed.close()
-    reference: Any = resumed.updater.reference
-    assert all(torch.equal(a, b) for a, b in zip(begun, reference.parameters(), strict=True))
-    assert not any(parameter.requires_grad for parameter in reference.parameters())
-    assert any(not torch.equal(a, b) for a, b in zip(begun, resumed.policy.parameters(), strict=True))
 
 
 def test_which_keys_of_an_environment_are_of_the_run() -> None:

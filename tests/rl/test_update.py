@@ -48,10 +48,8 @@ def experience(seed: int = 0) -> tuple[list[CompletionGroup], Tensor, Tensor]:
     groups = []
     for _ in range(PROMPTS):
         prompt = draw(int(generator.integers(4, 12)))
-        completions = tuple(
-            SampledCompletion(draw(int(generator.integers(1, 9))), "", False) for _ in range(COMPLETIONS)
-        )
-        groups.append(CompletionGroup(Prompt(()), prompt, completions))
+        drawn = [draw(int(generator.integers(1, 9))) for _ in range(COMPLETIONS)]
+        groups.append(CompletionGroup(Prompt(()), prompt, tuple(SampledCompletion(one, "", False) for one in drawn)))
     used = torch.ones(PROMPTS, COMPLETIONS, dtype=torch.bool)
     used[0, 1] = False
     return groups, torch.from_numpy(generator.normal(size=(PROMPTS, COMPLETIONS))).float(), used
@@ -95,22 +93,15 @@ class Recorded(torch.optim.SGD):
 
 
 def plain_updates(
-    model: PreTrainedModel,
-    reference: PreTrainedModel,
-    optimizer: Recorded,
-    data: Any,
-    settings: PolicyLossConfig,
-    *,
-    passes: int = 2,
-    parts: Sequence[Sequence[int]] = ((0, 1), (2,)),
+    model: PreTrainedModel, reference: PreTrainedModel, optimizer: Recorded, data: Any, settings: PolicyLossConfig
 ) -> list[float]:
-    """Written out: passes over the batch, in parts of some prompts, one row at a time. Returns the losses."""
+    """Written out: two passes over the batch, in parts of some prompts, one row at a time. Returns the losses."""
     groups, advantages, used = data
     with torch.no_grad():
         old = [[row_log_probs(model, group, g) for g in range(len(group.completions))] for group in groups]
         ref = [[row_log_probs(reference, group, g) for g in range(len(group.completions))] for group in groups]
     found = []
-    for part in list(parts) * passes:
+    for part in [(0, 1), (2,)] * 2:
         losses, tokens, completions = [], 0, 0
         for p in part:
             for g, completion in enumerate(groups[p].completions):

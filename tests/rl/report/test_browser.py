@@ -35,15 +35,9 @@ def test_figures_alarms_and_samples_are_drawn(visit: Visit) -> None:
         "(all) => all.map((line) => [line.getAttribute('stroke'), line.getAttribute('stroke-dasharray')])"
     )
     assert len(lines) == len({tuple(line) for line in lines}) == 6 and len({colour for colour, _ in lines}) == 3
-    assert figure.locator(".legend path").count() == 6
     assert page.locator(".sample").count() == 7 and page.locator(".sample[open] .completion").count() == 9
-    for sample in page.locator(".sample > summary").all()[1:]:
-        sample.click()
-    levels = page.locator("h1, h2, h3, h4").evaluate_all(
-        "(all) => all.filter((h) => h.checkVisibility()).map((h) => +h.tagName[1])"
-    )
-    assert levels[0] == 1 and all(b - a <= 1 for a, b in zip(levels, levels[1:], strict=False))
     names = page.locator(".completion").evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))")
     assert names[3:5] == ["no KL, step 0", "no KL, step 50"]
+    page.locator(".sample > summary").nth(3).click()
     assert "<img src=x onerror=" in page.locator(".sample").nth(3).locator(".words").first.inner_text()
     assert page.locator(".sample img, .sample script").count() == 0 and page.evaluate("window.injected") is None

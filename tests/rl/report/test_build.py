@@ -171,16 +171,6 @@ def test_rewards_that_move_are_shown_on_a_scale_that_stays() -> None:
     assert validation["high"] == pytest.approx([y + 0.392 for y in validation["y"]], abs=1e-4)
 
 
-def test_curves_of_many_steps_are_means_of_neighbours() -> None:
-    rows = {step: {"train/reward": float(step), "train/num_failed": 0.0} for step in range(1, 1001)}
-    rows[500]["train/reward"] = math.nan
-    found = by_title([RLRun("r", rows)])
-    (series,) = found["Proxy"]["series"]
-    assert len(series["x"]) == 60 and series["x"] == series["y"] and series["x"][0] == 9.0
-    assert found["Rewards that failed"]["folded"]  # nothing but zeros
-    assert "Entropy of the policy" not in found
-
-
 def test_samples_are_first_best_and_last_of_the_same_prompt_and_settings_that_differ_are_shown(
     blocks: dict[str, dict[str, Any]],
 ) -> None:
@@ -203,6 +193,7 @@ def test_runs_with_hardly_anything_are_shown(tmp_path: Path) -> None:
     blind = RLRun.read("blind", write_run(tmp_path / "r", replace(HACKED, has_gold=False)))
     cases = {
         "one step": RLRun("", {1: {"train/reward": 0.5}}),
+        "many steps": RLRun("", {step: {"train/reward": float(step)} for step in range(1, 1001)}),
         "nothing finite": RLRun("", {1: {"train/reward": math.nan}, 2: {"validation/reward": math.inf}}),
         "no reward": RLRun("", {1: {"train/loss": 0.5}}, alarms=(Alarm("truncation", 1, "Cut."),)),
         "one validation": validations([1.0], kls=[0.1]),
@@ -213,6 +204,8 @@ def test_runs_with_hardly_anything_are_shown(tmp_path: Path) -> None:
     named = [replace(run, name=name) for name, run in cases.items()]
     for run in named:
         report_blocks([run])
+    (series,) = by_title([cases["many steps"]])["Proxy"]["series"]  # means of neighbours
+    assert len(series["x"]) == 60 and series["x"] == series["y"]
     assert "Proxy over the distance moved" in (found := by_title([blind])) and "Gold reward" not in found
     assert [one["key"] for one in found["From the first validation to the last"]["columns"]][:2] == ["run", "proxy"]
     assert "training batches" in sum_up(cases["training alone"]).sentence()
