@@ -67,13 +67,8 @@ def test_it_is_the_formula(config: GRPOConfig, given_rewards: Tensor) -> None:
         for g in range(4):
             want = written_out(p, g, config) if KNOWN[p][g] else 0.0
             assert float(got[p, g]) == pytest.approx(want, abs=1e-6)
-
-
-def test_a_large_offset_does_not_swallow_the_differences() -> None:
-    small = torch.tensor([[0.0, 0.0625, 0.5, 1.0, 0.125]])
-    for config in ALL:
-        apart = advantages(small + 1e6, config) - advantages(small, config)
-        assert float(apart.abs().max()) < 1e-6
+    apart = advantages(given_rewards.double() + 2**20, config) - got  # an offset does not swallow the differences
+    assert float(apart.abs().max()) < 1e-6
 
 
 @given(st.floats(-1e3, 1e3), st.integers(2, 9), st.sampled_from(ALL))

@@ -110,9 +110,8 @@ def test_a_seed_determines_the_completions_and_nothing_else_does(policy: PolicyM
     policy.eval()
     assert generator.generate(prompts, ids, num_completions=3, seed=4) != first
     for size, count in ((1, 5), (4, 5), (1000, 5), (1000, 1)):
-        some = make(policy, tiny_tokenizer, batch_size=size).generate(
-            prompts[:count], ids[:count], num_completions=3, seed=3
-        )
+        other = make(policy, tiny_tokenizer, batch_size=size)
+        some = other.generate(prompts[:count], ids[:count], num_completions=3, seed=3)
         assert [completion.token_ids for completion in completions_of(some)] == tokens[: 3 * count]
     same = generator.generate([PROMPTS[0]] * 2, [IDS[0]] * 2, num_completions=1, seed=3)
     assert same[0].completions[0].token_ids == tokens[0] != same[1].completions[0].token_ids
@@ -174,9 +173,7 @@ def test_a_stop_string_ends_the_completion_that_it_completes(policy: PolicyModel
         ("a🦉b", "🦉", "a"),
     ],
 )
-def test_a_stop_string_in_several_tokens_and_among_characters_of_several_bytes(
-    tiny_tokenizer: Any, text: str, stop: str, want: str
-) -> None:
+def test_a_stop_string_in_several_tokens(tiny_tokenizer: Any, text: str, stop: str, want: str) -> None:
     reader = CompletionReader(tiny_tokenizer, [0], GenerationConfig(stop_strings=(stop,)))
     ids = tiny_tokenizer(text, add_special_tokens=False).input_ids
     end = next(n for n in range(1, len(ids) + 1) if reader.has_ended(ids[:n]))
@@ -212,9 +209,7 @@ CHATML = (
 
 
 @pytest.mark.parametrize("url", ["", "policy.generation.url=http://127.0.0.1:9/v1"])
-def test_the_template_s_end_of_turn_ends_a_completion_of_a_base_model(
-    policy: PolicyModel, tiny_grpo: Callable[..., Any], url: str
-) -> None:
+def test_the_template_ends_a_completion(policy: PolicyModel, tiny_grpo: Callable[..., Any], url: str) -> None:
     tokenizer = byte_bpe(eos="<|endoftext|>")  # as those of Qwen's base models name it
     end, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>"))
     remote = ["policy.generation.backend=vllm", "policy.generation.model=m", url] if url else []

@@ -79,7 +79,7 @@ def nodes(groups: list[CompletionGroup]) -> int:
         (["grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0"], 1),
     ],
 )
-def test_prompts_are_computed_once_a_group(
+def test_prompts_are_computed_once(
     tiny_grpo: Make, tmp_path: Path, sampled: list[Rollouts], options: list[str], passes: int
 ) -> None:
     run(tiny_grpo(*SHORT, *options))
@@ -146,9 +146,7 @@ HACK = (
 )
 
 
-def test_a_planted_hack_raises_the_alarm_that_stops_the_run(
-    tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_planted_hack_stops_the_run(tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Gold is what the reward is paid for not to be: it falls while the proxy rises."""
     outcome = run(tiny_grpo(*HACK))
     assert outcome.stopped_by == "gold_falls" and outcome.step < 30 and outcome.exit_code == 0
@@ -169,9 +167,7 @@ def test_a_planted_hack_raises_the_alarm_that_stops_the_run(
     assert [one.kind for one in onwards.alarms][: len(kept)] == [one["kind"] for one in kept]
 
 
-def test_a_step_that_fails_after_its_first_update_leaves_the_last_checkpoint(
-    tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_fails_late_is_not_saved(tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     function, calls = PolicyUpdater._step, list[int]()
 
     def failing(*arguments: Any) -> Any:

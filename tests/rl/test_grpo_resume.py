@@ -147,9 +147,7 @@ def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(trial: Trial) -
     assert len(lines) == 6 and "'train/prompts_drawn': 36" in lines[-1]  # it has left groups out
 
 
-def test_failures_and_signals_leave_a_saved_state_and_the_run_goes_on_exactly(
-    trial: Trial, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
     trial.order(after=60, fail=0.8)  # in the middle of a step's draws
     for _ in range(2):  # the second time it was not mended
         with pytest.raises(ModelError, match="(?s)too many completions have no reward.*told to fail.*max_failed_share"):
@@ -179,9 +177,7 @@ def test_failures_and_signals_leave_a_saved_state_and_the_run_goes_on_exactly(
     assert trial.is_as_uninterrupted()
 
 
-def test_another_configuration_is_refused_and_what_may_change_may_change(
-    trial: Trial, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_may_change_and_what_not(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
     assert trial.start("grpo.max_num_steps=2").step == 2
     for option, named in (
         ("loss_fn.ratio_clip_max=0.3", "loss_fn.ratio_clip_max: got 0.3, need 0.2"),

@@ -219,9 +219,7 @@ def moved(policy: PolicyModel, by: float) -> PolicyModel:
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_a_server_loads_the_weights_from_a_folder(
-    policy: PolicyModel, tiny_tokenizer: Any, backend: str, tmp_path: Path
-) -> None:
+def test_weights_by_a_folder(policy: PolicyModel, tiny_tokenizer: Any, backend: str, tmp_path: Path) -> None:
     """Its folder keeps the version that the server has, nothing of a run that was killed, and what is not ours."""
     for name in ("version-of-mine", "version-1", "version-12"):
         (tmp_path / "weights" / name / "model").mkdir(parents=True)
@@ -261,7 +259,7 @@ def test_weights_that_did_not_arrive_stop_the_run(
             generator.load_weights(policy, 1)
 
 
-def test_log_probs_at_another_temperature_are_found(
+def test_other_temperatures_are_seen(
     policy: PolicyModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM's own default."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treeward.config.grpo import PolicyLossConfig
-from treeward.rl.policy_loss import kl_coefficient, kl_estimate, policy_loss
+from treeward.rl.policy_loss import kl_coefficient, policy_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 ADVANTAGES = torch.tensor([1.5, -2.0, 3.0, -0.25])
@@ -126,15 +126,6 @@ def test_gradients_are_the_slopes_of_the_formula(settings: PolicyLossConfig) -> 
         assert float(new.grad[s, t]) == pytest.approx(slope, abs=1e-5)
 
 
-def test_masked_tokens_may_be_infinite() -> None:
-    new, old, reference, said = batch(1)
-    new = new.masked_fill(~MASK, -torch.inf).requires_grad_(True)
-    settings = PolicyLossConfig(use_on_policy_kl_approximation=True)
-    total, _ = policy_loss(new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said)
-    total.backward()
-    assert total.isfinite() and new.grad is not None and new.grad.isfinite().all()
-
-
 def test_weights_that_are_not_finite_count_as_zero() -> None:
     new, old, reference, said = batch(1)
     said[0, 1], said[3, 2] = -torch.inf, torch.nan
@@ -147,14 +138,3 @@ def test_weights_that_are_not_finite_count_as_zero() -> None:
     assert sums.correction_sum == pytest.approx(rest.correction_sum)
     weights = torch.exp(old - said)[without].clamp_max(2.0)
     assert rest.correction_sum == pytest.approx(float(weights.sum()))
-
-
-def test_estimators_of_the_divergence() -> None:
-    """Averaged over what the policy samples, k1 and k3 are the divergence; k2 is near it where it is small."""
-    torch.manual_seed(0)
-    logits, other = torch.randn(7), torch.randn(7)
-    policy, reference = logits.log_softmax(0), (logits + 0.1 * other).log_softmax(0)
-    exact = float((policy.exp() * (policy - reference)).sum())
-    for estimator in ("k1", "k2", "k3"):
-        mean = float((policy.exp() * kl_estimate(policy, reference, estimator)).sum())
-        assert mean == pytest.approx(exact, rel=1e-4 if estimator != "k2" else 0.2)

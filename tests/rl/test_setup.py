@@ -43,9 +43,7 @@ def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prom
         ("{reward_model: {OWN, reward_shaping: {normalize_rewards: true, running: true}}}", True),
     ],
 )
-def test_whether_the_scale_of_the_rewards_moves(
-    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, section: str, moves: bool
-) -> None:
+def test_whether_rewards_move(tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, section: str, moves: bool) -> None:
     """Only running statistics move it, not a shaping that stays."""
     own = f"model_name: {tmp_path / 'model'}, precision: float32, resources: {{gpus_per_node: 0}}"
     write_signed_model(tmp_path / "model", tiny_tokenizer, seed=3, max_length=256)

@@ -171,9 +171,7 @@ def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: in
 
 
 @pytest.mark.parametrize("layout", ["tree", "rows"])
-def test_a_group_larger_than_the_budget_is_split_and_nothing_changes(
-    layout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_larger_than_the_budget_is_split(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In evaluate, measure and update alike; only a larger completion runs alone."""
     groups, advantages, used = experience()
     budget, sizes, log_probs = 18, [], PolicyModel.log_probs

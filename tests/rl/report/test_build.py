@@ -84,9 +84,7 @@ def measured(proxy: float, gold: float | None = None, *, error: float | None = 0
         (0.3, None, "unknown", "went"),
     ],
 )
-def test_a_change_is_said_where_its_interval_says_it(
-    change: float, error: float | None, outcome: str, verb: str
-) -> None:
+def test_changes_are_said_by_intervals(change: float, error: float | None, outcome: str, verb: str) -> None:
     summary = sum_up(measured(1.0, change, error=error))
     assert summary.outcome == outcome and f"gold {verb} from 0.000 to " in summary.sentence()
     assert ("no interval was logged" in summary.sentence()) is (error is None)
@@ -113,9 +111,7 @@ def test_where_the_proxy_fell_too_the_policy_broke() -> None:
     assert not any("broke" in one for gold in (0.4, -0.4) for one in sum_up(measured(4.0, gold)).advice())
 
 
-def test_proxy_and_gold_are_over_the_root_of_kl_with_the_law_that_was_planted(
-    runs: list[RLRun], blocks: dict[str, dict[str, Any]]
-) -> None:
+def test_the_planted_law_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str, dict[str, Any]]) -> None:
     figure = blocks["Gold over the distance moved"]
     of = {series["name"]: series for series in [*figure["series"], *blocks["Proxy over the distance moved"]["series"]]}
     gold, proxy, law = (of[f"no KL: {what}"] for what in ("gold", "proxy", "gold, fitted law"))
@@ -171,9 +167,7 @@ def test_rewards_that_move_are_shown_on_a_scale_that_stays() -> None:
     assert validation["high"] == pytest.approx([y + 0.392 for y in validation["y"]], abs=1e-4)
 
 
-def test_samples_are_first_best_and_last_of_the_same_prompt_and_settings_that_differ_are_shown(
-    blocks: dict[str, dict[str, Any]],
-) -> None:
+def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, dict[str, Any]]) -> None:
     items = blocks["Prompts and completions"]["items"]
     assert len(items) == 7
     assert all([row["name"] for row in item["rows"]] == ["clean", "no KL", "length calibrated"] for item in items)
