@@ -259,10 +259,7 @@ def test_weights_that_did_not_arrive_stop_the_run(
             generator.load_weights(policy, 1)
 
 
-def test_other_temperatures_are_seen(
-    policy: PolicyModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM's own default."""
+def test_other_temperatures_show(policy: PolicyModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     with serving(policy, tiny_tokenizer, raw=True, temperature=0.5) as (generator, _, _):
         generator.load_weights(policy, 0)
     assert "--logprobs-mode processed_logprobs" in caplog.text
